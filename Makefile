@@ -1,0 +1,36 @@
+# Every target sets itself up: the first one on a fresh machine creates .venv and installs from pyproject.toml
+# with the pinned versions of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.dev
+	$(BIN)/metamd demo
+
+test: lint $(VENV)/.clients
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/step.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable ".[dev]"
+	touch $@
+
+$(VENV)/.clients: $(VENV)/.dev
+	$(INSTALL) --editable ".[dev,clients]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,5 +1,41 @@
 """MetaMD: learn an optimiser for a family of training problems and use it as a `torch.optim.Optimizer`."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from metamd._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
+
+_HOME = {
+    "Diagonal": "potentials",
+    "Euclidean": "potentials",
+    "MaxDiagonal": "potentials",
+    "NegativeEntropy": "potentials",
+    "PNorm": "potentials",
+    "Potential": "potentials",
+    "bregman": "potentials",
+}
+
+__all__ = [
+    "Diagonal",
+    "Euclidean",
+    "MaxDiagonal",
+    "NegativeEntropy",
+    "PNorm",
+    "Potential",
+    "__version__",
+    "bregman",
+]
+
+
+def __getattr__(name: str) -> object:
+    # torch takes seconds to import: a name is fetched when it is used, so that `metamd --help` stays instant.
+    if name not in _HOME:
+        raise AttributeError(f"module 'metamd' has no attribute {name!r}")
+    return getattr(import_module(f"metamd.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

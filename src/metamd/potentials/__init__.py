@@ -1,0 +1,20 @@
+"""Potentials: the convex functions whose Bregman divergences measure the length of a step."""
+
+from metamd.potentials.base import Active, Move, Params, Potential, Step, StrongConvexity, bregman
+from metamd.potentials.classical import Euclidean, NegativeEntropy, PNorm
+from metamd.potentials.diagonal import Diagonal, MaxDiagonal
+
+__all__ = [
+    "Active",
+    "Diagonal",
+    "Euclidean",
+    "MaxDiagonal",
+    "Move",
+    "NegativeEntropy",
+    "PNorm",
+    "Params",
+    "Potential",
+    "Step",
+    "StrongConvexity",
+    "bregman",
+]

@@ -1,0 +1,182 @@
+"""What every potential offers, and the records that pass between potentials and the optimiser."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from metamd.potentials.newton import minimise
+
+Params = Mapping[str, Tensor]
+Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StrongConvexity:
+    """phi(u) >= phi(v) + <grad phi(v), u - v> + constant/2 |u - v|^2 in the named norm.
+
+    Args:
+        constant: lambda; 0 where phi is convex only.
+        norm: the norm in words.
+    """
+
+    constant: float
+    norm: str
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one tensor is asked to do in a step: y <- (1 - decay) y - lr grad.
+
+    Args:
+        grad: the gradient.
+        lr: eta; negative to maximise. A 0-dim tensor keeps `torch.compile` from compiling again when it changes.
+        decay: lr times weight decay.
+    """
+
+    grad: Tensor
+    lr: float | Tensor = 1.0
+    decay: float | Tensor = 0.0
+
+
+@dataclass(frozen=True)
+class Active:
+    """Which pieces of a mixture are active at the current point.
+
+    Args:
+        weights: w, a point of the simplex supported on the largest forms.
+        forms: 1/2 x'D_j x + b_j, one per piece.
+    """
+
+    weights: NDArray[np.float64]
+    forms: NDArray[np.float64]
+
+    @property
+    def piece(self) -> int:
+        """The piece with the largest weight."""
+        return int(np.argmax(self.weights))
+
+
+@dataclass(frozen=True)
+class Step:
+    """The outcome of one mirror step.
+
+    Args:
+        params: the new parameters, by name.
+        active: the active pieces at the new point; None for potentials without pieces.
+        iterations: Newton steps that the choice of pieces took; 0 when the vertex check sufficed.
+        gap: by how much the weights miss the largest form, 0 when exact; it enters the regret certificate.
+    """
+
+    params: dict[str, Tensor]
+    active: Active | None = None
+    iterations: int = 0
+    gap: float = 0.0
+
+
+class Potential(nn.Module, ABC):
+    """A strictly convex function phi of named tensors, whose Bregman divergence measures the length of a step.
+
+    A potential of your own needs `value` alone: `mirror` then comes from autograd and `inverse` from a safeguarded
+    Newton-CG solve, the general "mirror loop" of the paper.
+
+    Example:
+        >>> class Quartic(Potential):
+        ...     def value(self, params):
+        ...         return sum((x**4 / 4 + x**2 / 2).sum() for x in params.values())
+        >>> x = {"x": torch.tensor([1.0, -2.0], dtype=torch.float64)}
+        >>> Quartic().inverse(Quartic().mirror(x))["x"]
+        tensor([ 1., -2.], dtype=torch.float64)
+    """
+
+    @abstractmethod
+    def value(self, params: Params) -> Tensor:
+        """phi(theta), a scalar."""
+
+    def mirror(self, params: Params) -> dict[str, Tensor]:
+        """Y = grad phi(theta)."""
+        return torch.func.grad(lambda p: self.value(p))(dict(params))  # type: ignore[no-any-return]
+
+    def inverse(self, dual: Params, start: Params | None = None) -> dict[str, Tensor]:
+        """Theta = grad phi*(y), the minimiser of phi(theta) - <y, theta>.
+
+        Args:
+            dual: y.
+            start: where an iterative solve begins; its tensors that y does not name are held where they are.
+        """
+        return minimise(self.value, dual, start if start is not None else dual)
+
+    def divergence(self, u: Params, v: Params) -> Tensor:
+        """B(u||v) = phi(u) - phi(v) - <grad phi(v), u - v>."""
+        y = self.mirror(v)
+        return self.value(u) - self.value(v) - sum(((u[n] - v[n]) * y[n]).sum() for n in u)
+
+    def strong_convexity(self) -> StrongConvexity:
+        """The constant lambda of phi and the norm it holds in."""
+        return StrongConvexity(0.0, "l2")
+
+    def step(
+        self,
+        params: Params,
+        moves: Mapping[str, Move],
+        *,
+        active: Active | None = None,
+        exact: bool = True,
+        into: Params | None = None,
+    ) -> Step:
+        """theta+ = grad phi*((1 - decay) grad phi(theta) - lr g); tensors without a move stay where they are.
+
+        Args:
+            params: theta.
+            moves: gradient, step size and decay by name.
+            active: the `active` of the previous step, for potentials with pieces.
+            exact: whether the step is the exact minimiser; potentials without pieces know no other.
+            into: tensors to write the result to, so that nothing large is allocated.
+        """
+        y = self.mirror(params)
+        dual = {n: y[n] * (1 - m.decay) - m.lr * m.grad for n, m in moves.items()}
+        return Step(write({**params, **self.inverse(dual, params)}, into, moves))
+
+    def check(self, params: Params) -> None:
+        """Refuse, with a sentence, parameters outside the domain of phi."""
+
+    def bind(self, named: Named) -> "Potential":
+        """Fit the potential to the tensors of a model; one without metrics fits them all."""
+        return self
+
+
+def write(params: dict[str, Tensor], into: Params | None, names: Iterable[str]) -> dict[str, Tensor]:
+    """Copy the named tensors to where they belong, if a place was given."""
+    if into is None:
+        return params
+    return {**params, **{n: into[n].copy_(params[n]) for n in names}}
+
+
+def bregman(potential: Potential, u: Params | Tensor, v: Params | Tensor) -> Tensor:
+    """B(u||v) = phi(u) - phi(v) - <grad phi(v), u - v>, for named tensors or for a single one.
+
+    Args:
+        potential: phi.
+        u: the first point.
+        v: the point at which phi is linearised.
+
+    Example:
+        >>> from metamd import Euclidean
+        >>> bregman(Euclidean(), torch.tensor([3.0, 4.0]), torch.zeros(2))
+        tensor(12.5000)
+    """
+    if isinstance(u, Tensor) and isinstance(v, Tensor):
+        u, v = {"x": u}, {"x": v}
+    if isinstance(u, Tensor) or isinstance(v, Tensor) or u.keys() != v.keys():
+        raise ValueError(
+            "bregman needs two tensors, or two mappings with the same names. Pass u and v in the same form."
+        )
+    return potential.divergence(u, v)
+
+
+Centre = Literal["start", "origin"]

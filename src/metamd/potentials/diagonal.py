@@ -1,0 +1,371 @@
+"""N diagonal metrics in a basis, and the maximum of their quadratic forms: the paper's learnable potential."""
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from metamd.potentials.base import Active, Centre, Move, Named, Params, Potential, Step, StrongConvexity
+from metamd.potentials.basis import Basis, Identity
+from metamd.potentials.mixture import Total, combine, find_weights, grouped_squares, half_forms, total, widen
+from metamd.potentials.simplex import Array, gap_of
+from metamd.tying import Rename, Slot, TyingName, clean_names, fitting, slots
+
+Missing = Literal["error", "euclidean"]
+
+
+class MaxDiagonal(Potential):
+    r"""phi(theta) = max_j (1/2 (theta - c)' D_j (theta - c) + b_j), with N diagonal metrics D_j > 0.
+
+    The exact mirror step is theta+ = c + D(w+)^-1 y with y = D(w)(theta - c) - lr g and D(w) = sum_j w_j D_j, where w
+    weighs the active pieces. While one piece stays active this is theta - lr D_j^-1 g, the paper's step; where it
+    changes, w+ solves a convex problem with N unknowns.
+
+    Args:
+        pieces: N.
+        tying: which coordinates share a metric: "parameter" (none), "channel" (an output channel), "column" (an input
+            column), "tensor", or "role" (all tensors of one role, such as the hidden weights).
+        centre: c is the "start" of the run, or the "origin" as in the paper.
+
+    The logarithms of the metrics are learned, so that no metric can turn negative: `log_d` maps keys to tensors of shape
+    (N, ...), `offsets` holds b. A potential must be bound to the tensors of a model before it can be evaluated.
+
+    Example:
+        >>> x = {"x": torch.tensor([1.0, 2.0])}
+        >>> phi = MaxDiagonal(pieces=2, centre="origin").bind(x)
+        >>> with torch.no_grad():
+        ...     phi.log_d["x"][1] = torch.log(torch.tensor([4.0, 0.5]))
+        >>> phi.value(x)
+        tensor(3., dtype=torch.float64, grad_fn=<MaxBackward1>)
+    """
+
+    def __init__(self, pieces: int = 3, *, tying: TyingName = "parameter", centre: Centre = "start") -> None:
+        if pieces < 1:
+            raise ValueError(
+                f"pieces must be at least 1, got {pieces}. One piece is a single diagonal metric."
+            )
+        if tying not in get_args(TyingName):
+            raise ValueError(f"tying must be one of {', '.join(get_args(TyingName))}; got {tying!r}.")
+        if centre not in get_args(Centre):
+            raise ValueError(f'centre must be "start" or "origin", got {centre!r}.')
+        super().__init__()
+        self.pieces, self.tying, self.centre = pieces, tying, centre
+        self.offsets = nn.Parameter(torch.zeros(pieces, dtype=torch.float64))
+        self.table = nn.ParameterDict()
+        self.basis: Basis = Identity()
+        self.slots: dict[str, Slot] = {}
+        self.missing: Missing = "error"
+        self.rename: Rename | None = None
+        self.start: dict[str, Tensor] = {}
+        self._fixed: dict[str, Tensor] | None = None
+        self._total: Total = total
+
+    # -- what is learned ------------------------------------------------------------------------------------------------
+
+    @property
+    def log_d(self) -> dict[str, nn.Parameter]:
+        """The learned logarithms of the metrics, by key: (N, ...) each."""
+        return {unescape(k): v for k, v in self.table.items()}
+
+    def with_metrics(self, log_d: Params, offsets: Tensor | None = None) -> "MaxDiagonal":
+        """The same potential with other metrics; `bind` it to a model next.
+
+        Args:
+            log_d: logarithms of the metrics by key, (N, ...) each.
+            offsets: b; zero if not given.
+        """
+        new = MaxDiagonal(self.pieces, tying=self.tying, centre=self.centre)
+        for key, value in log_d.items():
+            if value.ndim == 0 or len(value) != self.pieces:
+                raise ValueError(
+                    f"log_d[{key!r}] must have one row for each of the {self.pieces} pieces, got shape {tuple(value.shape)}."
+                )
+            new.table[escape(key)] = value if isinstance(value, nn.Parameter) else nn.Parameter(value)
+        if offsets is not None:
+            new.offsets = offsets if isinstance(offsets, nn.Parameter) else nn.Parameter(offsets.double())
+        new.basis = self.basis
+        return new
+
+    def bind(
+        self, named: Named, *, rename: Rename | None = None, missing: Missing = "error"
+    ) -> "MaxDiagonal":
+        """A new potential for the tensors of a model; this one stays as it is.
+
+        Metrics that were not learned yet start at one. Learned ones must fit: every tensor needs its metric and every
+        metric its tensor (by role, a model may lack some roles).
+
+        Args:
+            named: the model's named parameters, in the order of its layers.
+            rename: maps names of the model to names of the metrics, after wrapper prefixes are stripped.
+            missing: "euclidean" gives tensors without a metric D = 1, a plain gradient step, and ignores metrics without
+                a tensor.
+        """
+        if missing not in get_args(Missing):
+            raise ValueError(f'missing must be "error" or "euclidean", got {missing!r}.')
+        pairs = list(named.items() if isinstance(named, Mapping) else named)
+        tensors = clean_names(pairs, rename)
+        new = self.with_metrics(self.log_d, self.offsets)
+        new.slots = slots(self.tying, {n: tuple(x.shape) for n, x in tensors.items()})
+        new.missing, new.rename = missing, rename
+        if len(self.table):
+            self._match(new.slots, {n: tuple(x.shape) for n, x in tensors.items()}, missing)
+        for name, slot in new.slots.items():
+            if escape(slot.key) not in new.table:
+                zeros = torch.zeros((self.pieces, *slot.stored), dtype=_metric_dtype(tensors[name]))
+                new.table[escape(slot.key)] = nn.Parameter(zeros.to(tensors[name].device))
+        return new.recentred(tensors)
+
+    def recentred(self, params: Params) -> "MaxDiagonal":
+        """The same potential with its centre at these parameters, if it is one that is centred at the start."""
+        new = self.with_metrics(self.log_d, self.offsets)
+        new.slots, new.missing, new.rename = self.slots, self.missing, self.rename
+        new._fixed, new._total = self._fixed, self._total
+        if self.centre == "start" and self.pieces > 1:
+            new.start = {n: params[n].detach().clone() for n in self.slots}
+        return new
+
+    def fixed(self, metrics: Params, total: Total = total) -> "MaxDiagonal":
+        """The same potential with its metrics D evaluated once, for use by an optimiser.
+
+        Args:
+            metrics: D by tensor name, on the devices and in the shards where the optimiser needs them.
+            total: how contributions of tensors are added up.
+        """
+        new = self.recentred(self.start) if self.start else self.recentred({})
+        new._fixed, new._total = dict(metrics), total
+        return new
+
+    def metric(self, name: str) -> Tensor:
+        """D_1 .. D_N of one tensor, (N, ...) and broadcastable against it."""
+        if self._fixed is not None:
+            return self._fixed[name]
+        if name not in self.slots:
+            raise ValueError(
+                f"this MaxDiagonal has no metric for {name!r}: it is bound to {_some(self.slots)}. "
+                "Call potential.bind(named_parameters) first and use the potential that it returns."
+            )
+        slot = self.slots[name]
+        return self.table[escape(slot.key)].reshape(self.pieces, *slot.shape).exp()
+
+    # -- the potential --------------------------------------------------------------------------------------------------
+
+    def forms(self, params: Params) -> Tensor:
+        """1/2 (theta - c)' D_j (theta - c) + b_j for every piece, in float64."""
+        squares = {n: self._squares(n, x) for n, x in params.items()}
+        terms = [half_forms(s, self.metric(n)) for n, s in squares.items()]
+        return torch.stack(terms).sum(0) + self.offsets
+
+    def value(self, params: Params) -> Tensor:
+        """max_j of the forms."""
+        return self.forms(params).max()
+
+    def mirror(self, params: Params, active: Active | None = None) -> dict[str, Tensor]:
+        """Y = D(w)(theta - c), w the weights of the active pieces: the given ones, or the piece with the largest form."""
+        weights = (active or self.activate(params)).weights
+        return {
+            n: self._rotated(n, combine(self.metric(n), weights), self._shifted(n, x))
+            for n, x in params.items()
+        }
+
+    def inverse(self, dual: Params, start: Params | None = None) -> dict[str, Tensor]:
+        """Theta = c + D(w)^-1 y with the weights that minimise 1/2 y'D(w)^-1 y - <w, b>."""
+        first = np.eye(self.pieces)[0]
+        trial = {
+            n: self._from_centre(n, self._rotated(n, 1 / combine(self.metric(n), first), y))
+            for n, y in dual.items()
+        }
+        held = {n: x for n, x in (start or {}).items() if n not in dual}
+        return self._settle({**held, **trial}, first, dual.keys(), None).params
+
+    def divergence(self, u: Params, v: Params) -> Tensor:
+        """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the active weights at v."""
+        active = self.activate(v)
+        weights = torch.as_tensor(active.weights, dtype=torch.float64)
+        along = [
+            half_forms(grouped_squares(self.basis.into(n, u[n] - v[n]), self._shape(n)), self.metric(n))
+            for n in u
+        ]
+        forms = self.forms(u)
+        return weights @ torch.stack(along).sum(0) + (forms.max() - weights @ forms)
+
+    def strong_convexity(self) -> StrongConvexity:
+        """The smallest metric of all, in the Euclidean norm. (The paper has min M, the root of it.)"""
+        return StrongConvexity(min(float(v.min().exp()) for v in self.table.values()), "l2")
+
+    # -- the step -------------------------------------------------------------------------------------------------------
+
+    def activate(self, params: Params, near: Active | None = None) -> Active:
+        """The active pieces at a point: the weights at hand while they are valid there, else the largest form alone.
+
+        Args:
+            params: the point.
+            near: the last known active pieces.
+        """
+        with torch.no_grad():
+            if self.pieces == 1:
+                return Active(np.ones(1), np.zeros(1))
+            forms = self._offsets() + self._total(
+                {n: half_forms(self._squares(n, x), self.metric(n)) for n, x in params.items()}
+            )
+        if near is not None and gap_of(near.weights, forms) <= _tolerance(params) * _size(forms):
+            return Active(near.weights, forms)
+        return Active(np.eye(self.pieces)[int(np.argmax(forms))], forms)
+
+    def step(
+        self,
+        params: Params,
+        moves: Mapping[str, Move],
+        *,
+        active: Active | None = None,
+        exact: bool = True,
+        into: Params | None = None,
+    ) -> Step:
+        """The mirror step: a trial with the active weights, then, if the pieces changed, the weights that are right.
+
+        With `exact=False` it is the paper's: theta - lr D_j^-1 g with the piece j of the largest form before the step.
+        """
+        active = active or self.activate(params)
+        weights = active.weights if exact else np.eye(self.pieces)[int(np.argmax(active.forms))]
+        trial = dict(params)
+        for name, move in moves.items():
+            out = None if into is None else into[name]
+            x = params[name]
+            if isinstance(move.decay, Tensor) or move.decay != 0:
+                x = torch.mul(x, 1 - move.decay, out=out)
+            trial[name] = self.basis.descend(
+                name, x, move.grad, combine(self.metric(name), weights), move.lr, out
+            )
+        if self.pieces == 1:
+            return Step(trial, active)
+        if not exact:
+            return Step(trial, self.activate(trial))
+        return self._settle(trial, weights, moves.keys(), into)
+
+    def _settle(self, trial: dict[str, Tensor], weights: Array, moving: object, into: Params | None) -> Step:
+        """Keep the trial if its weights are right at it, else rescale it by D(w)/D(w+)."""
+        names = [n for n in trial if n in moving]  # type: ignore[operator]
+        with torch.no_grad():
+            squares = {n: self._squares(n, x) for n, x in trial.items()}
+            parts = {n: half_forms(s, self.metric(n)) for n, s in squares.items()}
+            forms = self._offsets() + self._total(parts)
+            gap = gap_of(weights, forms)
+            if gap <= _tolerance(trial) * _size(forms):
+                return Step(trial, Active(weights, forms), gap=max(gap, 0.0))
+            held = self._total({n: torch.zeros_like(p) if n in names else p for n, p in parts.items()})
+            found = find_weights(
+                {n: squares[n] for n in names},
+                {n: self.metric(n) for n in names},
+                weights,
+                self._offsets() + held,
+                total=self._total,
+                tolerance=_tolerance(trial),
+            )
+        for n in names:
+            d = self.metric(n)
+            ratio = combine(d, weights) / combine(d, found.weights)
+            moved = self._from_centre(n, self._rotated(n, ratio, self._shifted(n, trial[n])))
+            trial[n] = moved.to(trial[n].dtype) if into is None else into[n].copy_(moved)
+        return Step(trial, Active(found.weights, found.forms), found.iterations, max(found.gap, 0.0))
+
+    # -- one tensor -----------------------------------------------------------------------------------------------------
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.metric(name).shape[1:])
+
+    def _shifted(self, name: str, x: Tensor) -> Tensor:
+        """Theta - c."""
+        return x - self.start[name] if self.start else x
+
+    def _from_centre(self, name: str, x: Tensor) -> Tensor:
+        return x + self.start[name] if self.start else x
+
+    def _rotated(self, name: str, d: Tensor, x: Tensor) -> Tensor:
+        """V diag(d) V' x."""
+        return self.basis.out_of(name, d * self.basis.into(name, x))
+
+    def _squares(self, name: str, x: Tensor) -> Tensor:
+        return grouped_squares(self.basis.into(name, widen(self._shifted(name, x))), self._shape(name))
+
+    def _offsets(self) -> Array:
+        return self.offsets.detach().cpu().numpy()  # type: ignore[no-any-return]
+
+    def _match(
+        self, wanted: Mapping[str, Slot], shapes: Mapping[str, tuple[int, ...]], missing: Missing
+    ) -> None:
+        table = {k: tuple(v.shape[1:]) for k, v in self.log_d.items()}
+        for name, slot in wanted.items():
+            if slot.key not in table:
+                if missing == "error":
+                    raise ValueError(_no_metric(name, slot, shapes[name], table))
+            elif table[slot.key] != slot.stored:
+                raise ValueError(_misfit(name, slot, shapes[name], table[slot.key], self.tying))
+        unused = sorted(set(table) - {s.key for s in wanted.values()})
+        if unused and missing == "error" and self.tying != "role":
+            raise ValueError(
+                f"the metric {unused[0]!r} of shape {table[unused[0]]} (and {len(unused) - 1} more) has no tensor in this "
+                f"model, which has {_some(shapes)}. Pass all parameters of the model (frozen ones cost nothing), map "
+                'names with rename=, or ignore such metrics with missing="euclidean".'
+            )
+
+
+def Diagonal(*, tying: TyingName = "parameter", centre: Centre = "start") -> MaxDiagonal:  # noqa: N802
+    """phi(theta) = 1/2 (theta - c)' D (theta - c): the one-piece `MaxDiagonal`, with its step theta - lr D^-1 g."""
+    return MaxDiagonal(1, tying=tying, centre=centre)
+
+
+def escape(key: str) -> str:
+    """A key without dots, which torch does not allow in the names of parameters."""
+    return key.replace("~", "~0").replace(".", "~1") or "~2"
+
+
+def unescape(key: str) -> str:
+    """The key that was escaped."""
+    return "" if key == "~2" else key.replace("~1", ".").replace("~0", "~")
+
+
+def _metric_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _tolerance(params: Params) -> float:
+    """The gap that rounding of the forms leaves, relative to their size."""
+    coarsest = max(torch.finfo(widen(x).dtype).eps for x in params.values())
+    return 4 * coarsest
+
+
+def _size(forms: Array) -> float:
+    return float(np.abs(forms).max()) + np.finfo(np.float64).tiny
+
+
+def _some(names: Mapping[str, object]) -> str:
+    listed = ", ".join(repr(n) for n in list(names)[:4])
+    return f"{listed or 'no tensors'}{', ...' if len(names) > 4 else ''}"
+
+
+def _no_metric(name: str, slot: Slot, shape: tuple[int, ...], table: Mapping[str, tuple[int, ...]]) -> str:
+    if slot.key != name:
+        return (
+            f"the tensor {name!r} of shape {shape} has the role {slot.key!r}, for which nothing was learned (there are "
+            f'{_some(table)}). Use rename=, or missing="euclidean" for plain gradient steps there.'
+        )
+    same = [k for k, s in table.items() if fitting(s, shape)]
+    hint = f" Metrics that would fit its shape: {', '.join(map(repr, same[:4]))}." if same else ""
+    return (
+        f"the tensor {name!r} of shape {shape} has no metric; there are {_some(table)}.{hint} Map names with rename=, or "
+        'take plain gradient steps there with missing="euclidean".'
+    )
+
+
+def _misfit(name: str, slot: Slot, shape: tuple[int, ...], stored: tuple[int, ...], tying: TyingName) -> str:
+    would = fitting(stored, shape)
+    hint = (
+        f"It would fit under the tying {' or '.join(map(repr, would))}."
+        if would
+        else "No tying makes them fit."
+    )
+    return (
+        f"the tensor {name!r} of shape {shape} needs a metric of shape {slot.stored} under the tying {tying!r}, but the one "
+        f"at hand has shape {stored}. {hint} A geometry learned by role fits other widths and depths."
+    )

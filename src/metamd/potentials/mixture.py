@@ -1,0 +1,81 @@
+"""The arithmetic of phi(x) = max_j (1/2 x'D_j x + b_j) over named tensors: reductions to N or N x N numbers.
+
+Tied coordinates share their metric, so a tensor enters every form through the sums of its squares over tied groups. These
+have the metric's shape, not the tensor's: under any tying but "parameter" the weights are found at next to no cost.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metamd.potentials.base import Params
+from metamd.potentials.simplex import Array, Solution, solve
+from metamd.tying import Shape
+
+Total = Callable[[Mapping[str, Tensor]], Array]
+"""Adds contributions by tensor name; where tensors are sharded over processes, over the processes too."""
+
+
+def total(contributions: Mapping[str, Tensor]) -> Array:
+    """The sum over tensors, on one process that holds them all."""
+    return torch.stack(list(contributions.values())).sum(0).cpu().numpy()  # type: ignore[no-any-return]
+
+
+def widen(x: Tensor) -> Tensor:
+    """Half precision as float32: squares of bfloat16 keep three digits otherwise."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def grouped_squares(x: Tensor, shape: Shape) -> Tensor:
+    """The sums of x^2 over the coordinates that share a metric."""
+    x = widen(x)
+    return (x * x).sum_to_size(shape)
+
+
+def half_forms(squares: Tensor, d: Tensor) -> Tensor:
+    """1/2 x'D_j x of one tensor for every piece j, in float64."""
+    return 0.5 * (d.reshape(len(d), -1) @ squares.reshape(-1)).double()
+
+
+def combine(d: Tensor, weights: Array) -> Tensor:
+    """D(w) = sum_j w_j D_j; the piece itself, without a copy, where w is a vertex."""
+    support = np.flatnonzero(weights)
+    if len(support) == 1:
+        return d[int(support[0])]
+    w = torch.as_tensor(weights, dtype=d.dtype, device=d.device)
+    return torch.tensordot(w, d, dims=1)
+
+
+def find_weights(
+    squares: Params, metrics: Params, weights: Array, offsets: Array, *, total: Total, tolerance: float
+) -> Solution:
+    """The weights of the exact step from the trial point that the present weights lead to.
+
+    The trial x~ = D(w)^-1 y stands for the dual point: with any other weights v the point is x(v) = D(w)/D(v) x~, so that
+    nothing but squares and metrics is needed.
+
+    Args:
+        squares: grouped squares of the trial point, by tensor.
+        metrics: D_1 .. D_N by tensor.
+        weights: w.
+        offsets: b, with the forms of whatever is held still.
+        total: how contributions of tensors are added.
+        tolerance: see `solve`.
+    """
+    pieces = len(weights)
+    before = {n: combine(d, weights) for n, d in metrics.items()}
+
+    def evaluate(w: Array) -> tuple[Array, Array]:
+        contributions = {}
+        for n, d in metrics.items():
+            dw = combine(d, w)
+            s = (squares[n] * (before[n] / dw).square()).reshape(-1)
+            rows = d.reshape(pieces, -1)
+            hessian = (rows * (s / dw.reshape(-1))) @ rows.T
+            contributions[n] = torch.cat([0.5 * (rows @ s), hessian.reshape(-1)]).double()
+        sums = total(contributions)
+        return sums[:pieces], sums[pieces:].reshape(pieces, pieces)
+
+    return solve(evaluate, weights, offsets, tolerance=tolerance)

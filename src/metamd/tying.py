@@ -1,0 +1,131 @@
+"""How learned metrics map onto the tensors of a model: which numbers are shared, and which tensor reads which."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor
+
+TyingName = Literal["parameter", "channel", "column", "tensor", "role"]
+Shape = tuple[int, ...]
+Rename = Mapping[str, str] | Callable[[str], str]
+
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What torch.compile, FSDP1 and activation checkpointing put into a name, wherever they wrap."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor finds its metric.
+
+    Args:
+        key: the name of the metric in the table; several tensors share one under the tying "role".
+        stored: the shape in the table, for one piece.
+        shape: the same numbers in a shape that broadcasts against the tensor.
+    """
+
+    key: str
+    stored: Shape
+    shape: Shape
+
+
+def stored_shape(tying: TyingName, shape: Shape) -> Shape:
+    """The numbers one piece keeps for a tensor: all, one per output channel, one per input column, or a single one.
+
+    Example:
+        >>> stored_shape("channel", (16, 3, 5, 5)), stored_shape("column", (16, 3, 5, 5)), stored_shape("tensor", (16, 3))
+        ((16,), (3, 5, 5), ())
+    """
+    if tying == "parameter":
+        return shape
+    if tying == "channel":
+        return shape[:1]
+    return shape[1:] if tying == "column" else ()
+
+
+def tied_shape(tying: TyingName, shape: Shape) -> Shape:
+    """The stored shape with ones where the tensor's dimensions are shared, so that it broadcasts.
+
+    Example:
+        >>> tied_shape("channel", (16, 3, 5, 5)), tied_shape("column", (16, 3, 5, 5)), tied_shape("tensor", (16, 3))
+        ((16, 1, 1, 1), (1, 3, 5, 5), (1, 1))
+    """
+    stored = stored_shape(tying, shape)
+    shared = (1,) * (len(shape) - len(stored))
+    return stored + shared if tying == "channel" else shared + stored
+
+
+def slots(tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
+    """The slot of every tensor of a model, in order.
+
+    Args:
+        tying: what is shared.
+        shapes: the model's tensors in the order of its layers, names already cleaned.
+    """
+    keys = roles(shapes) if tying == "role" else dict(zip(shapes, shapes, strict=True))
+    return {n: Slot(keys[n], stored_shape(tying, s), tied_shape(tying, s)) for n, s in shapes.items()}
+
+
+def roles(shapes: Mapping[str, Shape]) -> dict[str, str]:
+    """The role of every tensor: first, hidden or last layer, weight or bias; norm weight or bias; other.
+
+    Read off names, shapes and order alone: a matrix or a kernel is a weight; a vector beside one is its bias; a vector
+    called `weight`, and the bias beside it, belong to a normalisation. The only weight of a linear model is its last.
+
+    Example:
+        >>> roles({"0.weight": (8, 4), "0.bias": (8,), "1.weight": (8,), "2.weight": (2, 8)})
+        {'0.weight': 'first.weight', '0.bias': 'first.bias', '1.weight': 'norm.weight', '2.weight': 'last.weight'}
+    """
+    matrices = [n for n, s in shapes.items() if len(s) > 1]
+    place = dict.fromkeys(matrices, "hidden")
+    if matrices:
+        place[matrices[0]] = "first"
+        place[matrices[-1]] = "last"
+    layer_of = {n.rpartition(".")[0]: n for n in matrices}
+    found = {}
+    for name, shape in shapes.items():
+        layer, _, leaf = name.rpartition(".")
+        if len(shape) > 1:
+            found[name] = f"{place[name]}.weight"
+        elif layer in layer_of:
+            found[name] = f"{place[layer_of[layer]]}.bias" if "bias" in leaf else "other"
+        elif leaf == "weight" or f"{layer}.weight" in shapes:
+            found[name] = f"norm.{'weight' if leaf == 'weight' else 'bias'}"
+        else:
+            found[name] = "other"
+    return found
+
+
+def fitting(stored: Shape, shape: Shape) -> list[TyingName]:
+    """The tyings under which a metric stored in this shape would fit a tensor of that shape."""
+    return [t for t in get_args(TyingName) if t != "role" and stored_shape(t, shape) == stored]
+
+
+def clean_name(name: str, rename: Rename | None = None) -> str:
+    """The name of a tensor without what wrappers put around it, then renamed.
+
+    Example:
+        >>> clean_name("module._orig_mod.fc.weight")
+        'fc.weight'
+    """
+    parts = [p for p in name.split(".") if p not in WRAPPER_PARTS]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    clean = ".".join(parts)
+    if rename is None:
+        return clean
+    return rename(clean) if callable(rename) else rename.get(clean, clean)
+
+
+def clean_names(named: Sequence[tuple[str, Tensor]], rename: Rename | None = None) -> dict[str, Tensor]:
+    """Cleaned names to tensors; two tensors under one name are refused."""
+    cleaned: dict[str, Tensor] = {}
+    for name, tensor in named:
+        clean = clean_name(name, rename)
+        if clean in cleaned:
+            raise ValueError(
+                f"two tensors are called {clean!r} once wrapper prefixes and rename= are applied (the second was {name!r}). "
+                "Give rename= a mapping that keeps them apart."
+            )
+        cleaned[clean] = tensor
+    return cleaned

@@ -96,9 +96,61 @@ def roles(shapes: Mapping[str, Shape]) -> dict[str, str]:
     return found
 
 
-def fitting(stored: Shape, shape: Shape) -> list[TyingName]:
-    """The tyings under which a metric stored in this shape would fit a tensor of that shape."""
+def match(tying: TyingName, shapes: Mapping[str, Shape], stored: Mapping[str, Shape], *, lenient: bool) -> None:
+    """Refuse a model that learned metrics do not fit: a tensor without a metric, another shape, a metric without a tensor.
+
+    Args:
+        tying: what is shared.
+        shapes: the model's tensors.
+        stored: the shapes of the metrics for one piece, by key.
+        lenient: whether tensors and metrics may be alone; their shapes must agree in any case.
+    """
+    wanted = slots(tying, shapes)
+    for name, slot in wanted.items():
+        if slot.key in stored and stored[slot.key] != slot.stored:
+            raise ValueError(_misfit(tying, name, shapes[name], slot, stored[slot.key]))
+        if slot.key not in stored and not lenient:
+            raise ValueError(_no_metric(name, shapes[name], slot, stored))
+    unused = sorted(set(stored) - {s.key for s in wanted.values()})
+    if unused and tying != "role" and not lenient:
+        raise ValueError(
+            f"the metric {unused[0]!r} of shape {stored[unused[0]]} (and {len(unused) - 1} more) has no tensor in this "
+            f"model, which has {some(shapes)}. Pass all parameters of the model (frozen ones cost nothing), map names "
+            'with rename=, or ignore such metrics with missing="euclidean".'
+        )
+
+
+def _no_metric(name: str, shape: Shape, slot: Slot, stored: Mapping[str, Shape]) -> str:
+    if slot.key != name:
+        return (
+            f"the tensor {name!r} of shape {shape} has the role {slot.key!r}, for which nothing was learned (there are "
+            f'{some(stored)}). Use missing="euclidean" for plain gradient steps there.'
+        )
+    fits = [f"{k!r} under the tying {t!r}" for k, s in stored.items() for t in _fitting(s, shape)]
+    hint = f" By its shape it could read {' or '.join(fits[:3])}." if fits else ""
+    return (
+        f"the tensor {name!r} of shape {shape} has no metric; there are {some(stored)}.{hint} Map names with rename=, or "
+        'take plain gradient steps there with missing="euclidean".'
+    )
+
+
+def _misfit(tying: TyingName, name: str, shape: Shape, slot: Slot, stored: Shape) -> str:
+    would = _fitting(stored, shape)
+    hint = f"It would fit under the tying {' or '.join(map(repr, would))}." if would else "No tying makes them fit."
+    return (
+        f"the tensor {name!r} of shape {shape} needs a metric of shape {slot.stored} under the tying {tying!r}, but the "
+        f"one at hand has shape {stored}. {hint} A geometry learned by role fits other widths and depths."
+    )
+
+
+def _fitting(stored: Shape, shape: Shape) -> list[TyingName]:
     return [t for t in get_args(TyingName) if t != "role" and stored_shape(t, shape) == stored]
+
+
+def some(names: Mapping[str, object]) -> str:
+    """The first few names, for a sentence."""
+    listed = ", ".join(repr(n) for n in list(names)[:4])
+    return f"{listed or 'none'}{', ...' if len(names) > 4 else ''}"
 
 
 def clean_name(name: str, rename: Rename | None = None) -> str:

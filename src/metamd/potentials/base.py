@@ -100,7 +100,7 @@ class Potential(nn.Module, ABC):
 
     def mirror(self, params: Params) -> dict[str, Tensor]:
         """Y = grad phi(theta)."""
-        return torch.func.grad(lambda p: self.value(p))(dict(params))  # type: ignore[no-any-return]
+        return torch.func.grad(lambda p: self.value(p))(dict(params))
 
     def inverse(self, dual: Params, start: Params | None = None) -> dict[str, Tensor]:
         """Theta = grad phi*(y), the minimiser of phi(theta) - <y, theta>.
@@ -173,9 +173,7 @@ def bregman(potential: Potential, u: Params | Tensor, v: Params | Tensor) -> Ten
     if isinstance(u, Tensor) and isinstance(v, Tensor):
         u, v = {"x": u}, {"x": v}
     if isinstance(u, Tensor) or isinstance(v, Tensor) or u.keys() != v.keys():
-        raise ValueError(
-            "bregman needs two tensors, or two mappings with the same names. Pass u and v in the same form."
-        )
+        raise ValueError("bregman needs two tensors, or two mappings with the same names. Pass u and v in the same form.")
     return potential.divergence(u, v)
 
 

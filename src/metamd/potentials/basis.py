@@ -19,9 +19,7 @@ class Basis(Protocol):
         """V x: back to the parameters."""
         ...
 
-    def descend(
-        self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None
-    ) -> Tensor:
+    def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
         """x - lr V diag(d)^-1 V' grad, written to `out` if there is one."""
         ...
 
@@ -39,9 +37,7 @@ class Identity:
         """X, unchanged."""
         return x
 
-    def descend(
-        self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None
-    ) -> Tensor:
+    def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
         """x - lr grad / d in one pass."""
         if isinstance(lr, Tensor):
             return torch.sub(x, lr * grad / d, out=out)

@@ -1,6 +1,6 @@
 """The potentials of the textbooks: Euclidean, negative entropy, p-norm. Each is a sum over tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -78,9 +78,7 @@ class NegativeEntropy(Potential):
 
     def __init__(self, domain: Literal["simplex", "orthant"] = "simplex") -> None:
         if domain not in ("simplex", "orthant"):
-            raise ValueError(
-                f'domain must be "simplex" or "orthant", got {domain!r}. Rows that sum to one are a simplex.'
-            )
+            raise ValueError(f'domain must be "simplex" or "orthant", got {domain!r}. Rows that sum to one are a simplex.')
         super().__init__()
         self.domain = domain
 
@@ -141,9 +139,7 @@ class PNorm(Potential):
 
     def __init__(self, p: float) -> None:
         if not 1 < p <= 2:
-            raise ValueError(
-                f"p must be in (1, 2], got {p}. Only there is 1/2 |x|_p^2 strongly convex; p = 2 is Euclidean."
-            )
+            raise ValueError(f"p must be in (1, 2], got {p}. Only there is 1/2 |x|_p^2 strongly convex; p = 2 is Euclidean.")
         super().__init__()
         self.p = float(p)
 
@@ -172,5 +168,5 @@ def _norm_gradient(x: Tensor, p: float) -> Tensor:
     return scale * norm * unit.sign() * (unit.abs() / norm) ** (p - 1)
 
 
-def _total(terms: object) -> Tensor:
-    return torch.stack(list(terms)).sum()  # type: ignore[call-overload, no-any-return]
+def _total(terms: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(terms)).sum()

@@ -1,7 +1,7 @@
 """N diagonal metrics in a basis, and the maximum of their quadratic forms: the paper's learnable potential."""
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -11,9 +11,28 @@ from metamd.potentials.base import Active, Centre, Move, Named, Params, Potentia
 from metamd.potentials.basis import Basis, Identity
 from metamd.potentials.mixture import Total, combine, find_weights, grouped_squares, half_forms, total, widen
 from metamd.potentials.simplex import Array, gap_of
-from metamd.tying import Rename, Slot, TyingName, clean_names, fitting, slots
+from metamd.tying import Rename, Slot, TyingName, clean_names, match, slots, some
 
 Missing = Literal["error", "euclidean"]
+
+
+class FusedPass(Protocol):
+    """A trial step and the forms after it in one pass over memory, for the metrics it was made for."""
+
+    def advance(self, params: Params, moves: Mapping[str, Move], piece: int, forms: Array) -> Array:
+        """Write the trial step with one piece into the parameters that have a move, and return the forms after it.
+
+        Args:
+            params: all parameters; those with a move are updated in place.
+            moves: gradients, step sizes, decays.
+            piece: the active piece j.
+            forms: the forms before the step: exact for the active piece, exact or upper bounds for the others.
+
+        Returns:
+            The forms after the step: exact for every piece, or, where piece j is certain to be the largest still, exact
+            for piece j and upper bounds for the others.
+        """
+        ...
 
 
 class MaxDiagonal(Potential):
@@ -43,9 +62,7 @@ class MaxDiagonal(Potential):
 
     def __init__(self, pieces: int = 3, *, tying: TyingName = "parameter", centre: Centre = "start") -> None:
         if pieces < 1:
-            raise ValueError(
-                f"pieces must be at least 1, got {pieces}. One piece is a single diagonal metric."
-            )
+            raise ValueError(f"pieces must be at least 1, got {pieces}. One piece is a single diagonal metric.")
         if tying not in get_args(TyingName):
             raise ValueError(f"tying must be one of {', '.join(get_args(TyingName))}; got {tying!r}.")
         if centre not in get_args(Centre):
@@ -61,8 +78,9 @@ class MaxDiagonal(Potential):
         self.start: dict[str, Tensor] = {}
         self._fixed: dict[str, Tensor] | None = None
         self._total: Total = total
+        self._fused: FusedPass | None = None
 
-    # -- what is learned ------------------------------------------------------------------------------------------------
+    # what is learned
 
     @property
     def log_d(self) -> dict[str, nn.Parameter]:
@@ -88,9 +106,7 @@ class MaxDiagonal(Potential):
         new.basis = self.basis
         return new
 
-    def bind(
-        self, named: Named, *, rename: Rename | None = None, missing: Missing = "error"
-    ) -> "MaxDiagonal":
+    def bind(self, named: Named, *, rename: Rename | None = None, missing: Missing = "error") -> "MaxDiagonal":
         """A new potential for the tensors of a model; this one stays as it is.
 
         Metrics that were not learned yet start at one. Learned ones must fit: every tensor needs its metric and every
@@ -110,7 +126,8 @@ class MaxDiagonal(Potential):
         new.slots = slots(self.tying, {n: tuple(x.shape) for n, x in tensors.items()})
         new.missing, new.rename = missing, rename
         if len(self.table):
-            self._match(new.slots, {n: tuple(x.shape) for n, x in tensors.items()}, missing)
+            stored = {k: tuple(v.shape[1:]) for k, v in self.log_d.items()}
+            match(self.tying, {n: tuple(x.shape) for n, x in tensors.items()}, stored, lenient=missing == "euclidean")
         for name, slot in new.slots.items():
             if escape(slot.key) not in new.table:
                 zeros = torch.zeros((self.pieces, *slot.stored), dtype=_metric_dtype(tensors[name]))
@@ -121,20 +138,21 @@ class MaxDiagonal(Potential):
         """The same potential with its centre at these parameters, if it is one that is centred at the start."""
         new = self.with_metrics(self.log_d, self.offsets)
         new.slots, new.missing, new.rename = self.slots, self.missing, self.rename
-        new._fixed, new._total = self._fixed, self._total
+        new._fixed, new._total, new._fused = self._fixed, self._total, self._fused
         if self.centre == "start" and self.pieces > 1:
             new.start = {n: params[n].detach().clone() for n in self.slots}
         return new
 
-    def fixed(self, metrics: Params, total: Total = total) -> "MaxDiagonal":
+    def fixed(self, metrics: Params, total: Total = total, fused: FusedPass | None = None) -> "MaxDiagonal":
         """The same potential with its metrics D evaluated once, for use by an optimiser.
 
         Args:
             metrics: D by tensor name, on the devices and in the shards where the optimiser needs them.
             total: how contributions of tensors are added up.
+            fused: what takes trial steps in place, if not the plain operations.
         """
         new = self.recentred(self.start) if self.start else self.recentred({})
-        new._fixed, new._total = dict(metrics), total
+        new._fixed, new._total, new._fused = dict(metrics), total, fused
         return new
 
     def metric(self, name: str) -> Tensor:
@@ -143,18 +161,17 @@ class MaxDiagonal(Potential):
             return self._fixed[name]
         if name not in self.slots:
             raise ValueError(
-                f"this MaxDiagonal has no metric for {name!r}: it is bound to {_some(self.slots)}. "
+                f"this MaxDiagonal has no metric for {name!r}: it is bound to {some(self.slots)}. "
                 "Call potential.bind(named_parameters) first and use the potential that it returns."
             )
         slot = self.slots[name]
         return self.table[escape(slot.key)].reshape(self.pieces, *slot.shape).exp()
 
-    # -- the potential --------------------------------------------------------------------------------------------------
+    # the potential
 
     def forms(self, params: Params) -> Tensor:
         """1/2 (theta - c)' D_j (theta - c) + b_j for every piece, in float64."""
-        squares = {n: self._squares(n, x) for n, x in params.items()}
-        terms = [half_forms(s, self.metric(n)) for n, s in squares.items()]
+        terms = [half_forms(self._squares(n, x), self.metric(n)) for n, x in params.items()]
         return torch.stack(terms).sum(0) + self.offsets
 
     def value(self, params: Params) -> Tensor:
@@ -164,29 +181,20 @@ class MaxDiagonal(Potential):
     def mirror(self, params: Params, active: Active | None = None) -> dict[str, Tensor]:
         """Y = D(w)(theta - c), w the weights of the active pieces: the given ones, or the piece with the largest form."""
         weights = (active or self.activate(params)).weights
-        return {
-            n: self._rotated(n, combine(self.metric(n), weights), self._shifted(n, x))
-            for n, x in params.items()
-        }
+        return {n: self._rotated(n, combine(self.metric(n), weights), self._shifted(n, x)) for n, x in params.items()}
 
     def inverse(self, dual: Params, start: Params | None = None) -> dict[str, Tensor]:
         """Theta = c + D(w)^-1 y with the weights that minimise 1/2 y'D(w)^-1 y - <w, b>."""
         first = np.eye(self.pieces)[0]
-        trial = {
-            n: self._from_centre(n, self._rotated(n, 1 / combine(self.metric(n), first), y))
-            for n, y in dual.items()
-        }
+        trial = {n: self._from_centre(n, self._rotated(n, 1 / combine(self.metric(n), first), y)) for n, y in dual.items()}
         held = {n: x for n, x in (start or {}).items() if n not in dual}
-        return self._settle({**held, **trial}, first, dual.keys(), None).params
+        return self._settle({**held, **trial}, first, dual, None).params
 
     def divergence(self, u: Params, v: Params) -> Tensor:
         """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the active weights at v."""
         active = self.activate(v)
         weights = torch.as_tensor(active.weights, dtype=torch.float64)
-        along = [
-            half_forms(grouped_squares(self.basis.into(n, u[n] - v[n]), self._shape(n)), self.metric(n))
-            for n in u
-        ]
+        along = [half_forms(grouped_squares(self.basis.into(n, u[n] - v[n]), self._shape(n)), self.metric(n)) for n in u]
         forms = self.forms(u)
         return weights @ torch.stack(along).sum(0) + (forms.max() - weights @ forms)
 
@@ -194,7 +202,7 @@ class MaxDiagonal(Potential):
         """The smallest metric of all, in the Euclidean norm. (The paper has min M, the root of it.)"""
         return StrongConvexity(min(float(v.min().exp()) for v in self.table.values()), "l2")
 
-    # -- the step -------------------------------------------------------------------------------------------------------
+    # the step
 
     def activate(self, params: Params, near: Active | None = None) -> Active:
         """The active pieces at a point: the weights at hand while they are valid there, else the largest form alone.
@@ -203,12 +211,9 @@ class MaxDiagonal(Potential):
             params: the point.
             near: the last known active pieces.
         """
-        with torch.no_grad():
-            if self.pieces == 1:
-                return Active(np.ones(1), np.zeros(1))
-            forms = self._offsets() + self._total(
-                {n: half_forms(self._squares(n, x), self.metric(n)) for n, x in params.items()}
-            )
+        if self.pieces == 1:
+            return Active(np.ones(1), np.zeros(1))
+        forms = self._forms(params)
         if near is not None and gap_of(near.weights, forms) <= _tolerance(params) * _size(forms):
             return Active(near.weights, forms)
         return Active(np.eye(self.pieces)[int(np.argmax(forms))], forms)
@@ -228,48 +233,52 @@ class MaxDiagonal(Potential):
         """
         active = active or self.activate(params)
         weights = active.weights if exact else np.eye(self.pieces)[int(np.argmax(active.forms))]
+        if self._fused is not None and into is not None and weights.max() == 1:
+            trial = {**params, **{n: into[n] for n in moves}}
+            forms = self._fused.advance(trial, moves, int(np.argmax(weights)), active.forms)
+        else:
+            trial = self._trial(params, moves, weights, into)
+            forms = None if self.pieces == 1 else self._forms(trial)
+        if forms is None:
+            return Step(trial, active)
+        if not exact:
+            return Step(trial, Active(np.eye(self.pieces)[int(np.argmax(forms))], forms))
+        gap = gap_of(weights, forms)
+        if gap <= _tolerance(trial) * _size(forms):
+            return Step(trial, Active(weights, forms), gap=max(gap, 0.0))
+        return self._settle(trial, weights, moves, into)
+
+    def _trial(self, params: Params, moves: Mapping[str, Move], weights: Array, into: Params | None) -> dict[str, Tensor]:
+        """The step with the present weights: (1 - decay) theta - lr D(w)^-1 g."""
         trial = dict(params)
         for name, move in moves.items():
             out = None if into is None else into[name]
             x = params[name]
             if isinstance(move.decay, Tensor) or move.decay != 0:
                 x = torch.mul(x, 1 - move.decay, out=out)
-            trial[name] = self.basis.descend(
-                name, x, move.grad, combine(self.metric(name), weights), move.lr, out
-            )
-        if self.pieces == 1:
-            return Step(trial, active)
-        if not exact:
-            return Step(trial, self.activate(trial))
-        return self._settle(trial, weights, moves.keys(), into)
+            trial[name] = self.basis.descend(name, x, move.grad, combine(self.metric(name), weights), move.lr, out)
+        return trial
 
-    def _settle(self, trial: dict[str, Tensor], weights: Array, moving: object, into: Params | None) -> Step:
-        """Keep the trial if its weights are right at it, else rescale it by D(w)/D(w+)."""
-        names = [n for n in trial if n in moving]  # type: ignore[operator]
+    def _settle(self, trial: dict[str, Tensor], weights: Array, moving: Mapping[str, object], into: Params | None) -> Step:
+        """Find the right weights w+ for the dual point that the trial stands for, and rescale it by D(w)/D(w+)."""
         with torch.no_grad():
-            squares = {n: self._squares(n, x) for n, x in trial.items()}
-            parts = {n: half_forms(s, self.metric(n)) for n, s in squares.items()}
-            forms = self._offsets() + self._total(parts)
-            gap = gap_of(weights, forms)
-            if gap <= _tolerance(trial) * _size(forms):
-                return Step(trial, Active(weights, forms), gap=max(gap, 0.0))
-            held = self._total({n: torch.zeros_like(p) if n in names else p for n, p in parts.items()})
+            held = {n: x for n, x in trial.items() if n not in moving}
             found = find_weights(
-                {n: squares[n] for n in names},
-                {n: self.metric(n) for n in names},
+                {n: self._squares(n, trial[n]) for n in moving},
+                {n: self.metric(n) for n in moving},
                 weights,
-                self._offsets() + held,
+                self._forms(held) if held else self._offsets(),
                 total=self._total,
                 tolerance=_tolerance(trial),
             )
-        for n in names:
+        for n in moving:
             d = self.metric(n)
             ratio = combine(d, weights) / combine(d, found.weights)
             moved = self._from_centre(n, self._rotated(n, ratio, self._shifted(n, trial[n])))
             trial[n] = moved.to(trial[n].dtype) if into is None else into[n].copy_(moved)
         return Step(trial, Active(found.weights, found.forms), found.iterations, max(found.gap, 0.0))
 
-    # -- one tensor -----------------------------------------------------------------------------------------------------
+    # one tensor
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.metric(name).shape[1:])
@@ -288,26 +297,14 @@ class MaxDiagonal(Potential):
     def _squares(self, name: str, x: Tensor) -> Tensor:
         return grouped_squares(self.basis.into(name, widen(self._shifted(name, x))), self._shape(name))
 
-    def _offsets(self) -> Array:
-        return self.offsets.detach().cpu().numpy()  # type: ignore[no-any-return]
+    def _forms(self, params: Params) -> Array:
+        """The forms as plain numbers, over all processes."""
+        with torch.no_grad():
+            parts = {n: half_forms(self._squares(n, x), self.metric(n)) for n, x in params.items()}
+        return self._offsets() + self._total(parts)
 
-    def _match(
-        self, wanted: Mapping[str, Slot], shapes: Mapping[str, tuple[int, ...]], missing: Missing
-    ) -> None:
-        table = {k: tuple(v.shape[1:]) for k, v in self.log_d.items()}
-        for name, slot in wanted.items():
-            if slot.key not in table:
-                if missing == "error":
-                    raise ValueError(_no_metric(name, slot, shapes[name], table))
-            elif table[slot.key] != slot.stored:
-                raise ValueError(_misfit(name, slot, shapes[name], table[slot.key], self.tying))
-        unused = sorted(set(table) - {s.key for s in wanted.values()})
-        if unused and missing == "error" and self.tying != "role":
-            raise ValueError(
-                f"the metric {unused[0]!r} of shape {table[unused[0]]} (and {len(unused) - 1} more) has no tensor in this "
-                f"model, which has {_some(shapes)}. Pass all parameters of the model (frozen ones cost nothing), map "
-                'names with rename=, or ignore such metrics with missing="euclidean".'
-            )
+    def _offsets(self) -> Array:
+        return self.offsets.detach().cpu().numpy()
 
 
 def Diagonal(*, tying: TyingName = "parameter", centre: Centre = "start") -> MaxDiagonal:  # noqa: N802
@@ -337,35 +334,3 @@ def _tolerance(params: Params) -> float:
 
 def _size(forms: Array) -> float:
     return float(np.abs(forms).max()) + np.finfo(np.float64).tiny
-
-
-def _some(names: Mapping[str, object]) -> str:
-    listed = ", ".join(repr(n) for n in list(names)[:4])
-    return f"{listed or 'no tensors'}{', ...' if len(names) > 4 else ''}"
-
-
-def _no_metric(name: str, slot: Slot, shape: tuple[int, ...], table: Mapping[str, tuple[int, ...]]) -> str:
-    if slot.key != name:
-        return (
-            f"the tensor {name!r} of shape {shape} has the role {slot.key!r}, for which nothing was learned (there are "
-            f'{_some(table)}). Use rename=, or missing="euclidean" for plain gradient steps there.'
-        )
-    same = [k for k, s in table.items() if fitting(s, shape)]
-    hint = f" Metrics that would fit its shape: {', '.join(map(repr, same[:4]))}." if same else ""
-    return (
-        f"the tensor {name!r} of shape {shape} has no metric; there are {_some(table)}.{hint} Map names with rename=, or "
-        'take plain gradient steps there with missing="euclidean".'
-    )
-
-
-def _misfit(name: str, slot: Slot, shape: tuple[int, ...], stored: tuple[int, ...], tying: TyingName) -> str:
-    would = fitting(stored, shape)
-    hint = (
-        f"It would fit under the tying {' or '.join(map(repr, would))}."
-        if would
-        else "No tying makes them fit."
-    )
-    return (
-        f"the tensor {name!r} of shape {shape} needs a metric of shape {slot.stored} under the tying {tying!r}, but the one "
-        f"at hand has shape {stored}. {hint} A geometry learned by role fits other widths and depths."
-    )

@@ -1,6 +1,7 @@
 """The general mirror loop: theta = argmin phi(theta) - <y, theta> for a phi known only by its value."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,9 +10,7 @@ _MAX_ITERATIONS = 100
 _HALVINGS = 60
 
 
-def minimise(
-    value: Callable[..., Tensor], dual: Mapping[str, Tensor], start: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def minimise(value: Callable[..., Tensor], dual: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Minimise phi(theta) - <y, theta> by Newton's method with conjugate gradients and a halving line search.
 
     Args:
@@ -27,7 +26,7 @@ def minimise(
     x = torch.cat([start[n].detach().reshape(-1) for n in names]).to(y.dtype)
 
     def unpack(flat: Tensor) -> dict[str, Tensor]:
-        parts = flat.split([dual[n].numel() for n in names])
+        parts = torch.split(flat, [dual[n].numel() for n in names])
         return {n: p.view_as(dual[n]) for n, p in zip(names, parts, strict=True)}
 
     def objective(flat: Tensor) -> Tensor:
@@ -43,7 +42,7 @@ def minimise(
         gradient = gradient_of(x)
         if gradient.norm() <= 8 * eps * (y.norm() + (gradient + y).norm()):
             break
-        step = _conjugate_gradients(lambda v, x=x: torch.func.jvp(gradient_of, (x,), (v,))[1], -gradient)
+        step = _conjugate_gradients(partial(_hessian_product, gradient_of, x), -gradient)
         moved = _line_search(objective, gradient_of, x, step, gradient)
         if moved is None:
             # At the accuracy of the value itself a gradient this small is a minimum, a larger one a failure.
@@ -55,6 +54,10 @@ def minimise(
             )
         x = moved
     return unpack(x)
+
+
+def _hessian_product(gradient_of: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
+    return torch.func.jvp(gradient_of, (x,), (v,))[1]
 
 
 def _conjugate_gradients(product: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
@@ -87,9 +90,7 @@ def _line_search(
     for k in range(_HALVINGS):
         trial = x + 0.5**k * step
         f_trial = objective(trial)
-        if torch.isfinite(f_trial) and (
-            f_trial < f + 1e-4 * 0.5**k * slope or gradient_of(trial) @ step <= 0
-        ):
+        if torch.isfinite(f_trial) and (f_trial < f + 1e-4 * 0.5**k * slope or gradient_of(trial) @ step <= 0):
             # A convex objective that still slopes down at the trial fell all the way, even where rounding hides it.
             return trial if not torch.equal(trial, x) else None
     return None

@@ -69,7 +69,7 @@ def solve(evaluate: Evaluate, weights: Array, offsets: Array, *, tolerance: floa
         found = _line_search(evaluate, w, q, offsets, direction) if iterations < MAX_ITERATIONS else None
         if found is None:
             # The model promises less than rounding can show: there is nothing left to gain.
-            stalled = _slope(forms, direction) <= 64 * np.finfo(np.float64).eps * _size(w, q, offsets)
+            stalled = bool(_slope(forms, direction) <= 64 * np.finfo(np.float64).eps * _size(w, q, offsets))
             return Solution(w, forms, gap, iterations, converged=stalled)
         w, q, hessian = found
         iterations += 1
@@ -128,9 +128,7 @@ def model_minimiser(hessian: Array, forms: Array, w: Array) -> Array:
     return v / v.sum()
 
 
-def _equality_step(
-    hessian: Array, residual: Array, support: NDArray[np.bool_], pivot: int
-) -> tuple[Array, float]:
+def _equality_step(hessian: Array, residual: Array, support: NDArray[np.bool_], pivot: int) -> tuple[Array, float]:
     """The step p on the support with sum p = 0 that solves the model there, and the multiplier of the sum.
 
     The pivot's weight is eliminated: with p_pivot = -(sum of the others) the others see a positive definite matrix.

@@ -132,15 +132,19 @@ class MaxDiagonal(Potential):
             if escape(slot.key) not in new.table:
                 zeros = torch.zeros((self.pieces, *slot.stored), dtype=_metric_dtype(tensors[name]))
                 new.table[escape(slot.key)] = nn.Parameter(zeros.to(tensors[name].device))
-        return new.recentred(tensors)
+        return new.centred_at({n: x.detach().clone() for n, x in tensors.items()})
 
-    def recentred(self, params: Params) -> "MaxDiagonal":
-        """The same potential with its centre at these parameters, if it is one that is centred at the start."""
+    def centred_at(self, start: Params) -> "MaxDiagonal":
+        """The same potential with its centre at these parameters, if it is one that is centred at the start.
+
+        A tensor without a start stands at the centre until it is given one. One piece needs no centre: its divergence
+        and its step are the same for all.
+        """
         new = self.with_metrics(self.log_d, self.offsets)
         new.slots, new.missing, new.rename = self.slots, self.missing, self.rename
         new._fixed, new._total, new._fused = self._fixed, self._total, self._fused
         if self.centre == "start" and self.pieces > 1:
-            new.start = {n: params[n].detach().clone() for n in self.slots}
+            new.start = dict(start)
         return new
 
     def fixed(self, metrics: Params, total: Total = total, fused: FusedPass | None = None) -> "MaxDiagonal":
@@ -151,7 +155,7 @@ class MaxDiagonal(Potential):
             total: how contributions of tensors are added up.
             fused: what takes trial steps in place, if not the plain operations.
         """
-        new = self.recentred(self.start) if self.start else self.recentred({})
+        new = self.centred_at(self.start)
         new._fixed, new._total, new._fused = dict(metrics), total, fused
         return new
 
@@ -235,7 +239,7 @@ class MaxDiagonal(Potential):
         weights = active.weights if exact else np.eye(self.pieces)[int(np.argmax(active.forms))]
         if self._fused is not None and into is not None and weights.max() == 1:
             trial = {**params, **{n: into[n] for n in moves}}
-            forms = self._fused.advance(trial, moves, int(np.argmax(weights)), active.forms)
+            forms: Array | None = self._fused.advance(trial, moves, int(np.argmax(weights)), active.forms)
         else:
             trial = self._trial(params, moves, weights, into)
             forms = None if self.pieces == 1 else self._forms(trial)

@@ -1,4 +1,4 @@
-"""MetaMD among torch's own machinery: schedulers, mixed precision, compile, and the tables torch tests its optimisers with."""
+"""MetaMD among torch's own machinery: schedulers, mixed precision, compile, and torch's tables for its own optimisers."""
 
 import inspect
 import subprocess

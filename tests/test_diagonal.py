@@ -66,7 +66,7 @@ def test_dual_variable_telescopes_on_kinks():
 
 
 def test_step_minimises_the_mirror_problem():
-    """<g, theta> + B(theta||theta_t)/lr is no smaller at a thousand points around the step; around the paper's step it is."""
+    """<g, theta> + B(theta||theta_t)/lr is smallest at the step among points around it; the paper's step is not."""
     better_than_paper, generator = 0, torch.Generator().manual_seed(0)
     for seed in range(10):
         phi, x, g = diagonals(3), normal_point(seed), normal_point(seed + 100)

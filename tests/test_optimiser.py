@@ -142,7 +142,7 @@ def test_outside_edits_are_noticed():
     train(twin, fresh, 1, first=15)
     assert equal_parameters(model, twin)
     phi = geometry.bind(list(model.named_parameters()))
-    assert phi.activate({n: p for n, p in model.named_parameters()}, stale).weights.max() == 1
+    assert phi.activate(dict(model.named_parameters()), stale).weights.max() == 1
 
 
 def test_nonfinite_gradients_are_refused_before_anything_is_written():

@@ -158,7 +158,7 @@ def test_newton_refuses_a_start_outside_the_domain_and_a_concave_value():
 
     with pytest.raises(ArithmeticError, match="not finite at the starting point"):
         Log().inverse({"x": -torch.ones(2)}, {"x": -torch.ones(2)})
-    with pytest.raises(ArithmeticError, match="did not converge|convex"):
+    with pytest.raises(ArithmeticError, match="did not converge"):
         Concave().inverse({"x": torch.ones(2, dtype=torch.float64)}, {"x": torch.ones(2, dtype=torch.float64)})
     x = {"x": torch.tensor([0.5, 2.0], dtype=torch.float64)}
     assert close(Log().inverse(Log().mirror(x), {"x": torch.ones(2, dtype=torch.float64)}), x, 1e-7)

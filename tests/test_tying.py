@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from metamd import MaxDiagonal, MetaMD
-from metamd.tying import clean_name, slots
+from metamd.tying import clean_name, roles, slots, stored_shape, tied_shape
 from tests.helpers import random_geometry, small_model, train
 
 TYINGS = ["parameter", "channel", "column", "tensor", "role"]
@@ -35,10 +35,67 @@ def test_tied_coordinates_share_their_metric(tying):
             changed = (phi.metric(name).expand(2, *x.shape) != before)[0]
             phi.log_d[slot.key].sub_(touched)
         share = {"parameter": 1, "channel": x[:1].numel(), "tensor": x.numel(), "role": x.numel()}
-        expected = (
-            r"'0\.weight' of shape \(8, 5\) needs a metric of shape \(8,\) under the tying 'channel'"
-            r".*shape \(8, 5\).*'parameter'"
-        )
+        expected = share.get(tying, x.shape[0] if x.ndim > 1 else x.numel())
+        assert int(changed.sum()) == expected
+
+
+def test_shapes():
+    assert tied_shape("channel", (16, 3, 5, 5)) == (16, 1, 1, 1)
+    assert tied_shape("column", (16, 3, 5, 5)) == (1, 3, 5, 5)
+    assert tied_shape("column", (16,)) == (1,)
+    assert stored_shape("column", (16,)) == ()
+    assert tied_shape("parameter", ()) == tied_shape("channel", ()) == tied_shape("tensor", ()) == ()
+
+
+def test_roles_of_a_conv_net():
+    found = roles({n: tuple(p.shape) for n, p in conv_net(depth=2).named_parameters()})
+    assert found["0.weight"] == "first.weight"
+    assert found["0.bias"] == "first.bias"
+    assert found["1.weight"] == "norm.weight"
+    assert found["1.bias"] == "norm.bias"
+    assert found["3.weight"] == found["6.weight"] == "hidden.weight"
+    assert found["10.weight"] == "last.weight"
+    assert found["10.bias"] == "last.bias"
+
+
+def test_roles_of_odd_models():
+    assert roles({"weight": (3, 4), "bias": (3,)}) == {"weight": "last.weight", "bias": "last.bias"}
+    assert roles({"scale": ()}) == {"scale": "other"}
+    lstm = roles({n: tuple(p.shape) for n, p in nn.LSTM(3, 4).named_parameters()})
+    assert lstm["weight_ih_l0"] == "first.weight"
+    assert lstm["bias_ih_l0"].endswith(".bias")
+
+
+def test_by_role_fits_another_width_and_depth():
+    """Metrics learned by role on a small net drive a wider and deeper one; per-parameter ones are refused."""
+    small, large = conv_net(), conv_net(width=7, depth=3)
+    by_role = random_geometry(small, tying="role")
+    bound = by_role.bind(list(large.named_parameters()))
+    assert set(bound.log_d) == set(by_role.log_d)
+    hidden = by_role.log_d["hidden.weight"].exp()
+    assert all(torch.allclose(bound.metric(n).reshape(3, -1)[:, 0], hidden) for n in ("3.weight", "6.weight", "9.weight"))
+    with pytest.raises(ValueError, match="role"):
+        random_geometry(small).bind(list(large.named_parameters()))
+
+
+def test_fewer_roles_are_fine_and_a_missing_one_is_named():
+    deep = random_geometry(conv_net(), tying="role")
+    deep.bind(list(small_model().named_parameters()))
+    shallow = random_geometry(small_model(), tying="role")
+    with pytest.raises(ValueError, match=r"'1\.weight' of shape \(4,\) has the role 'norm\.weight', for which nothing"):
+        shallow.bind(list(conv_net().named_parameters()))
+    lenient = shallow.bind(list(conv_net().named_parameters()), missing="euclidean")
+    assert torch.equal(lenient.metric("1.weight"), torch.ones(3, 1))
+
+
+def test_misfits_name_the_tensor_both_shapes_and_the_tyings_that_would_work():
+    model = small_model()
+    geometry = random_geometry(model, tying="channel")
+    wrong = geometry.with_metrics({**geometry.log_d, "0.weight": torch.zeros(3, 8, 5)})
+    expected = (
+        r"'0\.weight' of shape \(8, 5\) needs a metric of shape \(8,\) under the tying 'channel'"
+        r".*shape \(8, 5\).*'parameter'"
+    )
     with pytest.raises(ValueError, match=expected):
         wrong.bind(list(model.named_parameters()))
     with pytest.raises(ValueError, match="No tying makes them fit"):

@@ -1,7 +1,7 @@
 """The models of the paper's experiments, each a plain `nn.Module`: linear, MLP, LeNet and ResNet18.
 
-A model takes float images (number, channels, height, width) and gives one logit per class. Its initial weights
-come from the `generator` passed in, drawn as torch's layers draw theirs.
+A model takes float images (number, channels, height, width) and gives one logit per class. Its initial
+weights come from the `generator` passed in, drawn as torch's layers draw theirs.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class ResNet18(nn.Module):
         channels: 3 for colour, 1 for grey.
         classes: how many logits.
         width: channels of the first stage; 16 has 701,466 parameters and suits a machine without accelerator.
-        norm: `"batch"` as published, or `"group"`, whose output depends on the example alone: with it the loss
-            is a pure function of the parameters and the batch, and no running statistics need carrying. On one
-            core at width 16, channels-last memory made a step with batch norm 18 % faster and one with group
-            norm 29 % slower, so the layout is left to the caller.
+        norm: `"batch"` as published, or `"group"`, whose output depends on the example alone: with it the
+            loss is a pure function of the parameters and the batch, without running statistics. On one core at
+            width 16, channels-last memory made a step with batch norm 18 % faster and one with group norm 29 %
+            slower, so the layout is left to the caller.
         generator: draws the initial weights.
     """
 
@@ -159,8 +159,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def initialise(model: nn.Module, generator: torch.Generator | None) -> None:
     """Draw the weights of every linear and convolutional layer anew, as torch draws them, from one generator.
 
-    Weights and biases are uniform on $\\pm 1/\\sqrt{n}$ for $n$ inputs per unit. Without a generator the layers
-    keep the weights that torch's global one gave them.
+    Weights and biases are uniform on $\\pm 1/\\sqrt{n}$ for $n$ inputs per unit. Without a generator the
+    layers keep the weights that torch's global one gave them.
 
     Args:
         model: whose layers to initialise in place.

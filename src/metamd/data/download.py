@@ -114,10 +114,17 @@ def _attempt(
         return str(error), False
     except OSError as error:  # requests' own exceptions are OSErrors too
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = f"the server answered {status}" if status else f"{type(error).__name__}: {error}"
+        reason = f"the server answered {status}" if status else _plainly(error)
         return reason, status is None or status >= 500 or status in (408, 429)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _plainly(error: OSError) -> str:
+    """What went wrong, without the layers that requests and urllib3 wrap around it."""
+    cause = error.args[0] if error.args and isinstance(error.args[0], Exception) else error
+    cause = getattr(cause, "reason", cause)
+    return str(cause).rsplit(": ", 1)[-1] or type(cause).__name__
 
 
 def _transfer(file: RemoteFile, url: str, part: Path, timeout: float, progress: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from typing import TYPE_CHECKING
 
 from metamd.data import canonical, recipes, registry, store
@@ -33,7 +34,7 @@ def load_arrays(name: str, split: str, *, fetch_missing: bool = True) -> tuple[A
     if path is None:
         if not fetch_missing or os.environ.get("METAMD_OFFLINE"):
             raise DataError(_absent(name, split))
-        fetch(name, [split])
+        fetch(name, [split], progress=sys.stderr.isatty())
         path = store.split_file(store.cache_folder(), name, split)
     return read(path, name, split)
 

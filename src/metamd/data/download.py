@@ -1,6 +1,6 @@
 """Fetch official files: several mirrors, a bounded and checked download, one process at a time per file.
 
-A download is written to `<name>.part` and moved into place only when its checksums agree, so a file that
+A download is written to a `.part` file and moved into place only when its checksums agree, so a file that
 exists under its own name is whole; whatever a killed process left in the `.part` file is overwritten by the
 next one.
 """
@@ -99,11 +99,16 @@ def _checksums(path: Path) -> tuple[str, str]:
     return md5.hexdigest(), sha256.hexdigest()
 
 
+def partial(target: Path) -> Path:
+    """Where a download is written before it is checked; it keeps the suffix, which says how to decompress it."""
+    return target.with_name(f"{target.stem}.part{target.suffix}")
+
+
 def _attempt(
     file: RemoteFile, url: str, target: Path, timeout: float, progress: bool
 ) -> tuple[str | None, bool]:
     """Fetch once: (why it failed or None, whether asking this mirror again may help)."""
-    part = target.with_name(f"{target.name}.part")
+    part = partial(target)
     try:
         _transfer(file, url, part, timeout, progress)
         reason = mismatch(file, part)

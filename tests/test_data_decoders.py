@@ -96,9 +96,14 @@ def test_usps_pixels_are_truncated_and_labels_start_at_zero():
     images, labels = decoders.usps(libsvm_bytes(values, np.array([1, 10])))
     assert images.shape == (2, 16, 16)
     assert (images[0, 0, 0], images[1, 15, 15]) == (0, 255)
-    expected = ((np.round(values, 6).astype(np.float32) + 1) / 2 * 255).astype(np.uint8)
+    expected = ((np.round(values, 6) + 1) / 2 * 255).astype(np.uint8)
     assert np.array_equal(images.reshape(2, 256), expected)
     assert labels.tolist() == [0, 9]
+
+
+def test_usps_pixels_are_computed_in_double_precision():
+    # (1 - 0.027451) / 2 * 255 = 123.9999975: single precision makes it 124 before it is truncated.
+    assert decoders.usps(b"1 1:-0.027451\n")[0][0, 0, 0] == 123
 
 
 @pytest.mark.parametrize(

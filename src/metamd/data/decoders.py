@@ -67,7 +67,7 @@ def class_labels(labels: NDArray[Any], classes: int, what: str = "the label file
 
 def libsvm(
     content: bytes, features: int = 256, what: str = "the LIBSVM file"
-) -> tuple[NDArray[np.float32], Any]:
+) -> tuple[NDArray[np.float64], Any]:
     """Decode LIBSVM text, `label index:value ...` with indices from 1, into dense values and integer labels.
 
     Args:
@@ -78,7 +78,7 @@ def libsvm(
     rows = [line.split() for line in content.splitlines() if line.strip()]
     if not rows:
         raise DataError(f"{what} is empty. Fetch it again.")
-    values = np.zeros((len(rows), features), np.float32)
+    values = np.zeros((len(rows), features))
     labels = np.zeros(len(rows), np.int64)
     for number, row in enumerate(rows):
         try:
@@ -100,6 +100,9 @@ def libsvm(
 
 def usps(content: bytes, what: str = "the USPS file") -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Decode USPS from LIBSVM text: values in [-1, 1] become `trunc((v + 1) / 2 * 255)`, labels 1-10 0-9.
+
+    In double precision: in single precision, which torchvision uses, one pixel of the test set rounds up from
+    123.9999975 to 124 before it is truncated.
 
     Args:
         content: the decompressed text.

@@ -100,7 +100,7 @@ def _checksums(path: Path) -> tuple[str, str]:
 
 
 def partial(target: Path) -> Path:
-    """Where a download is written before it is checked; it keeps the suffix, which says how to decompress it."""
+    """Where a download is written until it is checked; the suffix stays, as it says how to decompress it."""
     return target.with_name(f"{target.stem}.part{target.suffix}")
 
 

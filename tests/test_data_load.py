@@ -1,0 +1,215 @@
+"""The whole way from official-looking files to tensors, the search order, and everything that is refused."""
+
+# pytest finds imported fixtures by name.
+# ruff: noqa: F401, F811
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import metamd.data as data
+from data_builders import COUNT, GREY, KINDS, form_of, idx_files, place, publish, put, server, tiny
+from data_fixtures import (
+    dataset,
+    pictures,
+    remote,
+    whole,
+)
+from metamd.data import canonical, commands, registry, store
+from metamd.data.records import DataError, Form, Split
+
+# --- download, decode, cache, load ---
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("split", COUNT)
+def test_every_kind_of_file_is_fetched_decoded_and_loaded(name, split, place, server, monkeypatch):
+    publish(name, server, monkeypatch)
+    _, images, labels = KINDS[name][2](split)
+    got_images, got_labels = data.load(name, split)
+    assert got_images.dtype == torch.uint8
+    assert got_labels.dtype == torch.int64
+    assert torch.equal(got_images, torch.from_numpy(images))
+    assert got_labels.tolist() == labels.tolist()
+    asked = len(server.asked)
+    again, _ = data.load(name, split)
+    assert torch.equal(again, got_images)
+    assert len(server.asked) == asked  # the second time from the cache
+    assert data.provenance(name, split).status == "official"
+    assert not (place / "cache" / "files" / name).exists()
+
+
+def test_splits_of_one_archive_are_fetched_together_and_others_apart(place, server, monkeypatch):
+    publish("cifar10", server, monkeypatch)
+    data.load("cifar10", "train")
+    data.load("cifar10", "test")
+    assert server.asked == ["/cifar.tar.gz"]
+    publish("mnist", server, monkeypatch)
+    data.load("mnist", "test")
+    assert server.asked[1:] == ["/test-images.gz", "/test-labels.gz"]
+    assert data.available() == ()
+    data.load("mnist", "train")
+    assert data.available() == ("mnist",)
+
+
+def test_files_that_decode_to_other_arrays_than_recorded_are_not_kept(place, server, monkeypatch):
+    publish("mnist", server, monkeypatch, lambda split: (form_of("mnist", split),))
+    assert data.provenance("mnist", "train").status == "official"
+    store.split_file(store.cache_folder(), "mnist", "train").unlink()
+    wrong = Form(10, "0" * 64, "0" * 64, "official")
+    publish("mnist", server, monkeypatch, lambda split: (wrong,))
+    with pytest.raises(DataError, match="decoded to other arrays than the recorded ones"):
+        data.load("mnist", "train")
+    assert not store.split_file(store.cache_folder(), "mnist", "train").exists()
+
+
+def test_a_count_other_than_the_recorded_one_is_refused(place, server, monkeypatch):
+    publish("mnist", server, monkeypatch)
+    monkeypatch.setitem(COUNT, "train", 9)
+    record = registry.dataset("mnist")
+    assert record.splits["train"].count == 10
+    files, _, _ = idx_files("train")
+    short = tuple(remote(key, body, server.serve(key, whole(body))) for key, body in files.items())
+    splits = {**record.splits, "train": Split(10, short)}
+    monkeypatch.setattr(registry, "datasets", lambda: {"mnist": dataset("mnist", "idx", GREY, splits)})
+    with pytest.raises(DataError, match=r"must decode to images \(10, 28, 28\) .*, got \(9, 28, 28\)"):
+        data.load("mnist", "train")
+
+
+# --- METAMD_DATA, the cache, and their order ---
+
+
+def test_metamd_data_comes_before_the_cache_and_says_what_it_is(tiny, place, server):
+    put(place / "npz", "mnist", "train", *tiny)
+    assert torch.equal(data.load("mnist")[0], torch.from_numpy(tiny[0]))
+    came = data.provenance("mnist")
+    assert (came.status, came.note, came.count, came.official_count) == ("partial", "the first few", 10, 10)
+    assert came.path == str(place / "npz" / "mnist-train.npz")
+    assert server.asked == []
+    (place / "npz" / "mnist-train.npz").unlink()
+    assert data.provenance("mnist").path == str(place / "cache" / "mnist-train.npz")
+
+
+def test_a_damaged_file_in_metamd_data_is_refused_and_not_passed_over(tiny, place, server):
+    images = tiny[0].copy()
+    images[3, 14, 14] ^= 1
+    put(place / "npz", "mnist", "train", images, tiny[1])
+    with pytest.raises(DataError, match="holds none of the recorded arrays of MNIST train"):
+        data.load("mnist")
+    labels = tiny[1].copy()
+    labels[0] = 5
+    put(place / "npz", "mnist", "train", tiny[0], labels)
+    with pytest.raises(DataError, match="holds none of the recorded arrays of MNIST train"):
+        data.load("mnist")
+    assert server.asked == []
+
+
+def test_ones_own_data_needs_a_checksum_and_is_said_to_be_unrecorded(tiny, place):
+    images, labels = pictures(4, *GREY, seed=9)
+    path = put(place / "npz", "mnist", "train", images, labels, vouch=True)
+    assert len(data.load("mnist")[0]) == 4
+    assert data.provenance("mnist").status == "unrecorded"
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(
+        DataError, match=r"must have the sha256 \w+ that stands in mnist-train.npz.sha256, got"
+    ):
+        data.load("mnist")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"images": np.zeros((4, 28, 28), np.int16)},
+            "must hold uint8 images of 28 x 28 with one label each",
+        ),
+        (
+            {"images": np.zeros((4, 28, 27), np.uint8)},
+            "must hold uint8 images of 28 x 28 with one label each",
+        ),
+        ({"labels": np.zeros(3, np.uint8)}, r"and labels \(3,\)"),
+        ({"labels": np.full(4, 10, np.uint8)}, "must hold classes 0 to 9, got 10 to 10"),
+        ({"images": np.array([None] * 4)}, "cannot be read .*allow_pickle=False"),
+        ({"images": np.zeros((16, 28, 28), np.uint8)}, r"images.npy in .* holds more than 11936 bytes"),
+        (
+            {"images": np.zeros((0, 28, 28), np.uint8), "labels": np.zeros(0, np.uint8)},
+            "holds no image at all",
+        ),
+    ],
+)
+def test_arrays_of_another_kind_are_refused(tiny, place, change, sentence):
+    good = {"images": np.zeros((4, 28, 28), np.uint8), "labels": np.zeros(4, np.uint8)}
+    put(place / "npz", "mnist", "train", **(good | change), vouch=True)
+    with pytest.raises(DataError, match=sentence):
+        data.load("mnist")
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", b"PK\x03\x04 cut short"])
+def test_files_that_are_no_npz_are_refused(tiny, place, content):
+    (place / "npz" / "mnist-train.npz").write_bytes(content)
+    with pytest.raises(DataError, match="is not a complete zip file"):
+        data.load("mnist")
+    with pytest.raises(DataError, match=r"is not a readable .npz file"):
+        commands.list_datasets()
+
+
+def test_a_cached_file_is_checked_against_its_checksum(tiny, place):
+    data.load("mnist")
+    path = place / "cache" / "mnist-train.npz"
+    path.write_bytes(path.read_bytes().replace(b"images", b"imagez"))
+    with pytest.raises(DataError, match=r"must have the sha256 .* Delete both files"):
+        data.load("mnist")
+    commands.fetch("mnist", split="train")  # sees that it is damaged and makes it again
+    assert len(data.load("mnist")[0]) == 10
+
+
+def test_a_cached_file_without_its_checksum_counts_as_absent(tiny, place, server):
+    data.load("mnist")
+    asked = len(server.asked)
+    (place / "cache" / "mnist-train.npz.sha256").unlink()
+    data.load("mnist")
+    assert len(server.asked) == 2 * asked
+
+
+def test_absent_data_without_download_is_one_clear_sentence(tiny, place, server, monkeypatch):
+    with pytest.raises(DataError, match=r"MNIST train is required .* Run `metamd data fetch mnist`"):
+        data.load("mnist", download=False)
+    monkeypatch.setenv("METAMD_OFFLINE", "1")
+    with pytest.raises(DataError, match="MNIST train is required"):
+        data.load("mnist")
+    assert server.asked == []
+    monkeypatch.setenv("METAMD_DATA", str(place / "nowhere"))
+    with pytest.raises(DataError, match="METAMD_DATA must name a folder"):
+        data.load("mnist")
+
+
+def test_names_and_splits_that_do_not_exist_are_refused():
+    with pytest.raises(DataError, match=r"No dataset is called 'imagenet'. Choose one of: mnist"):
+        data.load("imagenet")
+    with pytest.raises(DataError, match=r"mnist has no split 'valid'. Choose one of: train, test"):
+        data.load("mnist", "valid")
+
+
+# --- QMNIST is never MNIST ---
+
+
+def test_qmnist_is_absent_until_fetched_and_says_so(place):
+    with pytest.raises(DataError, match=r"QMNIST train is required .* MNIST is not a substitute"):
+        data.load("qmnist", download=False)
+
+
+def test_mnist_offered_as_qmnist_is_refused_even_when_vouched_for(place, monkeypatch):
+    images, labels = pictures(10, *GREY)
+    form = Form(10, canonical.digest(images), canonical.digest(labels), "official")
+    known = {
+        "mnist": dataset("mnist", "idx", GREY, {"train": Split(10, (), (form,))}),
+        "qmnist": dataset("qmnist", "idx", GREY, {"train": Split(10, ())}),
+    }
+    monkeypatch.setattr(registry, "datasets", lambda: known)
+    monkeypatch.setenv("METAMD_DATA", str(place / "npz"))
+    put(place / "npz", "qmnist", "train", images, labels, vouch=True)
+    with pytest.raises(DataError, match="The images offered as QMNIST train are those of mnist"):
+        data.load("qmnist")
+    put(place / "npz", "qmnist", "train", images[::-1], labels, vouch=True)
+    assert len(data.load("qmnist")[0]) == 10

@@ -128,7 +128,7 @@ def test_download_sizes_add_up_and_are_unknown_for_usps():
 
 def test_owner_finds_recorded_images_and_nothing_else():
     form = data.dataset("kmnist").splits["test"].forms[0]
-    assert registry.owner_of(form.images_sha256) == "kmnist"
+    assert registry.owner_of(form.images_sha256) == ("kmnist", "test")
     assert registry.owner_of("0" * 64) is None
 
 

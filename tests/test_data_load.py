@@ -4,6 +4,11 @@
 # ruff: noqa: F401, F811
 from __future__ import annotations
 
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +19,7 @@ from data_fixtures import (
     dataset,
     pictures,
     remote,
+    slow,
     whole,
 )
 from metamd.data import canonical, commands, registry, store
@@ -150,8 +156,9 @@ def test_files_that_are_no_npz_are_refused(tiny, place, content):
     (place / "npz" / "mnist-train.npz").write_bytes(content)
     with pytest.raises(DataError, match="is not a complete zip file"):
         data.load("mnist")
-    with pytest.raises(DataError, match=r"is not a readable .npz file"):
-        commands.list_datasets()
+    wrong = commands.list_datasets()[0]
+    assert wrong["status"] == "wrong"
+    assert "is not a readable .npz file" in wrong["note"]
 
 
 def test_a_cached_file_is_checked_against_its_checksum(tiny, place):
@@ -209,7 +216,62 @@ def test_mnist_offered_as_qmnist_is_refused_even_when_vouched_for(place, monkeyp
     monkeypatch.setattr(registry, "datasets", lambda: known)
     monkeypatch.setenv("METAMD_DATA", str(place / "npz"))
     put(place / "npz", "qmnist", "train", images, labels, vouch=True)
-    with pytest.raises(DataError, match="The images offered as QMNIST train are those of mnist"):
+    with pytest.raises(DataError, match="The images offered as QMNIST train are those of mnist train"):
         data.load("qmnist")
     put(place / "npz", "qmnist", "train", images[::-1], labels, vouch=True)
     assert len(data.load("qmnist")[0]) == 10
+
+
+def test_a_test_split_offered_as_the_training_split_is_refused(tiny, place):
+    put(place / "npz", "mnist", "train", *idx_files("test")[1:], vouch=True)
+    with pytest.raises(DataError, match="The images offered as MNIST train are those of mnist test"):
+        data.load("mnist")
+
+
+# --- several processes, and a cache that cannot be written ---
+
+CHILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from data_builders import COUNT, idx_files
+from data_fixtures import dataset, remote
+from metamd.data import canonical, registry, loading
+from metamd.data.records import Split
+files = [remote(key, body, f"{sys.argv[2]}/{key}") for key, body in idx_files("train")[0].items()]
+record = dataset("mnist", "idx", (28, 28), {"train": Split(COUNT["train"], tuple(files))})
+registry.datasets = lambda: {"mnist": record}
+(images, _), _ = loading.load_arrays("mnist", "train")
+print(canonical.digest(images))
+"""
+
+
+def test_two_processes_that_load_at_once_share_one_download(place, server):
+    files, images, _ = idx_files("train")
+    for key, body in files.items():
+        server.serve(key, slow(body, pieces=5, pause=0.05))
+    command = [sys.executable, "-c", CHILD, str(Path(__file__).parent), server.url]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [p.communicate(timeout=60)[0].strip() for p in both] == [canonical.digest(images)] * 2
+    assert sorted(server.asked) == ["/train-images.gz", "/train-labels.gz"]
+    names = sorted(p.name for p in (place / "cache").iterdir() if p.is_file())
+    assert names == ["mnist-train.npz", "mnist-train.npz.sha256"]
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_sentence(place, server, monkeypatch):
+    publish("mnist", server, monkeypatch)
+    (place / "file").write_text("in the way")
+    monkeypatch.setenv("METAMD_CACHE", str(place / "file" / "cache"))
+    with pytest.raises(DataError, match=r"The cache folder .* must be writable .* Set METAMD_CACHE"):
+        data.load("mnist")
+
+
+def test_a_full_disk_is_not_blamed_on_the_mirror(place, server, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    publish("mnist", server, monkeypatch)
+    monkeypatch.setattr("metamd.data.download.os.fsync", full)
+    with pytest.raises(DataError, match=r"must be writable and have room, got: .*No space left on device"):
+        data.load("mnist")
+    assert len(server.asked) == 1

@@ -94,8 +94,8 @@ class ResNet18(nn.Module):
         width: channels of the first stage; 16 has 701,466 parameters and suits a machine without accelerator.
         norm: `"batch"` as published, or `"group"`, whose output depends on the example alone: with it the
             loss is a pure function of the parameters and the batch, without running statistics. On one core
-            at width 16, channels-last memory made a step with batch norm 18 % faster and one with group norm
-            29 % slower, so the layout is left to the caller.
+            channels-last memory took 0.77 of the time per step with batch norm at width 16, 0.82 at width 32,
+            but 1.20 with group norm (and 0.88 for LeNet), so the layout is left to the caller.
         generator: draws the initial weights.
     """
 

@@ -6,6 +6,7 @@ With `json=True` one JSON object goes to standard output. Whatever cannot be don
 from __future__ import annotations
 
 from json import dumps
+from pathlib import Path
 from typing import Any
 
 from metamd.data import registry, store
@@ -108,9 +109,13 @@ def _listed(record: Dataset, split: str) -> Row:
     }
     if found is None:
         return row
-    count = store.stored_count(found)
+    row["where"] = "cache" if store.in_cache(found) else "METAMD_DATA"
+    try:
+        count = store.stored_count(found)
+    except DataError as error:
+        return row | {"status": "wrong", "note": str(error)}
     forms = [form for form in known.forms if form.count == count]
-    row |= {"where": "cache" if store.in_cache(found) else "METAMD_DATA", "count": count}
+    row["count"] = count
     if row["where"] == "cache":
         row |= {"status": "official", "note": "decoded from the official files"}
     elif forms:
@@ -120,7 +125,7 @@ def _listed(record: Dataset, split: str) -> Row:
     return row
 
 
-def _checked(name: str, split: str, path: Any) -> Row:
+def _checked(name: str, split: str, path: Path) -> Row:
     from metamd.data import loading
 
     row: Row = {"name": name, "split": split, "path": str(path), "ok": True}

@@ -7,6 +7,7 @@ next one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import time
@@ -117,7 +118,9 @@ def _attempt(
         return reason, False
     except DataError as error:
         return str(error), False
-    except OSError as error:  # requests' own exceptions are OSErrors too
+    except OSError as error:  # requests' own exceptions are OSErrors too, without an errno
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise  # the disk, not the mirror
         status = getattr(getattr(error, "response", None), "status_code", None)
         reason = f"the server answered {status}" if status else _plainly(error)
         return reason, status is None or status >= 500 or status in (408, 429)

@@ -76,7 +76,7 @@ def read(path: Path, name: str, split: str) -> tuple[Arrays, Provenance]:
 def recognise(
     record: Dataset, split: str, images: NDArray[np.uint8], labels: NDArray[np.uint8]
 ) -> Form | None:
-    """The recorded form that canonical arrays are, or None; images recorded for another dataset are refused.
+    """The recorded form that canonical arrays are, or None; images recorded for another are refused.
 
     Args:
         record: which dataset they should be.
@@ -89,9 +89,10 @@ def recognise(
         if (form.images_sha256, form.labels_sha256) == (digest, label_digest):
             return form
     owner = registry.owner_of(digest)
-    if owner not in (None, record.name):
+    if owner is not None and owner != (record.name, split):
+        whose = " ".join(owner)
         raise DataError(
-            f"The images offered as {record.title} {split} are those of {owner}. Load {owner} by its name."
+            f"The images offered as {record.title} {split} are those of {whose}. Load that by its name."
         )
     return None
 
@@ -117,8 +118,17 @@ def fetch(name: str, splits: list[str], *, force: bool = False, progress: bool =
         force: fetch again what is already in the cache.
         progress: draw bars on standard error.
     """
-    record = registry.dataset(name)
-    cache = store.cache_folder()
+    try:
+        return _fetch(registry.dataset(name), splits, force, progress)
+    except OSError as error:
+        raise DataError(
+            f"The cache folder {store.cache_folder()} must be writable and have room, got: {error}. "
+            "Set METAMD_CACHE to another folder."
+        ) from error
+
+
+def _fetch(record: Dataset, splits: list[str], force: bool, progress: bool) -> list[Path]:
+    cache, name = store.cache_folder(), record.name
     with locked(cache / "locks" / f"{name}.lock"):
         wanted = [s for s in _together(record, splits) if force or not _cached(record, s)]
         files = {file.name: file for split in wanted for file in record.splits[split].files}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
+from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,9 @@ from metamd.data.records import DataError, Dataset, Form, RemoteFile, Split
 @cache
 def datasets() -> Mapping[str, Dataset]:
     """Every dataset's record, by name."""
-    table = tomllib.loads(files("metamd.data").joinpath("registry.toml").read_text(encoding="utf-8"))
+    table = tomllib.loads(
+        resources.files("metamd.data").joinpath("registry.toml").read_text(encoding="utf-8")
+    )
     return MappingProxyType({name: _dataset(name, entry) for name, entry in table.items()})
 
 
@@ -37,12 +39,12 @@ def split_of(name: str, split: str) -> Split:
     return splits[split]
 
 
-def owner_of(images_sha256: str) -> str | None:
-    """The dataset whose recorded images have this sha256, or None: how MNIST offered as QMNIST is noticed."""
+def owner_of(images_sha256: str) -> tuple[str, str] | None:
+    """The dataset and split whose recorded images have this sha256: so MNIST posing as QMNIST is noticed."""
     for record in datasets().values():
-        for split in record.splits.values():
+        for key, split in record.splits.items():
             if any(form.images_sha256 == images_sha256 for form in split.forms):
-                return record.name
+                return record.name, key
     return None
 
 
@@ -63,5 +65,10 @@ def _dataset(name: str, entry: Mapping[str, Any]) -> Dataset:
 
 
 def _split(entry: Mapping[str, Any], hosts: tuple[str, ...]) -> Split:
-    found = tuple(RemoteFile(urls=tuple(h + f["name"] for h in hosts), **f) for f in entry.get("files", ()))
-    return Split(entry["count"], found, tuple(Form(**form) for form in entry.get("forms", ())))
+    files = tuple(_file(file, hosts) for file in entry.get("files", ()))
+    return Split(entry["count"], files, tuple(Form(**form) for form in entry.get("forms", ())))
+
+
+def _file(entry: Mapping[str, Any], hosts: tuple[str, ...]) -> RemoteFile:
+    urls = *(host + entry["name"] for host in hosts), *entry.get("urls", ())
+    return RemoteFile(**{**entry, "urls": urls})

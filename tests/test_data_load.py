@@ -46,6 +46,26 @@ def test_every_kind_of_file_is_fetched_decoded_and_loaded(name, split, place, se
     assert not (place / "cache" / "files" / name).exists()
 
 
+@pytest.mark.parametrize(("name", "package"), [("svhn", "scipy.io"), ("stl10", "PIL")])
+def test_a_missing_package_is_named(name, package, place, server, monkeypatch):
+    publish(name, server, monkeypatch)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf"needs {package}\. Install it with: pip install 'metamd\[data\]'"):
+        data.load(name)
+
+
+def test_arrays_fetched_from_official_files_are_official_even_where_only_a_rebuilt_form_is_recorded(
+    place, server, monkeypatch
+):
+    publish("svhn", server, monkeypatch, lambda split: (form_of("svhn", split, "rebuilt", "by hand"),))
+    data.load("svhn", "train")
+    assert data.provenance("svhn", "train").status == "official"
+    path = store.split_file(store.cache_folder(), "svhn", "train")
+    put(place / "npz", "svhn", "train", **np.load(path))
+    monkeypatch.setenv("METAMD_DATA", str(place / "npz"))
+    assert data.provenance("svhn", "train").note == "by hand"
+
+
 def test_splits_of_one_archive_are_fetched_together_and_others_apart(place, server, monkeypatch):
     publish("cifar10", server, monkeypatch)
     data.load("cifar10", "train")

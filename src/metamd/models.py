@@ -18,7 +18,13 @@ Norm = Literal["batch", "group"]
 
 
 class Linear(nn.Module):
-    """Multinomial logistic regression on the flattened image; 7,850 parameters by default."""
+    """Multinomial logistic regression on the flattened image; 7,850 parameters by default.
+
+    Args:
+        inputs: pixels times channels.
+        classes: how many logits.
+        generator: draws the initial weights.
+    """
 
     def __init__(
         self, inputs: int = 784, classes: int = 10, *, generator: torch.Generator | None = None
@@ -34,7 +40,14 @@ class Linear(nn.Module):
 
 
 class MLP(nn.Module):
-    """Three layers, 784-128-128-10 by default, with ReLU between them; 118,282 parameters by default."""
+    """Three layers, 784-128-128-10 by default, with ReLU between them; 118,282 parameters by default.
+
+    Args:
+        inputs: pixels times channels.
+        classes: how many logits.
+        width: units in each hidden layer.
+        generator: draws the initial weights.
+    """
 
     def __init__(
         self,
@@ -63,6 +76,11 @@ class LeNet(nn.Module):
 
     ReLU and max-pooling stand where the original of 1998 has scaled tanh and trainable averages, and every
     second-layer map sees every first-layer map, as is usual today.
+
+    Args:
+        channels: 1 for grey, 3 for colour.
+        classes: how many logits.
+        generator: draws the initial weights.
     """
 
     def __init__(

@@ -116,12 +116,12 @@ def _listed(record: Dataset, split: str) -> Row:
         return row | {"status": "wrong", "note": str(error)}
     forms = [form for form in known.forms if form.count == count]
     row["count"] = count
-    if row["where"] == "cache":
-        row |= {"status": "official", "note": "decoded from the official files"}
+    if row["where"] == "cache" and count == known.count:
+        row |= {"status": "official", "note": ""}
     elif forms:
         row |= {"status": forms[0].status, "note": forms[0].note}
     else:
-        row |= {"status": "unrecorded", "note": "not one of the recorded arrays"}
+        row |= {"status": "unrecorded", "note": store.UNRECORDED}
     return row
 
 

@@ -99,14 +99,11 @@ def recognise(
 
 def _provenance(record: Dataset, split: str, path: Path, count: int, form: Form | None) -> Provenance:
     official = record.splits[split].count
-    if form is not None:
-        return Provenance(record.name, split, str(path), count, official, form.status, form.note)
-    if store.in_cache(path):
-        return Provenance(
-            record.name, split, str(path), count, official, "official", "decoded from the official files"
-        )
-    note = "not one of the recorded arrays; vouched for by the checksum beside it"
-    return Provenance(record.name, split, str(path), count, official, "unrecorded", note)
+    status, note = (form.status, form.note) if form else ("unrecorded", store.UNRECORDED)
+    if store.in_cache(path) and count == official:
+        # Only `fetch` writes there, from files whose checksums it has compared.
+        status, note = "official", ""
+    return Provenance(record.name, split, str(path), count, official, status, note)
 
 
 def fetch(name: str, splits: list[str], *, force: bool = False, progress: bool = False) -> list[Path]:

@@ -28,7 +28,12 @@ def decode(record: Dataset, split: str, folder: Path) -> Arrays:
         split: `"train"` or `"test"`.
         folder: where its official files are.
     """
-    images, labels = RECIPES[record.recipe](record, split, folder)
+    try:
+        images, labels = RECIPES[record.recipe](record, split, folder)
+    except ImportError as error:
+        raise DataError(
+            f"Decoding {record.title} needs {error.name}. Install it with: pip install 'metamd[data]'"
+        ) from error
     count = record.splits[split].count
     if images.shape != (count, *record.stored_shape) or labels.shape != (count,):
         expected = (count, *record.stored_shape)

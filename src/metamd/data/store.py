@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 HEADER = 4096
 """Room for the header of an `.npy` file."""
 
+UNRECORDED = "not one of the recorded arrays; vouched for by the checksum beside it"
+
 
 def offline_folder() -> Path | None:
     """The folder that METAMD_DATA names, or None when it is not set."""

@@ -170,9 +170,7 @@ def pictures(count: int, *shape: int, seed: int = 0) -> tuple[np.ndarray, np.nda
 # --- datasets ---
 
 
-def dataset(
-    name: str, recipe: str, shape: tuple[int, ...], splits: dict[str, Split], **more: object
-) -> Dataset:
+def dataset(name: str, recipe: str, shape: tuple[int, ...], splits: dict[str, Split], **more: object) -> Dataset:
     return Dataset(
         name=name,
         title=name.upper(),

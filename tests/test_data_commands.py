@@ -107,9 +107,7 @@ def test_every_file_has_several_hosts_and_well_formed_checksums():
 
 
 def test_no_two_splits_share_their_images():
-    digests = [
-        f.images_sha256 for r in registry.datasets().values() for s in r.splits.values() for f in s.forms
-    ]
+    digests = [f.images_sha256 for r in registry.datasets().values() for s in r.splits.values() for f in s.forms]
     assert len(digests) == len(set(digests)) == 14
 
 

@@ -135,9 +135,7 @@ def write_mat(path, **arrays):
 
 def test_svhn_takes_ten_for_zero_and_puts_the_number_first(tmp_path):
     images, _ = pictures(4, 32, 32, 3)
-    path = write_mat(
-        tmp_path / "a.mat", X=images.transpose(1, 2, 3, 0), y=np.array([[10], [1], [9], [5]], "u1")
-    )
+    path = write_mat(tmp_path / "a.mat", X=images.transpose(1, 2, 3, 0), y=np.array([[10], [1], [9], [5]], "u1"))
     decoded, labels = decoders.svhn(path)
     assert np.array_equal(decoded, images)
     assert labels.tolist() == [0, 1, 9, 5]

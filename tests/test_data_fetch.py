@@ -155,9 +155,7 @@ def test_a_crash_between_a_file_and_its_checksum_leaves_no_wrong_pair(tiny, plac
     with pytest.raises(KeyboardInterrupt):
         store.write_npz(path, tiny[0][::-1], tiny[1])
     assert path.exists()
-    assert (
-        store.find("mnist", "train") is None
-    )  # absent, rather than beside a checksum that is another file's
+    assert store.find("mnist", "train") is None  # absent, rather than beside a checksum that is another file's
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_sentence(place, server, monkeypatch):

@@ -48,9 +48,7 @@ def test_ones_own_data_needs_a_checksum_and_is_said_to_be_unrecorded(tiny, place
     assert len(data.load("mnist")[0]) == 4
     assert data.provenance("mnist").status == "unrecorded"
     path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(
-        DataError, match=r"must have the sha256 \w+ that stands in mnist-train.npz.sha256, got"
-    ):
+    with pytest.raises(DataError, match=r"must have the sha256 \w+ that stands in mnist-train.npz.sha256, got"):
         data.load("mnist")
 
 

@@ -20,9 +20,7 @@ from data_fixtures import cifar_bytes, idx_bytes, loopback, whole
 from metamd.data import decoders, loading, registry, store
 
 needs_data = pytest.mark.skipif(not os.environ.get("METAMD_DATA"), reason="METAMD_DATA is not set")
-needs_official = pytest.mark.skipif(
-    not os.environ.get("METAMD_OFFICIAL"), reason="METAMD_OFFICIAL is not set"
-)
+needs_official = pytest.mark.skipif(not os.environ.get("METAMD_OFFICIAL"), reason="METAMD_OFFICIAL is not set")
 
 SIX = [6000] * 10
 HISTOGRAMS = {

@@ -72,9 +72,7 @@ def test_drawn_weights_have_the_spread_of_torchs_own():
     own, drawn = MLP(), MLP(generator=torch.Generator().manual_seed(0))
     for a, b in zip(own.parameters(), drawn.parameters(), strict=True):
         assert b.abs().max() <= a.abs().max() * 1.1
-        if (
-            a.numel() > 1000
-        ):  # the std of n uniforms is known to about 0.45 / sqrt(n): 1.5 % here, so 10 % is safe
+        if a.numel() > 1000:  # the std of n uniforms is known to about 0.45 / sqrt(n): 1.5 % here, so 10 % is safe
             assert b.std().item() == pytest.approx(a.std().item(), rel=0.1)
 
 

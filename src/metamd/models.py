@@ -26,9 +26,7 @@ class Linear(nn.Module):
         generator: draws the initial weights.
     """
 
-    def __init__(
-        self, inputs: int = 784, classes: int = 10, *, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, inputs: int = 784, classes: int = 10, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.output = nn.Linear(_positive(inputs, "inputs"), _positive(classes, "classes"))
         initialise(self, generator)
@@ -83,9 +81,7 @@ class LeNet(nn.Module):
         generator: draws the initial weights.
     """
 
-    def __init__(
-        self, channels: int = 1, classes: int = 10, *, generator: torch.Generator | None = None
-    ) -> None:
+    def __init__(self, channels: int = 1, classes: int = 10, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.first = nn.Conv2d(_positive(channels, "channels"), 6, 5, padding=2)
         self.second = nn.Conv2d(6, 16, 5)

@@ -32,13 +32,9 @@ def decompress(path: Path, limit: int) -> bytes:
         with _open(path) as stream:
             content = stream.read(limit + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"{path} is not a complete {path.suffix} file ({error}). Delete it and fetch it again."
-        ) from error
+        raise DataError(f"{path} is not a complete {path.suffix} file ({error}). Delete it and fetch it again.") from error
     if len(content) > limit:
-        raise DataError(
-            f"{path} holds more than the {limit} bytes expected of it, so it was not read. Delete it."
-        )
+        raise DataError(f"{path} holds more than the {limit} bytes expected of it, so it was not read. Delete it.")
     return content
 
 
@@ -67,9 +63,7 @@ def tar_members(path: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
                 if len(found) == len(sizes):
                     break
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"{path} is not a complete .tar.gz file ({error}). Delete it and fetch it again."
-        ) from error
+        raise DataError(f"{path} is not a complete .tar.gz file ({error}). Delete it and fetch it again.") from error
     _refuse_missing(path, sizes, found)
     return found
 
@@ -77,9 +71,7 @@ def tar_members(path: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
 def _tar_member(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo, size: int) -> bytes:
     stream = archive.extractfile(member) if member.isreg() else None
     if stream is None:
-        raise DataError(
-            f"{member.name} in {path} is not an ordinary file, so it was not read. Delete the archive."
-        )
+        raise DataError(f"{member.name} in {path} is not an ordinary file, so it was not read. Delete the archive.")
     _refuse_size(path, member.name, member.size, size)
     return stream.read(size)
 
@@ -101,38 +93,24 @@ def zip_members(path: Path, limits: Mapping[str, int]) -> dict[str, bytes]:
                 with archive.open(name) as stream:
                     found[name] = stream.read(limits[name] + 1)
                 if len(found[name]) > limits[name]:
-                    raise DataError(
-                        f"{name} in {path} holds more than {limits[name]} bytes, so it was not read."
-                    )
+                    raise DataError(f"{name} in {path} holds more than {limits[name]} bytes, so it was not read.")
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, zlib.error) as error:
-        raise DataError(
-            f"{path} is not a complete zip file ({error}). Delete it and make it again."
-        ) from error
+        raise DataError(f"{path} is not a complete zip file ({error}). Delete it and make it again.") from error
     _refuse_missing(path, limits, found)
     return found
 
 
 def _refuse_path(path: Path, member: str) -> None:
-    if (
-        member.startswith(("/", "\\"))
-        or ".." in PurePosixPath(member.replace("\\", "/")).parts
-        or ":" in member
-    ):
-        raise DataError(
-            f"{path} has a member that leaves its folder, {member!r}, so it was not read. Delete it."
-        )
+    if member.startswith(("/", "\\")) or ".." in PurePosixPath(member.replace("\\", "/")).parts or ":" in member:
+        raise DataError(f"{path} has a member that leaves its folder, {member!r}, so it was not read. Delete it.")
 
 
 def _refuse_size(path: Path, member: str, got: int, size: int) -> None:
     if got != size:
-        raise DataError(
-            f"{member} in {path} must have {size} bytes, got {got}. Delete the archive and fetch it again."
-        )
+        raise DataError(f"{member} in {path} must have {size} bytes, got {got}. Delete the archive and fetch it again.")
 
 
 def _refuse_missing(path: Path, wanted: Mapping[str, int], found: Mapping[str, bytes]) -> None:
     missing = sorted(wanted.keys() - found.keys())
     if missing:
-        raise DataError(
-            f"{path} must hold {', '.join(missing)} and does not. Delete it and make or fetch it again."
-        )
+        raise DataError(f"{path} must hold {', '.join(missing)} and does not. Delete it and make or fetch it again.")

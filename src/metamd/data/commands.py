@@ -65,9 +65,7 @@ def verify(name: str | None = None, *, json: bool = False) -> list[Row]:
     if bad:
         raise DataError(f"{len(bad)} of {len(rows)} splits are wrong; the first: {bad[0]['note']}")
     if not rows:
-        raise DataError(
-            f"There is nothing to verify: no split of {', '.join(names)} is at hand. Fetch one first."
-        )
+        raise DataError(f"There is nothing to verify: no split of {', '.join(names)} is at hand. Fetch one first.")
     return rows
 
 
@@ -147,9 +145,7 @@ def _list_text(rows: list[Row]) -> list[str]:
         shape = "x".join(str(side) for side in row["shape"])
         images = f"{row['count']} of {row['official_count']}"
         place = f"{row['where']:<12} {row['status']:<10}"
-        lines.append(
-            f"{row['name']:<13}{row['split']:<6}{images:>15}  {shape:<9}{place}  {row['note']}".rstrip()
-        )
+        lines.append(f"{row['name']:<13}{row['split']:<6}{images:>15}  {shape:<9}{place}  {row['note']}".rstrip())
     licences = {row["title"]: row["licence"] for row in rows}
     return [*lines, "", "licences:", *(f"  {title}: {licence}" for title, licence in licences.items())]
 

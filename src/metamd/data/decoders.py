@@ -28,9 +28,7 @@ def idx(content: bytes, what: str = "the idx file") -> NDArray[Any]:
         what: how to call it in an error.
     """
     if len(content) < 4 or content[:2] != b"\x00\x00" or content[2] not in IDX_TYPES or content[3] == 0:
-        raise DataError(
-            f"{what} must start with an idx header, got {content[:4].hex(' ') or 'nothing'}. Fetch it again."
-        )
+        raise DataError(f"{what} must start with an idx header, got {content[:4].hex(' ') or 'nothing'}. Fetch it again.")
     start = 4 + 4 * content[3]
     if len(content) < start:
         raise DataError(f"{what} ends inside its idx header after {len(content)} bytes. Fetch it again.")
@@ -38,9 +36,7 @@ def idx(content: bytes, what: str = "the idx file") -> NDArray[Any]:
     dtype = np.dtype(IDX_TYPES[content[2]])
     expected = start + math.prod(shape) * dtype.itemsize
     if len(content) != expected:
-        raise DataError(
-            f"{what} declares {shape} values in {expected} bytes, got {len(content)} bytes. Fetch it again."
-        )
+        raise DataError(f"{what} declares {shape} values in {expected} bytes, got {len(content)} bytes. Fetch it again.")
     return np.frombuffer(content, dtype, offset=start).reshape(shape)
 
 
@@ -54,20 +50,14 @@ def class_labels(labels: NDArray[Any], classes: int, what: str = "the label file
     """
     column = labels[:, 0] if labels.ndim == 2 and labels.shape[1] > 0 else labels
     if column.ndim != 1 or not np.issubdtype(column.dtype, np.integer):
-        raise DataError(
-            f"{what} must hold one whole number per example, got {labels.dtype} of shape {labels.shape}."
-        )
+        raise DataError(f"{what} must hold one whole number per example, got {labels.dtype} of shape {labels.shape}.")
     if column.size and not (column.min() >= 0 and column.max() < classes):
         found = f"{column.min()} to {column.max()}"
-        raise DataError(
-            f"{what} must hold classes 0 to {classes - 1}, got {found}. It is damaged or another dataset's."
-        )
+        raise DataError(f"{what} must hold classes 0 to {classes - 1}, got {found}. It is damaged or another dataset's.")
     return column.astype(np.uint8)
 
 
-def libsvm(
-    content: bytes, features: int = 256, what: str = "the LIBSVM file"
-) -> tuple[NDArray[np.float64], Any]:
+def libsvm(content: bytes, features: int = 256, what: str = "the LIBSVM file") -> tuple[NDArray[np.float64], Any]:
     """Decode LIBSVM text, `label index:value ...` with indices from 1, into dense values and integer labels.
 
     Args:
@@ -87,13 +77,9 @@ def libsvm(
             indices = [int(index) for index, _ in pairs]
             entries = [float(value) for _, value in pairs]
         except ValueError as error:
-            raise DataError(
-                f"Line {number + 1} of {what} is not 'label index:value ...' ({error})."
-            ) from error
+            raise DataError(f"Line {number + 1} of {what} is not 'label index:value ...' ({error}).") from error
         if indices and not (min(indices) >= 1 and max(indices) <= features):
-            raise DataError(
-                f"Line {number + 1} of {what} must use indices 1 to {features}, got {max(indices)}."
-            )
+            raise DataError(f"Line {number + 1} of {what} must use indices 1 to {features}, got {max(indices)}.")
         values[number, np.array(indices, np.intp) - 1] = entries
     return values, labels
 
@@ -111,9 +97,7 @@ def usps(content: bytes, what: str = "the USPS file") -> tuple[NDArray[np.uint8]
     values, labels = libsvm(content, 256, what)
     # Written as "not all inside" so that a nan is refused too.
     if not (np.abs(values) <= 1).all():
-        raise DataError(
-            f"{what} must hold pixel values from -1 to 1, got {np.abs(values).max()}. Fetch it again."
-        )
+        raise DataError(f"{what} must hold pixel values from -1 to 1, got {np.abs(values).max()}. Fetch it again.")
     pixels = ((values + 1) / 2 * 255).astype(np.uint8).reshape(-1, 16, 16)
     return pixels, class_labels(labels - 1, 10, what)
 
@@ -138,17 +122,13 @@ def svhn(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     except DataError:
         raise
     except Exception as error:  # scipy raises whatever its parser met: TypeError, IndexError, zlib.error, ...
-        raise DataError(
-            f"{path} is not a readable MATLAB 5 file ({error}). Delete it and fetch it again."
-        ) from error
+        raise DataError(f"{path} is not a readable MATLAB 5 file ({error}). Delete it and fetch it again.") from error
     labels = content["y"][:, 0].astype(np.int64)
     images = np.ascontiguousarray(content["X"].transpose(3, 0, 1, 2))
     return images, class_labels(np.where(labels == 10, 0, labels), 10, str(path))
 
 
-def cifar10(
-    batches: list[bytes], what: str = "the CIFAR-10 file"
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def cifar10(batches: list[bytes], what: str = "the CIFAR-10 file") -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Decode CIFAR-10's binary version: per image a label byte, then 1024 red, 1024 green, 1024 blue bytes.
 
     Args:
@@ -163,9 +143,7 @@ def cifar10(
     return np.ascontiguousarray(images), class_labels(rows[:, 0], 10, what)
 
 
-def stl10(
-    images: bytes, labels: bytes, what: str = "the STL-10 file"
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def stl10(images: bytes, labels: bytes, what: str = "the STL-10 file") -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Decode STL-10's binary files into (number, 96, 96, 3) images and labels 0-9; they store columns first.
 
     Args:
@@ -176,9 +154,7 @@ def stl10(
     side = 96
     if not images or len(images) != len(labels) * 3 * side * side:
         expected = len(labels) * 3 * side * side
-        raise DataError(
-            f"{what} must hold {expected} bytes for {len(labels)} labels, got {len(images)}. Fetch it again."
-        )
+        raise DataError(f"{what} must hold {expected} bytes for {len(labels)} labels, got {len(images)}. Fetch it again.")
     planes = np.frombuffer(images, np.uint8).reshape(-1, 3, side, side)
     classes = np.frombuffer(labels, np.uint8).astype(np.int64) - 1
     return np.ascontiguousarray(planes.transpose(0, 3, 2, 1)), class_labels(classes, 10, what)

@@ -62,8 +62,7 @@ def download(
                     urls.remove(url)
     tried = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
     raise DataError(
-        f"{file.name} could not be fetched ({tried}). Try again later, or save the official file as {target} "
-        "yourself."
+        f"{file.name} could not be fetched ({tried}). Try again later, or save the official file as {target} yourself."
     )
 
 
@@ -105,9 +104,7 @@ def partial(target: Path) -> Path:
     return target.with_name(f"{target.stem}.part{target.suffix}")
 
 
-def _attempt(
-    file: RemoteFile, url: str, target: Path, timeout: float, progress: bool
-) -> tuple[str | None, bool]:
+def _attempt(file: RemoteFile, url: str, target: Path, timeout: float, progress: bool) -> tuple[str | None, bool]:
     """Fetch once: (why it failed or None, whether asking this mirror again may help)."""
     part = partial(target)
     try:

@@ -73,9 +73,7 @@ def read(path: Path, name: str, split: str) -> tuple[Arrays, Provenance]:
     return (images, labels), provenance
 
 
-def recognise(
-    record: Dataset, split: str, images: NDArray[np.uint8], labels: NDArray[np.uint8]
-) -> Form | None:
+def recognise(record: Dataset, split: str, images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Form | None:
     """The recorded form that canonical arrays are, or None; images recorded for another are refused.
 
     Args:
@@ -91,9 +89,7 @@ def recognise(
     owner = registry.owner_of(digest)
     if owner is not None and owner != (record.name, split):
         whose = " ".join(owner)
-        raise DataError(
-            f"The images offered as {record.title} {split} are those of {whose}. Load that by its name."
-        )
+        raise DataError(f"The images offered as {record.title} {split} are those of {whose}. Load that by its name.")
     return None
 
 

@@ -51,9 +51,7 @@ def _idx(record: Dataset, split: str, folder: Path) -> Arrays:
     # QMNIST's labels are eight int32 columns; nothing read here is wider.
     table = decoders.idx(decompress(folder / labels_file.name, 16 + count * 32), labels_file.name)
     if images.dtype.itemsize != 1:
-        raise DataError(
-            f"{images_file.name} must hold bytes, got {images.dtype}. Delete it and fetch it again."
-        )
+        raise DataError(f"{images_file.name} must hold bytes, got {images.dtype}. Delete it and fetch it again.")
     return images, decoders.class_labels(table, len(record.classes), labels_file.name)
 
 

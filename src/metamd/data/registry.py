@@ -18,9 +18,7 @@ from metamd.data.records import DataError, Dataset, Form, RemoteFile, Split
 @cache
 def datasets() -> Mapping[str, Dataset]:
     """Every dataset's record, by name."""
-    table = tomllib.loads(
-        resources.files("metamd.data").joinpath("registry.toml").read_text(encoding="utf-8")
-    )
+    table = tomllib.loads(resources.files("metamd.data").joinpath("registry.toml").read_text(encoding="utf-8"))
     return MappingProxyType({name: _dataset(name, entry) for name, entry in table.items()})
 
 

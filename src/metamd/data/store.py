@@ -34,9 +34,7 @@ def offline_folder() -> Path | None:
         return None
     folder = Path(value).expanduser()
     if not folder.is_dir():
-        raise DataError(
-            f"METAMD_DATA must name a folder of .npz files, got {value}, which is none. Correct or unset it."
-        )
+        raise DataError(f"METAMD_DATA must name a folder of .npz files, got {value}, which is none. Correct or unset it.")
     return folder
 
 
@@ -116,14 +114,8 @@ def read_npz(path: Path, record: Dataset, split: str) -> tuple[NDArray[np.uint8]
         images = np.load(io.BytesIO(members["images.npy"]), allow_pickle=False)
         labels = np.load(io.BytesIO(members["labels.npy"]), allow_pickle=False)
     except (ValueError, EOFError, MemoryError) as error:
-        raise DataError(
-            f"{path} holds an array that cannot be read ({error}). Delete it and make it again."
-        ) from error
-    if (
-        images.dtype != np.uint8
-        or images.shape[1:] != record.stored_shape
-        or labels.shape != images.shape[:1]
-    ):
+        raise DataError(f"{path} holds an array that cannot be read ({error}). Delete it and make it again.") from error
+    if images.dtype != np.uint8 or images.shape[1:] != record.stored_shape or labels.shape != images.shape[:1]:
         expected = " x ".join(map(str, record.stored_shape))
         raise DataError(
             f"{path} must hold uint8 images of {expected} with one label each, got {images.dtype} "
@@ -148,9 +140,7 @@ def stored_count(path: Path) -> int:
             shape, _, _ = np.lib.format.read_array_header_1_0(stream)
             return int(shape[0])
     except (zipfile.BadZipFile, KeyError, ValueError, IndexError, OSError) as error:
-        raise DataError(
-            f"{path} is not a readable .npz file ({error}). Delete it and make it again."
-        ) from error
+        raise DataError(f"{path} is not a readable .npz file ({error}). Delete it and make it again.") from error
 
 
 def write_npz(path: Path, images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> None:

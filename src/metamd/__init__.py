@@ -6,27 +6,32 @@ from typing import TYPE_CHECKING
 from metamd._version import __version__
 
 if TYPE_CHECKING:
+    from metamd.learned import LearnedOptimiser, load
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
 
 _HOME = {
     "Diagonal": "potentials",
     "Euclidean": "potentials",
+    "LearnedOptimiser": "learned",
     "MaxDiagonal": "potentials",
     "NegativeEntropy": "potentials",
     "PNorm": "potentials",
     "Potential": "potentials",
     "bregman": "potentials",
+    "load": "learned",
 }
 
 __all__ = [
     "Diagonal",
     "Euclidean",
+    "LearnedOptimiser",
     "MaxDiagonal",
     "NegativeEntropy",
     "PNorm",
     "Potential",
     "__version__",
     "bregman",
+    "load",
 ]
 
 

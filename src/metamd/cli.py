@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> Options:
     import tyro
 
     return tyro.cli(
-        Options,  # type: ignore[arg-type]
+        Options,
         prog="metamd",
         description=DESCRIPTION,
         args=list(argv),

@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load as decode
+from safetensors.torch import save as encode
 from torch import Tensor
 
 HEADER_LIMIT = 8 * 2**20
@@ -213,6 +214,25 @@ def check_regular(path: Path) -> None:
         raise IsADirectoryError("it is a directory. Name the .safetensors file inside it.")
     if not stat.S_ISREG(mode):
         raise ValueError("it must be a regular file, and it is a pipe or a device. Copy it to a file first.")
+
+
+def pack(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """The bytes of a safetensors file; equal content gives equal bytes, since safetensors itself shuffles metadata.
+
+    Args:
+        tensors: by name.
+        metadata: text to text.
+    """
+    data = encode(tensors)
+    length = int.from_bytes(data[:8], "little")
+    header = json.dumps({"__metadata__": metadata, **json.loads(data[8 : 8 + length])}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # keeps the tensors aligned
+    if len(header) > HEADER_LIMIT:
+        raise ValueError(
+            f"the header must fit in {HEADER_LIMIT:,} bytes, and has {len(header):,}. Keep long records beside the file, "
+            "not in family= or held_out=."
+        )
+    return b"".join((len(header).to_bytes(8, "little"), header, memoryview(data)[8 + length :]))
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import save as encode
 from torch import Tensor
 
 from metamd._version import __version__
-from metamd.container import AGAIN, HEADER_LIMIT, Container, check_regular, read, shown, write_atomically
+from metamd.container import AGAIN, Container, check_regular, pack, read, shown, write_atomically
 from metamd.header import Header
 from metamd.potentials.base import Named
 from metamd.potentials.diagonal import MaxDiagonal, Missing
@@ -89,13 +88,7 @@ class LearnedOptimiser:
         text = self.header.to_json()
         Header.from_json(text)  # what is saved can be loaded
         metadata = {HEADER_KEY: text, CHECKSUM_KEY: _checksum(text, self.fingerprint())}
-        data = encode(tensors, metadata)
-        if int.from_bytes(data[:8], "little") > HEADER_LIMIT:
-            raise ValueError(
-                f"the header must fit in {HEADER_LIMIT:,} bytes, and has {int.from_bytes(data[:8], 'little'):,}. "
-                "Keep long records beside the file, not in family= or held_out=."
-            )
-        write_atomically(Path(path), data)
+        write_atomically(Path(path), pack(tensors, metadata))
 
     def fingerprint(self) -> str:
         """The fingerprint of the geometry; what the header says about its origin does not enter."""

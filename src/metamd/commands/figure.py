@@ -29,6 +29,8 @@ def draw(rows: "Sequence[Distribution]", pieces: int, path: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError("--figure needs matplotlib, which is not installed. Run: pip install 'metamd[plot]'") from None
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no directory {str(path.parent)!r} for the figure. Create it first.")
     shown = rows[: MOST_LAYERS * pieces]
     keys = list(dict.fromkeys(row.key for row in shown))
     figure = Figure(figsize=(8, 1.4 + 0.45 * len(keys)), layout="constrained")
@@ -40,6 +42,7 @@ def draw(rows: "Sequence[Distribution]", pieces: int, path: Path) -> None:
     axes.set_yticks(range(len(keys)), [_short(k) for k in keys], parse_math=False)
     axes.set_ylim(len(keys) - 0.4, -1.0)
     axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     if len(rows) > len(shown):

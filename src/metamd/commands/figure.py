@@ -56,16 +56,16 @@ def draw(rows: "Sequence[Distribution]", pieces: int, path: Path) -> None:
 def _draw_rows(axes: Any, rows: "Sequence[Distribution]", keys: list[str]) -> None:
     from metamd.commands.inspect import span
 
-    low, high = span(rows)
+    low, high = np.clip(span(rows), -270, 270)  # with its margins, what an axis in float64 can show
     edges = np.linspace(low, high, 81)
     places = {key: i for i, key in enumerate(keys)}
     for row in rows:
-        place, colour = places[row.key], f"C{(row.piece - 1) % 10}"
+        place, colour, steps = places[row.key], f"C{(row.piece - 1) % 10}", np.clip(row.log_steps, low, high)
         label = f"piece {row.piece}" if place == 0 else None
-        if row.log_steps.size <= FEW:
-            axes.vlines(10**row.log_steps, place - 0.5, place, color=colour, alpha=0.8, linewidth=2, label=label)
+        if steps.size <= FEW:
+            axes.vlines(10**steps, place - 0.5, place, color=colour, alpha=0.8, linewidth=2, label=label)
             continue
-        counts = np.histogram(row.log_steps, edges)[0]
+        counts = np.histogram(steps, edges)[0]
         heights = place - 0.8 * counts / counts.max()
         axes.stairs(heights, 10**edges, baseline=place, fill=True, alpha=0.35, color=colour, label=label)
         axes.stairs(heights, 10**edges, baseline=None, color=colour, linewidth=0.8)

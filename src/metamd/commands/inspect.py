@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from shutil import get_terminal_size
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from metamd.commands import Inspect
 from metamd.learned import LearnedOptimiser, load
 
 BARS = " ▁▂▃▄▅▆▇█"
-BINS = 24
+BINS = 16
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def run(options: Inspect) -> int:
         record = {"file": options.file, "fingerprint": learned.fingerprint(), "header": learned.header.to_dict()}
         print(json.dumps({**record, "step_sizes": steps}))
         return 0
-    console = Console(markup=False, emoji=False, highlight=False)
+    width = max(80, get_terminal_size((120, 24)).columns)  # narrower, rich would drop the names of the layers
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
     console.print(_header_table(options.file, learned))
     console.print(_step_table(rows))
     return 0
@@ -77,7 +79,7 @@ def distributions(learned: LearnedOptimiser) -> list[Distribution]:
     """
     found = []
     for key, value in learned.potential.log_d.items():
-        logs = -value.detach().double().flatten(1).numpy() / np.log(10)
+        logs = [-row.flatten().numpy() / np.log(10) for row in value.detach().double()]
         found += [Distribution(key, j + 1, np.sort(row)) for j, row in enumerate(logs)]
     return found
 
@@ -139,10 +141,10 @@ def _plain(name: str, value: Any) -> str:
 
 def _step_table(rows: Sequence[Distribution]) -> Table:
     low, high = span(rows)
-    table = Table(title="\nlearned step sizes 1/D", title_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False)
+    table = Table(title="\nlearned step sizes 1/D", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("layer", overflow="fold")
     for column in ("piece", "count", "min", "median", "max"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True, min_width={"piece": 5, "count": 8}.get(column, 8))
     left, right = f"1e{low:+.0f}", f"1e{high:+.0f}"
     table.add_column(left + right.rjust(BINS - len(left)), no_wrap=True, min_width=BINS)
     for row in rows:

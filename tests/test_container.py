@@ -65,6 +65,13 @@ def rename_offsets(p):
     p.table["log_d/offsets"] = p.table.pop("offsets")
 
 
+def reserved(p):
+    """A metric called like a method of the module that holds the metrics."""
+    rows = json.loads(p.table["__metadata__"]["metamd"])["tensors"]
+    p.header(tensors=[{**row, "key": "forward"} if row["key"] == "fc1.weight" else row for row in rows])
+    p.table["log_d/forward"] = p.table.pop("log_d/fc1.weight")
+
+
 def grow_together(p):
     """The last tensor, with sizes that agree with each other and not with the file."""
     name = max((n for n in p.table if n != "__metadata__"), key=lambda n: p.table[n]["data_offsets"])
@@ -115,6 +122,7 @@ DAMAGE = {
     "huge and agreed": (header(pieces=10**15, tensors=[{"key": "x", "shape": [10**15]}]), "'log_d/x', which its header"),
     "tensor twice": (header(tensors=[{"key": "x", "shape": [2]}] * 2), "lists 'x' twice"),
     "other shape": (reshape, r"'log_d/fc1.weight' must have the shape \(2, 12\) its header announces, got \(2, 4, 3\)"),
+    "reserved name": (reserved, "a name that torch reserves|does not match its checksum"),
     "NaN metric": (lambda p: p.numbers("log_d/fc1.bias", [float("nan")]), "'log_d/fc1.bias' must be finite"),
     "infinite metric": (lambda p: p.numbers("log_d/fc1.bias", [float("-inf")]), "must be finite"),
     "overflowing metric": (lambda p: p.numbers("log_d/fc1.bias", [89.0]), "holds log D = 89, .* zero or infinite in F32"),

@@ -239,3 +239,12 @@ def test_the_law_of_flips_rejects_a_loader_without_a_checksum(place, whole, monk
     monkeypatch.setattr(module, "_checksum", lambda text, geometry: stored)
     assert unharmed(place, whole, original)
     assert not unharmed(place, flipped(whole, len(whole) - 2, 0), original)
+
+
+def test_offsets_in_another_type_are_refused(place):
+    made = learned()
+    tensors = {f"log_d/{k}": v.detach() for k, v in made.potential.log_d.items()}
+    metadata = {"metamd": made.header.to_json(), "metamd.checksum": ""}
+    place.write_bytes(container.pack({**tensors, "offsets": torch.zeros(2)}, metadata))
+    with pytest.raises(ValueError, match=r"'offsets' must be float64, got torch\.float32"):
+        metamd.load(place)

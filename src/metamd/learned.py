@@ -199,17 +199,18 @@ def check_metrics(tensors: Mapping[str, Tensor]) -> None:
     for name, value in tensors.items():
         if value.dtype not in DTYPES:
             raise ValueError(f"{shown(name)} must be float64, float32 or bfloat16, got {value.dtype}. Convert it first.")
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(f"{shown(name)} must be finite, but it contains NaN or infinity.")
-        if name == "offsets":
-            if value.dtype != torch.float64:
-                raise ValueError(f"'offsets' must be float64, got {value.dtype}.")
+        if name == "offsets" and value.dtype != torch.float64:
+            raise ValueError(f"'offsets' must be float64, got {value.dtype}. Convert them with offsets.double().")
+        if not value.numel():
             continue
-        d = value.exp()
+        ends = torch.stack(value.aminmax())  # exp is monotone, and a NaN anywhere shows in both ends
+        if not bool(torch.isfinite(ends).all()):
+            raise ValueError(f"{shown(name)} must be finite, but it contains NaN or infinity.")
+        d = ends.exp()
         usable = torch.isfinite(d) & (d > 0) & torch.isfinite(1 / d) & (1 / d > 0)
-        if not bool(usable.all()):
+        if name != "offsets" and not bool(usable.all()):
             raise ValueError(
-                f"{shown(name)} holds log D = {float(value[~usable][0]):.4g}, for which the metric D = exp(log D) or the "
+                f"{shown(name)} holds log D = {float(ends[~usable][0]):.4g}, for which the metric D = exp(log D) or the "
                 f"step size 1/D is zero or infinite in {DTYPES[value.dtype]}. Metrics must be positive and finite."
             )
 
@@ -228,7 +229,7 @@ def fingerprint(potential: MaxDiagonal) -> str:
     digest = blake2b(json.dumps(_structure(potential), sort_keys=True).encode(), digest_size=16)
     for name, value in sorted(_tensors(potential).items()):
         digest.update(json.dumps([name, DTYPES.get(value.dtype, str(value.dtype)), list(value.shape)]).encode())
-        digest.update(value.view(torch.uint8).numpy().tobytes())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -106,7 +106,8 @@ class MetaMD(Optimizer):
         self._safeguard = Safeguard() if safeguard else None
         self._potential = potential
         self._bound: Potential | None = None
-        self._names: dict[int, str] = {}
+        # By id, which the parameter itself keeps from being given to another; a weak reference would forbid swap_tensors.
+        self._places: dict[int, tuple[str, Tensor, torch.device]] = {}
         self._active: Active | None = None
         self._versions: dict[str, int] = {}
         self._steps = 0
@@ -145,7 +146,7 @@ class MetaMD(Optimizer):
 
     def _bind(self) -> None:
         named = self._named()
-        self._names = {id(p): n for n, p in named.items()}
+        self._places = {id(p): (n, p, p.device) for n, p in named.items()}
         if not isinstance(self._potential, MaxDiagonal):
             self._bound = self._potential.bind(named)
             return
@@ -201,7 +202,12 @@ class MetaMD(Optimizer):
         named, grads, groups = {}, {}, {}
         for group in self.param_groups:
             for p in group["params"]:
-                name = self._names[id(p)]
+                name, _, device = self._places.get(id(p), ("", p, None))
+                if device != p.device:
+                    # Moved to another device, or replaced by its shards, since this was bound: Accelerate does both.
+                    self._versions = {}
+                    self._bind()
+                    return self._gather()
                 named[name] = p
                 if p.grad is None:
                     continue

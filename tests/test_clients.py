@@ -196,6 +196,7 @@ class Regression(nn.Module):
 
 
 def trainer_run(folder, epochs, *, resume=None):
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     net = Regression(seed=0 if resume is None else 1)
     optimiser = optimiser_for(net.model)

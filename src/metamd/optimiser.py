@@ -224,10 +224,12 @@ class MetaMD(Optimizer):
         return named, grads, groups
 
     def _refuse_nonfinite(self, named: Params, grads: Params) -> None:
-        largest = [torch.linalg.vector_norm(g, torch.inf).float() for g in grads.values() if g.numel()]
-        bad = bool(largest) and not bool(torch.isfinite(torch.stack(largest)).all())
-        if any_process(bad, named):
+        # The Euclidean norm is the fastest look at every number; it may overflow, so that a second look decides.
+        norms = [torch.linalg.vector_norm(g).float() for g in grads.values()]
+        names = []
+        if not bool(torch.isfinite(torch.stack([n.to(norms[0].device) for n in norms])).all()):
             names = [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]
+        if any_process(bool(names), named):
             where = f"the gradient of {names[0]!r} (and of {len(names) - 1} more)" if names else "a gradient elsewhere"
             raise RuntimeError(
                 f"{where} is not finite; nothing was changed. Lower lr or clip the gradients; under mixed precision step "

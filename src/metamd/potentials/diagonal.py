@@ -193,7 +193,7 @@ class MaxDiagonal(Potential):
         return self._settle({**held, **trial}, first, dual, None).params
 
     def divergence(self, u: Params, v: Params, active: Active | None = None) -> Tensor:
-        """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the active weights at v: on a kink, the given ones."""
+        """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the weights at v, given or found."""
         active = active or self.activate(v)
         along = [half_forms(grouped_squares(self.basis.into(n, u[n] - v[n]), self._shape(n)), self.metric(n)) for n in u]
         forms = self.forms(u)

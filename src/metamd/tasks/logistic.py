@@ -50,7 +50,9 @@ class Logistic(TaskFamily):
             raise ValueError(f"dimension and examples must be at least 1, got {dimension} and {examples}.")
         batch_size = examples if batch_size is None else batch_size
         if not 1 <= batch_size <= examples:
-            raise ValueError(f"batch_size must lie between 1 and the {examples} examples, got {batch_size}. Pass None for all.")
+            raise ValueError(
+                f"batch_size must lie between 1 and the {examples} examples, got {batch_size}. Pass None for all."
+            )
         if numbers["l2"] < 0 or not numbers["tolerance"] > 0:
             raise ValueError(f"l2 must not be negative and tolerance must be positive, got {dict(numbers)}.")
         self.dimension, self.examples, self.batch_size, self.numbers = dimension, examples, batch_size, numbers

@@ -107,7 +107,7 @@ class Quadratic(TaskFamily):
         n = len(self.means)
         if q.shape != (n, n) or b.shape != (n,):
             raise ValueError(
-                f"Q and b must have dimension {n}, got {tuple(q.shape)} and {tuple(b.shape)}. Pass as many means as they have."
+                f"Q and b must have dimension {n}, got {tuple(q.shape)} and {tuple(b.shape)}. Pass as many means."
             )
         return QuadraticTask(config, self, q, b)
 

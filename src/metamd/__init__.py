@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from metamd import models as models
     from metamd import tasks as tasks
     from metamd.guard import OffFamilyWarning
+    from metamd.learned import LearnedOptimiser, load
     from metamd.optimiser import MetaMD, mirror_step
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
 
 _HOME = {
     "Diagonal": "potentials",
     "Euclidean": "potentials",
+    "LearnedOptimiser": "learned",
     "MaxDiagonal": "potentials",
     "NegativeEntropy": "potentials",
     "PNorm": "potentials",
@@ -24,12 +26,14 @@ _HOME = {
     "MetaMD": "optimiser",
     "mirror_step": "optimiser",
     "OffFamilyWarning": "guard",
+    "load": "learned",
 }
 _SUBMODULES = ("data", "models", "tasks")
 
 __all__ = [
     "Diagonal",
     "Euclidean",
+    "LearnedOptimiser",
     "MaxDiagonal",
     "MetaMD",
     "NegativeEntropy",
@@ -38,6 +42,7 @@ __all__ = [
     "Potential",
     "__version__",
     "bregman",
+    "load",
     "mirror_step",
 ]
 

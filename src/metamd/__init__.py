@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 from metamd._version import __version__
 
 if TYPE_CHECKING:
+    from metamd.guard import OffFamilyWarning
+    from metamd.optimiser import MetaMD, mirror_step
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
 
 _HOME = {
@@ -16,17 +18,23 @@ _HOME = {
     "PNorm": "potentials",
     "Potential": "potentials",
     "bregman": "potentials",
+    "MetaMD": "optimiser",
+    "mirror_step": "optimiser",
+    "OffFamilyWarning": "guard",
 }
 
 __all__ = [
     "Diagonal",
     "Euclidean",
     "MaxDiagonal",
+    "MetaMD",
     "NegativeEntropy",
+    "OffFamilyWarning",
     "PNorm",
     "Potential",
     "__version__",
     "bregman",
+    "mirror_step",
 ]
 
 

@@ -90,7 +90,7 @@ class MaxDiagonal(Potential):
         self.rename: Rename | None = None
         self.start: dict[str, Tensor] = {}
         self._fixed: dict[str, Tensor] | None = None
-        self._total: Total = total
+        self.add_up: Total = total
         self._fused: FusedPass | None = None
 
     # what is learned
@@ -145,15 +145,17 @@ class MaxDiagonal(Potential):
             if escape(slot.key) not in new.table:
                 zeros = torch.zeros((self.pieces, *slot.stored), dtype=_metric_dtype(tensors[name]))
                 new.table[escape(slot.key)] = nn.Parameter(zeros.to(tensors[name].device))
-        return new.recentred(tensors)
+        return new.centred_at({n: x.detach().clone() for n, x in tensors.items()})
 
-    def recentred(self, params: Params) -> "MaxDiagonal":
-        """The same potential with its centre at these parameters, if it is one that is centred at the start."""
+    def centred_at(self, start: Params) -> "MaxDiagonal":
+        """The same potential with its centre at these parameters, if it is one that is centred at the start.
+
+        One piece needs no centre: its divergence and its step are the same for all.
+        """
         new = self.with_metrics(self.log_d, self.offsets)
         new.slots, new.missing, new.rename = self.slots, self.missing, self.rename
-        new._fixed, new._total, new._fused = self._fixed, self._total, self._fused
-        if self.centre == "start" and self.pieces > 1:
-            new.start = {n: params[n].detach().clone() for n in self.slots}
+        new._fixed, new.add_up, new._fused = self._fixed, self.add_up, self._fused
+        new.start = dict(start) if self.keeps_start else {}
         return new
 
     def fixed(self, metrics: Params, total: Total = total, fused: FusedPass | None = None) -> "MaxDiagonal":
@@ -164,8 +166,8 @@ class MaxDiagonal(Potential):
             total: how contributions of tensors are added up.
             fused: what takes trial steps in place, if not the plain operations.
         """
-        new = self.recentred(self.start) if self.start else self.recentred({})
-        new._fixed, new._total, new._fused = dict(metrics), total, fused
+        new = self.centred_at(self.start)
+        new._fixed, new.add_up, new._fused = dict(metrics), total, fused
         return new
 
     def metric(self, name: str) -> Tensor:
@@ -211,6 +213,11 @@ class MaxDiagonal(Potential):
         forms = self.forms(u)
         return weights @ torch.stack(along).sum(0) + (forms.max() - weights @ forms)
 
+    @property
+    def keeps_start(self) -> bool:
+        """Whether a run has to remember where it started."""
+        return self.centre == "start" and self.pieces > 1
+
     def strong_convexity(self) -> StrongConvexity:
         """The smallest metric of all, in the Euclidean norm. (The paper has min M, the root of it.)"""
         return StrongConvexity(min(float(v.min().exp()) for v in self.table.values()), "l2")
@@ -227,7 +234,7 @@ class MaxDiagonal(Potential):
         if self.pieces == 1:
             return Active(np.ones(1), np.zeros(1))
         forms = self._forms(params)
-        if near is not None and gap_of(near.weights, forms) <= _tolerance(params) * _size(forms):
+        if near is not None and gap_of(near.weights, forms) <= _slack(params) * _size(forms):
             return Active(near.weights, forms)
         return Active(np.eye(self.pieces)[int(np.argmax(forms))], forms)
 
@@ -283,7 +290,7 @@ class MaxDiagonal(Potential):
                 {n: self.metric(n) for n in moving},
                 weights,
                 self._forms(held) if held else self._offsets(),
-                total=self._total,
+                total=self.add_up,
                 tolerance=_tolerance(trial),
             )
         for n in moving:
@@ -310,10 +317,10 @@ class MaxDiagonal(Potential):
 
     def _shifted(self, name: str, x: Tensor) -> Tensor:
         """Theta - c."""
-        return x - self.start[name] if self.start else x
+        return x - self.start[name] if name in self.start else x
 
     def _from_centre(self, name: str, x: Tensor) -> Tensor:
-        return x + self.start[name] if self.start else x
+        return x + self.start[name] if name in self.start else x
 
     def _rotated(self, name: str, d: Tensor, x: Tensor) -> Tensor:
         """V diag(d) V' x."""
@@ -326,7 +333,7 @@ class MaxDiagonal(Potential):
         """The forms as plain numbers, over all processes."""
         with torch.no_grad():
             parts = {n: half_forms(self._squares(n, x), self.metric(n)) for n, x in params.items()}
-        return self._offsets() + self._total(parts)
+        return self._offsets() + self.add_up(parts)
 
     def _offsets(self) -> Array:
         return self.offsets.detach().cpu().numpy()
@@ -355,6 +362,11 @@ def _tolerance(params: Params) -> float:
     """The gap that rounding of the forms leaves, relative to their size."""
     coarsest = max(torch.finfo(widen(x).dtype).eps for x in params.values())
     return 4 * coarsest
+
+
+def _slack(params: Params) -> float:
+    """The gap up to which weights at hand are kept: what a solve, or rounding of the parameters after it, can leave."""
+    return max(1000 * _tolerance(params), 8 * max(torch.finfo(x.dtype).eps for x in params.values()))
 
 
 def _size(forms: Array) -> float:

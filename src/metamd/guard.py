@@ -1,0 +1,110 @@
+"""Safety off the family: a warning when a run leaves what a geometry was learned for, and smaller steps when it blows up."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+_PROBED_STEPS = 5
+_SCALE_FACTOR = 5.0
+_HORIZON_FACTOR = 2
+
+
+class OffFamilyWarning(UserWarning):
+    """A run has left what its learned geometry was made for."""
+
+
+@dataclass
+class FamilyWatch:
+    """Compares a run with the family its geometry was learned on, and warns once for each way it leaves it.
+
+    Args:
+        horizon: the number of steps T that the geometry was learned for.
+        gradient_scale: root mean square of the gradients at the start of a run, by metric key.
+    """
+
+    horizon: int | None
+    gradient_scale: Mapping[str, float]
+    _logs: list[float] = field(default_factory=list)
+    _late: bool = False
+
+    def wants_gradients(self, step: int) -> bool:
+        """Whether this step's gradients are still compared."""
+        return bool(self.gradient_scale) and step <= _PROBED_STEPS
+
+    def observe(self, step: int, grads: Mapping[str, Tensor], keys: Mapping[str, str]) -> None:
+        """Look at one step.
+
+        Args:
+            step: counted from 1.
+            grads: the gradients by tensor name, needed in the first steps only.
+            keys: the metric key of each tensor.
+        """
+        if self.wants_gradients(step):
+            self._logs.append(self._log_ratio(grads, keys))
+            if step == _PROBED_STEPS:
+                self._compare()
+        if self.horizon is not None and step > _HORIZON_FACTOR * self.horizon and not self._late:
+            self._late = True
+            warnings.warn(
+                f"this run is at step {step}, but its geometry was learned for runs of {self.horizon} steps. "
+                "Learn it again with the longer horizon, or lower lr as the run goes on.",
+                OffFamilyWarning,
+                stacklevel=4,
+            )
+
+    def _log_ratio(self, grads: Mapping[str, Tensor], keys: Mapping[str, str]) -> float:
+        ratios = []
+        for name, grad in grads.items():
+            expected = self.gradient_scale.get(keys.get(name, name), 0.0)
+            seen = float(grad.float().square().mean().sqrt()) if grad.numel() else 0.0
+            if expected > 0 and seen > 0:
+                ratios.append(math.log(seen / expected))
+        ratios.sort()
+        return ratios[len(ratios) // 2] if ratios else 0.0
+
+    def _compare(self) -> None:
+        ratio = math.exp(sum(self._logs) / len(self._logs))
+        if not 1 / _SCALE_FACTOR <= ratio <= _SCALE_FACTOR:
+            warnings.warn(
+                f"the gradients of this run are {ratio:.2g} times those of the family its geometry was learned on "
+                f"(median over tensors, first {_PROBED_STEPS} steps). Is the loss summed instead of averaged, or the "
+                f"task of another kind? Scale the loss back, pass lr={1 / ratio:.2g}, or use safeguard=True.",
+                OffFamilyWarning,
+                stacklevel=5,
+            )
+
+
+@dataclass
+class Safeguard:
+    """Halves the step while a run blows up, and lets it grow back while it is calm.
+
+    The signal is the energy g'D^-1 g, the squared length of the gradient that the step itself sees; a loss, when the
+    closure returned one, is a second. An ordinary batch varies by a few times, a diverging run multiplies every step.
+
+    Args:
+        damping: the factor on lr, at most 1.
+        log_reference: a slow average of the log energy; NaN before the first step.
+    """
+
+    damping: float = 1.0
+    log_reference: float = math.nan
+
+    def update(self, energy: float, loss: float | None) -> float:
+        """The factor for this step.
+
+        Args:
+            energy: g'D^-1 g at the present point.
+            loss: the loss there, if it is known.
+        """
+        log_energy = math.log(max(energy, 1e-300)) if math.isfinite(energy) else math.inf
+        if math.isnan(self.log_reference):
+            self.log_reference = log_energy
+            return self.damping
+        excess = log_energy - self.log_reference
+        blown = excess > math.log(10.0) or (loss is not None and not math.isfinite(loss))
+        self.damping = self.damping / 2 if blown else min(1.0, self.damping * 1.02)
+        self.log_reference += 0.05 * min(excess, math.log(10.0))
+        return self.damping

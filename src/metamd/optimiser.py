@@ -1,0 +1,366 @@
+"""`mirror_step`, the pure function, and `MetaMD`, the `torch.optim.Optimizer` around it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from metamd.guard import FamilyWatch, Safeguard
+from metamd.pieces import PieceRecord
+from metamd.potentials.base import Active, Move, Params, Potential, Step
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.mixture import combine
+from metamd.sharding import any_process, local, local_metric, total_for
+from metamd.tying import clean_names
+
+if TYPE_CHECKING:
+    from metamd.learned import LearnedOptimiser
+
+SHARED = ("step", "weights", "safeguard", "pieces")
+"""Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
+
+
+def mirror_step(
+    params: Params,
+    grads: Params,
+    potential: Potential,
+    lr: float | Tensor = 1.0,
+    *,
+    weight_decay: float = 0.0,
+    active: Active | None = None,
+    exact: bool = True,
+) -> Step:
+    """One step of mirror descent, theta+ = argmin <g, theta> + B(theta||theta_t)/lr, as a pure function.
+
+    Args:
+        params: theta_t, by name.
+        grads: g; tensors that it does not name stay where they are.
+        potential: phi, bound to these tensors if it has metrics.
+        lr: eta.
+        weight_decay: decoupled decay, y <- (1 - lr weight_decay) y - lr g for a potential centred at the origin.
+        active: the `active` of the previous step; without it the active pieces are found first.
+        exact: False takes the paper's step, which is exact only while the active piece does not change.
+
+    Example:
+        >>> from metamd import Euclidean
+        >>> mirror_step({"x": torch.ones(2)}, {"x": torch.tensor([1.0, 2.0])}, Euclidean(), lr=0.5).params["x"]
+        tensor([0.5000, 0.0000])
+    """
+    moves = {n: Move(g, lr, lr * weight_decay) for n, g in grads.items()}
+    return potential.step(params, moves, active=active, exact=exact)
+
+
+class MetaMD(Optimizer):
+    """Mirror descent in a learned geometry, as an ordinary torch optimiser.
+
+    theta+ = argmin <g, theta> + B(theta||theta_t)/lr. A learned geometry has its step sizes inside: lr = 1 uses them as
+    they are. The choice of the active piece is one for the whole model, over all groups.
+
+    Args:
+        params: as for any torch optimiser; `model.named_parameters()` for a learned geometry.
+        geometry: a `LearnedOptimiser`, or a potential.
+        lr: a factor on the learned step sizes; the learning rate for a potential that was not learned. Of a group, it
+            scales that group's gradient.
+        weight_decay: decoupled, towards zero.
+        maximize: ascend instead.
+        exact: False takes the paper's step.
+        fused: one pass over memory by a compiled kernel (CPU).
+        check_finite: refuse a step with NaN or infinite gradients before anything is written.
+        safeguard: halve the step while the run blows up.
+
+    Example:
+        >>> x = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
+        >>> opt = MetaMD([x], MaxDiagonal(pieces=2), lr=0.1)
+        >>> (x**2).sum().backward()
+        >>> opt.step()
+        >>> x
+        Parameter containing:
+        tensor([ 0.8000, -0.8000], requires_grad=True)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        geometry: "LearnedOptimiser | Potential",
+        lr: float | Tensor = 1.0,
+        *,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        exact: bool = True,
+        fused: bool = False,
+        check_finite: bool = True,
+        safeguard: bool = False,
+    ) -> None:
+        potential = geometry if isinstance(geometry, Potential) else getattr(geometry, "potential", None)
+        if not isinstance(potential, Potential):
+            raise TypeError(
+                f"geometry must be a LearnedOptimiser or a Potential, got {type(geometry).__name__}. "
+                "Use metamd.load(path), or a potential such as metamd.Euclidean()."
+            )
+        self.exact, self.fused, self.check_finite = exact, fused, check_finite
+        header = getattr(geometry, "header", None)
+        self._watch = FamilyWatch(header.horizon, dict(header.gradient_scale or {})) if header is not None else None
+        self._safeguard = Safeguard() if safeguard else None
+        self._potential = potential
+        self._bound: Potential | None = None
+        self._names: dict[int, str] = {}
+        self._active: Active | None = None
+        self._versions: dict[str, int] = {}
+        self._steps = 0
+        self._record = PieceRecord()
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "maximize": maximize})
+        self._bind()
+
+    # names and geometry
+
+    @property
+    def potential(self) -> Potential:
+        """The potential, bound to the parameters."""
+        return self._bound or self._potential
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own; those added during a run start where they are then."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_group(group)
+        if self._bound is not None:
+            self._bind()
+
+    def _named(self) -> dict[str, Tensor]:
+        """All parameters by cleaned name; unnamed ones are counted through, where names do not matter."""
+        pairs: list[tuple[str, Tensor]] = []
+        for group in self.param_groups:
+            names = group.get("param_names")
+            if names is None and isinstance(self._potential, MaxDiagonal) and len(self._potential.table):
+                raise ValueError(
+                    "a learned geometry finds its metrics by the names of the parameters, but these have none. "
+                    "Pass model.named_parameters(), or groups whose params are (name, parameter) pairs."
+                )
+            pairs += zip(names or [str(len(pairs) + i) for i in range(len(group["params"]))], group["params"], strict=True)
+        rename = self._potential.rename if isinstance(self._potential, MaxDiagonal) else None
+        return clean_names(pairs, rename)
+
+    def _bind(self) -> None:
+        named = self._named()
+        self._names = {id(p): n for n, p in named.items()}
+        if not isinstance(self._potential, MaxDiagonal):
+            self._bound = self._potential.bind(named)
+            return
+        bound = self._potential.bind(named, missing=self._potential.missing)
+        with torch.no_grad():
+            metrics = {n: local_metric(bound.metric(n), p) for n, p in named.items()}
+        starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
+        fused = None
+        if self.fused and bound.pieces > 1:
+            from metamd.fused import FusedDiagonals
+
+            fused = FusedDiagonals(metrics, starts, bound.offsets.detach().cpu().numpy())
+        self._bound = bound.centred_at(starts).fixed(metrics, total_for(named), fused)
+
+    # the step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            # The choice of pieces is data dependent: one graph break here, instead of a graph for every outcome.
+            return torch.compiler.disable(self._step)(closure)  # type: ignore[no-untyped-call]
+        return self._step(closure)
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        named, grads, groups = self._gather()
+        if not grads:
+            return loss
+        if self.check_finite:
+            self._refuse_nonfinite(named, grads)
+        self._begin(named, grads, loss)
+        params = {n: local(p) for n, p in named.items() if n in grads or self._stands_off_centre(n)}
+        moves = {n: self._move(grads[n], groups[n]) for n in grads}
+        step = self.potential.step(params, moves, active=self._current(params), exact=self.exact, into=params)
+        self._finish(step, params)
+        return loss
+
+    def _gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
+        named, grads, groups = {}, {}, {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                name = self._names[id(p)]
+                named[name] = p
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse or p.grad.is_complex():
+                    kind = "sparse" if p.grad.is_sparse else "complex"
+                    raise RuntimeError(
+                        f"MetaMD needs dense real gradients, but that of {name!r} is {kind}. "
+                        "Build the layer without sparse=True, or give this parameter to torch.optim.SparseAdam."
+                    )
+                grads[name], groups[name] = local(p.grad), group
+        return named, grads, groups
+
+    def _refuse_nonfinite(self, named: Params, grads: Params) -> None:
+        largest = [torch.linalg.vector_norm(g, torch.inf).float() for g in grads.values() if g.numel()]
+        bad = bool(largest) and not bool(torch.isfinite(torch.stack(largest)).all())
+        if any_process(bad, named):
+            names = [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]
+            where = f"the gradient of {names[0]!r} (and of {len(names) - 1} more)" if names else "a gradient elsewhere"
+            raise RuntimeError(
+                f"{where} is not finite; nothing was changed. Lower lr or clip the gradients; under mixed precision step "
+                "through a GradScaler, which skips such steps. check_finite=False turns this check off."
+            )
+
+    def _begin(self, named: Params, grads: Params, loss: float | None) -> None:
+        """What a step needs before it is taken: domain, start, the watch over the family, damping."""
+        self._steps += 1
+        bound = self.potential
+        if self._steps == 1:
+            bound.check({n: local(p) for n, p in named.items()})
+        if isinstance(bound, MaxDiagonal):
+            if bound.keeps_start and any("start" not in self.state[named[n]] for n in grads):
+                for n in grads:
+                    self.state[named[n]].setdefault("start", named[n].detach().clone())
+                self._bind()
+            if self._watch is not None:
+                self._watch.observe(self._steps, grads, {n: s.key for n, s in bound.slots.items()})
+        if self._safeguard is not None:
+            self._safeguard.update(self._energy(grads), None if loss is None else float(loss))
+
+    def _stands_off_centre(self, name: str) -> bool:
+        """Whether a tensor that does not move contributes to the forms."""
+        bound = self.potential
+        return not (isinstance(bound, MaxDiagonal) and bound.keeps_start) or name in bound.start
+
+    def _energy(self, grads: Params) -> float:
+        """g'D^-1 g; |g|^2 without metrics."""
+        bound = self.potential
+        if not isinstance(bound, MaxDiagonal):
+            return float(sum(g.double().square().sum() for g in grads.values()))
+        weights = self._active.weights if self._active is not None else np.eye(bound.pieces)[0]
+        parts = {n: (g.square() / combine(bound.metric(n), weights)).sum().double().reshape(1) for n, g in grads.items()}
+        return float(bound.add_up(parts)[0])
+
+    def _move(self, grad: Tensor, group: Mapping[str, Any]) -> Move:
+        lr = float(group["lr"]) * (self._safeguard.damping if self._safeguard is not None else 1.0)
+        return Move(grad, -lr if group["maximize"] else lr, lr * group["weight_decay"])
+
+    def _current(self, params: Params) -> Active | None:
+        """The active pieces at the present point; recomputed if somebody else changed a parameter since the last step."""
+        bound = self.potential
+        if not isinstance(bound, MaxDiagonal) or bound.pieces == 1:
+            return None
+        if self._versions != {n: x._version for n, x in params.items()}:
+            self._active = bound.activate(params, self._active)
+        return self._active
+
+    def _finish(self, step: Step, params: Params) -> None:
+        if step.active is None:
+            return
+        self._active = step.active
+        self._record.append(step.active.piece)
+        if len(step.active.weights) > 1:
+            self._versions = {n: x._version for n, x in params.items()}
+
+    # what can be read off it
+
+    @property
+    def active_piece(self) -> int | None:
+        """The piece with the largest weight after the last step; None before the first, or without pieces."""
+        return None if self._active is None else self._active.piece
+
+    @property
+    def active_pieces(self) -> Tensor:
+        """The active piece after every step so far, as a vector of integers."""
+        return self._record.expand()
+
+    # saving and copying
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for any torch optimiser. It holds the state of the run, not the geometry: keep the learned file beside it."""
+        weights = np.zeros(self._piece_count) if self._active is None else self._active.weights
+        guard = self._safeguard or Safeguard()
+        shared = {
+            "step": torch.tensor(self._steps),
+            "weights": torch.as_tensor(weights, dtype=torch.float64).clone(),
+            "safeguard": torch.tensor([guard.damping, guard.log_reference], dtype=torch.float64),
+            "pieces": self._record.encode(),
+        }
+        for group in self.param_groups:
+            group.update(shared)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where a state_dict was taken, in the same geometry."""
+        saved = state_dict["param_groups"][0] if state_dict.get("param_groups") else {}
+        missing = [key for key in SHARED if key not in saved]
+        if missing:
+            raise ValueError(
+                f"this is not a state_dict of MetaMD: its param groups lack {', '.join(missing)}. "
+                "Load it into the optimiser that it was taken from."
+            )
+        if len(saved["weights"]) != self._piece_count:
+            raise ValueError(
+                f"this state_dict is of a run with {len(saved['weights'])} pieces, but this optimiser's geometry has "
+                f"{self._piece_count}. Build MetaMD with the geometry that the run used."
+            )
+        super().load_state_dict(state_dict)
+        group = self.param_groups[0]
+        self._steps = int(group["step"])
+        self._record = PieceRecord.decode(group["pieces"])
+        weights = group["weights"].cpu().double().numpy()
+        # The forms are found again at the next step: the versions say that nothing is known of the parameters.
+        self._active = Active(weights, np.zeros_like(weights)) if weights.any() else None
+        self._versions = {}
+        if self._safeguard is not None:
+            self._safeguard = Safeguard(*group["safeguard"].tolist())
+        self._bind()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {k: v for k, v in self.__dict__.items() if k in _COPIED}
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_potential" in state:
+            self._versions = {}
+            self._bound = None
+            self._bind()
+
+    @property
+    def _piece_count(self) -> int:
+        return self._potential.pieces if isinstance(self._potential, MaxDiagonal) else 0
+
+
+# what pickle and deepcopy keep; the rest is bound anew
+_COPIED = ("_active", "_potential", "_record", "_safeguard", "_steps", "_watch", "check_finite", "exact", "fused")
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}. Give each group its own lr instead.")
+    if not 0 <= float(lr) < float("inf"):
+        raise ValueError(
+            f"Invalid learning rate: lr must be finite and not negative, got {float(lr)}. "
+            "Pass lr=1.0 to use the learned step sizes as they are."
+        )
+    if not 0 <= group["weight_decay"] < float("inf"):
+        raise ValueError(
+            f"Invalid weight_decay value: it must be finite and not negative, got {group['weight_decay']}. "
+            "Pass weight_decay=0.0 for none."
+        )

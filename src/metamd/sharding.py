@@ -1,0 +1,82 @@
+"""Parameters that are spread over processes (DTensor, FSDP2): local pieces of tensors, and sums over processes."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metamd.potentials.mixture import Total, total
+from metamd.potentials.simplex import Array
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether a tensor is a DTensor. If its module was never imported, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of a tensor on this process, as a view of it; the tensor itself if it is not spread."""
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
+
+
+def local_metric(d: Tensor, like: Tensor) -> Tensor:
+    """The part of a metric (N, ...) that belongs to this process's part of the tensor it is for."""
+    if not is_sharded(like):
+        return d
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor.placement_types import Shard
+
+    placements = [
+        Shard(p.dim + 1) if isinstance(p, Shard) and d.shape[p.dim + 1] == like.shape[p.dim] > 1 else Replicate()
+        for p in like.placements  # type: ignore[attr-defined]
+    ]
+    return distribute_tensor(d, like.device_mesh, placements).to_local()  # type: ignore[attr-defined]
+
+
+def total_for(params: Mapping[str, Tensor]) -> Total:
+    """How contributions by tensor name are added: shards over their processes, the rest here."""
+    groups = {n: _shard_groups(x) for n, x in params.items() if is_sharded(x)}
+    groups = {n: g for n, g in groups.items() if g}
+    if not groups:
+        return total
+
+    def over_processes(contributions: Mapping[str, Tensor]) -> Array:
+        first = next(iter(contributions.values()))
+        here = torch.zeros_like(first)
+        shared: dict[tuple[Any, ...], Tensor] = {}
+        for name, part in contributions.items():
+            if name in groups:
+                shared[groups[name]] = shared.get(groups[name], torch.zeros_like(part)) + part
+            else:
+                here = here + part
+        for key in sorted(shared, key=str):
+            here = here + _all_reduce(shared[key], key)
+        return here.cpu().numpy()
+
+    return over_processes
+
+
+def any_process(flag: bool, params: Mapping[str, Tensor]) -> bool:
+    """Whether the flag is up on any process that holds a part of the parameters."""
+    groups = {g for x in params.values() if is_sharded(x) for g in [_shard_groups(x)] if g}
+    raised = torch.tensor(float(flag))
+    for key in sorted(groups, key=str):
+        raised = _all_reduce(raised, key)
+    return bool(raised > 0)
+
+
+def _shard_groups(x: Tensor) -> tuple[Any, ...]:
+    from torch.distributed.tensor.placement_types import Shard
+
+    mesh = x.device_mesh  # type: ignore[attr-defined]
+    dims = [i for i, p in enumerate(x.placements) if isinstance(p, Shard)]  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(i) for i in dims)
+
+
+def _all_reduce(x: Tensor, groups: tuple[Any, ...]) -> Tensor:
+    for group in groups:
+        torch.distributed.all_reduce(x, group=group)
+    return x

@@ -1,9 +1,9 @@
-/* Passes over memory for the maximum of N diagonal quadratic forms: F_k = 1/2 sum D_k (theta - c)^2 + b_k.
+/* Passes over memory for the maximum of N diagonal quadratic forms, F_k = 1/2 sum D_k x^2 + b_k with x = theta - c.
 
-   Every pass walks the same list of chunks, a few thousand bytes of one tensor each. What a chunk adds up stays in the
-   element type over its at most CHUNK elements and goes on in double; chunks are added in one order, so that the result
-   does not depend on the number of threads. A chunk splits into segments: one where every element has a metric of its
-   own, one per row where a row shares one.
+   Every pass walks the same list of chunks, a few thousand bytes of one tensor each. A chunk splits into segments: a single
+   one where every element has a metric of its own, one per row where the elements of a row share theirs. Sums over a
+   segment stay in the element type and go on in double; chunks are added up in one order, so that the result does not
+   depend on the number of threads.
 
    The file includes itself twice, for float and for double. */
 
@@ -14,14 +14,14 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { CHUNK = 1024, GROUP = 8, SERIAL = 32768 };
+enum { CHUNK = 1024, GROUP = 8, SERIAL = 32768, MOST = 8, BYTES = 64 };
 
 typedef struct {
     void *theta;
     const void *grad, *centre, *metric; /* grad: 0 for a tensor that stays; centre: 0 at the origin */
     int64_t stride;                     /* from D_k to D_(k+1) */
     int64_t period;                     /* the metric of element i is that of element i mod period */
-    int64_t cols;                       /* elements that share a metric in a row; 1 where each has its own */
+    int64_t cols;                       /* consecutive elements that share a metric */
     int64_t wide;                       /* whether elements are doubles */
     int64_t skip;                       /* whether this pass leaves the tensor out */
     double keep, lr;                    /* 1 - decay, eta */
@@ -35,17 +35,21 @@ typedef struct {
     const Tensor *tensors;
     const Chunk *chunks;
     int64_t count, pieces, threads;
-    const double *before, *after; /* w, w+ */
+    const double *before, *after; /* w, w+; equal for a pass that needs one */
     int64_t piece;                /* j where w is a vertex, else -1 */
-    const double *kappa, *rho;    /* max D_k/D_j and |D_k/D_j|_2 by chunk and piece */
-    int64_t full;                 /* whether `advance` adds up the forms too */
-    int64_t width;                /* numbers that a chunk yields */
+    double *kappa, *rho;          /* max D_k/D_j and |D_k/D_j|_2, by chunk and piece */
+    int64_t width;                /* how many numbers the pass adds up */
 } Job;
+
+typedef enum { ADVANCE, EVALUATE, RESCALE } Kind;
+
+#define INLINE static inline __attribute__((always_inline))
+static const double zeros[CHUNK]; /* the origin, in either type */
 
 #define REAL float
 #define NAME(x) x##_float
 #define TINY FLT_MIN
-#define SLACK 1.0001 /* covers the rounding of sums over a chunk */
+#define SLACK 1.0001 /* covers the rounding of sums over a segment */
 #include "fused.c"
 #undef REAL
 #undef NAME
@@ -59,7 +63,7 @@ typedef struct {
 
 typedef void Pass(const Job *, const Tensor *, int64_t, double *);
 
-/* Runs a pass over all chunks and adds up what they yield, `width` numbers each. `partial` holds a row per group. */
+/* Runs a pass over all chunks and adds up what they yield; `partial` has room for a row of numbers per group. */
 static void run(const Job *job, Pass *narrow, Pass *wide, double *partial, double *out) {
     int64_t groups = (job->count + GROUP - 1) / GROUP;
     int threads = job->count * CHUNK > SERIAL ? (int)job->threads : 1;
@@ -79,212 +83,217 @@ static void run(const Job *job, Pass *narrow, Pass *wide, double *partial, doubl
         for (int64_t k = 0; k < job->width; k++) out[k] += partial[group * job->width + k];
 }
 
-/* theta <- keep theta - lr g / D(w). Yields sum D_k d^2 for the move d (an upper bound for k != j, none off a vertex) and,
-   if asked for, sum D_k x^2 at x = theta - c after the step, with sum D_k D_l x^2 / D(w) off a vertex. */
+/* theta <- keep theta - lr g / D_j. Yields sum D_k d^2 for the move d: for k = j, and upper bounds for the others. */
+void follow(const Job *job, double *partial, double *out) { run(job, follow_float, follow_double, partial, out); }
+
+/* theta <- keep theta - lr g / D(w). Yields sum D_k x^2, then sum D_k D_l x^2 / D(w), after the step, and what `follow`
+   does if w is a vertex. */
 void advance(const Job *job, double *partial, double *out) { run(job, advance_float, advance_double, partial, out); }
 
-/* Yields sum D_k x^2 and sum D_k D_l x^2 / D(w+) at x = D(w)/D(w+) (theta - c). */
+/* Yields sum D_k x^2, then sum D_k D_l x^2 / D(w+), at x = D(w)/D(w+) (theta - c). */
 void evaluate(const Job *job, double *partial, double *out) { run(job, evaluate_float, evaluate_double, partial, out); }
-
-/* Yields sum D_k x^2 at x = theta - c. */
-void forms(const Job *job, double *partial, double *out) { run(job, forms_float, forms_double, partial, out); }
 
 /* theta <- D(w)/D(w+) (theta - c) + c. */
 void rescale(const Job *job, double *partial, double *out) { run(job, rescale_float, rescale_double, partial, out); }
 
-/* Fills kappa and rho of piece j; nothing is added up. */
+/* Fills kappa and rho for piece j. */
 void ratios(const Job *job, double *partial, double *out) { run(job, ratios_float, ratios_double, partial, out); }
 
 #else
+
+enum { NAME(LANES) = BYTES / sizeof(REAL) };
+typedef REAL NAME(V) __attribute__((vector_size(BYTES)));
+typedef REAL NAME(U) __attribute__((vector_size(BYTES), aligned(sizeof(REAL)), may_alias)); /* as it lies in memory */
+#define V NAME(V)
+#define U NAME(U)
+#define LANES NAME(LANES)
 
 typedef struct {
     REAL *theta;
     const REAL *grad, *centre, *metric;
     int64_t length, stride;
     int shared; /* whether the whole segment has one metric */
+    REAL keep, lr;
 } NAME(Segment);
 
-/* The segment that begins at an element of a chunk and ends with it, or with its row. */
-static NAME(Segment) NAME(segment)(const Tensor *t, int64_t start, int64_t end) {
-    NAME(Segment) s = {(REAL *)t->theta + start, 0, 0, 0, end - start, t->stride, t->cols > 1};
-    if (t->grad) s.grad = (const REAL *)t->grad + start;
-    if (t->centre) s.centre = (const REAL *)t->centre + start;
+typedef struct {
+    V first, second; /* of e and of e^2 */
+} NAME(Energy);
+
+#define Segment NAME(Segment)
+#define Energy NAME(Energy)
+
+/* The segment that begins at an element of a chunk and ends with the chunk or with the element's row. */
+static Segment NAME(segment)(const Tensor *t, int64_t start, int64_t end) {
+    Segment s = {.theta = (REAL *)t->theta + start, .length = end - start, .stride = t->stride, .shared = t->cols > 1};
+    s.keep = (REAL)t->keep, s.lr = (REAL)t->lr;
+    s.grad = t->grad ? (const REAL *)t->grad + start : (const REAL *)zeros;
+    s.centre = t->centre ? (const REAL *)t->centre + start : (const REAL *)zeros;
     s.metric = (const REAL *)t->metric + (s.shared ? start / t->cols : start % t->period);
     if (s.shared && t->cols - start % t->cols < s.length) s.length = t->cols - start % t->cols;
     return s;
 }
 
-static void NAME(fill)(REAL *restrict to, REAL value, int64_t n) {
-    for (int64_t i = 0; i < n; i++) to[i] = value;
+/* A vector of up to LANES elements; the lanes beyond are filled. */
+INLINE V NAME(load)(const REAL *from, int64_t count, REAL fill) {
+    if (count >= LANES) return *(const U *)from;
+    V v = fill - (V){0};
+    memcpy(&v, from, sizeof(REAL) * (size_t)count);
+    return v;
 }
 
-/* D(w) over a segment: D_j in place at a vertex, else in the buffer. */
-static const REAL *NAME(combine)(const NAME(Segment) * s, const double *w, int64_t pieces, REAL *restrict buffer) {
-    int64_t support = 0, last = 0;
-    for (int64_t k = 0; k < pieces; k++)
-        if (w[k] != 0) support++, last = k;
-    if (support == 1 && !s->shared) return s->metric + last * s->stride;
-    if (s->shared) {
-        REAL sum = 0;
-        for (int64_t k = 0; k < pieces; k++) sum += support == 1 ? (k == last ? s->metric[k * s->stride] : 0)
-                                                                 : (REAL)w[k] * s->metric[k * s->stride];
-        NAME(fill)(buffer, sum, s->length);
-        return buffer;
+INLINE void NAME(store)(REAL *to, V v, int64_t count) {
+    if (count >= LANES) *(U *)to = v;
+    else memcpy(to, &v, sizeof(REAL) * (size_t)count);
+}
+
+static double NAME(total)(V v) {
+    double sum = 0;
+    for (int l = 0; l < LANES; l++) sum += (double)v[l];
+    return sum;
+}
+
+/* The step over one vector, and the energy e = D(w) d^2 of the move d as it was rounded. */
+INLINE V NAME(move)(const Segment *s, int64_t i, int64_t count, V dw, Energy *energy) {
+    V old = NAME(load)(s->theta + i, count, 0), grad = NAME(load)(s->grad + i, count, 0);
+    V new = s->keep * old - s->lr * grad / dw;
+    V d = new - old, e = dw * d * d;
+    energy->first += e;
+    energy->second += e * e;
+    NAME(store)(s->theta + i, new, count);
+    return new;
+}
+
+/* One vector of a pass over elements with metrics of their own. */
+INLINE void NAME(each)(Kind kind, const Segment *s, int64_t i, int64_t count, const REAL *w, const REAL *after, int n,
+                       Energy *energy, V *forms, V *hessian) {
+    V d[MOST], x, c = NAME(load)(s->centre + i, count, 0), dw = {0}, dv = {0};
+    for (int k = 0; k < n; k++) {
+        d[k] = NAME(load)(s->metric + k * s->stride + i, count, 1);
+        dw += w[k] * d[k];
+        dv += after[k] * d[k];
     }
-    NAME(fill)(buffer, 0, s->length);
-    for (int64_t k = 0; k < pieces; k++) {
-        const REAL *restrict d = s->metric + k * s->stride;
-        REAL weight = (REAL)w[k];
-        if (weight == 0) continue;
-        for (int64_t i = 0; i < s->length; i++) buffer[i] += weight * d[i];
+    if (kind == ADVANCE) x = NAME(move)(s, i, count, dw, energy) - c;
+    else x = dw / dv * (NAME(load)(s->theta + i, count, 0) - c);
+    if (kind == RESCALE) {
+        NAME(store)(s->theta + i, x + c, count);
+        return;
     }
-    return buffer;
-}
-
-static double NAME(sum)(const REAL *restrict x, int64_t n) {
-    REAL total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < n; i++) total += x[i];
-    return total;
-}
-
-static double NAME(dot)(const REAL *restrict x, const REAL *restrict y, int64_t n) {
-    REAL total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < n; i++) total += x[i] * y[i];
-    return total;
-}
-
-/* Adds sum D_k x^2 for every k, given x^2. */
-static void NAME(add_forms)(const NAME(Segment) * s, const REAL *squares, int64_t pieces, double *out) {
-    double total = s->shared ? NAME(sum)(squares, s->length) : 0;
-    for (int64_t k = 0; k < pieces; k++) {
-        const REAL *d = s->metric + k * s->stride;
-        out[k] += s->shared ? *d * total : NAME(dot)(d, squares, s->length);
+    V square = x * x, over = square / (kind == ADVANCE ? dw : dv);
+    for (int k = 0, at = 0; k < n; k++) {
+        V product = d[k] * over;
+        forms[k] += d[k] * square;
+        for (int l = 0; l <= k; l++, at++) hessian[at] += product * d[l];
     }
 }
 
-/* Adds sum D_k D_l x^2 / D(w) for every k and l, given x^2, which it overwrites, and D(w). */
-static void NAME(add_hessian)(const NAME(Segment) * s, REAL *restrict squares, const REAL *restrict dw, int64_t pieces,
-                              double *out) {
-    REAL product[CHUNK];
-    for (int64_t i = 0; i < s->length; i++) squares[i] /= dw[i];
-    double total = s->shared ? NAME(sum)(squares, s->length) : 0;
-    for (int64_t k = 0; k < pieces; k++) {
-        const REAL *restrict dk = s->metric + k * s->stride;
-        if (!s->shared)
-            for (int64_t i = 0; i < s->length; i++) product[i] = squares[i] * dk[i];
-        for (int64_t l = 0; l <= k; l++) {
-            const REAL *dl = s->metric + l * s->stride;
-            double value = s->shared ? total * *dk * *dl : NAME(dot)(product, dl, s->length);
-            out[k * pieces + l] += value;
-            if (l < k) out[l * pieces + k] += value;
+/* A segment of elements with metrics of their own. */
+INLINE void NAME(own)(Kind kind, const Segment *s, const double *before, const double *to, int n, Energy *energy, double *out) {
+    V forms[MOST] = {{0}}, hessian[MOST * (MOST + 1) / 2] = {{0}};
+    Energy sums = {0};
+    REAL w[MOST], after[MOST];
+    int64_t i = 0;
+    for (int k = 0; k < n; k++) w[k] = (REAL)before[k], after[k] = (REAL)to[k];
+    for (; i + LANES <= s->length; i += LANES) NAME(each)(kind, s, i, LANES, w, after, n, &sums, forms, hessian);
+    if (i < s->length) NAME(each)(kind, s, i, s->length - i, w, after, n, &sums, forms, hessian);
+    *energy = sums;
+    for (int k = 0, at = 0; k < n && kind != RESCALE; k++) {
+        out[k] += NAME(total)(forms[k]);
+        for (int l = 0; l <= k; l++, at++) {
+            double value = NAME(total)(hessian[at]);
+            out[n + k * n + l] += value;
+            if (l < k) out[n + l * n + k] += value;
         }
     }
 }
 
-static void NAME(add_squares)(const NAME(Segment) * s, REAL *restrict squares) {
-    const REAL *restrict theta = s->theta, *restrict centre = s->centre;
-    if (centre)
-        for (int64_t i = 0; i < s->length; i++) squares[i] = (theta[i] - centre[i]) * (theta[i] - centre[i]);
-    else
-        for (int64_t i = 0; i < s->length; i++) squares[i] = theta[i] * theta[i];
-}
-
-/* Takes the step over a segment; a = sum D(w) d^2 and b = sum (D(w) d^2)^2 for the move d as it was rounded. */
-static void NAME(move)(const NAME(Segment) * s, const REAL *restrict dw, REAL keep, REAL lr, double *a, double *b) {
-    REAL *restrict theta = s->theta;
-    const REAL *restrict grad = s->grad;
-    REAL first = 0, second = 0;
-#pragma omp simd reduction(+ : first, second)
-    for (int64_t i = 0; i < s->length; i++) {
-        REAL old = theta[i], new = keep * old - lr * grad[i] / dw[i];
-        REAL d = new - old, energy = dw[i] * d * d;
-        theta[i] = new;
-        first += energy;
-        second += energy * energy;
+/* A segment whose elements share a metric: the sum of the squares is enough. */
+INLINE void NAME(row)(Kind kind, const Segment *s, const double *before, const double *to, int n, Energy *energy, double *out) {
+    REAL dw = 0, dv = 0;
+    for (int k = 0; k < n; k++) dw += (REAL)before[k] * s->metric[k * s->stride], dv += (REAL)to[k] * s->metric[k * s->stride];
+    V squares = {0};
+    Energy sums = {0};
+    for (int64_t i = 0; i < s->length; i += LANES) {
+        int64_t count = s->length - i;
+        V x, c = NAME(load)(s->centre + i, count, 0);
+        if (kind == ADVANCE) x = NAME(move)(s, i, count, dw - (V){0}, &sums) - c;
+        else x = dw / dv * (NAME(load)(s->theta + i, count, 0) - c);
+        if (kind == RESCALE) NAME(store)(s->theta + i, x + c, count);
+        squares += x * x;
     }
-    /* What underflow can have swallowed is put back. */
-    *a = SLACK * (first + 4 * (double)TINY * (double)s->length);
-    *b = SLACK * (second + 4 * (double)TINY * (double)s->length);
+    *energy = sums;
+    if (kind == RESCALE) return;
+    double total = NAME(total)(squares);
+    for (int k = 0; k < n; k++) {
+        double dk = (double)s->metric[k * s->stride] * total;
+        out[k] += dk;
+        for (int l = 0; l < n; l++) out[n + k * n + l] += dk * (double)s->metric[l * s->stride] / (kind == ADVANCE ? dw : dv);
+    }
 }
 
-static void NAME(advance)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
-    REAL buffer[CHUNK], squares[CHUNK];
-    int64_t n = job->pieces, end = job->chunks[chunk].start + job->chunks[chunk].length;
-    const double *kappa = job->kappa ? job->kappa + chunk * n : 0, *rho = job->rho ? job->rho + chunk * n : 0;
-    for (int64_t at = job->chunks[chunk].start; at < end;) {
-        NAME(Segment) s = NAME(segment)(t, at, end);
-        at += s.length;
-        const REAL *dw = NAME(combine)(&s, job->before, n, buffer);
-        if (s.grad) {
-            double a, b;
-            NAME(move)(&s, dw, (REAL)t->keep, (REAL)t->lr, &a, &b);
-            for (int64_t k = 0; k < n && job->piece >= 0; k++) {
-                double most = kappa[k] * a, other = rho[k] * sqrt(b);
-                if (k == job->piece) out[k] += a;
-                else out[k] += s.shared ? (double)s.metric[k * s.stride] / dw[0] * a : most < other ? most : other;
-            }
-        }
-        if (!job->full) continue;
-        NAME(add_squares)(&s, squares);
-        NAME(add_forms)(&s, squares, n, out + n);
-        if (job->piece < 0 && s.grad) NAME(add_hessian)(&s, squares, dw, n, out + 2 * n);
+/* What a move adds to the bounds, from a = sum e and b = sum e^2. What underflow may have taken is put back. */
+static void NAME(bound)(const Job *job, int64_t chunk, const Segment *s, const Energy *energy, double *out) {
+    double lost = 4 * (double)TINY * (double)s->length;
+    double a = SLACK * (NAME(total)(energy->first) + lost), b = SLACK * (NAME(total)(energy->second) + lost);
+    for (int64_t k = 0; k < job->pieces; k++) {
+        double most = job->kappa[chunk * job->pieces + k] * a, norm = job->rho[chunk * job->pieces + k] * sqrt(b);
+        if (s->shared) out[k] += a * (double)s->metric[k * s->stride] / (double)s->metric[job->piece * s->stride];
+        else out[k] += k == job->piece ? a : most < norm ? most : norm;
+    }
+}
+
+INLINE void NAME(pass)(Kind kind, const Job *job, const Tensor *t, int64_t chunk, double *out) {
+    int64_t start = job->chunks[chunk].start, end = start + job->chunks[chunk].length, n = job->pieces;
+    while (start < end) {
+        Segment s = NAME(segment)(t, start, end);
+        Energy energy;
+        /* The usual numbers of pieces are known to the compiler: their sums stay in registers. */
+        if (s.shared) NAME(row)(kind, &s, job->before, job->after, (int)n, &energy, out);
+        else if (n == 2) NAME(own)(kind, &s, job->before, job->after, 2, &energy, out);
+        else if (n == 3) NAME(own)(kind, &s, job->before, job->after, 3, &energy, out);
+        else NAME(own)(kind, &s, job->before, job->after, (int)n, &energy, out);
+        if (kind == ADVANCE && job->piece >= 0) NAME(bound)(job, chunk, &s, &energy, out + n + n * n);
+        start += s.length;
     }
 }
 
 static void NAME(evaluate)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
-    REAL buffers[2][CHUNK], squares[CHUNK];
-    int64_t n = job->pieces, end = job->chunks[chunk].start + job->chunks[chunk].length;
-    for (int64_t at = job->chunks[chunk].start; at < end;) {
-        NAME(Segment) s = NAME(segment)(t, at, end);
-        at += s.length;
-        const REAL *restrict before = NAME(combine)(&s, job->before, n, buffers[0]);
-        const REAL *restrict after = NAME(combine)(&s, job->after, n, buffers[1]);
-        NAME(add_squares)(&s, squares);
-        for (int64_t i = 0; i < s.length; i++) squares[i] *= (before[i] / after[i]) * (before[i] / after[i]);
-        NAME(add_forms)(&s, squares, n, out);
-        NAME(add_hessian)(&s, squares, after, n, out + n);
-    }
+    NAME(pass)(EVALUATE, job, t, chunk, out);
 }
 
-static void NAME(forms)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
-    REAL squares[CHUNK];
-    int64_t end = job->chunks[chunk].start + job->chunks[chunk].length;
-    for (int64_t at = job->chunks[chunk].start; at < end;) {
-        NAME(Segment) s = NAME(segment)(t, at, end);
-        at += s.length;
-        NAME(add_squares)(&s, squares);
-        NAME(add_forms)(&s, squares, job->pieces, out);
-    }
+static void NAME(advance)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
+    if (t->grad) NAME(pass)(ADVANCE, job, t, chunk, out);
+    else NAME(evaluate)(job, t, chunk, out); /* w+ = w: the forms of what stays */
 }
 
 static void NAME(rescale)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
-    REAL buffers[2][CHUNK];
-    int64_t n = job->pieces, end = job->chunks[chunk].start + job->chunks[chunk].length;
-    (void)out;
-    for (int64_t at = job->chunks[chunk].start; at < end;) {
-        NAME(Segment) s = NAME(segment)(t, at, end);
-        at += s.length;
-        const REAL *restrict before = NAME(combine)(&s, job->before, n, buffers[0]);
-        const REAL *restrict after = NAME(combine)(&s, job->after, n, buffers[1]);
-        REAL *restrict theta = s.theta;
-        const REAL *restrict centre = s.centre;
-        if (centre)
-            for (int64_t i = 0; i < s.length; i++) theta[i] = before[i] / after[i] * (theta[i] - centre[i]) + centre[i];
-        else
-            for (int64_t i = 0; i < s.length; i++) theta[i] *= before[i] / after[i];
+    NAME(pass)(RESCALE, job, t, chunk, out);
+}
+
+static void NAME(follow)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
+    int64_t start = job->chunks[chunk].start, end = start + job->chunks[chunk].length;
+    while (start < end) {
+        Segment s = NAME(segment)(t, start, end);
+        const REAL *dj = s.metric + job->piece * s.stride;
+        Energy energy = {0};
+        int64_t i = 0;
+        if (s.shared)
+            for (; i < s.length; i += LANES) NAME(move)(&s, i, s.length - i, *dj - (V){0}, &energy);
+        for (; i + LANES <= s.length; i += LANES) NAME(move)(&s, i, LANES, *(const U *)(dj + i), &energy);
+        if (i < s.length) NAME(move)(&s, i, s.length - i, NAME(load)(dj + i, s.length - i, 1), &energy);
+        NAME(bound)(job, chunk, &s, &energy, out);
+        start += s.length;
     }
 }
 
 static void NAME(ratios)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
     int64_t n = job->pieces, start = job->chunks[chunk].start;
-    double *kappa = (double *)job->kappa + chunk * n, *rho = (double *)job->rho + chunk * n;
-    NAME(Segment) s = NAME(segment)(t, start, start + job->chunks[chunk].length);
-    const REAL *restrict dj = s.metric + job->piece * s.stride;
+    double *kappa = job->kappa + chunk * n, *rho = job->rho + chunk * n;
+    Segment s = NAME(segment)(t, start, start + job->chunks[chunk].length);
+    const REAL *dj = s.metric + job->piece * s.stride;
     (void)out;
     for (int64_t k = 0; k < n && !s.shared; k++) {
-        const REAL *restrict dk = s.metric + k * s.stride;
+        const REAL *dk = s.metric + k * s.stride;
         double most = 0, total = 0;
         for (int64_t i = 0; i < s.length; i++) {
             double ratio = (double)dk[i] / (double)dj[i];
@@ -295,5 +304,11 @@ static void NAME(ratios)(const Job *job, const Tensor *t, int64_t chunk, double 
         rho[k] = SLACK * sqrt(total);
     }
 }
+
+#undef V
+#undef U
+#undef LANES
+#undef Segment
+#undef Energy
 
 #endif

@@ -52,18 +52,21 @@ class FusedDiagonals:
     def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, forms: Array) -> Array:
         """Write the trial step into the parameters that have a move; return the forms after it, or bounds that decide."""
         b, piece = self._offsets, int(np.argmax(weights)) if weights.max() == 1 else -1
-        lazy = piece >= 0 and decided(drift(forms, b, piece, AHEAD * self._lengths), piece, self._margin)
-        lengths, doubled, hessian = self._passes.advance(params, moves, weights, piece=piece, full=not lazy)
+        self._known = None
+        if piece >= 0 and decided(drift(forms, b, piece, AHEAD * self._lengths), piece, self._margin):
+            self._lengths = np.sqrt(self._passes.follow(params, moves, piece))
+            bounds = drift(forms, b, piece, self._lengths)
+            return bounds if decided(bounds, piece, self._margin) else self.forms(params, params)
+        doubled, hessian, lengths = self._passes.advance(params, moves, weights, piece)
         self._lengths = np.sqrt(lengths) if piece >= 0 else np.full(len(b), np.inf)
-        self._known = (weights, doubled / 2, hessian) if piece < 0 and len(moves) == len(params) else None
-        if not lazy:
-            return doubled / 2 + b
-        bounds = drift(forms, b, piece, self._lengths)
-        return bounds if decided(bounds, piece, self._margin) else self.forms(params, params)
+        if len(moves) == len(params):
+            self._known = weights, doubled / 2, hessian
+        return doubled / 2 + b
 
     def forms(self, params: Params, names: Collection[str]) -> Array:
         """1/2 sum D_k (theta - c)^2 + b_k over the named tensors, computed exactly."""
-        return self._passes.forms(params, names) / 2 + self._offsets
+        any_weights = np.eye(len(self._offsets))[0]
+        return self._passes.evaluate(params, names, any_weights, any_weights)[0] / 2 + self._offsets
 
     def evaluate(self, params: Params, names: Collection[str], weights: Array) -> Evaluate:
         """The reductions that `solve` needs, from the trial point that the given weights led to."""

@@ -22,11 +22,11 @@ from torch import Tensor
 from metamd.potentials.base import Move, Params
 from metamd.potentials.simplex import Array
 
-CHUNK, GROUP = 1024, 8  # as in fused.c
+CHUNK, GROUP, MOST = 1024, 8, 8  # as in fused.c
 DTYPES = (torch.float32, torch.float64)
 
 # No -ffast-math: the step rounds as torch's own does, and NaN and infinity stay what they are.
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-fPIC", "-shared")
 EXTRAS = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
 INSTEAD = "Leave fused=False; on CUDA, wrap opt.step in torch.compile."
 
@@ -46,7 +46,7 @@ class Job(ctypes.Structure):
         *((n, ctypes.c_void_p) for n in ("before", "after")),
         ("piece", ctypes.c_int64),
         *((n, ctypes.c_void_p) for n in ("kappa", "rho")),
-        *((n, ctypes.c_int64) for n in ("full", "width")),
+        ("width", ctypes.c_int64),
     )
 
 
@@ -152,6 +152,8 @@ class Passes:
     """
 
     def __init__(self, metrics: Params, start: Params, pieces: int) -> None:
+        if pieces > MOST:
+            raise ValueError(f"fused=True serves up to {MOST} pieces, got {pieces}. Leave fused=False.")
         for name, d in metrics.items():
             check(f"the metric of {name!r}", d)
         for name, c in start.items():
@@ -163,9 +165,15 @@ class Passes:
         self._chunks = np.zeros((0, 3), dtype=np.int64)
         self._ratios: dict[int, Array] = {}
 
-    def advance(
-        self, params: Params, moves: Mapping[str, Move], weights: Array, *, piece: int, full: bool
-    ) -> tuple[Array, Array, Array]:
+    def follow(self, params: Params, moves: Mapping[str, Move], piece: int) -> Array:
+        """theta <- (1 - decay) theta - lr g / D_j, in place.
+
+        Returns:
+            Upper bounds of sum D_k d^2 for the move d, by piece; that of piece j is tight.
+        """
+        return self._write("follow", params, moves, moves, self.pieces, np.eye(self.pieces)[piece], piece)
+
+    def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, piece: int) -> tuple[Array, Array, Array]:
         """theta <- (1 - decay) theta - lr g / D(w), in place.
 
         Args:
@@ -173,35 +181,43 @@ class Passes:
             moves: gradients, step sizes, decays.
             weights: w.
             piece: j where w is a vertex, else -1.
-            full: whether to sum the forms too.
 
         Returns:
-            Upper bounds of sum D_k d^2 for the move d, tight for k = j and absent off a vertex; sum D_k x^2 after the step
-            for all tensors, and sum D_k D_l x^2 / D(w) for those that moved, off a vertex only; both if `full`.
+            Sum D_k x^2 and sum D_k D_l x^2 / D(w) after the step, x = theta - c, over all parameters; and what `follow`
+            returns, or zeros off a vertex.
         """
         n = self.pieces
-        ratios = self.ratios(params, piece) if piece >= 0 else None
-        alive = self._point_to(params, params if full else moves, moves)
-        sums = self._run("advance", 2 * n + n * n, before=weights, piece=piece, full=full, ratios=ratios)
-        del alive
-        torch.autograd.graph.increment_version([params[name] for name in moves])
-        return sums[:n], sums[n : 2 * n], sums[2 * n :].reshape(n, n)
+        sums = self._write("advance", params, params, moves, 2 * n + n * n, weights, piece)
+        return sums[:n], sums[n : n + n * n].reshape(n, n), sums[n + n * n :]
 
-    def forms(self, params: Params, names: Collection[str]) -> Array:
-        """Sum D_k x^2 over the named tensors, x = theta - c."""
-        self._point_to(params, names)
-        return self._run("forms", self.pieces)
+    def _write(
+        self,
+        name: str,
+        params: Params,
+        names: Collection[str],
+        moves: Mapping[str, Move],
+        width: int,
+        weights: Array,
+        piece: int,
+    ) -> Array:
+        ratios = self.ratios(params, piece) if piece >= 0 else None
+        alive = self._point_to(params, names, moves)
+        sums = self._run(name, width, weights, weights, piece=piece, ratios=ratios)
+        del alive
+        torch.autograd.graph.increment_version([params[n] for n in moves])
+        return sums
 
     def evaluate(self, params: Params, names: Collection[str], before: Array, after: Array) -> tuple[Array, Array]:
         """Sum D_k x^2 and sum D_k D_l x^2 / D(w+) over the named tensors, x = D(w)/D(w+) (theta - c)."""
+        n = self.pieces
         self._point_to(params, names)
-        sums = self._run("evaluate", self.pieces + self.pieces**2, before=before, after=after)
-        return sums[: self.pieces], sums[self.pieces :].reshape(self.pieces, self.pieces)
+        sums = self._run("evaluate", n + n * n, before, after)
+        return sums[:n], sums[n:].reshape(n, n)
 
     def rescale(self, params: Params, names: Collection[str], before: Array, after: Array) -> None:
         """theta <- D(w)/D(w+) (theta - c) + c for the named tensors, in place."""
         self._point_to(params, names)
-        self._run("rescale", 0, before=before, after=after)
+        self._run("rescale", 0, before, after)
         torch.autograd.graph.increment_version([params[name] for name in names])
 
     def ratios(self, params: Params, piece: int) -> Array:
@@ -248,11 +264,10 @@ class Passes:
         self,
         name: str,
         width: int,
-        *,
         before: Array | None = None,
         after: Array | None = None,
+        *,
         piece: int = -1,
-        full: bool = False,
         ratios: Array | None = None,
     ) -> Array:
         job = Job(
@@ -266,7 +281,6 @@ class Passes:
             piece=piece,
             kappa=None if ratios is None else _address(ratios[0]),
             rho=None if ratios is None else _address(ratios[1]),
-            full=full,
             width=width,
         )
         partial, out = np.empty((len(self._chunks) // GROUP + 1) * width), np.empty(width)

@@ -41,7 +41,7 @@ typedef struct {
     int64_t width;                /* how many numbers the pass adds up */
 } Job;
 
-typedef enum { ADVANCE, EVALUATE, RESCALE } Kind;
+typedef enum { CHECK, ADVANCE, EVALUATE, RESCALE } Kind; /* CHECK: ADVANCE without the Hessian */
 
 #define INLINE static inline __attribute__((always_inline))
 static const double zeros[CHUNK]; /* the origin, in either type */
@@ -137,20 +137,22 @@ static Segment NAME(segment)(const Tensor *t, int64_t start, int64_t end) {
 /* A vector of up to LANES elements; the lanes beyond are filled. */
 INLINE V NAME(load)(const REAL *from, int64_t count, REAL fill) {
     if (count >= LANES) return *(const U *)from;
-    V v = fill - (V){0};
-    memcpy(&v, from, sizeof(REAL) * (size_t)count);
+    V v;
+    for (int l = 0; l < LANES; l++) v[l] = l < count ? from[l] : fill;
     return v;
 }
 
 INLINE void NAME(store)(REAL *to, V v, int64_t count) {
     if (count >= LANES) *(U *)to = v;
-    else memcpy(to, &v, sizeof(REAL) * (size_t)count);
+    else
+        for (int l = 0; l < LANES; l++)
+            if (l < count) to[l] = v[l];
 }
 
 static double NAME(total)(V v) {
-    double sum = 0;
-    for (int l = 0; l < LANES; l++) sum += (double)v[l];
-    return sum;
+    double sum[4] = {0};
+    for (int l = 0; l < LANES; l++) sum[l % 4] += (double)v[l];
+    return sum[0] + sum[1] + (sum[2] + sum[3]);
 }
 
 /* The step over one vector, and the energy e = D(w) d^2 of the move d as it was rounded. */
@@ -173,17 +175,17 @@ INLINE void NAME(each)(Kind kind, const Segment *s, int64_t i, int64_t count, co
         dw += w[k] * d[k];
         dv += after[k] * d[k];
     }
-    if (kind == ADVANCE) x = NAME(move)(s, i, count, dw, energy) - c;
+    if (kind <= ADVANCE) x = NAME(move)(s, i, count, dw, energy) - c;
     else x = dw / dv * (NAME(load)(s->theta + i, count, 0) - c);
     if (kind == RESCALE) {
         NAME(store)(s->theta + i, x + c, count);
         return;
     }
-    V square = x * x, over = square / (kind == ADVANCE ? dw : dv);
+    V square = x * x, over = square / (kind <= ADVANCE ? dw : dv);
     for (int k = 0, at = 0; k < n; k++) {
         V product = d[k] * over;
         forms[k] += d[k] * square;
-        for (int l = 0; l <= k; l++, at++) hessian[at] += product * d[l];
+        for (int l = 0; l <= k && kind != CHECK; l++, at++) hessian[at] += product * d[l];
     }
 }
 
@@ -199,7 +201,7 @@ INLINE void NAME(own)(Kind kind, const Segment *s, const double *before, const d
     *energy = sums;
     for (int k = 0, at = 0; k < n && kind != RESCALE; k++) {
         out[k] += NAME(total)(forms[k]);
-        for (int l = 0; l <= k; l++, at++) {
+        for (int l = 0; l <= k && kind != CHECK; l++, at++) {
             double value = NAME(total)(hessian[at]);
             out[n + k * n + l] += value;
             if (l < k) out[n + l * n + k] += value;
@@ -216,7 +218,7 @@ INLINE void NAME(row)(Kind kind, const Segment *s, const double *before, const d
     for (int64_t i = 0; i < s->length; i += LANES) {
         int64_t count = s->length - i;
         V x, c = NAME(load)(s->centre + i, count, 0);
-        if (kind == ADVANCE) x = NAME(move)(s, i, count, dw - (V){0}, &sums) - c;
+        if (kind <= ADVANCE) x = NAME(move)(s, i, count, dw - (V){0}, &sums) - c;
         else x = dw / dv * (NAME(load)(s->theta + i, count, 0) - c);
         if (kind == RESCALE) NAME(store)(s->theta + i, x + c, count);
         squares += x * x;
@@ -227,7 +229,7 @@ INLINE void NAME(row)(Kind kind, const Segment *s, const double *before, const d
     for (int k = 0; k < n; k++) {
         double dk = (double)s->metric[k * s->stride] * total;
         out[k] += dk;
-        for (int l = 0; l < n; l++) out[n + k * n + l] += dk * (double)s->metric[l * s->stride] / (kind == ADVANCE ? dw : dv);
+        for (int l = 0; l < n; l++) out[n + k * n + l] += dk * (double)s->metric[l * s->stride] / (kind <= ADVANCE ? dw : dv);
     }
 }
 
@@ -252,7 +254,7 @@ INLINE void NAME(pass)(Kind kind, const Job *job, const Tensor *t, int64_t chunk
         else if (n == 2) NAME(own)(kind, &s, job->before, job->after, 2, &energy, out);
         else if (n == 3) NAME(own)(kind, &s, job->before, job->after, 3, &energy, out);
         else NAME(own)(kind, &s, job->before, job->after, (int)n, &energy, out);
-        if (kind == ADVANCE && job->piece >= 0) NAME(bound)(job, chunk, &s, &energy, out + n + n * n);
+        if (kind == CHECK) NAME(bound)(job, chunk, &s, &energy, out + n + n * n);
         start += s.length;
     }
 }
@@ -262,7 +264,8 @@ static void NAME(evaluate)(const Job *job, const Tensor *t, int64_t chunk, doubl
 }
 
 static void NAME(advance)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
-    if (t->grad) NAME(pass)(ADVANCE, job, t, chunk, out);
+    if (t->grad && job->piece >= 0) NAME(pass)(CHECK, job, t, chunk, out);
+    else if (t->grad) NAME(pass)(ADVANCE, job, t, chunk, out);
     else NAME(evaluate)(job, t, chunk, out); /* w+ = w: the forms of what stays */
 }
 

@@ -1,13 +1,13 @@
 """Safety off the family: a warning when a run leaves what a geometry was learned for, and smaller steps when it blows up."""
 
 import math
+import statistics
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-_PROBED_STEPS = 5
 _SCALE_FACTOR = 5.0
 _HORIZON_FACTOR = 2
 
@@ -27,54 +27,43 @@ class FamilyWatch:
 
     horizon: int | None
     gradient_scale: Mapping[str, float]
-    _logs: list[float] = field(default_factory=list)
     _late: bool = False
-
-    def wants_gradients(self, step: int) -> bool:
-        """Whether this step's gradients are still compared."""
-        return bool(self.gradient_scale) and step <= _PROBED_STEPS
 
     def observe(self, step: int, grads: Mapping[str, Tensor], keys: Mapping[str, str]) -> None:
         """Look at one step.
 
         Args:
-            step: counted from 1.
-            grads: the gradients by tensor name, needed in the first steps only.
+            step: counted from 1; only the first one's gradients are compared, before the steps shape them.
+            grads: the gradients by tensor name.
             keys: the metric key of each tensor.
         """
-        if self.wants_gradients(step):
-            self._logs.append(self._log_ratio(grads, keys))
-            if step == _PROBED_STEPS:
-                self._compare()
+        if step == 1:
+            self._compare(grads, keys)
         if self.horizon is not None and step > _HORIZON_FACTOR * self.horizon and not self._late:
             self._late = True
-            warnings.warn(
+            _warn(
                 f"this run is at step {step}, but its geometry was learned for runs of {self.horizon} steps. "
-                "Learn it again with the longer horizon, or lower lr as the run goes on.",
-                OffFamilyWarning,
-                stacklevel=4,
+                "Learn it again with the longer horizon, or lower lr as the run goes on."
             )
 
-    def _log_ratio(self, grads: Mapping[str, Tensor], keys: Mapping[str, str]) -> float:
-        ratios = []
+    def _compare(self, grads: Mapping[str, Tensor], keys: Mapping[str, str]) -> None:
+        logs = []
         for name, grad in grads.items():
             expected = self.gradient_scale.get(keys.get(name, name), 0.0)
             seen = float(grad.float().square().mean().sqrt()) if grad.numel() else 0.0
             if expected > 0 and seen > 0:
-                ratios.append(math.log(seen / expected))
-        ratios.sort()
-        return ratios[len(ratios) // 2] if ratios else 0.0
-
-    def _compare(self) -> None:
-        ratio = math.exp(sum(self._logs) / len(self._logs))
+                logs.append(math.log(seen / expected))
+        ratio = math.exp(statistics.median(logs)) if logs else 1.0
         if not 1 / _SCALE_FACTOR <= ratio <= _SCALE_FACTOR:
-            warnings.warn(
-                f"the gradients of this run are {ratio:.2g} times those of the family its geometry was learned on "
-                f"(median over tensors, first {_PROBED_STEPS} steps). Is the loss summed instead of averaged, or the "
-                f"task of another kind? Scale the loss back, pass lr={1 / ratio:.2g}, or use safeguard=True.",
-                OffFamilyWarning,
-                stacklevel=5,
+            _warn(
+                f"the first gradients of this run are {ratio:.2g} times those of the family its geometry was learned on "
+                "(median over tensors). Is the loss summed instead of averaged, or the task of another kind? "
+                f"Scale the loss back, pass lr={1 / ratio:.2g}, or use safeguard=True."
             )
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, OffFamilyWarning, stacklevel=6)
 
 
 @dataclass

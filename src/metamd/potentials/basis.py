@@ -40,5 +40,5 @@ class Identity:
     def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
         """x - lr grad / d in one pass."""
         if isinstance(lr, Tensor):
-            return torch.sub(x, lr * grad / d, out=out)
-        return torch.addcdiv(x, grad, d, value=-lr, out=out)
+            return torch.sub(x, lr * grad / d, out=out).to(x.dtype)
+        return torch.addcdiv(x, grad, d, value=-lr, out=out).to(x.dtype)

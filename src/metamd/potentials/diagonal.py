@@ -220,7 +220,7 @@ class MaxDiagonal(Potential):
 
     def strong_convexity(self) -> StrongConvexity:
         """The smallest metric of all, in the Euclidean norm. (The paper has min M, the root of it.)"""
-        return StrongConvexity(min(float(v.min().exp()) for v in self.table.values()), "l2")
+        return StrongConvexity(min(float(v.detach().min().exp()) for v in self.table.values()), "l2")
 
     # the step
 

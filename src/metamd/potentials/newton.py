@@ -41,23 +41,24 @@ def minimise(value: Callable[..., Tensor], dual: Mapping[str, Tensor], start: Ma
     for _ in range(_MAX_ITERATIONS):
         gradient = gradient_of(x)
         if gradient.norm() <= 8 * eps * (y.norm() + (gradient + y).norm()):
-            break
+            return unpack(x)
         step = _conjugate_gradients(partial(_hessian_product, gradient_of, x), -gradient)
         moved = _line_search(objective, gradient_of, x, step, gradient)
         if moved is None:
             # At the accuracy of the value itself a gradient this small is a minimum, a larger one a failure.
             if gradient.norm() <= eps**0.5 * (1 + y.norm()):
-                break
-            raise ArithmeticError(
-                "the inverse mirror map did not converge: no step decreased phi(theta) - <y, theta>. "
-                "Check that value() is convex and differentiable, or define inverse()."
-            )
+                return unpack(x)
+            break
         x = moved
-    return unpack(x)
+    raise ArithmeticError(
+        "the inverse mirror map did not converge: phi(theta) - <y, theta> has no minimum that Newton's method finds. "
+        "Check that value() is strictly convex and differentiable, or define inverse()."
+    )
 
 
 def _hessian_product(gradient_of: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
-    return torch.func.jvp(gradient_of, (x,), (v,))[1]
+    # The Hessian is symmetric, so that its product from the left serves; reverse mode reaches every operation.
+    return torch.func.vjp(gradient_of, x)[1](v)[0]
 
 
 def _conjugate_gradients(product: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:

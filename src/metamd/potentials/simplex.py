@@ -138,7 +138,7 @@ def _equality_step(hessian: Array, residual: Array, support: NDArray[np.bool_], 
     if len(others):
         cross = hessian[others, pivot]
         reduced = hessian[np.ix_(others, others)] - cross - cross[:, None] + hessian[pivot, pivot]
-        scale = 1 / np.sqrt(np.maximum(np.diag(reduced), np.finfo(np.float64).tiny))
+        scale = 1 / np.sqrt(np.maximum(np.diag(reduced), 1e-30 * np.trace(hessian) + 1e-150))
         # The ridge turns a direction without curvature (equal pieces, few parameters) into a long step to the boundary.
         matrix = reduced * scale * scale[:, None] + 1e-12 * np.eye(len(others))
         p[others] = np.linalg.solve(matrix, (residual[others] - residual[pivot]) * scale) * scale

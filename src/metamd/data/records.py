@@ -1,0 +1,112 @@
+"""What is known of a dataset, as frozen records: files, splits and the arrays already seen of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+SPLITS = ("train", "test")
+
+Status = Literal["official", "derived", "rebuilt", "partial", "unrecorded"]
+"""How a pair of arrays relates to the official files.
+
+official    decoded from files whose official checksum was equal
+derived     resized from such files; another version of the resizing routine may round differently
+rebuilt     made from another source, with the evidence in the note; the official checksum was not checkable
+partial     a leading part of the official data
+unrecorded  none of the recorded arrays, vouched for by a checksum file: a user's own
+"""
+
+
+class DataError(RuntimeError):
+    """Data that is missing, malformed or not what was asked for; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """An official file: where it is served and what it must be.
+
+    `sha256` and `size` are None where only the md5 is published. `content_sha256` and `content_size` describe
+    the decompressed bytes, so that a mirror which compressed them anew is still recognised.
+    """
+
+    name: str
+    urls: tuple[str, ...]
+    md5: str
+    sha256: str | None = None
+    size: int | None = None
+    content_sha256: str | None = None
+    content_size: int | None = None
+
+    @property
+    def largest(self) -> int:
+        """How many bytes a download may write before it is refused."""
+        if self.size is None:
+            return 64 * 2**20
+        # A mirror that compressed the file anew may be larger; a file without recorded content may not.
+        return self.size if self.content_sha256 is None else 2 * self.size + 2**16
+
+
+@dataclass(frozen=True)
+class Form:
+    """A pair of canonical arrays that a split is known to have, by the sha256 of their bytes."""
+
+    count: int
+    images_sha256: str
+    labels_sha256: str
+    status: Status
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split: how many examples its official files hold, which files, and the arrays seen of it."""
+
+    count: int
+    files: tuple[RemoteFile, ...]
+    forms: tuple[Form, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One dataset: its canonical image shape, licence, source and splits.
+
+    `stored` is the shape in a `.npz` file where that differs from the canonical `shape` (USPS is 16x16).
+    """
+
+    name: str
+    title: str
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    licence: str
+    homepage: str
+    splits: Mapping[str, Split]
+    recipe: str
+    note: str = ""
+    stored: tuple[int, ...] | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The image shape inside this dataset's `.npz` files."""
+        return self.stored or self.shape
+
+    @property
+    def download_size(self) -> int | None:
+        """The bytes of all official files together, or None where one of them is not known."""
+        files = {file.name: file for split in self.splits.values() for file in split.files}
+        sizes = [file.size for file in files.values()]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a loaded split came from; a table says `status` and `note` wherever a number rests on it."""
+
+    name: str
+    split: str
+    path: str
+    count: int
+    official_count: int
+    status: Status
+    note: str

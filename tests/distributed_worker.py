@@ -1,0 +1,134 @@
+"""What one process of the distributed tests does; run as `python -m tests.distributed_worker CASE RANK WORLD FOLDER`."""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from metamd import MetaMD
+from tests.helpers import random_geometry, small_model
+
+STEPS = 30
+
+
+def batch(t, rank, world):
+    """Both ranks together see what one process would see."""
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(t), dtype=torch.float64)
+    return x.chunk(world)[rank]
+
+
+def fit(model, optimiser, rank, world, steps=range(STEPS)):
+    for t in steps:
+        optimiser.zero_grad()
+        x = batch(t, rank, world)
+        (model(x) - x[:, :3]).square().mean().backward()
+        optimiser.step()
+
+
+def geometry_and_model(**options):
+    model = small_model(dtype=torch.float64)
+    return random_geometry(model, **options), model
+
+
+def ddp(rank, world, folder):
+    geometry, model = geometry_and_model()
+    wrapped = DistributedDataParallel(model)
+    optimiser = MetaMD(wrapped.named_parameters(), geometry, lr=0.1)
+    fit(wrapped, optimiser, rank, world)
+    return {"params": model.state_dict(), "pieces": optimiser.active_pieces, "weights": optimiser._active.weights.tolist()}
+
+
+def ddp_nonfinite(rank, world, folder):
+    geometry, model = geometry_and_model()
+    wrapped = DistributedDataParallel(model)
+    optimiser = MetaMD(wrapped.named_parameters(), geometry, lr=0.1)
+    x = batch(0, rank, world)
+    x[0, 0] = torch.nan if rank == 1 else x[0, 0]
+    wrapped(x).sum().backward()
+    try:
+        optimiser.step()
+    except RuntimeError as error:
+        return {"params": model.state_dict(), "error": str(error)}
+    return {"error": None}
+
+
+def sharded(**options):
+    geometry, model = geometry_and_model(**options)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    return geometry, model, MetaMD(model.named_parameters(), geometry, lr=0.1)
+
+
+def whole(model):
+    return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+
+def fsdp(rank, world, folder, **options):
+    _, model, optimiser = sharded(**options)
+    fit(model, optimiser, rank, world)
+    return {"params": whole(model), "pieces": optimiser.active_pieces, "weights": optimiser._active.weights.tolist()}
+
+
+def fsdp_channel(rank, world, folder):
+    return fsdp(rank, world, folder, tying="channel", centre="origin")
+
+
+def fsdp_column(rank, world, folder):
+    return fsdp(rank, world, folder, tying="column")
+
+
+def fsdp_nonfinite(rank, world, folder):
+    _, model, optimiser = sharded()
+    x = batch(0, rank, world)
+    model(x).sum().backward()
+    if rank == 1:
+        model[0].weight.grad.to_local().fill_(torch.inf)
+    try:
+        optimiser.step()
+    except RuntimeError as error:
+        return {"params": whole(model), "error": str(error)}
+    return {"error": None}
+
+
+def checkpoint(rank, world, folder):
+    """Save with torch.distributed.checkpoint in the middle, load into fresh objects, continue both alike."""
+    _, model, optimiser = sharded()
+    fit(model, optimiser, rank, world, range(15))
+    names = dict(zip(("model", "optimiser"), get_state_dict(model, optimiser), strict=True))
+    dcp.save(names, checkpoint_id=str(folder / "dcp"))
+    weights = optimiser._active.weights.tolist()
+    fit(model, optimiser, rank, world, range(15, STEPS))
+    _, other, resumed = sharded()
+    template = dict(zip(("model", "optimiser"), get_state_dict(other, resumed), strict=True))
+    dcp.load(template, checkpoint_id=str(folder / "dcp"))
+    set_state_dict(other, resumed, model_state_dict=template["model"], optim_state_dict=template["optimiser"])
+    loaded = resumed._active.weights.tolist()
+    fit(other, resumed, rank, world, range(15, STEPS))
+    return {
+        "params": whole(model),
+        "resumed": whole(other),
+        "weights": weights,
+        "loaded": loaded,
+        "pieces": (optimiser.active_pieces, resumed.active_pieces),
+    }
+
+
+def main():
+    case, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    result = globals()[case](rank, world, folder)
+    torch.save(copy.deepcopy(result), folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

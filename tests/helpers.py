@@ -1,0 +1,166 @@
+"""Catalogues that laws run over, slow obvious references, and deliberately broken doubles that laws must reject."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential
+from metamd.potentials.base import Params
+from metamd.potentials.simplex import Array
+
+SHAPES = {"a.weight": (4, 3), "a.bias": (4,), "b.weight": (2, 4), "scale": ()}
+
+
+def normal_point(
+    seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=g, dtype=dtype) for n, s in shapes.items()}
+
+
+def positive_point(seed: int) -> dict[str, Tensor]:
+    return {n: x.abs() + 0.1 for n, x in normal_point(seed).items()}
+
+
+def simplex_point(seed: int) -> dict[str, Tensor]:
+    return {n: x.softmax(-1) for n, x in normal_point(seed, {"p": (5,), "rows": (3, 4)}).items()}
+
+
+def randomised(potential: MaxDiagonal, seed: int, spread: float = 1.0, offsets: float = 0.0) -> MaxDiagonal:
+    """The potential with random metrics, spread in the natural logarithm, and random offsets."""
+    g = torch.Generator().manual_seed(seed)
+    logs = {k: spread * torch.randn(v.shape, generator=g, dtype=v.dtype) for k, v in potential.log_d.items()}
+    b = offsets * torch.randn(potential.pieces, generator=g, dtype=torch.float64)
+    return potential.with_metrics(logs, b)
+
+
+def diagonals(pieces: int, *, tying: str = "parameter", centre: str = "origin", offsets: float = 0.0) -> MaxDiagonal:
+    params = normal_point(99)
+    fresh = MaxDiagonal(pieces, tying=tying, centre=centre).bind(params)  # type: ignore[arg-type]
+    return randomised(fresh, 7, offsets=offsets).bind(params)
+
+
+class ValueOnly(Potential):
+    """A user's own potential: nothing but a value, coupled across tensors."""
+
+    def value(self, params: Params) -> Tensor:
+        square = sum((x * x).sum() for x in params.values())
+        return torch.cosh(0.1 * square) + 0.5 * square + sum((x**4).sum() for x in params.values())
+
+
+POTENTIALS: dict[str, tuple[Potential, Callable[[int], dict[str, Tensor]]]] = {
+    "euclidean": (Euclidean(), normal_point),
+    "entropy-simplex": (NegativeEntropy(), simplex_point),
+    "entropy-orthant": (NegativeEntropy("orthant"), positive_point),
+    "p-norm-1.2": (PNorm(1.2), normal_point),
+    "p-norm-2": (PNorm(2), normal_point),
+    "diagonal": (diagonals(1), normal_point),
+    "diagonal-channel": (diagonals(1, tying="channel"), normal_point),
+    "max-3": (diagonals(3), normal_point),
+    "max-3-offsets": (diagonals(3, offsets=3.0), normal_point),
+    "max-3-start": (diagonals(3, centre="start"), normal_point),
+    "max-5-role": (diagonals(5, tying="role"), normal_point),
+    "max-2-column": (diagonals(2, tying="column", offsets=1.0), normal_point),
+    "value-only": (ValueOnly(), normal_point),
+}
+
+
+class WrongMirror(Euclidean):
+    """Misses the factor 1/2 between value and mirror."""
+
+    def mirror(self, params: Params) -> dict[str, Tensor]:
+        return {n: 2 * x for n, x in params.items()}
+
+
+class NotConvex(Potential):
+    """Its divergence is negative."""
+
+    def value(self, params: Params) -> Tensor:
+        return -sum((x * x).sum() for x in params.values())  # type: ignore[return-value]
+
+
+class MaxOfDivergences(MaxDiagonal):
+    """The paper's appendix: the divergence of a max taken for the max of divergences."""
+
+    def divergence(self, u: Params, v: Params) -> Tensor:
+        squares = torch.stack([(self.metric(n) * (u[n] - v[n]) ** 2).reshape(3, -1).sum(1) for n in u])
+        return 0.5 * squares.sum(0).max()
+
+
+def broken_max(kind: type[MaxDiagonal]) -> MaxDiagonal:
+    good = diagonals(3)
+    broken = kind(3, centre="origin")
+    broken.table, broken.slots = good.table, good.slots
+    return broken
+
+
+def brute_force_weights(d: Array, y: Array, b: Array, rounds: int = 5000) -> tuple[Array, Array, float]:
+    """The simplex problem by moving mass between two pieces at a time, bisecting in extended precision.
+
+    Returns the weights, the point D(w)^-1 y, and by how much the optimality conditions are missed, relative to the forms.
+    """
+    real = np.longdouble
+    d, y, b = d.astype(real), y.astype(real), b.astype(real)
+    w = np.full(len(d), real(1) / len(d))
+
+    def forms(weights):
+        x = y / (weights @ d)
+        return (d * x * x).sum(1) / 2 + b
+
+    for _ in range(rounds):
+        f = forms(w)
+        up, down = int(np.argmax(f)), int(np.argmin(np.where(w > 0, f, np.inf)))
+        if up == down or f[up] - f[down] <= 1e-17 * np.abs(f).max():
+            break
+        low, high = real(0), w[down]
+
+        def excess(moved, w=w, up=up, down=down):
+            v = w.copy()
+            v[up], v[down] = w[up] + moved, w[down] - moved
+            g = forms(v)
+            return g[up] - g[down]
+
+        if excess(high) >= 0:
+            low = high
+        for _ in range(130):
+            middle = (low + high) / 2
+            low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+        w[up], w[down] = w[up] + low, w[down] - low if low < w[down] else real(0)
+    f = forms(w)
+    missed = (f.max() - f[w > 0].min()) / max(np.abs(f).max(), real(1e-300))
+    return w, y / (w @ d), float(missed)
+
+
+def small_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def random_geometry(model: nn.Module, pieces: int = 3, seed: int = 3, **options: object) -> MaxDiagonal:
+    """A mixture with random metrics for this model, with its names, as a learned file would carry."""
+    fresh = (Diagonal(**options) if pieces == 1 else MaxDiagonal(pieces, **options)).bind(list(model.named_parameters()))  # type: ignore[arg-type]
+    return randomised(fresh, seed)
+
+
+def train(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int, seed: int = 0, first: int = 0) -> list[float]:
+    """Fit a fixed random target; the batch of a step depends on its number alone."""
+    dtype = next(model.parameters()).dtype
+    losses = []
+    for t in range(first, first + steps):
+        g = torch.Generator().manual_seed(1000 * seed + t)
+        x = torch.randn(16, 5, generator=g).to(dtype)
+        target = torch.stack([x[:, 0] + x[:, 1], x[:, 2] * x[:, 3], x[:, 4].sin()], 1)
+        optimiser.zero_grad()
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def equal_parameters(one: nn.Module, two: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), two.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)

@@ -1,0 +1,136 @@
+"""`metamd data list | fetch | verify | path`, and the registry that they print."""
+
+# pytest finds imported fixtures by name.
+# ruff: noqa: F401, F811
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import metamd.data as data
+from data_builders import place, put, server, tiny
+from metamd.data import commands, registry
+from metamd.data.records import DataError
+
+
+def test_list_says_what_is_partial_and_what_is_absent(tiny, place, capsys):
+    put(place / "npz", "mnist", "train", *tiny)
+    rows = commands.list_datasets()
+    assert [(r["split"], r["where"], r["status"]) for r in rows] == [
+        ("train", "METAMD_DATA", "partial"),
+        ("test", "absent", "absent"),
+    ]
+    text = capsys.readouterr().out
+    assert re.search(r"mnist +train +10 of 10 +28x28 +METAMD_DATA +partial +the first few", text)
+    assert "MNIST: made by a test" in text
+    commands.list_datasets(json=True)
+    assert json.loads(capsys.readouterr().out) == {"datasets": rows}
+
+
+def test_list_calls_a_file_of_unknown_size_unrecorded_and_a_fetched_one_official(tiny, place):
+    put(place / "npz", "mnist", "train", tiny[0][:3], tiny[1][:3])
+    commands.fetch("mnist", split="test")
+    assert [(r["where"], r["status"], r["count"]) for r in commands.list_datasets()] == [
+        ("METAMD_DATA", "unrecorded", 3),
+        ("cache", "official", 5),
+    ]
+
+
+def test_fetch_prints_what_it_fetched_and_fetches_again_when_forced(tiny, server, capsys):
+    rows = commands.fetch("mnist", json=True)
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"fetched": rows}
+    assert [row["count"] for row in rows] == [10, 5]
+    assert "train-images.gz" in err
+    asked = len(server.asked)
+    commands.fetch("mnist")
+    assert len(server.asked) == asked
+    commands.fetch("mnist", force=True)
+    assert len(server.asked) == 2 * asked
+
+
+def test_verify_names_the_damaged_split(tiny, place, capsys):
+    with pytest.raises(DataError, match="There is nothing to verify"):
+        commands.verify()
+    put(place / "npz", "mnist", "train", *tiny)
+    assert [row["ok"] for row in commands.verify()] == [True]
+    capsys.readouterr()
+    put(place / "npz", "mnist", "train", tiny[0][::-1], tiny[1])
+    with pytest.raises(DataError, match=r"1 of 1 splits are wrong; the first: .*none of the recorded arrays"):
+        commands.verify("mnist", json=True)
+    assert [row["status"] for row in json.loads(capsys.readouterr().out)["verified"]] == ["wrong"]
+
+
+def test_path_is_that_of_the_file_or_of_the_cache(tiny, place, capsys):
+    assert commands.path() == str(place / "cache")
+    with pytest.raises(DataError, match=r"mnist train is not at hand. Run `metamd data fetch mnist` first"):
+        commands.path("mnist")
+    put(place / "npz", "mnist", "train", *tiny)
+    capsys.readouterr()
+    assert commands.path("mnist", json=True) == str(place / "npz" / "mnist-train.npz")
+    assert json.loads(capsys.readouterr().out) == {"path": str(place / "npz" / "mnist-train.npz")}
+
+
+def test_listing_imports_neither_torch_nor_the_extra_packages(tmp_path):
+    script = (
+        "import sys; from metamd.data import commands; commands.list_datasets(json=True); "
+        "print(sorted({'torch', 'pooch', 'scipy', 'PIL', 'requests'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert len(json.loads(done.stdout)["datasets"]) == 16
+
+
+# --- the registry itself ---
+
+
+def test_every_file_has_several_hosts_and_well_formed_checksums():
+    for record in registry.datasets().values():
+        assert set(record.splits) == {"train", "test"}
+        assert len(record.classes) == 10
+        for split in record.splits.values():
+            for file in split.files:
+                assert len(set(file.urls)) >= 2
+                assert all(re.fullmatch(r"https?://\S+/" + re.escape(file.name), url) for url in file.urls)
+                assert re.fullmatch("[0-9a-f]{32}", file.md5)
+                for sha in (file.sha256, file.content_sha256):
+                    assert sha is None or re.fullmatch("[0-9a-f]{64}", sha)
+            for form in split.forms:
+                assert form.count <= split.count
+                assert (form.status == "partial") == (form.count < split.count)
+                assert (form.status == "official") == (form.note == "")
+
+
+def test_no_two_splits_share_their_images():
+    digests = [f.images_sha256 for r in registry.datasets().values() for s in r.splits.values() for f in s.forms]
+    assert len(digests) == len(set(digests)) == 14
+
+
+def test_records_cannot_be_changed():
+    with pytest.raises(TypeError):
+        registry.datasets()["mnist"] = None
+    with pytest.raises(AttributeError):
+        data.dataset("mnist").licence = "mine"
+
+
+def test_download_sizes_add_up_and_are_unknown_for_usps():
+    assert data.dataset("mnist").download_size == 9912422 + 28881 + 1648877 + 4542
+    assert data.dataset("cifar10").download_size == 170_052_171  # one archive for both splits
+    assert data.dataset("usps").download_size is None
+
+
+def test_owner_finds_recorded_images_and_nothing_else():
+    form = data.dataset("kmnist").splits["test"].forms[0]
+    assert registry.owner_of(form.images_sha256) == ("kmnist", "test")
+    assert registry.owner_of("0" * 64) is None
+
+
+def test_a_tiny_array_is_not_mistaken_for_a_recorded_one():
+    from metamd.data.canonical import digest
+
+    assert registry.owner_of(digest(np.zeros((2, 28, 28), np.uint8))) is None

@@ -1,0 +1,259 @@
+"""Downloads from a loopback server that is whole, slow, stalled, wrong or gone, in one process and in "
+"several."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_fixtures import (
+    endless,
+    in_turn,
+    loopback,
+    remote,
+    slow,
+    stalled,
+    status,
+    truncated,
+    whole,
+)
+from metamd.data import download as module
+from metamd.data.download import download, mismatch, partial
+from metamd.data.locks import locked
+from metamd.data.records import DataError, RemoteFile
+
+CONTENT = gzip.compress(np.random.default_rng(0).bytes(200_000), mtime=0)
+CORRUPT = CONTENT[:1000] + bytes([CONTENT[1000] ^ 1]) + CONTENT[1001:]
+NAME = "digits.gz"
+
+
+@pytest.fixture
+def server():
+    with loopback() as state:
+        yield state
+
+
+def quick(file: RemoteFile, folder: Path, **options) -> Path:
+    return download(file, folder, **{"rounds": 1, "timeout": 5.0, "pause": 0.01, **options})
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".lock"))
+
+
+# --- one process ---
+
+
+def test_a_whole_file_is_fetched_once_and_then_found(server, tmp_path):
+    file = remote(NAME, CONTENT, server.serve("a", whole(CONTENT)))
+    assert quick(file, tmp_path).read_bytes() == CONTENT
+    assert quick(file, tmp_path) == tmp_path / NAME
+    assert server.asked == ["/a"]
+    assert leftovers(tmp_path) == [NAME]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (status(404), "the server answered 404"),
+        (status(503), "the server answered 503"),
+        (truncated(CONTENT), "[0-9]+ more expected|IncompleteRead"),
+        (whole(CONTENT[:-7]), r"wrong checksum: required md5 \w+ and 200083 bytes, got \w+ and 200076 bytes"),
+        (whole(CORRUPT), "wrong checksum"),
+        (whole(CONTENT + b"x" * 10), "wrong checksum"),
+        (whole(b""), "wrong checksum: .* and 0 bytes"),
+        (endless, "the server sent more than the [0-9]+ bytes expected"),
+    ],
+)
+def test_a_bad_mirror_is_named_with_its_reason_and_nothing_is_kept(server, tmp_path, answer, reason):
+    file = remote(NAME, CONTENT, server.serve("bad", answer))
+    with pytest.raises(DataError, match=reason) as caught:
+        quick(file, tmp_path)
+    assert f"{server.url}/bad" in str(caught.value)
+    assert str(tmp_path / NAME) in str(caught.value)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("answer", [status(404), truncated(CONTENT), whole(CORRUPT), endless])
+def test_the_next_mirror_is_asked_when_one_is_bad(server, tmp_path, answer):
+    urls = server.serve("bad", answer), server.serve("good", whole(CONTENT))
+    assert quick(remote(NAME, CONTENT, *urls), tmp_path).read_bytes() == CONTENT
+    assert server.asked == ["/bad", "/good"]
+
+
+def test_a_passing_fault_is_retried_and_a_wrong_file_is_not(server, tmp_path):
+    passing = server.serve("passing", in_turn(status(503), truncated(CONTENT), whole(CONTENT)))
+    wrong = server.serve("wrong", whole(CORRUPT))
+    gone = server.serve("gone", status(404))
+    assert quick(remote(NAME, CONTENT, passing, wrong, gone), tmp_path, rounds=3).read_bytes() == CONTENT
+    assert server.asked == ["/passing", "/wrong", "/gone", "/passing", "/passing"]
+
+
+def test_a_slow_server_is_waited_for_and_a_stalled_one_is_left(server, tmp_path):
+    patient = remote(NAME, CONTENT, server.serve("slow", slow(CONTENT, pieces=15, pause=0.1)))
+    assert quick(patient, tmp_path / "slow", timeout=1.0).read_bytes() == CONTENT
+    stuck = remote(NAME, CONTENT, server.serve("stuck", stalled(CONTENT, server)))
+    began = time.monotonic()
+    with pytest.raises(DataError, match="timed out"):
+        quick(stuck, tmp_path / "stuck", timeout=1.0)
+    assert time.monotonic() - began < 15
+
+
+def test_no_server_at_all_is_said_in_a_sentence(tmp_path):
+    with loopback() as state:
+        url = f"{state.url}/a"
+    with pytest.raises(DataError, match="Connection refused") as caught:
+        quick(remote(NAME, CONTENT, url), tmp_path)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_damaged_file_in_place_is_replaced(server, tmp_path):
+    (tmp_path / NAME).write_bytes(CORRUPT)
+    file = remote(NAME, CONTENT, server.serve("a", whole(CONTENT)))
+    assert quick(file, tmp_path).read_bytes() == CONTENT
+
+
+def test_a_mirror_that_compressed_anew_is_recognised_by_its_content(server, tmp_path):
+    anew = gzip.compress(gzip.decompress(CONTENT), 1, mtime=7)
+    assert anew != CONTENT
+    url = server.serve("anew", whole(anew))
+    assert quick(remote(NAME, CONTENT, url), tmp_path / "a").read_bytes() == anew
+    with pytest.raises(DataError, match="wrong checksum"):
+        quick(remote(NAME, CONTENT, url, packed=False), tmp_path / "b")
+    other = gzip.compress(gzip.decompress(CONTENT)[:-1] + b"x")
+    with pytest.raises(DataError, match="wrong checksum"):
+        quick(remote(NAME, CONTENT, server.serve("other", whole(other))), tmp_path / "c")
+
+
+def test_the_md5_alone_is_not_enough_where_a_sha256_is_known(tmp_path):
+    path = tmp_path / "file.mat"
+    path.write_bytes(b"content")
+    file = remote("file.mat", b"content")
+    assert mismatch(file, path) is None
+    assert mismatch(replace(file, sha256=None), path) is None
+    assert mismatch(replace(file, sha256="0" * 64), path) is not None
+    assert mismatch(replace(file, md5="0" * 32), path) is not None
+
+
+def test_a_server_that_labels_the_file_as_gzip_encoded_is_asked_not_to(server, tmp_path):
+    seen = {}
+
+    def answer(handler):
+        seen["encoding"] = handler.headers["Accept-Encoding"]
+        whole(CONTENT)(handler)
+
+    quick(remote(NAME, CONTENT, server.serve("a", answer)), tmp_path)
+    assert seen == {"encoding": "identity"}
+
+
+def test_the_bar_goes_to_standard_error(server, tmp_path, capsys):
+    quick(remote(NAME, CONTENT, server.serve("a", whole(CONTENT))), tmp_path, progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert NAME in err
+
+
+# --- several processes ---
+
+CHILD = """
+import json, sys
+from contextlib import nullcontext
+from pathlib import Path
+from metamd.data import download as module
+from metamd.data.records import RemoteFile
+file, folder, lock = json.loads(sys.argv[1])
+if not lock:
+    module.locked = lambda path: nullcontext()
+Path(folder).mkdir(parents=True, exist_ok=True)
+print(module.download(RemoteFile(**file), Path(folder), rounds=1, timeout=10))
+"""
+
+
+def child(file: RemoteFile, folder: Path, lock: bool = True) -> subprocess.Popen:
+    argument = json.dumps([asdict(file), str(folder), lock])
+    command = [sys.executable, "-c", CHILD, argument]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> int:
+    _, errors = process.communicate(timeout=60)
+    if process.returncode:
+        print(errors)
+    return process.returncode
+
+
+def test_two_processes_asking_at_once_fetch_one_good_file(server, tmp_path):
+    file = remote(NAME, CONTENT, server.serve("a", slow(CONTENT, pieces=20, pause=0.05)))
+    assert [finish(p) for p in [child(file, tmp_path) for _ in range(2)]] == [0, 0]
+    assert (tmp_path / NAME).read_bytes() == CONTENT
+    assert server.asked == ["/a"]  # the second process waited and found the first one's file
+    assert leftovers(tmp_path) == [NAME]
+
+
+def test_without_the_lock_the_two_get_in_each_others_way(server, tmp_path):
+    def answer(handler):
+        wait_for(lambda: len(server.asked) == 2)
+        slow(CONTENT, pieces=5, pause=0.05)(handler)
+
+    file = remote(NAME, CONTENT, server.serve("a", answer))
+    codes = [finish(p) for p in [child(file, tmp_path, lock=False) for _ in range(2)]]
+    assert codes != [0, 0]  # they share one .part file: the slower finds it moved away
+
+
+def wait_for(condition, seconds: float = 30.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "the other process did not get there in time"
+        time.sleep(0.01)
+
+
+def test_a_process_killed_in_mid_download_leaves_nothing_that_harms(server, tmp_path):
+    url = server.serve("a", in_turn(slow(CONTENT, pieces=100, pause=0.05), whole(CONTENT)))
+    file = remote(NAME, CONTENT, url)
+    part = partial(tmp_path / NAME)
+    victim = child(file, tmp_path)
+    wait_for(lambda: server.asked and part.exists())
+    time.sleep(0.2)
+    os.kill(victim.pid, signal.SIGKILL)
+    assert finish(victim) == -signal.SIGKILL
+    assert part.exists()  # what the victim left, and the lock file with it
+    assert not (tmp_path / NAME).exists()
+    assert finish(child(file, tmp_path)) == 0
+    assert (tmp_path / NAME).read_bytes() == CONTENT
+    assert leftovers(tmp_path) == [NAME]
+
+
+def test_a_longer_leftover_does_not_shine_through(server, tmp_path):
+    partial(tmp_path / NAME).write_bytes(b"x" * 3 * len(CONTENT))
+    file = remote(NAME, CONTENT, server.serve("a", whole(CONTENT)))
+    assert quick(file, tmp_path).read_bytes() == CONTENT
+
+
+def test_the_lock_excludes_another_process(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from metamd.data.locks import locked\n"
+        "with locked(Path(sys.argv[1])): print('in')"
+    )
+    with locked(tmp_path / "l"):
+        other = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "l")], stdout=subprocess.PIPE)
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(timeout=1.0)
+    assert other.communicate(timeout=30)[0] == b"in\n"
+
+
+def test_pooch_missing_is_said_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    monkeypatch.setattr(module, "locked", lambda path: nullcontext())
+    with pytest.raises(DataError, match=r"pip install 'metamd\[data\]'"):
+        quick(remote(NAME, CONTENT, "http://127.0.0.1:9/a"), tmp_path)

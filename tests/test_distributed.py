@@ -1,0 +1,103 @@
+"""Two real processes: data parallel, fully sharded, and distributed checkpoints."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from metamd import MetaMD
+from tests.distributed_worker import STEPS, batch, fit, geometry_and_model
+
+
+def launch(case, folder, world=2):
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed_worker", case, str(rank), str(world), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    outputs = [run.communicate(timeout=240)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0] * world, "\n".join(outputs)[-3000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def single(**options):
+    geometry, model = geometry_and_model(**options)
+    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1)
+    fit(model, optimiser, 0, 1)
+    return model.state_dict(), optimiser
+
+
+def equal(a, b):
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+def close(a, b):
+    return all(torch.allclose(a[n], b[n], rtol=1e-9, atol=1e-11) for n in a)
+
+
+def test_data_parallel_ranks_agree_with_each_other_and_with_one_process(tmp_path):
+    first, second = launch("ddp", tmp_path)
+    assert equal(first["params"], second["params"])
+    assert first["weights"] == second["weights"]
+    assert torch.equal(first["pieces"], second["pieces"])
+    params, optimiser = single()
+    assert close(first["params"], params)
+    assert (optimiser._active.weights > 0).sum() > 1, "no kink was met: the agreement of weights says little"
+
+
+def test_data_parallel_refuses_a_nonfinite_gradient_on_all_ranks(tmp_path):
+    first, second = launch("ddp_nonfinite", tmp_path)
+    assert "not finite" in first["error"]
+    assert "not finite" in second["error"]
+    assert equal(first["params"], geometry_and_model()[1].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [("fsdp", {}), ("fsdp_channel", {"tying": "channel", "centre": "origin"}), ("fsdp_column", {"tying": "column"})],
+)
+def test_fully_sharded_gives_the_unsharded_result(tmp_path, case, options):
+    first, second = launch(case, tmp_path)
+    params, optimiser = single(**options)
+    assert equal(first["params"], second["params"])
+    assert close(first["params"], params)
+    assert torch.equal(first["pieces"], optimiser.active_pieces)
+    assert first["weights"] == second["weights"]
+
+
+def test_fully_sharded_comparison_rejects_forms_of_one_shard():
+    """The comparison above can fail: weights from half of the coordinates lead elsewhere."""
+    params, _ = single()
+    geometry, model = geometry_and_model()
+    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1)
+    potential = optimiser.potential
+    potential.add_up = lambda parts, add=potential.add_up: add({n: p for n, p in parts.items() if n.startswith("0.")})
+    bind = optimiser._bind
+    optimiser._bind = lambda: (bind(), setattr(optimiser.potential, "add_up", potential.add_up))
+    fit(model, optimiser, 0, 1)
+    assert not close(model.state_dict(), params)
+
+
+def test_fully_sharded_refuses_a_nonfinite_gradient_on_all_ranks(tmp_path):
+    first, second = launch("fsdp_nonfinite", tmp_path)
+    assert "elsewhere is not finite" in first["error"]
+    assert "'0.weight'" in second["error"]
+    assert equal(first["params"], geometry_and_model()[1].state_dict())
+
+
+def test_distributed_checkpoint_resumes_bit_exactly(tmp_path):
+    first, second = launch("checkpoint", tmp_path)
+    for result in (first, second):
+        assert result["weights"] == result["loaded"]
+        assert equal(result["params"], result["resumed"])
+        assert torch.equal(*result["pieces"])
+        assert len(result["pieces"][0]) == STEPS
+
+
+def test_the_two_ranks_see_different_data():
+    assert not torch.equal(batch(0, 0, 2), batch(0, 1, 2))

@@ -14,7 +14,15 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { CHUNK = 1024, GROUP = 8, SERIAL = 32768, MOST = 8, BYTES = 64 };
+enum { CHUNK = 1024, GROUP = 8, SERIAL = 32768, MOST = 8 };
+
+#if defined(__AVX512F__)
+#define BYTES 64 /* of a vector register */
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
 
 typedef struct {
     void *theta;

@@ -131,9 +131,11 @@ def layout(shape: torch.Size, d: Tensor) -> Layout:
     """The layout for a metric of shape (N, ...) that broadcasts against a tensor of the given shape."""
     tied = (1,) * (len(shape) + 1 - d.ndim) + tuple(d.shape[1:])
     size, flat = shape.numel(), d.reshape(len(d), -1)
+    if size == 0:
+        return Layout(shape, flat, 1, 1)
     leading = next(i for i in range(len(shape), -1, -1) if tied[:i] == shape[:i])
     if math.prod(tied[leading:]) == 1:
-        return Layout(shape, flat, size, max(1, math.prod(shape[leading:])))
+        return Layout(shape, flat, size, math.prod(shape[leading:]))
     trailing = next(i for i in range(len(shape) + 1) if tied[i:] == shape[i:])
     if math.prod(tied[:trailing]) == 1:
         period = math.prod(shape[trailing:])

@@ -47,6 +47,7 @@ class FusedDiagonals:
         self._offsets = np.array(offsets, dtype=np.float64)
         self._margin = max((MARGINS[d.dtype] for d in metrics.values()), default=0.0)
         self._lengths = np.full(len(offsets), np.inf)  # |d|_k of the last move, to guess whether laziness will do
+        self.lazy_steps = self.full_steps = 0  # how often the bounds sufficed, and how often forms were computed
         self._known: tuple[Array, Array, Array] | None = None  # what `evaluate` would find at the weights of the trial
 
     def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, forms: Array) -> Array:
@@ -56,7 +57,12 @@ class FusedDiagonals:
         if piece >= 0 and decided(drift(forms, b, piece, AHEAD * self._lengths), piece, self._margin):
             self._lengths = np.sqrt(self._passes.follow(params, moves, piece))
             bounds = drift(forms, b, piece, self._lengths)
-            return bounds if decided(bounds, piece, self._margin) else self.forms(params, params)
+            if decided(bounds, piece, self._margin):
+                self.lazy_steps += 1
+                return bounds
+            self.full_steps += 1
+            return self.forms(params, params)
+        self.full_steps += 1
         doubled, hessian, lengths = self._passes.advance(params, moves, weights, piece)
         self._lengths = np.sqrt(lengths) if piece >= 0 else np.full(len(b), np.inf)
         if len(moves) == len(params):

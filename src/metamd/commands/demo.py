@@ -57,7 +57,7 @@ def _iterations(problem: tuple[Tensor, Tensor], potential: Potential, lr: Tensor
     optimiser = MetaMD([("x", x)], potential, lr=float(lr), exact=exact)
     for t in range(LIMIT):
         optimiser.zero_grad()
-        (0.5 * x @ a @ x - b @ x).backward()
+        torch.autograd.backward(0.5 * x @ a @ x - b @ x)
         if x.grad is not None and float(x.grad.norm()) < TOLERANCE:
             return t
         optimiser.step()

@@ -386,6 +386,7 @@ def test_refused_tensors() -> None:
     )
     assert "contiguous tensors, but the tensor 'w' of shape (3, 4) is not" in _refused({"w": torch.ones(4, 3).T}, d)
     assert "but the centre of 'w' has torch.float64" in _refused(x, d, {"w": x["w"].double()})
+    assert "must have the shape of its tensor, (3, 4), got (12,)" in _refused(x, d, {"w": torch.ones(12)})
     assert "must be a dense tensor of shape (3, 4) on the CPU, got (4, 3)" in _refused(x, d, grad=torch.ones(4, 3))
     with pytest.raises(ValueError, match="up to 8 pieces, got 9"):
         _fused(x, 9)

@@ -9,6 +9,7 @@ a move d shortens |x|_j by |d|_j at most and lengthens |x|_k by |d|_k at most, a
 where what depends on metrics alone is computed once. The forms are computed only where these bounds cannot tell.
 """
 
+import math
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -102,10 +103,12 @@ def drift(forms: Array, offsets: Array, piece: int, lengths: Array) -> Array:
         piece: j.
         lengths: |d|_k, or upper bounds.
     """
-    norms = np.sqrt(2 * np.maximum(forms - offsets, 0))
-    after = norms + lengths
-    after[piece] = np.maximum(norms[piece] - lengths[piece], 0)
-    return after**2 / 2 + offsets
+    after = np.empty_like(forms)
+    for k, (form, b, length) in enumerate(zip(forms.tolist(), offsets.tolist(), lengths.tolist(), strict=True)):
+        norm = math.sqrt(2 * max(form - b, 0.0))
+        norm = max(norm - length, 0.0) if k == piece else norm + length
+        after[k] = norm * norm / 2 + b
+    return after
 
 
 def decided(forms: Array, piece: int, margin: float) -> bool:
@@ -116,5 +119,6 @@ def decided(forms: Array, piece: int, margin: float) -> bool:
         piece: the one that is bounded below.
         margin: what rounding can hide, relative to the largest form.
     """
-    with np.errstate(invalid="ignore"):  # infinity less infinity is NaN, and NaN decides nothing
-        return bool((forms[piece] - np.delete(forms, piece) > margin * np.abs(forms).max()).all())
+    bounds = forms.tolist()
+    least = margin * max(map(abs, bounds))
+    return all(bounds[piece] - bound > least for k, bound in enumerate(bounds) if k != piece)  # NaN decides nothing

@@ -165,6 +165,7 @@ class Passes:
         self._layouts: dict[str, Layout] = {}
         self._rows = np.zeros(0, dtype=ROW)
         self._chunks = np.zeros((0, 3), dtype=np.int64)
+        self._tables = (0, 0)  # the addresses of both
         self._ratios: dict[int, Array] = {}
 
     def follow(self, params: Params, moves: Mapping[str, Move], piece: int) -> Array:
@@ -202,6 +203,7 @@ class Passes:
         weights: Array,
         piece: int,
     ) -> Array:
+        self._lay_out(params)
         ratios = self.ratios(params, piece) if piece >= 0 else None
         alive = self._point_to(params, names, moves)
         sums = self._run(name, width, weights, weights, piece=piece, ratios=ratios)
@@ -212,19 +214,20 @@ class Passes:
     def evaluate(self, params: Params, names: Collection[str], before: Array, after: Array) -> tuple[Array, Array]:
         """Sum D_k x^2 and sum D_k D_l x^2 / D(w+) over the named tensors, x = D(w)/D(w+) (theta - c)."""
         n = self.pieces
+        self._lay_out(params)
         self._point_to(params, names)
         sums = self._run("evaluate", n + n * n, before, after)
         return sums[:n], sums[n:].reshape(n, n)
 
     def rescale(self, params: Params, names: Collection[str], before: Array, after: Array) -> None:
         """theta <- D(w)/D(w+) (theta - c) + c for the named tensors, in place."""
+        self._lay_out(params)
         self._point_to(params, names)
         self._run("rescale", 0, before, after)
         torch.autograd.graph.increment_version([params[name] for name in names])
 
     def ratios(self, params: Params, piece: int) -> Array:
         """Max D_k/D_j and |D_k/D_j|_2 of every chunk whose elements have metrics of their own: (2, chunks, N)."""
-        self._lay_out(params)
         if piece not in self._ratios:
             self._ratios[piece] = np.zeros((2, len(self._chunks), self.pieces))
             self._point_to(params, params)
@@ -237,6 +240,11 @@ class Passes:
             return
         for name, x in params.items():
             check(f"the tensor {name!r}", x, self.metrics[name].dtype)
+            if self.start and self.start[name].shape != x.shape:
+                raise ValueError(
+                    f"the centre of {name!r} must have the shape of its tensor, {tuple(x.shape)}, got "
+                    f"{tuple(self.start[name].shape)}. Build the optimiser anew after a change of shape."
+                )
         self._layouts = {n: layout(x.shape, self.metrics[n]) for n, x in params.items()}
         chunks = [c for i, a in enumerate(self._layouts.values()) for c in a.chunks(i)]
         self._chunks = np.array(chunks, dtype=np.int64).reshape(-1, 3)
@@ -248,11 +256,11 @@ class Passes:
         self._rows["period"] = [a.period for a in layouts]
         self._rows["cols"] = [a.cols for a in layouts]
         self._rows["wide"] = [a.metric.dtype == torch.float64 for a in layouts]
+        self._tables = self._rows.ctypes.data, self._chunks.ctypes.data
         self._rows["centre"] = [self.start[n].data_ptr() if self.start else 0 for n in self._layouts]
 
     def _point_to(self, params: Params, names: Collection[str], moves: Mapping[str, Move] | None = None) -> list[Tensor]:
         """Note where the tensors of a pass are. The gradients returned must live until it is over."""
-        self._lay_out(params)
         rows, moves = self._rows, moves or {}
         grads = {n: _readable(n, m.grad, params[n]) for n, m in moves.items()}
         rows["theta"] = [params[n].data_ptr() for n in self._layouts]
@@ -273,8 +281,8 @@ class Passes:
         ratios: Array | None = None,
     ) -> Array:
         job = Job(
-            tensors=_address(self._rows),
-            chunks=_address(self._chunks),
+            tensors=self._tables[0],
+            chunks=self._tables[1],
             count=len(self._chunks),
             pieces=self.pieces,
             threads=torch.get_num_threads(),
@@ -300,8 +308,8 @@ def _readable(name: str, grad: Tensor, x: Tensor) -> Tensor:
             f"the gradient of {name!r} must be a dense tensor of shape {tuple(x.shape)} on the CPU, got "
             f"{tuple(grad.shape)}, {grad.layout}, on {grad.device}. {INSTEAD}"
         )
-    return grad.to(x.dtype).contiguous()
+    return grad if grad.dtype == x.dtype and grad.is_contiguous() else grad.to(x.dtype).contiguous()
 
 
 def _address(array: NDArray[Any] | None) -> int | None:
-    return None if array is None else array.ctypes.data
+    return None if array is None else array.__array_interface__["data"][0]  # .ctypes.data takes four times as long

@@ -1,0 +1,134 @@
+"""Domains: datasets in memory as uint8, with disjoint splits, and what is known of where they come from."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metamd.data.loading import load_arrays
+from metamd.data.records import Provenance
+from metamd.tasks.base import Split
+from metamd.tasks.pixels import Normaliser
+
+VALIDATION_SHARE = 10
+"""One in so many images of the official training split is for validation."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset as loaded: the official training images and the official test images.
+
+    Args:
+        name: as in `metamd.data`.
+        images: uint8, (number, channels, height, width), by official split.
+        labels: int64, by official split.
+        provenance: of each official split.
+    """
+
+    name: str
+    images: Mapping[str, Tensor]
+    labels: Mapping[str, Tensor]
+    provenance: tuple[Provenance, ...]
+
+    @classmethod
+    def load(cls, name: str) -> "Source":
+        """Load both official splits of a dataset.
+
+        Args:
+            name: as in `metamd.data`.
+        """
+        images, labels, provenance = {}, {}, []
+        for split in ("train", "test"):
+            (pixels, classes), came = load_arrays(name, split)
+            tensor = torch.from_numpy(pixels)
+            images[split] = tensor[:, None] if tensor.ndim == 3 else tensor.permute(0, 3, 1, 2).contiguous()
+            labels[split] = torch.from_numpy(classes.astype("int64"))
+            provenance.append(came)
+        return cls(name, images, labels, tuple(provenance))
+
+    def origin(self) -> dict[str, dict[str, Any]]:
+        """What a table must say of each official split, in JSON's types; no path, which differs by machine."""
+        return {
+            came.split: {
+                "images": came.count,
+                "official_images": came.official_count,
+                "status": came.status,
+                "note": came.note,
+            }
+            for came in self.provenance
+        }
+
+
+def choose(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tensor]:
+    """Disjoint indices of training and validation images, a pure function of the arguments.
+
+    Validation is a random tenth, the same whatever `images` is. With a number of images, training takes that many of
+    the rest with the classes as balanced as they can be (1,000 of MNIST: 100 of each digit).
+
+    Args:
+        labels: of the official training split.
+        images: how many training images; None for all that are not for validation.
+        seed: fixes the choice.
+    """
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    share = max(1, len(labels) // VALIDATION_SHARE)
+    validation, rest = order[:share], order[share:]
+    if images is None:
+        return rest, validation
+    if not 1 <= images <= len(rest):
+        raise ValueError(
+            f"images must be between 1 and the {len(rest)} that are there for training, got {images}. Pass None for all."
+        )
+    return rest[_balanced(labels[rest])[:images]], validation
+
+
+def _balanced(labels: Tensor) -> Tensor:
+    """An order whose every beginning has its classes as balanced as they can be."""
+    by_class = labels.argsort(stable=True)
+    counts = labels.bincount()
+    starts = counts.cumsum(0) - counts
+    place_in_class = torch.arange(len(labels)) - starts[labels[by_class]]
+    return by_class[place_in_class.argsort(stable=True)]
+
+
+class Domain:
+    """One dataset as a family's tasks see it. Splits are prepared when first asked for, and then kept.
+
+    Args:
+        source: the dataset.
+        indices: of the training and validation images in the official training split; test is the official one.
+        prepare: turns uint8 images into uint8 images: a rotation, say.
+        channels: what the model takes.
+    """
+
+    def __init__(
+        self, source: Source, indices: tuple[Tensor, Tensor], prepare: Callable[[Tensor], Tensor], channels: int
+    ) -> None:
+        self.source, self.indices, self.prepare, self.channels = source, indices, prepare, channels
+        self._splits: dict[Split, tuple[Tensor, Tensor]] = {}
+
+    def split(self, name: Split) -> tuple[Tensor, Tensor]:
+        """The uint8 images and the labels of a split.
+
+        Args:
+            name: `"train"`, `"validation"` or `"test"`.
+        """
+        if name not in self._splits:
+            images, labels = self._chosen(name)
+            self._splits[name] = self.prepare(images), labels
+        return self._splits[name]
+
+    def _chosen(self, name: Split) -> tuple[Tensor, Tensor]:
+        images, labels = self.source.images, self.source.labels
+        if name == "test":
+            return images["test"], labels["test"]
+        index = self.indices[0 if name == "train" else 1]
+        return images["train"][index], labels["train"][index]
+
+    @cached_property
+    def normaliser(self) -> Normaliser:
+        """From the training split alone."""
+        return Normaliser.of(self.split("train")[0], self.channels)

@@ -12,7 +12,7 @@ from metamd.guard import FamilyWatch, Safeguard
 from metamd.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.mixture import combine
+from metamd.potentials.mixture import combine, widen
 from metamd.sharding import any_process, local, local_metric, total_for
 from metamd.tying import clean_names
 
@@ -151,7 +151,7 @@ class MetaMD(Optimizer):
             return
         bound = self._potential.bind(named, missing=self._potential.missing)
         with torch.no_grad():
-            metrics = {n: local_metric(bound.metric(n), p) for n, p in named.items()}
+            metrics = {n: local_metric(bound.metric(n).to(widen(p).dtype), p) for n, p in named.items()}
         starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
         fused = None
         if self.fused and bound.pieces > 1:

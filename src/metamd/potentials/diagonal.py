@@ -319,14 +319,17 @@ def Diagonal(*, tying: TyingName = "parameter", centre: Centre = "start") -> Max
     return MaxDiagonal(1, tying=tying, centre=centre)
 
 
+_PREFIX = "log_d:"
+
+
 def escape(key: str) -> str:
-    """A key without dots, which torch does not allow in the names of parameters."""
-    return key.replace("~", "~0").replace(".", "~1") or "~2"
+    """A key that torch takes as a parameter's name: without dots, and unlike any attribute of a module."""
+    return _PREFIX + key.replace("~", "~0").replace(".", "~1")
 
 
 def unescape(key: str) -> str:
     """The key that was escaped."""
-    return "" if key == "~2" else key.replace("~1", ".").replace("~0", "~")
+    return key.removeprefix(_PREFIX).replace("~1", ".").replace("~0", "~")
 
 
 def _metric_dtype(x: Tensor) -> torch.dtype:

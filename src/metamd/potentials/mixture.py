@@ -36,7 +36,7 @@ def grouped_squares(x: Tensor, shape: Shape) -> Tensor:
 
 def half_forms(squares: Tensor, d: Tensor) -> Tensor:
     """1/2 x'D_j x of one tensor for every piece j, in float64."""
-    return 0.5 * (d.reshape(len(d), -1) @ squares.reshape(-1)).double()
+    return 0.5 * (d.to(squares.dtype).reshape(len(d), -1) @ squares.reshape(-1)).double()
 
 
 def combine(d: Tensor, weights: Array) -> Tensor:
@@ -65,6 +65,7 @@ def find_weights(
         tolerance: see `solve`.
     """
     pieces = len(weights)
+    metrics = {n: d.to(squares[n].dtype) for n, d in metrics.items()}
     before = {n: combine(d, weights) for n, d in metrics.items()}
 
     def evaluate(w: Array) -> tuple[Array, Array]:

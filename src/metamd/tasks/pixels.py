@@ -73,7 +73,9 @@ class Normaliser:
         count = images.numel() // images.shape[1]
         # Sums of a histogram are exact, need no float copy, and do not depend on the order of the images.
         values = torch.arange(256, dtype=torch.float64)
-        tables = torch.stack([torch.bincount(images[:, c].flatten(), minlength=256) for c in range(images.shape[1])]).double()
+        tables = torch.stack(
+            [torch.bincount(images[:, c].flatten(), minlength=256) for c in range(images.shape[1])]
+        ).double()
         mean = tables @ values / count
         deviation = (tables @ values**2 / count - mean**2).clamp_min(0).sqrt()
         if not bool((deviation > 0).all()):

@@ -131,12 +131,7 @@ def test_a_chosen_number_of_images_is_balanced_and_validation_does_not_depend_on
     assert labels[everything].bincount()[0] > 200  # all of them are as unbalanced as the data
     many = labels[choose(labels, 400, seed=0)[0]].bincount()
     assert sum(many.tolist()) == 400  # classes that run out give what they have
-
-
-@pytest.mark.parametrize("images", [0, 55])
-def test_more_images_than_there_are_is_refused(images):
-    with pytest.raises(ValueError, match=rf"between 1 and the 54 .* got {images}\. Pass None for all"):
-        choose(torch.arange(60) % 10, images, seed=0)
+    assert len(choose(labels, 10_000, seed=0)[0]) == 540  # and so does a dataset
 
 
 def test_normalisation_knows_the_training_split_alone():

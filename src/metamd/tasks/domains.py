@@ -70,7 +70,7 @@ def choose(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tenso
 
     Args:
         labels: of the official training split.
-        images: how many training images; None for all that are not for validation.
+        images: how many training images, if there are so many; None for all that are not for validation.
         seed: fixes the choice.
     """
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
@@ -78,10 +78,6 @@ def choose(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tenso
     validation, rest = order[:share], order[share:]
     if images is None:
         return rest, validation
-    if not 1 <= images <= len(rest):
-        raise ValueError(
-            f"images must be between 1 and the {len(rest)} that are there for training, got {images}. Pass None for all."
-        )
     return rest[_balanced(labels[rest])[:images]], validation
 
 
@@ -132,3 +128,63 @@ class Domain:
     def normaliser(self) -> Normaliser:
         """From the training split alone."""
         return Normaliser.of(self.split("train")[0], self.channels)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a domain is made: from which dataset, and by which preparation of its uint8 images."""
+
+    dataset: str
+    prepare: Callable[[Tensor], Tensor]
+
+
+class Collection:
+    """Named domains of one shape, each loaded and prepared when first asked for, and then kept in memory.
+
+    Args:
+        recipes: how each domain is made, by its name.
+        shape: channels, height and width that the model sees.
+        images: training images per domain; None for all. A domain with fewer gives all of its own.
+        seed: of the splits.
+    """
+
+    def __init__(
+        self, recipes: Mapping[str, Recipe], shape: tuple[int, int, int], *, images: int | None, seed: int
+    ) -> None:
+        if images is not None and images < 1:
+            raise ValueError(f"images must be at least 1, got {images}. Pass None for all of them.")
+        self.recipes, self.shape, self.images, self.seed = recipes, shape, images, seed
+        self._sources: dict[str, Source] = {}
+        self._domains: dict[str, Domain] = {}
+
+    def source(self, dataset: str) -> Source:
+        """A dataset, loaded once.
+
+        Args:
+            dataset: as in `metamd.data`.
+        """
+        if dataset not in self._sources:
+            self._sources[dataset] = Source.load(dataset)
+        return self._sources[dataset]
+
+    def domain(self, name: str) -> Domain:
+        """A domain by its name.
+
+        Args:
+            name: one of `recipes`.
+        """
+        if name not in self._domains:
+            recipe = self.recipes[name]
+            source = self.source(recipe.dataset)
+            indices = choose(source.labels["train"], self.images, self.seed)
+            self._domains[name] = Domain(source, indices, recipe.prepare, self.shape[0])
+        return self._domains[name]
+
+    def describe(self) -> dict[str, Any]:
+        """The domains' sizes and what is known of their datasets, in JSON's types."""
+        return {
+            "training_images": {name: len(self.domain(name).indices[0]) for name in self.recipes},
+            "split_seed": self.seed,
+            "normalisation": "mean 0 and deviation 1 per channel and domain, from its training images",
+            "datasets": {name: self.source(name).origin() for name in {r.dataset: None for r in self.recipes.values()}},
+        }

@@ -25,6 +25,7 @@ _HOME = {
     "OffFamilyWarning": "guard",
     "load": "learned",
 }
+_SUBMODULES = ("data", "models", "tasks")
 
 __all__ = [
     "Diagonal",
@@ -45,10 +46,12 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     # torch takes seconds to import: a name is fetched when it is used, so that `metamd --help` stays instant.
+    if name in _SUBMODULES:
+        return import_module(f"metamd.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'metamd' has no attribute {name!r}")
     return getattr(import_module(f"metamd.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_SUBMODULES])

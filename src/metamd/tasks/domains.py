@@ -1,9 +1,9 @@
 """Domains: datasets in memory as uint8, with disjoint splits, and what is known of where they come from."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -49,6 +49,19 @@ class Source:
             provenance.append(came)
         return cls(name, images, labels, tuple(provenance))
 
+    def part(self, rows: Mapping[str, Tensor], classes: Sequence[int]) -> "Source":
+        """Some images of some classes, labelled 0, 1, ... in the order of `classes`.
+
+        Args:
+            rows: which images, by official split.
+            classes: which classes.
+        """
+        numbers = torch.full((256,), -1)
+        numbers[list(classes)] = torch.arange(len(classes))
+        labels = {split: numbers[self.labels[split][index]] for split, index in rows.items()}
+        images = {split: self.images[split][index[labels[split] >= 0]] for split, index in rows.items()}
+        return replace(self, images=images, labels={split: found[found >= 0] for split, found in labels.items()})
+
     def origin(self) -> dict[str, dict[str, Any]]:
         """What a table must say of each official split, in JSON's types; no path, which differs by machine."""
         return {
@@ -90,8 +103,32 @@ def _balanced(labels: Tensor) -> Tensor:
     return by_class[place_in_class.argsort(stable=True)]
 
 
-class Domain:
-    """One dataset as a family's tasks see it. Splits are prepared when first asked for, and then kept.
+@dataclass(frozen=True)
+class Pictures:
+    """Images kept as uint8, which take a quarter of the memory, and given as normalised floats, a few at a time.
+
+    Args:
+        pixels: uint8, (number, channels, height, width).
+        normaliser: makes the floats.
+    """
+
+    pixels: Tensor
+    normaliser: Normaliser
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pixels are."""
+        return self.pixels.device
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        return self.normaliser(self.pixels[rows])
+
+
+class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
+    """One dataset as tasks see it: images and labels by split, prepared when first asked for, and then kept.
 
     Args:
         source: the dataset.
@@ -104,34 +141,39 @@ class Domain:
         self, source: Source, indices: tuple[Tensor, Tensor], prepare: Callable[[Tensor], Tensor], channels: int
     ) -> None:
         self.source, self.indices, self.prepare, self.channels = source, indices, prepare, channels
-        self._splits: dict[Split, tuple[Tensor, Tensor]] = {}
+        self._splits: dict[Split, tuple[Pictures, Tensor]] = {}
 
-    def split(self, name: Split) -> tuple[Tensor, Tensor]:
-        """The uint8 images and the labels of a split.
+    def __getitem__(self, split: Split) -> tuple[Pictures, Tensor]:
+        if split not in self._splits:
+            pixels = self._train_pixels if split == "train" else self.prepare(self._chosen(split)[0])
+            self._splits[split] = Pictures(pixels, self.normaliser), self._chosen(split)[1]
+        return self._splits[split]
 
-        Args:
-            name: `"train"`, `"validation"` or `"test"`.
-        """
-        if name not in self._splits:
-            images, labels = self._chosen(name)
-            self._splits[name] = self.prepare(images), labels
-        return self._splits[name]
+    def __iter__(self) -> Iterator[Split]:
+        return iter(get_args(Split))
 
-    def _chosen(self, name: Split) -> tuple[Tensor, Tensor]:
-        images, labels = self.source.images, self.source.labels
-        if name == "test":
-            return images["test"], labels["test"]
-        index = self.indices[0 if name == "train" else 1]
-        return images["train"][index], labels["train"][index]
+    def __len__(self) -> int:
+        return len(get_args(Split))
 
     @cached_property
     def normaliser(self) -> Normaliser:
-        """From the training split alone."""
-        return Normaliser.of(self.split("train")[0], self.channels)
+        """From the training images alone, as prepared."""
+        return Normaliser.of(self._train_pixels, self.channels)
+
+    @cached_property
+    def _train_pixels(self) -> Tensor:
+        return self.prepare(self._chosen("train")[0])
+
+    def _chosen(self, split: Split) -> tuple[Tensor, Tensor]:
+        images, labels = self.source.images, self.source.labels
+        if split == "test":
+            return images["test"], labels["test"]
+        index = self.indices[0 if split == "train" else 1]
+        return images["train"][index], labels["train"][index]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Preparation:
     """How a domain is made: from which dataset, and by which preparation of its uint8 images."""
 
     dataset: str
@@ -142,18 +184,18 @@ class Collection:
     """Named domains of one shape, each loaded and prepared when first asked for, and then kept in memory.
 
     Args:
-        recipes: how each domain is made, by its name.
+        preparations: how each domain is made, by its name.
         shape: channels, height and width that the model sees.
         images: training images per domain; None for all. A domain with fewer gives all of its own.
         seed: of the splits.
     """
 
     def __init__(
-        self, recipes: Mapping[str, Recipe], shape: tuple[int, int, int], *, images: int | None, seed: int
+        self, preparations: Mapping[str, Preparation], shape: tuple[int, int, int], *, images: int | None, seed: int
     ) -> None:
         if images is not None and images < 1:
             raise ValueError(f"images must be at least 1, got {images}. Pass None for all of them.")
-        self.recipes, self.shape, self.images, self.seed = recipes, shape, images, seed
+        self.preparations, self.shape, self.images, self.seed = preparations, shape, images, seed
         self._sources: dict[str, Source] = {}
         self._domains: dict[str, Domain] = {}
 
@@ -171,20 +213,20 @@ class Collection:
         """A domain by its name.
 
         Args:
-            name: one of `recipes`.
+            name: one of `preparations`.
         """
         if name not in self._domains:
-            recipe = self.recipes[name]
-            source = self.source(recipe.dataset)
+            made = self.preparations[name]
+            source = self.source(made.dataset)
             indices = choose(source.labels["train"], self.images, self.seed)
-            self._domains[name] = Domain(source, indices, recipe.prepare, self.shape[0])
+            self._domains[name] = Domain(source, indices, made.prepare, self.shape[0])
         return self._domains[name]
 
     def describe(self) -> dict[str, Any]:
         """The domains' sizes and what is known of their datasets, in JSON's types."""
         return {
-            "training_images": {name: len(self.domain(name).indices[0]) for name in self.recipes},
+            "training_images": {name: len(self.domain(name).indices[0]) for name in self.preparations},
             "split_seed": self.seed,
             "normalisation": "mean 0 and deviation 1 per channel and domain, from its training images",
-            "datasets": {name: self.source(name).origin() for name in {r.dataset: None for r in self.recipes.values()}},
+            "datasets": {name: self.source(name).origin() for name in {r.dataset: None for r in self.preparations.values()}},
         }

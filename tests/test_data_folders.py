@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from metamd.data import DataError, image_folder
+from metamd.tasks import supervised
+
+SEEDS = {"init_seed": 0, "batch_seed": 0}
 
 
 def picture(path, shape=(6, 4), mode="L", seed=0):
@@ -39,10 +43,22 @@ def test_images_come_in_the_order_of_classes_and_names(folder):
         assert torch.equal(images[i, 0], expected)
 
 
-def test_classes_can_be_ordered_and_must_all_be_there(folder):
-    assert image_folder(folder, classes=["cat", "ant"])[1].tolist() == [0, 0, 1]
-    with pytest.raises(DataError, match=r"must have the classes bee, cat, got ant, cat\. Give every class"):
-        image_folder(folder, classes=["cat", "bee"])
+def test_a_family_takes_folders_and_refuses_those_with_other_classes(folder, tmp_path):
+    def family(**datasets):
+        return supervised(lambda: nn.Sequential(nn.Flatten(), nn.Linear(24, 2)), datasets, batch_size=1, steps=1)
+
+    other = tmp_path / "more"
+    for i, name in enumerate(["ant/1.png", "cat/2.png"]):
+        picture(other / name, seed=i)
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("ant", "cat"):
+        (folder / name).rename(here / name)
+    task = family(a=here, b={"train": str(here), "test": other}).build({"family": "supervised", "dataset": "b", **SEEDS})
+    assert torch.equal(task.splits["test"][0], image_folder(other)[0])
+    (other / "cat").rename(other / "bee")
+    with pytest.raises(ValueError, match=r"same classes: .*here has ant, cat, .*more has ant, bee\. Give every"):
+        family(a=here, b=other)
 
 
 def test_one_colour_file_makes_three_channels(folder):

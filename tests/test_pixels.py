@@ -101,6 +101,11 @@ def source(train=60, test=20):
     return Source("made", images, {k: torch.arange(len(v)) % 10 for k, v in images.items()}, ())
 
 
+def whole(made, train, validation):
+    rows = {"train": train, "validation": validation, "test": torch.arange(len(made.labels["test"]))}
+    return Domain(made, rows, lambda x: x, 1)
+
+
 def rows(images):
     return {bytes(image.numpy().tobytes()) for image in images}
 
@@ -112,14 +117,14 @@ def test_splits_are_disjoint_and_fixed_by_the_seed(images):
     train, validation = choose(labels, images, seed=3)
     assert len(train) == (images or 54)
     assert len(validation) == 6
-    domain = Domain(made, (train, validation), lambda x: x, 1)
-    parts = {split: rows(domain.split(split)[0]) for split in ("train", "validation", "test")}
+    domain = whole(made, train, validation)
+    parts = {split: rows(pictures.pixels) for split, (pictures, _) in domain.items()}
     assert len(set.union(*parts.values())) == sum(len(p) for p in parts.values()) == len(train) + 6 + 20
     again, other = choose(labels, images, seed=3), choose(labels, images, seed=4)
     assert all(torch.equal(a, b) for a, b in zip((train, validation), again, strict=True))
     assert not torch.equal(validation, other[1])
-    overlapping = Domain(made, (train, train[:6]), lambda x: x, 1)  # the law notices an overlap
-    assert rows(overlapping.split("train")[0]) & rows(overlapping.split("validation")[0])
+    overlapping = whole(made, train, train[:6])  # the law notices an overlap
+    assert rows(overlapping["train"][0].pixels) & rows(overlapping["validation"][0].pixels)
 
 
 def test_a_chosen_number_of_images_is_balanced_and_validation_does_not_depend_on_it():
@@ -141,8 +146,15 @@ def test_normalisation_knows_the_training_split_alone():
     unused = torch.ones(60, dtype=torch.bool)
     unused[indices[0]] = False
     changed.images["train"][unused] = 255
-    before, after = (Domain(s, indices, lambda x: x, 1).normaliser for s in (made, changed))
+    before, after = (whole(s, *indices).normaliser for s in (made, changed))
     assert torch.equal(before.mean, after.mean)
     assert torch.equal(before.deviation, after.deviation)
     changed.images["train"][indices[0][0]] = 0
-    assert not torch.equal(before.mean, Domain(changed, indices, lambda x: x, 1).normaliser.mean)
+    assert not torch.equal(before.mean, whole(changed, *indices).normaliser.mean)
+
+
+def test_classes_are_renumbered():
+    made = source()
+    rows = {"train": (made.labels["train"] % 3 == 1).nonzero()[:, 0]}
+    _, labels = Domain(made, rows, lambda x: x, 1, classes=[7, 1, 4])["train"]
+    assert labels.tolist() == [[7, 1, 4].index(label) for label in made.labels["train"].tolist() if label in (1, 4, 7)]

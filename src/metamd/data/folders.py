@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,22 +15,21 @@ GREY, COLOUR = ("1", "L"), ("LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 """Pillow's modes that turn into 8 bits of grey, or of red, green and blue, without loss of range."""
 
 
-def image_folder(path: str | Path, *, classes: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+def image_folder(path: str | Path) -> tuple[Tensor, Tensor]:
     """Read a folder of images, a class per sub-folder: float images in [0, 1] and their classes.
 
-    The images are (number, channels, height, width): three channels if any file has colour, one otherwise. All must
-    have one size. Files are read in the order of their names; hidden files are left out.
+    Classes are numbered in the alphabetical order of their names. The images are (number, channels, height, width): three
+    channels if any file has colour, one otherwise. All must have one size. Files are read in the order of their names;
+    hidden files are left out.
 
     Args:
         path: the folder.
-        classes: names of the sub-folders in the order of their labels; None for alphabetical order.
     """
     import numpy as np
     import torch
 
     folder = Path(path)
-    names = _classes(folder, classes)
-    files = [(file, label) for label, name in enumerate(names) for file in _files(folder / name)]
+    files = [(file, label) for label, name in enumerate(folder_classes(folder)) for file in _files(folder / name)]
     with _open(files[0][0]) as picture:
         size = picture.size
     pictures = [_read(file, size, files[0][0]) for file, _ in files]
@@ -41,20 +39,19 @@ def image_folder(path: str | Path, *, classes: Sequence[str] | None = None) -> t
     return images.float().div(255).contiguous(), torch.tensor([label for _, label in files])
 
 
-def _classes(folder: Path, classes: Sequence[str] | None) -> list[str]:
+def folder_classes(path: str | Path) -> list[str]:
+    """The sub-folders of a folder of images: its classes, in alphabetical order.
+
+    Args:
+        path: the folder.
+    """
+    folder = Path(path)
     if not folder.is_dir():
         raise DataError(f"A folder of images with a sub-folder per class is required, got {folder}, which is none.")
     found = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not found:
         raise DataError(f"{folder} must have a sub-folder per class, and has none. Put the images into such folders.")
-    if classes is None:
-        return found
-    if sorted(classes) != found:
-        raise DataError(
-            f"{folder} must have the classes {', '.join(sorted(classes))}, got {', '.join(found)}. "
-            "Give every class a sub-folder of that name, and no others."
-        )
-    return list(classes)
+    return found
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Domains: datasets in memory as uint8, with disjoint splits, and what is known of where they come from."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args
 
@@ -48,19 +48,6 @@ class Source:
             labels[split] = torch.from_numpy(classes.astype("int64"))
             provenance.append(came)
         return cls(name, images, labels, tuple(provenance))
-
-    def part(self, rows: Mapping[str, Tensor], classes: Sequence[int]) -> "Source":
-        """Some images of some classes, labelled 0, 1, ... in the order of `classes`.
-
-        Args:
-            rows: which images, by official split.
-            classes: which classes.
-        """
-        numbers = torch.full((256,), -1)
-        numbers[list(classes)] = torch.arange(len(classes))
-        labels = {split: numbers[self.labels[split][index]] for split, index in rows.items()}
-        images = {split: self.images[split][index[labels[split] >= 0]] for split, index in rows.items()}
-        return replace(self, images=images, labels={split: found[found >= 0] for split, found in labels.items()})
 
     def origin(self) -> dict[str, dict[str, Any]]:
         """What a table must say of each official split, in JSON's types; no path, which differs by machine."""
@@ -132,21 +119,28 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
 
     Args:
         source: the dataset.
-        indices: of the training and validation images in the official training split; test is the official one.
+        rows: which images make a split: of the official training images, or, for the test split, of the official test images.
         prepare: turns uint8 images into uint8 images: a rotation, say.
         channels: what the model takes.
+        classes: those that the images are of, labelled 0, 1, ... in this order; None leaves the labels as they are.
     """
 
     def __init__(
-        self, source: Source, indices: tuple[Tensor, Tensor], prepare: Callable[[Tensor], Tensor], channels: int
+        self,
+        source: Source,
+        rows: Mapping[Split, Tensor],
+        prepare: Callable[[Tensor], Tensor],
+        channels: int,
+        *,
+        classes: Sequence[int] | None = None,
     ) -> None:
-        self.source, self.indices, self.prepare, self.channels = source, indices, prepare, channels
+        self.source, self.rows, self.prepare, self.channels, self.classes = source, rows, prepare, channels, classes
         self._splits: dict[Split, tuple[Pictures, Tensor]] = {}
 
     def __getitem__(self, split: Split) -> tuple[Pictures, Tensor]:
         if split not in self._splits:
-            pixels = self._train_pixels if split == "train" else self.prepare(self._chosen(split)[0])
-            self._splits[split] = Pictures(pixels, self.normaliser), self._chosen(split)[1]
+            pixels = self._train_pixels if split == "train" else self._pixels(split)
+            self._splits[split] = Pictures(pixels, self.normaliser), self._labels(split)
         return self._splits[split]
 
     def __iter__(self) -> Iterator[Split]:
@@ -162,14 +156,23 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
 
     @cached_property
     def _train_pixels(self) -> Tensor:
-        return self.prepare(self._chosen("train")[0])
+        return self._pixels("train")
 
-    def _chosen(self, split: Split) -> tuple[Tensor, Tensor]:
-        images, labels = self.source.images, self.source.labels
-        if split == "test":
-            return images["test"], labels["test"]
-        index = self.indices[0 if split == "train" else 1]
-        return images["train"][index], labels["train"][index]
+    def _pixels(self, split: Split) -> Tensor:
+        return self.prepare(self.source.images[official(split)][self.rows[split]])
+
+    def _labels(self, split: Split) -> Tensor:
+        labels = self.source.labels[official(split)][self.rows[split]]
+        if self.classes is None:
+            return labels
+        numbers = torch.full((max(self.classes) + 1,), -1)
+        numbers[list(self.classes)] = torch.arange(len(self.classes))
+        return numbers[labels]
+
+
+def official(split: Split) -> str:
+    """The official split that the images of a split come from: validation is a part of the training images."""
+    return "test" if split == "test" else "train"
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,8 @@ class Collection:
     ) -> None:
         if images is not None and images < 1:
             raise ValueError(f"images must be at least 1, got {images}. Pass None for all of them.")
+        if not preparations:
+            raise ValueError("A family needs at least one domain, got none. Name some.")
         self.preparations, self.shape, self.images, self.seed = preparations, shape, images, seed
         self._sources: dict[str, Source] = {}
         self._domains: dict[str, Domain] = {}
@@ -218,14 +223,16 @@ class Collection:
         if name not in self._domains:
             made = self.preparations[name]
             source = self.source(made.dataset)
-            indices = choose(source.labels["train"], self.images, self.seed)
-            self._domains[name] = Domain(source, indices, made.prepare, self.shape[0])
+            train, validation = choose(source.labels["train"], self.images, self.seed)
+            rows: dict[Split, Tensor] = {"train": train, "validation": validation}
+            rows["test"] = torch.arange(len(source.labels["test"]))
+            self._domains[name] = Domain(source, rows, made.prepare, self.shape[0])
         return self._domains[name]
 
     def describe(self) -> dict[str, Any]:
         """The domains' sizes and what is known of their datasets, in JSON's types."""
         return {
-            "training_images": {name: len(self.domain(name).indices[0]) for name in self.preparations},
+            "training_images": {name: len(self.domain(name).rows["train"]) for name in self.preparations},
             "split_seed": self.seed,
             "normalisation": "mean 0 and deviation 1 per channel and domain, from its training images",
             "datasets": {name: self.source(name).origin() for name in {r.dataset: None for r in self.preparations.values()}},

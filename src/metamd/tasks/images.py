@@ -1,20 +1,20 @@
 """Families of image classification: rotated digits, diverse digits, and colour images."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from metamd import data
-from metamd.models import MODELS, Norm
-from metamd.tasks.base import Config, Task, TaskFamily, check_config, draw_seed
-from metamd.tasks.domains import Collection, Recipe
+from metamd.models import Norm
+from metamd.tasks.domains import Collection, Preparation
+from metamd.tasks.held_out import ImageFamily, Training
 from metamd.tasks.pixels import enlarge, rotate
 
 ANGLES = (0, 15, 30, 45, 60, 75)
 DIGITS = ("mnist", "qmnist", "kmnist", "fashionmnist", "usps", "svhn")
+ROTATION = "rotated counter-clockwise about the centre, bilinear (torch grid_sample), black beyond the border"
 ABSENT = "its images are not at hand; `metamd data fetch qmnist` adds it, and no other dataset stands in for it"
 
 
@@ -26,7 +26,7 @@ def rotated_mnist(
     images: int | None = 1000,
     batch_size: int = 100,
     steps: int = 500,
-) -> "ImageFamily":
+) -> ImageFamily:
     """MNIST turned by a few angles, each of which is a domain.
 
     All angles turn the same chosen images, as is usual for this benchmark: the held-out angle is new to whoever learns
@@ -40,11 +40,11 @@ def rotated_mnist(
         batch_size: images per step.
         steps: T.
     """
-    recipes = {_angle(a): Recipe("mnist", partial(rotate, angle=a)) for a in angles}
-    collection = Collection(recipes, (1, 28, 28), images=images, seed=0)
-    settings = {"preparation": "rotated counter-clockwise, bilinear (torch grid_sample), black beyond the border"}
+    preparations = {_angle(a): Preparation("mnist", partial(rotate, angle=a)) for a in angles}
+    collection = Collection(preparations, (1, 28, 28), images=images, seed=0)
+    how = {"preparation": ROTATION}
     held = None if hold_out is None else _angle(hold_out)
-    return ImageFamily("rotated-mnist", collection, held, _model(model, collection.shape), batch_size, steps, settings)
+    return ImageFamily("rotated-mnist", collection, Training(model, batch_size, steps), how, hold_out=held)
 
 
 def diverse_digits(
@@ -54,7 +54,7 @@ def diverse_digits(
     images: int | None = None,
     batch_size: int = 100,
     steps: int = 500,
-) -> "ImageFamily":
+) -> ImageFamily:
     """MNIST, QMNIST, KMNIST, FashionMNIST, USPS and SVHN at 28x28 grey; each dataset is a domain.
 
     QMNIST is left out where its images are not at hand, and `describe()` says so.
@@ -67,9 +67,9 @@ def diverse_digits(
         steps: T.
     """
     here, absent = _digits()
-    collection = Collection({n: Recipe(n, _same) for n in here}, (1, 28, 28), images=images, seed=0)
-    settings = {"preparation": "28x28 grey, as metamd.data gives it", "absent": absent}
-    return ImageFamily("diverse-digits", collection, hold_out, _model(model, collection.shape), batch_size, steps, settings)
+    collection = Collection({n: Preparation(n, _same) for n in here}, (1, 28, 28), images=images, seed=0)
+    how = {"preparation": "28x28 grey, as metamd.data gives it", "absent": absent}
+    return ImageFamily("diverse-digits", collection, Training(model, batch_size, steps), how, hold_out=hold_out)
 
 
 def images(
@@ -81,7 +81,7 @@ def images(
     images: int | None = None,
     batch_size: int = 100,
     steps: int = 500,
-) -> "ImageFamily":
+) -> ImageFamily:
     """CIFAR-10, STL-10 and the diverse digits at 32x32 with three channels; each dataset is a domain.
 
     Digits are enlarged from 28x28 to 32x32 (bilinear, between pixel centres) and their grey is repeated in the three
@@ -97,13 +97,28 @@ def images(
         steps: T.
     """
     digits, absent = _digits()
-    recipes = {name: Recipe(name, _same) for name in ("cifar10", "stl10")}
-    recipes |= {name: Recipe(name, partial(enlarge, side=32)) for name in digits}
-    collection = Collection(recipes, (3, 32, 32), images=images, seed=0)
+    preparations = {name: Preparation(name, _same) for name in ("cifar10", "stl10")}
+    preparations |= {name: Preparation(name, partial(enlarge, side=32)) for name in digits}
+    collection = Collection(preparations, (3, 32, 32), images=images, seed=0)
     options = {"width": width, "norm": norm} if model == "resnet18" else {}
-    settings = {
+    how = {
         "preparation": "32x32; digits enlarged from 28x28, bilinear (torch interpolate), grey repeated in three channels",
         "absent": absent,
     }
-    made = _model(model, collection.shape, **options)
-    return ImageFamily("images", collection, hold_out, made, batch_size, steps, settings)
+    return ImageFamily("images", collection, Training(model, batch_size, steps, options), how, hold_out=hold_out)
+
+
+def _angle(angle: float) -> str:
+    if not math.isfinite(angle):
+        raise ValueError(f"An angle must be a finite number of degrees, got {angle}.")
+    return f"{angle:.12g}"
+
+
+def _same(pixels: Tensor) -> Tensor:
+    return pixels
+
+
+def _digits() -> tuple[list[str], dict[str, str]]:
+    """The digit datasets to use, and why another one is not among them."""
+    absent = {} if "qmnist" in data.available() else {"qmnist": ABSENT}
+    return [name for name in DIGITS if name not in absent], absent

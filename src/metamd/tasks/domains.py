@@ -119,7 +119,7 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
 
     Args:
         source: the dataset.
-        rows: which images make a split: of the official training images, or, for the test split, of the official test images.
+        rows: which images make a split: of the official training images or, for the test split, of the official test ones.
         prepare: turns uint8 images into uint8 images: a rotation, say.
         channels: what the model takes.
         classes: those that the images are of, labelled 0, 1, ... in this order; None leaves the labels as they are.

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 from metamd._version import __version__
 
 if TYPE_CHECKING:
+    from metamd import data as data
+    from metamd import models as models
+    from metamd import tasks as tasks
     from metamd.guard import OffFamilyWarning
     from metamd.learned import LearnedOptimiser, load
     from metamd.optimiser import MetaMD, mirror_step

@@ -74,7 +74,7 @@ def parse(argv: Sequence[str]) -> Options:
         prog="metamd",
         description=DESCRIPTION,
         args=list(argv),
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, arg, subcommand
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,83 @@ class Inspect:
     figure: Annotated[Path | None, arg(metavar="PNG")] = None
 
 
-Options = Demo | Inspect
+@dataclass(frozen=True)
+class DataList:
+    """List the datasets: what is here, where it came from, its licence.
 
-HOMES: dict[type, str] = {Demo: "metamd.commands.demo", Inspect: "metamd.commands.inspect"}
+    Args:
+        json: print one JSON object on standard output instead of text.
+    """
+
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class DataFetch:
+    """Download a dataset, check it, and keep it decoded.
+
+    Args:
+        name: of the dataset.
+        split: train or test; both if not given.
+        force: download again what is there.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[str]
+    split: str | None = None
+    force: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class DataVerify:
+    """Read what is here and hold it against the recorded checksums.
+
+    Args:
+        name: of the dataset; all of them if not given.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[str | None] = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class DataPath:
+    """Print where a dataset is, or where all of them are kept.
+
+    Args:
+        name: of the dataset.
+        split: train or test.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[str | None] = None
+    split: str = "train"
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Data:
+    """List, download and check the datasets.
+
+    Args:
+        action: what to do.
+    """
+
+    action: (
+        Annotated[DataList, subcommand("list")]
+        | Annotated[DataFetch, subcommand("fetch")]
+        | Annotated[DataVerify, subcommand("verify")]
+        | Annotated[DataPath, subcommand("path")]
+    )
+
+
+Options = Data | Demo | Inspect
+
+HOMES: dict[type, str] = {
+    Data: "metamd.commands.data",
+    Demo: "metamd.commands.demo",
+    Inspect: "metamd.commands.inspect",
+}
 """Where each command is carried out: a module with `run(options) -> int`, imported when the command is called."""

@@ -14,13 +14,16 @@ from metamd.potentials.base import Params
 from metamd.potentials.simplex import Array, Solution, solve
 from metamd.tying import Shape
 
+_JOIN_LIMIT = 2**20
+
 Total = Callable[[Mapping[str, Tensor]], Array]
 """Adds contributions by tensor name; where tensors are sharded over processes, over the processes too."""
 
 
-def total(contributions: Mapping[str, Tensor]) -> Array:
+def local_total(contributions: Mapping[str, Tensor]) -> Array:
     """The sum over tensors, on one process that holds them all."""
-    return torch.stack(list(contributions.values())).sum(0).cpu().numpy()
+    parts = list(contributions.values())
+    return torch.stack([p.to(parts[0].device) for p in parts]).sum(0).cpu().numpy()
 
 
 def widen(x: Tensor) -> Tensor:
@@ -48,6 +51,17 @@ def combine(d: Tensor, weights: Array) -> Tensor:
     return torch.tensordot(w, d, dims=1)
 
 
+def _joinable(squares: Params) -> bool:
+    """Whether many small tensors may be handled as one: it saves calls, and copies little."""
+    kinds = {(s.dtype, s.device) for s in squares.values()}
+    return len(kinds) == 1 and sum(s.numel() for s in squares.values()) <= _JOIN_LIMIT
+
+
+def _joined(squares: Params, metrics: Params, pieces: int) -> tuple[Params, Params]:
+    rows = torch.cat([d.reshape(pieces, -1) for d in metrics.values()], 1)
+    return {"": torch.cat([squares[n].reshape(-1) for n in metrics])}, {"": rows}
+
+
 def find_weights(
     squares: Params, metrics: Params, weights: Array, offsets: Array, *, total: Total, tolerance: float
 ) -> Solution:
@@ -66,6 +80,8 @@ def find_weights(
     """
     pieces = len(weights)
     metrics = {n: d.to(squares[n].dtype) for n, d in metrics.items()}
+    if total is local_total and _joinable(squares):
+        squares, metrics = _joined(squares, metrics, pieces)
     before = {n: combine(d, weights) for n, d in metrics.items()}
 
     def evaluate(w: Array) -> tuple[Array, Array]:

@@ -1,6 +1,7 @@
 """How a supervised family trains, and what can be found out about its model before anything is trained."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class Recipe:
     def loss(self, model: nn.Module, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of a model as a function of its parameters."""
         outputs = self.outputs(model, params, batch)
-        return self.loss_fn(outputs, batch["targets"])
+        return _twice_differentiable(self.loss_fn)(outputs, batch["targets"])
 
     def outputs(self, model: nn.Module, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Any:
         """The outputs of a model as a function of its parameters."""
@@ -82,14 +83,20 @@ def inspect(recipe: Recipe, data: Mapping[str, Splits]) -> Findings:
     _check_start(recipe, params)
     dtype = next(iter(params.values())).dtype
     same = all(torch.equal(a, b) for a, b in zip(_fixed(model), _fixed(other), strict=True))
-    name, splits = next(iter(data.items()))
+    splits = next(iter(data.values()))
     batch = {
         k: (part[:4].to(dtype) if part.is_floating_point() else part[:4]).to(next(iter(params.values())).device)
         for k, part in zip(("inputs", "targets"), splits["train"], strict=True)
     }
-    dropout = _try(recipe, use_batch_statistics(model), batch, name)
-    _check_labels(recipe, model, batch, data)
+    dropout = _try(recipe, use_batch_statistics(model), batch, data)
     return Findings(dropout, same, dtype)
+
+
+def _twice_differentiable(loss_fn: LossFn) -> LossFn:
+    # Forward-over-reverse through the mean of mse_loss raises in torch (pytorch issue 123996); averaging outside does not.
+    if loss_fn is F.mse_loss or (isinstance(loss_fn, nn.MSELoss) and loss_fn.reduction == "mean"):
+        return lambda outputs, targets: F.mse_loss(outputs, targets, reduction="none").mean()
+    return loss_fn
 
 
 def _make_checked(recipe: Recipe) -> tuple[nn.Module, nn.Module]:
@@ -127,50 +134,58 @@ def _check_start(recipe: Recipe, params: Mapping[str, Tensor]) -> None:
         )
 
 
-def _try(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], name: str) -> bool:
+@torch.no_grad()
+def _try(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], data: Mapping[str, Splits]) -> bool:
     """Run a model on a few examples; whether it has dropout. A model that is not a pure function is refused."""
-    params = trained(model)
     before = [b.clone() for b in model.buffers()]
-    losses = []
-    for seed in (1, 2):
-        mode = HashedDropout(torch.tensor(0))
-        try:
-            with seeded(seed), torch.no_grad(), mode:
-                outputs = functional_call(model, params, (batch["inputs"],))
-            with torch.no_grad():
-                losses.append(recipe.loss_fn(outputs, batch["targets"]))
-        except Exception as e:
-            raise ValueError(
-                f"The model and the loss must run on a batch of dataset {name!r} (inputs {tuple(batch['inputs'].shape)}, "
-                f"{batch['inputs'].dtype}); they failed with: {e}. Convert the data or change the model."
-            ) from e
-    if not isinstance(losses[0], Tensor) or losses[0].dim():
-        got = tuple(losses[0].shape) if isinstance(losses[0], Tensor) else type(losses[0]).__name__
+    mode, name = HashedDropout(torch.tensor(0)), next(iter(data))
+    with _explained(batch, name), seeded(1), mode:
+        outputs = functional_call(model, trained(model), (batch["inputs"],))
+    _check_labels(recipe, outputs, batch["targets"], data)
+    with _explained(batch, name):
+        loss = recipe.loss_fn(outputs, batch["targets"])
+        with seeded(2):
+            again = recipe.loss(model, trained(model), {**batch, "seed": torch.tensor(0)})
+    _check_pure(loss, again, before, list(model.buffers()))
+    return mode.calls > 0
+
+
+@contextmanager
+def _explained(batch: Mapping[str, Tensor], name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as e:
+        raise ValueError(
+            f"The model and the loss must run on a batch of dataset {name!r} (inputs {tuple(batch['inputs'].shape)}, "
+            f"{batch['inputs'].dtype}). Convert the data or change the model; torch says: {e}"
+        ) from e
+
+
+def _check_pure(loss: Any, again: Any, before: list[Tensor], after: list[Tensor]) -> None:
+    if not isinstance(loss, Tensor) or loss.dim():
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn must return a tensor without dimensions, got {got}. Average over the batch.")
-    if not torch.equal(losses[0].nan_to_num(), losses[1].nan_to_num()):
+    if not torch.allclose(loss, again, rtol=1e-5, equal_nan=True):  # averages may differ in the last digit
         raise ValueError(
             "The model's forward pass must be a function of its parameters and inputs, but it draws random numbers. "
             "Dropout layers and F.dropout are looked after; set other noise, as dropout inside attention, to zero."
         )
-    if not all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True)):
+    if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
         raise ValueError(
             "The model's forward pass changes its buffers, so the loss depends on past calls. Batch norms are looked "
             "after; put other such layers into eval mode in make_model."
         )
-    return mode.calls > 0
 
 
-def _check_labels(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], data: Mapping[str, Splits]) -> None:
-    if recipe.loss_fn is not F.cross_entropy or batch["targets"].is_floating_point():
+def _check_labels(recipe: Recipe, outputs: Any, targets: Tensor, data: Mapping[str, Splits]) -> None:
+    if recipe.loss_fn is not F.cross_entropy or targets.is_floating_point() or outputs.dim() < 2:
         return
-    with torch.no_grad():
-        classes = recipe.outputs(model, trained(model), {**batch, "seed": torch.tensor(0)}).shape[1]
     for name, splits in data.items():
         largest = max(int(targets.max()) for _, targets in splits.values())
-        if largest >= classes:
+        if largest >= outputs.shape[1]:
             raise ValueError(
-                f"The model must have an output for each class: it has {classes}, and dataset {name!r} has the label "
-                f"{largest}. Make a model with {largest + 1} outputs."
+                f"The model must have an output for each class: it has {outputs.shape[1]}, and dataset {name!r} has the "
+                f"label {largest}. Make a model with {largest + 1} outputs."
             )
 
 

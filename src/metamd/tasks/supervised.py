@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from metamd.tasks.base import Config, Evaluation, Split, Task, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.batches import Shuffle, chunks
-from metamd.tasks.recipe import LossFn, Recipe, inspect
+from metamd.tasks.recipe import LossFn, Recipe, inspect, trained
 from metamd.tasks.sources import Arrays, Rows, Shares, Source, Splits, fingerprint, read_all
 from metamd.tasks.stochastic import calibrate, use_batch_statistics
 
@@ -145,6 +145,9 @@ class SupervisedTask(Task):
     def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
         """Loss and accuracy in evaluation mode; accuracy where targets are classes and outputs have a number for each."""
         inputs, targets = self._split(split)
+        misfits = sorted(set(params) ^ set(trained(self.model)))
+        if misfits:
+            raise ValueError(f"Parameters by the names of init() are required; too many or missing: {', '.join(misfits)}.")
         # A new model, because the running statistics of this one were taken away.
         model = self.recipe.make(self.config["init_seed"])
         for name, p in model.named_parameters():

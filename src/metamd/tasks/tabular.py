@@ -65,7 +65,7 @@ class Tabular(TaskFamily):
         generator = torch.Generator().manual_seed(config["data_seed"])
         features, width = self.sizes["features"], self.sizes["width"]
         w = torch.randn(width, features, generator=generator) * (2 / features**0.5)
-        v = torch.randn(width, generator=generator) * (2 / width) ** 0.5
+        v = torch.randn(width, generator=generator) / width**0.5
         splits: dict[Split, Arrays] = {split: self._draw(w, v, generator) for split in get_args(Split)}
         return SupervisedTask(config, self.recipe, splits)
 

@@ -153,7 +153,7 @@ def _tensor(part: Any, name: str) -> Tensor:
 def _read_npz(path: Path, name: str) -> tuple[Any, ...]:
     if path.suffix != ".npz" or not path.is_file():
         raise ValueError(
-            f"Dataset {name!r} must be an existing .npz file or folder of images, got {path}. Write it with numpy.savez."
+            f"Dataset {name!r} must be a folder of images or an existing .npz file, got {path}. Write it with numpy.savez."
         )
     with np.load(path, allow_pickle=False) as arrays:
         for pair in _PAIRS:

@@ -7,6 +7,8 @@ from metamd._version import __version__
 
 if TYPE_CHECKING:
     from metamd.guard import OffFamilyWarning
+    from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
+    from metamd.objectives import PaperBound, Regret, TrainingLoss
     from metamd.optimiser import MetaMD, mirror_step
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
 
@@ -21,17 +23,37 @@ _HOME = {
     "MetaMD": "optimiser",
     "mirror_step": "optimiser",
     "OffFamilyWarning": "guard",
+    "PaperBound": "objectives",
+    "Regret": "objectives",
+    "TrainingLoss": "objectives",
+    "ClosedForm": "hypergrad",
+    "Direct": "hypergrad",
+    "Evolution": "hypergrad",
+    "Forward": "hypergrad",
+    "ForwardDiagonal": "hypergrad",
+    "ForwardRandom": "hypergrad",
+    "Reverse": "hypergrad",
 }
 
 __all__ = [
+    "ClosedForm",
     "Diagonal",
+    "Direct",
     "Euclidean",
+    "Evolution",
+    "Forward",
+    "ForwardDiagonal",
+    "ForwardRandom",
     "MaxDiagonal",
     "MetaMD",
     "NegativeEntropy",
     "OffFamilyWarning",
     "PNorm",
+    "PaperBound",
     "Potential",
+    "Regret",
+    "Reverse",
+    "TrainingLoss",
     "__version__",
     "bregman",
     "mirror_step",

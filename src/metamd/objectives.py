@@ -204,22 +204,27 @@ class Regret(Objective):
         u = self.comparator.of(run)
         return replace(self, comparator=Fixed(u, self._means(run, u)))
 
+    def prior_of(self, run: Trajectory, u: Params) -> tuple[float, float]:
+        """What the prior adds to every coordinate's squared displacement and to its summed squared gradients."""
+        x, y = self._means(run, u) if self.prior else (0.0, 0.0)
+        return self.prior * x, self.prior * y
+
     def _means(self, run: Trajectory, u: Params) -> tuple[float, float]:
         held = self.comparator.means if isinstance(self.comparator, Fixed) else None
-        return held or prior_means(run, u)
+        return held or means(run, u)
 
     def _penalty(self, run: Trajectory, potential: MaxDiagonal, u: Params) -> Tensor:
-        """s sum_i mean_j [D_ji x / (2 eta) + eta y / (2 D_ji)], x and y the means of delta_i^2 and sum_t g_ti^2."""
-        x, y = self._means(run, u)
+        """sum_i mean_j [D_ji x / (2 eta) + eta y / (2 D_ji)], x and y s times the means of delta_i^2 and sum_t g_ti^2."""
+        x, y = self.prior_of(run, u)
         terms = []
         for n, start in run.start.items():
             d = potential.metric(n).double()
             tied = start.numel() / max(d[0].numel(), 1)
             terms.append(tied / potential.pieces * (0.5 * x / run.lr * d + 0.5 * run.lr * y / d).sum())
-        return self.prior * torch.stack(terms).sum()
+        return torch.stack(terms).sum()
 
 
-def prior_means(run: Trajectory, u: Params) -> tuple[float, float]:
+def means(run: Trajectory, u: Params) -> tuple[float, float]:
     """The means over all coordinates of the squared displacement to u, and of the summed squared gradient."""
     count = sum(x.numel() for x in run.start.values())
     x = sum(float((u[n] - run.start[n]).square().sum(dtype=torch.float64)) for n in run.start)

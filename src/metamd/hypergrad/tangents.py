@@ -44,9 +44,11 @@ class Layout:
     def split(self, rows: Tensor, like: MaxDiagonal) -> tuple[dict[str, Tensor], Tensor]:
         """Rows of vectors (k, H) as (k, N, ...) by key, and (k, N)."""
         sizes = [math.prod(s) for s in self.shapes.values()]
-        *parts, last = rows.split([*sizes, self.offsets], dim=-1)
+        *parts, last = torch.split(rows, [*sizes, self.offsets], dim=-1)
         lead = rows.shape[:-1]
-        logs = {k: p.reshape(*lead, *s).to(like.log_d[k].dtype) for (k, s), p in zip(self.shapes.items(), parts, strict=True)}
+        logs = {
+            k: p.reshape(*lead, *s).to(like.log_d[k].dtype) for (k, s), p in zip(self.shapes.items(), parts, strict=True)
+        }
         offsets = last if self.offsets else last.new_zeros(*lead, like.pieces)
         return logs, offsets.to(like.offsets.dtype)
 
@@ -133,8 +135,8 @@ def hessian_products(
     point = dict(params)
 
     def along(z: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        (grads, loss), (products, _) = torch.func.jvp(evaluate, (point,), (z,))
-        return loss, grads, products
+        primal, tangent = torch.func.jvp(evaluate, (point,), (z,))[:2]
+        return primal[1], primal[0], tangent[0]
 
     loss, grads, products = torch.func.vmap(along, randomness="same")(dict(tangents))
     # The same for every tangent: torch has computed them once and expanded them.
@@ -198,7 +200,7 @@ def push(
     primals = (recursion.log_d, recursion.offsets, passage.params, weights, passage.grads)
 
     def step(*arguments: object) -> tuple[dict[str, Tensor], Tensor]:
-        return recursion.step(*arguments, passage, newton)  # type: ignore[arg-type]
+        return recursion.step(*arguments, passage=passage, newton=newton)  # type: ignore[arg-type]
 
     def one(*tangents: object) -> tuple[dict[str, Tensor], Tensor]:
         return torch.func.jvp(step, primals, tangents)[1]

@@ -7,13 +7,14 @@ For a direction v in the space of (log_d, offsets), z_t = d theta_t . v obeys z_
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from metamd.hypergrad.base import differentiate, learnable
 from metamd.hypergrad.recursion import Passage, Recursion
-from metamd.inner import Cost, Trajectory, Walk
+from metamd.inner import Cost, Trajectory, Walk, gradient
 from metamd.objectives import Objective
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
@@ -127,20 +128,31 @@ def carry(
 def hessian_products(
     task: Task, params: Params, batch: object, tangents: Params
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss, its gradient, and the Hessian times every tangent, in one vmapped pass.
+    """The loss, its gradient, and the Hessian times every tangent.
 
-    Forward over reverse: forward over forward is silently wrong through batch norm.
+    Reverse over reverse, with the second pass vmapped over tangents: H is symmetric, so that z'H serves. (Forward over
+    forward would be silently wrong through batch norm; forward over reverse is right, and slower.)
     """
-    evaluate = torch.func.grad_and_value(lambda p: task.loss(p, batch))
-    point = dict(params)
+    leaves = {n: x.detach().requires_grad_() for n, x in params.items()}
+    loss, grads = gradient(task, leaves, batch, graph=True)
+    products = batched(grads, leaves, tangents)
+    return loss.detach(), {n: g.detach() for n, g in grads.items()}, products
 
-    def along(z: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        primal, tangent = torch.func.jvp(evaluate, (point,), (z,))[:2]
-        return primal[1], primal[0], tangent[0]
 
-    loss, grads, products = torch.func.vmap(along, randomness="same")(dict(tangents))
-    # The same for every tangent: torch has computed them once and expanded them.
-    return loss[0], {n: g[0] for n, g in grads.items()}, products
+def batched(outputs: Params, inputs: Params, rows: Params) -> dict[str, Tensor]:
+    """sum over outputs of <row, d output / d input>, for every input and all rows of cotangents at once."""
+    live = [n for n, y in outputs.items() if y.requires_grad]  # a gradient can be constant
+    count = len(next(iter(rows.values())))
+    found: tuple[Tensor | None, ...] = (None,) * len(inputs)
+    if live:
+        found = torch.autograd.grad(
+            [outputs[n] for n in live],
+            list(inputs.values()),
+            [rows[n].contiguous() for n in live],
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+    return {n: x.new_zeros(count, *x.shape) if f is None else f for (n, x), f in zip(inputs.items(), found, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -164,7 +176,7 @@ def pull(recursion: Recursion, objective: Objective, passage: Passage) -> Pulled
     """Differentiate what one step adds to the objective."""
     loss = passage.loss.detach().requires_grad_()
     grads = {n: g.detach().requires_grad_() for n, g in passage.grads.items()}
-    weights = torch.tensor(passage.before, dtype=recursion.offsets.dtype, requires_grad=True)
+    weights = _weights(recursion, passage).requires_grad_()
     log_d = {k: v.detach().requires_grad_() for k, v in recursion.log_d.items()}
     with torch.enable_grad():
         term = recursion.running(objective, log_d, weights, loss, grads)
@@ -196,16 +208,38 @@ def push(
         zg: tangents of the gradient, H z.
         newton: as `Recursion.step` has it.
     """
-    weights = torch.as_tensor(passage.before, dtype=recursion.offsets.dtype)
-    primals = (recursion.log_d, recursion.offsets, passage.params, weights, passage.grads)
+    leaves = _gather(recursion.log_d, recursion.offsets, passage.params, _weights(recursion, passage), passage.grads)
+    leaves = {n: x.detach().requires_grad_() for n, x in leaves.items()}
+    part = partial(_part, leaves)
+    with torch.enable_grad():
+        moved, after = recursion.step(
+            part("log_d"), leaves["offsets"], part("params"), leaves["weights"], part("grads"), passage, newton
+        )
+        outputs = {n: y for n, y in {**moved, "": after}.items() if y.requires_grad}
+        # J z from two reverse passes, u -> J'u -> J: a forward pass through torch.func costs several times as much.
+        u = {n: torch.zeros_like(y, requires_grad=True) for n, y in outputs.items()}
+        pulled = torch.autograd.grad(
+            list(outputs.values()), list(leaves.values()), list(u.values()), create_graph=True, allow_unused=True
+        )
+    used = {n: p for n, p in zip(leaves, pulled, strict=True) if p is not None}
+    pushed = batched(used, u, _gather(logs, offsets, z, zw, zg))
+    still = zw.new_zeros(zw.shape)
+    return {n: pushed[n] for n in moved}, pushed.get("", still)
 
-    def step(*arguments: object) -> tuple[dict[str, Tensor], Tensor]:
-        return recursion.step(*arguments, passage=passage, newton=newton)  # type: ignore[arg-type]
 
-    def one(*tangents: object) -> tuple[dict[str, Tensor], Tensor]:
-        return torch.func.jvp(step, primals, tangents)[1]
+def _gather(log_d: Params, offsets: Tensor, params: Params, weights: Tensor, grads: Params) -> dict[str, Tensor]:
+    """All arguments of a step under one mapping; tensors by group and name."""
+    groups = {"log_d": log_d, "params": params, "grads": grads}
+    named = {f"{group}/{n}": x for group, tensors in groups.items() for n, x in tensors.items()}
+    return {"offsets": offsets, "weights": weights, **named}
 
-    return torch.func.vmap(one)(dict(logs), offsets, dict(z), zw, dict(zg))
+
+def _part(arguments: Params, group: str) -> dict[str, Tensor]:
+    return {n.removeprefix(f"{group}/"): x for n, x in arguments.items() if n.startswith(f"{group}/")}
+
+
+def _weights(recursion: Recursion, passage: Passage) -> Tensor:
+    return torch.tensor(passage.before, dtype=recursion.offsets.dtype)
 
 
 def dot(rows: Params, by: Params) -> Tensor:

@@ -187,7 +187,10 @@ class Walk:
     @torch.no_grad()
     def advance(self, loss: Tensor, grads: Params) -> None:
         """Take one step along these gradients; a loss or gradient that is not finite, or an explosion, ends the run."""
-        value, norm = float(loss), float(torch.stack(torch._foreach_norm(list(grads.values()))).norm())
+        value, norm = (
+            float(loss.detach()),
+            float(torch.stack(torch._foreach_norm([g.detach() for g in grads.values()])).norm()),
+        )
         self.diverged = self._trouble(value, norm)
         if self.diverged:
             return

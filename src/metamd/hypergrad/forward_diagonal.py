@@ -63,7 +63,7 @@ class ForwardDiagonal(Estimator):
         by_log, by_offset, by_end = differentiate(objective.final(run, leaf, ends), leaf, *ends.values())
         grads = carried.total(by_log, dict(zip(ends, by_end, strict=True)))
         cost = replace(run.cost, hvps=hvps, seconds=time.perf_counter() - began)
-        return Hypergradient(grads, by_offset, float(objective.value(run, leaf)), run, cost)
+        return Hypergradient(grads, by_offset, float(objective.value(run, leaf).detach()), run, cost)
 
 
 class _Responses:

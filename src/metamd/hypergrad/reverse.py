@@ -71,7 +71,7 @@ class Reverse(Estimator):
             hvps=walk.steps,
             seconds=time.perf_counter() - began,
         )
-        value = float(objective.value(run, leaf))
+        value = float(objective.value(run, leaf).detach())
         return Hypergradient(adjoint.log_d, adjoint.offsets, value, run, cost)
 
 

@@ -120,7 +120,7 @@ def carry(
         final = objective.final(run, leaf, ends)
         by_log, by_offset, by_end = differentiate(final, leaf, *ends.values())
         along += dot(logs, by_log) + offsets @ by_offset + dot(z, dict(zip(ends, by_end, strict=True)))
-    value = math.inf if run.diverged else float(objective.value(run, leaf))
+    value = math.inf if run.diverged else float(objective.value(run, leaf).detach())
     cost = replace(run.cost, hvps=hvps, seconds=time.perf_counter() - began)
     return Derivatives(along, value, run, cost)
 

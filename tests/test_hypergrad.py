@@ -31,7 +31,10 @@ EXACT = {"forward": Forward(), "forward in parts": Forward(tangents=2), "reverse
 PROBLEMS = {
     "quadratic": (Quadratic(0, 12, wave=0.1), {"pieces": 1}),
     "quadratic, kinks": (Quadratic(0, 12, wave=0.1), {"pieces": 3, "offsets": 0.1}),
-    "quadratic, kinks, origin": (Quadratic(2, 12, wave=0.1), {"pieces": 3, "centre": "origin", "tying": "tensor"}),
+    "quadratic, kinks, origin": (
+        Quadratic(1, 12, wave=0.1),
+        {"pieces": 3, "seed": 2, "spread": 0.7, "centre": "origin", "tying": "tensor"},
+    ),
     "tanh network": (TanhNet(0, 12), {"pieces": 2, "tying": "tensor", "offsets": 0.3}),
     "convolution": (ConvNet(0, 6), {"pieces": 1, "tying": "channel"}),
 }
@@ -163,12 +166,12 @@ def test_direct_is_what_remains_without_the_indirect_part():
 
 @pytest.mark.parametrize("name", ["forward random", "evolution"])
 def test_random_estimators_are_unbiased(name):
-    """A mean of 40 estimates is within 4 standard errors in every one of 7 entries: a false alarm once in 2,000 seeds."""
+    """A mean of 60 estimates is within 4 standard errors in every one of 5 entries: a false alarm once in 1,500 seeds."""
     estimator = ForwardRandom(tangents=2) if name == "forward random" else Evolution(pairs=2, sigma=1e-3)
     task = Quadratic(3, 8, wave=0.1)
-    phi, g = potential_for(task, 2, tying="tensor"), torch.Generator().manual_seed(0)
-    exact = flat(Forward()(task, phi, TrainingLoss(), lr=0.8))
-    draws = torch.stack([flat(estimator(task, phi, TrainingLoss(), lr=0.8, generator=g)) for _ in range(40)])
+    phi, g = potential_for(task), torch.Generator().manual_seed(0)
+    exact = flat(Forward()(task, phi, TrainingLoss(), lr=0.8))[:5]
+    draws = torch.stack([flat(estimator(task, phi, TrainingLoss(), lr=0.8, generator=g))[:5] for _ in range(60)])
     error = draws.std(0) / math.sqrt(len(draws))
     assert bool(((draws.mean(0) - exact).abs() <= 4 * error + 1e-9).all())
     # twice the gradient would not pass
@@ -239,7 +242,7 @@ def test_the_closed_form_is_stationary(tying, objective):
         there = phi.with_metrics(log_d).bind(tasks[0].init())
         value = torch.stack([objective.value(r, there) for r in runs]).mean()
         by = torch.autograd.grad(value, list(there.log_d.values()))
-        return float(torch.cat([g.reshape(-1) for g in by]).norm() / value)
+        return float(torch.cat([g.reshape(-1) for g in by]).norm() / value.detach())
 
     best = ClosedForm().minimise(runs, phi, objective)
     assert slope(best) < 1e-12

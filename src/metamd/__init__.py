@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING
 from metamd._version import __version__
 
 if TYPE_CHECKING:
+    from metamd import data as data
+    from metamd import models as models
+    from metamd import tasks as tasks
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
+    from metamd.learned import LearnedOptimiser, load
     from metamd.objectives import PaperBound, Regret, TrainingLoss
     from metamd.optimiser import MetaMD, mirror_step
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Diagonal": "potentials",
     "Euclidean": "potentials",
+    "LearnedOptimiser": "learned",
     "MaxDiagonal": "potentials",
     "NegativeEntropy": "potentials",
     "PNorm": "potentials",
@@ -33,7 +38,9 @@ _HOME = {
     "ForwardDiagonal": "hypergrad",
     "ForwardRandom": "hypergrad",
     "Reverse": "hypergrad",
+    "load": "learned",
 }
+_SUBMODULES = ("data", "models", "tasks")
 
 __all__ = [
     "ClosedForm",
@@ -44,6 +51,7 @@ __all__ = [
     "Forward",
     "ForwardDiagonal",
     "ForwardRandom",
+    "LearnedOptimiser",
     "MaxDiagonal",
     "MetaMD",
     "NegativeEntropy",
@@ -56,16 +64,19 @@ __all__ = [
     "TrainingLoss",
     "__version__",
     "bregman",
+    "load",
     "mirror_step",
 ]
 
 
 def __getattr__(name: str) -> object:
     # torch takes seconds to import: a name is fetched when it is used, so that `metamd --help` stays instant.
+    if name in _SUBMODULES:
+        return import_module(f"metamd.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'metamd' has no attribute {name!r}")
     return getattr(import_module(f"metamd.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_SUBMODULES])

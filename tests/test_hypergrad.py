@@ -113,7 +113,7 @@ def test_the_papers_step_is_differentiated_between_its_jumps():
 
 
 def papers_recursion(task, potential, k, lr, factor=2.0):
-    """Z_t = A_t Z_{t-1} + B_t with dense Hessians, in M: [GaoMetaMD], appendix "Gradient Computation".
+    """Z_t = A_t Z_{t-1} + B_t with dense Hessians, in M: [GaoMetaMD2022], appendix "Gradient Computation".
 
     A_t = I - eta M^-2 H_t, B_t = 2 eta g M^-3; then dE/dM = direct + (dB/d theta_T) Z_T, E = B(theta_T||theta_1) + k/min M.
     """

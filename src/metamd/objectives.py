@@ -243,7 +243,7 @@ class FromLipschitz:
 
 @dataclass(frozen=True)
 class PaperBound(Objective):
-    """The meta-objective as published [GaoMetaMD]: E = B(theta_{T+1}||theta_1) + k/lambda.
+    """The meta-objective as published [GaoMetaMD2022]: E = B(theta_{T+1}||theta_1) + k/lambda.
 
     The end of the run stands for the solution, and its dependence on the metrics counts (the paper's "indirect" gradient),
     so that not moving at all has the value k/lambda -> 0: it needs runs that converge, see docs/limits.md.

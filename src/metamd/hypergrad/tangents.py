@@ -97,6 +97,7 @@ def carry(
     leaf = learnable(potential, walk.start)
     recursion = Recursion(walk, leaf)
     logs, offsets = Layout.of(leaf).split(directions, leaf)
+    metrics = recursion.directions(logs)
     count = len(directions)
     z = {n: x.new_zeros(count, *x.shape) for n, x in walk.start.items()}
     zw = torch.zeros(count, leaf.pieces, dtype=offsets.dtype)
@@ -112,8 +113,8 @@ def carry(
         passage = Passage(before, grads, loss, weights, walk.active.weights)
         if objective.runs:
             pulled = pull(recursion, objective, passage)
-            along += pulled.loss * dot(z, grads) + dot(zg, pulled.grads) + zw @ pulled.weights + dot(logs, pulled.log_d)
-        z, zw = push(recursion, passage, logs, offsets, z, zw, zg, recursion.newton(passage))
+            along += pulled.loss * dot(z, grads) + dot(zg, pulled.grads) + zw @ pulled.weights + dot(metrics, pulled.metrics)
+        z, zw = push(recursion, passage, metrics, offsets, z, zw, zg, recursion.newton(passage))
     run = walk.finish(objective.reference)
     if not run.diverged:
         ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
@@ -163,13 +164,13 @@ class Pulled:
         loss: by the loss.
         grads: by the gradient.
         weights: by w.
-        log_d: by the logarithms of the metrics.
+        metrics: by the metrics, by tensor.
     """
 
     loss: Tensor
     grads: dict[str, Tensor]
     weights: Tensor
-    log_d: dict[str, Tensor]
+    metrics: dict[str, Tensor]
 
 
 def pull(recursion: Recursion, objective: Objective, passage: Passage) -> Pulled:
@@ -177,19 +178,19 @@ def pull(recursion: Recursion, objective: Objective, passage: Passage) -> Pulled
     loss = passage.loss.detach().requires_grad_()
     grads = {n: g.detach().requires_grad_() for n, g in passage.grads.items()}
     weights = _weights(recursion, passage).requires_grad_()
-    log_d = {k: v.detach().requires_grad_() for k, v in recursion.log_d.items()}
+    metrics = {n: v.detach().requires_grad_() for n, v in recursion.metrics.items()}
     with torch.enable_grad():
-        term = recursion.running(objective, log_d, weights, loss, grads)
-        leaves = [loss, weights, *grads.values(), *log_d.values()]
+        term = recursion.running(objective, metrics, weights, loss, grads)
+        leaves = [loss, weights, *grads.values(), *metrics.values()]
         found = torch.autograd.grad(term, leaves, allow_unused=True, materialize_grads=True)
     by_grad = dict(zip(grads, found[2:], strict=False))
-    return Pulled(found[0], by_grad, found[1], dict(zip(log_d, found[2 + len(grads) :], strict=True)))
+    return Pulled(found[0], by_grad, found[1], dict(zip(metrics, found[2 + len(grads) :], strict=True)))
 
 
 def push(
     recursion: Recursion,
     passage: Passage,
-    logs: Params,
+    metrics: Params,
     offsets: Tensor,
     z: Params,
     zw: Tensor,
@@ -201,19 +202,19 @@ def push(
     Args:
         recursion: the differentiable step.
         passage: where it is differentiated.
-        logs: the directions in log_d.
+        metrics: the directions in D, by tensor.
         offsets: the directions in b.
         z: tangents of theta.
         zw: tangents of w.
         zg: tangents of the gradient, H z.
         newton: as `Recursion.step` has it.
     """
-    leaves = _gather(recursion.log_d, recursion.offsets, passage.params, _weights(recursion, passage), passage.grads)
+    leaves = _gather(recursion.metrics, recursion.offsets, passage.params, _weights(recursion, passage), passage.grads)
     leaves = {n: x.detach().requires_grad_() for n, x in leaves.items()}
     part = partial(_part, leaves)
     with torch.enable_grad():
         moved, after = recursion.step(
-            part("log_d"), leaves["offsets"], part("params"), leaves["weights"], part("grads"), passage, newton
+            part("metrics"), leaves["offsets"], part("params"), leaves["weights"], part("grads"), passage, newton
         )
         outputs = {n: y for n, y in {**moved, "": after}.items() if y.requires_grad}
         # J z from two reverse passes, u -> J'u -> J: a forward pass through torch.func costs several times as much.
@@ -222,14 +223,14 @@ def push(
             list(outputs.values()), list(leaves.values()), list(u.values()), create_graph=True, allow_unused=True
         )
     used = {n: p for n, p in zip(leaves, pulled, strict=True) if p is not None}
-    pushed = batched(used, u, _gather(logs, offsets, z, zw, zg))
+    pushed = batched(used, u, _gather(metrics, offsets, z, zw, zg))
     still = zw.new_zeros(zw.shape)
     return {n: pushed[n] for n in moved}, pushed.get("", still)
 
 
-def _gather(log_d: Params, offsets: Tensor, params: Params, weights: Tensor, grads: Params) -> dict[str, Tensor]:
+def _gather(metrics: Params, offsets: Tensor, params: Params, weights: Tensor, grads: Params) -> dict[str, Tensor]:
     """All arguments of a step under one mapping; tensors by group and name."""
-    groups = {"log_d": log_d, "params": params, "grads": grads}
+    groups = {"metrics": metrics, "params": params, "grads": grads}
     named = {f"{group}/{n}": x for group, tensors in groups.items() for n, x in tensors.items()}
     return {"offsets": offsets, "weights": weights, **named}
 

@@ -169,8 +169,10 @@ class Regret(Objective):
     Args:
         comparator: u: `End()`, `Reference(...)`, or `Fixed(point)` where the solution is known.
         prior: strength s of a prior: every coordinate is given, on top of its own displacement and gradients, s times the
-            mean over the model of the squared displacement and of the summed squared gradient. No metric can then
-            exceed sqrt((sum_t g^2 + s mean) / (s mean)), however little its coordinate moves.
+            mean x over the model of delta^2, and s times the mean y of sum_t g_t^2. No metric of the closed form can then
+            exceed eta sqrt((sum_t g_t^2 + s y) / (s x)), however little its coordinate moves.
+
+    Where u lies on a kink of a mixture, B has no derivative by D, and the gradient is that of one of the active forms.
     """
 
     comparator: End | Reference | Fixed = End()

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from metamd import models as models
     from metamd import tasks as tasks
     from metamd.guard import OffFamilyWarning
+    from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
     from metamd.learned import LearnedOptimiser, load
+    from metamd.objectives import PaperBound, Regret, TrainingLoss
     from metamd.optimiser import MetaMD, mirror_step
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
 
@@ -26,20 +28,40 @@ _HOME = {
     "MetaMD": "optimiser",
     "mirror_step": "optimiser",
     "OffFamilyWarning": "guard",
+    "PaperBound": "objectives",
+    "Regret": "objectives",
+    "TrainingLoss": "objectives",
+    "ClosedForm": "hypergrad",
+    "Direct": "hypergrad",
+    "Evolution": "hypergrad",
+    "Forward": "hypergrad",
+    "ForwardDiagonal": "hypergrad",
+    "ForwardRandom": "hypergrad",
+    "Reverse": "hypergrad",
     "load": "learned",
 }
 _SUBMODULES = ("data", "models", "tasks")
 
 __all__ = [
+    "ClosedForm",
     "Diagonal",
+    "Direct",
     "Euclidean",
+    "Evolution",
+    "Forward",
+    "ForwardDiagonal",
+    "ForwardRandom",
     "LearnedOptimiser",
     "MaxDiagonal",
     "MetaMD",
     "NegativeEntropy",
     "OffFamilyWarning",
     "PNorm",
+    "PaperBound",
     "Potential",
+    "Regret",
+    "Reverse",
+    "TrainingLoss",
     "__version__",
     "bregman",
     "load",

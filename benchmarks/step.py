@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where step.json and step.png go")
     args = parser.parse_args()
     g = torch.Generator().manual_seed(0)
+    before = round(os.getloadavg()[0], 1)
     makers: dict[str, Callable[[], Problem]] = {
         "matrix": lambda: flat(args.parameters, g),
         "lenet": lambda: model("LeNet", LeNet(generator=g), (32, 1, 28, 28), 10, g),
@@ -300,6 +301,7 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "python": platform.python_version(),
+            "load_before_and_after": [before, round(os.getloadavg()[0], 1)],  # above the threads used: do not trust it
         },
         "rounds": args.rounds,
         "warmup": args.warmup,

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.optim import lr_scheduler
 from metamd import Euclidean, MaxDiagonal, MetaMD
 from tests.helpers import random_geometry, small_model, train
 
+ROOT = Path(__file__).parents[1]
 SCHEDULERS = {
     "LambdaLR": {"lr_lambda": lambda t: 0.9**t},
     "MultiplicativeLR": {"lr_lambda": lambda t: 0.9},
@@ -135,7 +137,7 @@ print("frames", frames)
 
 def test_compiled_step_does_not_recompile():
     """Twelve steps with a changing learning rate and changing pieces: nothing is compiled after the second."""
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("frames")
 

@@ -283,6 +283,14 @@ def test_state_dict_of_something_else_is_refused():
         optimiser.load_state_dict(two.state_dict())
 
 
+def test_resuming_in_another_geometry_warns():
+    model = small_model()
+    state = MetaMD(model.named_parameters(), random_geometry(model, seed=1)).state_dict()
+    with pytest.warns(UserWarning, match="another geometry"):
+        MetaMD(model.named_parameters(), random_geometry(model, seed=2)).load_state_dict(state)
+    MetaMD(model.named_parameters(), random_geometry(model, seed=1)).load_state_dict(state)
+
+
 def test_unnamed_parameters_of_a_learned_geometry_are_refused():
     model = small_model()
     with pytest.raises(ValueError, match=r"Pass model\.named_parameters\(\)"):

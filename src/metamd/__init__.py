@@ -7,12 +7,14 @@ from metamd._version import __version__
 
 if TYPE_CHECKING:
     from metamd.guard import OffFamilyWarning
+    from metamd.learned import LearnedOptimiser, load
     from metamd.optimiser import MetaMD, mirror_step
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
 
 _HOME = {
     "Diagonal": "potentials",
     "Euclidean": "potentials",
+    "LearnedOptimiser": "learned",
     "MaxDiagonal": "potentials",
     "NegativeEntropy": "potentials",
     "PNorm": "potentials",
@@ -21,11 +23,13 @@ _HOME = {
     "MetaMD": "optimiser",
     "mirror_step": "optimiser",
     "OffFamilyWarning": "guard",
+    "load": "learned",
 }
 
 __all__ = [
     "Diagonal",
     "Euclidean",
+    "LearnedOptimiser",
     "MaxDiagonal",
     "MetaMD",
     "NegativeEntropy",
@@ -34,6 +38,7 @@ __all__ = [
     "Potential",
     "__version__",
     "bregman",
+    "load",
     "mirror_step",
 ]
 

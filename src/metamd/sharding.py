@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.potentials.mixture import Total, total
+from metamd.potentials.mixture import Total, local_total
 from metamd.potentials.simplex import Array
 
 
@@ -41,7 +41,7 @@ def total_for(params: Mapping[str, Tensor]) -> Total:
     groups = {n: _shard_groups(x) for n, x in params.items() if is_sharded(x)}
     groups = {n: g for n, g in groups.items() if g}
     if not groups:
-        return total
+        return local_total
 
     def over_processes(contributions: Mapping[str, Tensor]) -> Array:
         first = next(iter(contributions.values()))

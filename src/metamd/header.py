@@ -92,7 +92,9 @@ class Header:
                 )
         for name, since in SINCE.items():
             if self.schema_version < since and getattr(self, name) is not None:
-                raise ValueError(f"{name} needs schema_version {since}, got {self.schema_version}. Leave out schema_version=.")
+                raise ValueError(
+                    f"{name} needs schema_version {since}, got {self.schema_version}. Leave out schema_version=."
+                )
         unknown = sorted(set(self.gradient_scale) - set(self.tensors))
         if unknown:
             raise ValueError(f"gradient_scale has {shown(unknown[0])}, but the metrics are {some(self.tensors)}.")

@@ -27,15 +27,13 @@ def run(options: Update) -> int:
     if not options.file.is_file():
         raise FileNotFoundError(f"there is no file {shown(str(options.file))}. Make one with metamd.learn(runs).save(path).")
     out = options.out or options.file
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {shown(str(out.parent))} to save into. Create it first.")
+    runs = [_named(path) for path in options.runs]
     # Two nights that end at once must not both read the old file.
     with locked(out.with_name(f".{out.name}.lock")):
         before = load(options.file)
-        after = update(
-            before,
-            [_named(path) for path in options.runs],
-            weights=[options.weight] * len(options.runs),
-            decay=options.decay,
-        )
+        after = update(before, runs, weights=[options.weight] * len(runs), decay=options.decay)
         after.save(out)
     _report(summary(before, after, out), as_json=options.json)
     return 0

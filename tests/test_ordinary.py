@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -156,11 +157,13 @@ def test_by_role_runs_of_different_widths_and_depths_are_combined():
 def test_runs_of_another_model_are_refused():
     run = recorded(0)
     other = recorded(1, model=nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)))
-    sentence = r"the run 'night-1' \(2 of 2\) is of another model: it has '0.weight' of shape \(9, 5\), where the others have"
+    sentence = (
+        r"the run 'night-1' \(2 of 2\) is of another model: it has '0.weight' of shape \(9, 5\), where the others have"
+    )
     with pytest.raises(ValueError, match=sentence):
         learn([run, other])
     renamed = replace(run, **{p: {f"net.{n}": x for n, x in getattr(run, p).items()} for p in ("start", "end", "squares")})
-    with pytest.raises(ValueError, match="it has no '0.weight', where the others have '0.weight' of shape"):
+    with pytest.raises(ValueError, match=r"it has no '0.weight', where the others have '0.weight' of shape"):
         learn([run, replace(renamed, gradient_rms={f"net.{n}": v for n, v in run.gradient_rms.items()})])
 
 
@@ -176,7 +179,7 @@ def test_a_diverged_run_is_refused_by_name(part, value):
     runs = [recorded(0), poisoned(recorded(1), part, value)]
     with pytest.raises(ValueError, match=r"the run 'night-1' \(2 of 2\) diverged: The .* of '2.bias' is not finite"):
         learn(runs)
-    with pytest.raises(ValueError, match="the run 'night-1' .* diverged"):
+    with pytest.raises(ValueError, match=r"the run 'night-1' .* diverged"):
         update(learn(runs[:1]), runs[1:])
 
 
@@ -237,7 +240,7 @@ def test_an_update_keeps_what_it_was_given_and_refuses_what_it_has():
     first = learn([recorded(0)])
     described = replace(first, header=replace(first.header, family={"name": "nights"}))
     assert update(described, [recorded(1)]).header.family == {"name": "nights"}
-    with pytest.raises(ValueError, match="'night-0' .* is there already"):
+    with pytest.raises(ValueError, match=r"'night-0' .* is there already"):
         update(first, [recorded(0)])
     with pytest.raises(ValueError, match="does not hold the sums of the runs"):
         update(replace(first, moments=None), [recorded(1)])
@@ -281,7 +284,9 @@ def bias_rates(prior, nightly, rounds=6):
     return rates
 
 
-@pytest.mark.filterwarnings("ignore::metamd.OffFamilyWarning")  # of two tensors, one starts at its optimum: its scale is noise
+@pytest.mark.filterwarnings(
+    "ignore::metamd.OffFamilyWarning"
+)  # of two tensors, one starts at its optimum: its scale is noise
 @pytest.mark.parametrize("nightly", [False, True])
 def test_the_prior_keeps_what_moves_little_from_starving(nightly):
     starved, kept = bias_rates(0.0, nightly), bias_rates(PRIOR, nightly)
@@ -495,6 +500,8 @@ def test_bad_input_is_a_sentence_with_code_2_and_leaves_the_file_alone(nights, c
 def test_two_updates_at_once_both_count(nights):
     file = str(nights / "l.safetensors")
     command = [sys.executable, "-m", "metamd", "update", file]
-    children = [subprocess.Popen([*command, str(nights / f"{i}.run.safetensors")]) for i in range(2)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    files = [str(nights / f"{i}.run.safetensors") for i in range(2)]
+    children = [subprocess.Popen([*command, name], env=environment) for name in files]
     assert [child.wait(timeout=120) for child in children] == [0, 0]
     assert len(metamd.load(file).header.learned_from["runs"]) == 3

@@ -30,13 +30,13 @@ class Point:
 
     Args:
         loss: the loss at theta_t.
-        energy: g_t' D(w_t)^-1 g_t.
+        energy: g_t' D(w_t)^-1 g_t, evaluated when asked for.
         lr: eta.
         steps: T.
     """
 
     loss: Tensor
-    energy: Tensor
+    energy: Callable[[], Tensor]
     lr: float
     steps: int
 
@@ -187,7 +187,7 @@ class Regret(Objective):
 
     def running(self, point: Point) -> Tensor:
         """eta/2 g'D(w)^-1 g."""
-        return 0.5 * point.lr * point.energy
+        return 0.5 * point.lr * point.energy()
 
     def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
         """eta/2 times the local-norm sum."""
@@ -243,7 +243,7 @@ class FromLipschitz:
 
 @dataclass(frozen=True)
 class PaperBound(Objective):
-    """The meta-objective as published [GaoMetaMD]: E = B(theta_{T+1}||theta_1) + k/lambda.
+    """The meta-objective as published [GaoMetaMD2022]: E = B(theta_{T+1}||theta_1) + k/lambda.
 
     The end of the run stands for the solution, and its dependence on the metrics counts (the paper's "indirect" gradient),
     so that not moving at all has the value k/lambda -> 0: it needs runs that converge, see docs/limits.md.
@@ -273,7 +273,7 @@ class PaperBound(Objective):
 
     def running(self, point: Point) -> Tensor:
         """Nothing."""
-        return 0.0 * point.energy
+        return 0.0 * point.loss
 
     def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
         """Nothing."""

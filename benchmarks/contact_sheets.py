@@ -1,4 +1,4 @@
-"""Draw a small contact sheet per dataset, a column per class, from the data at hand (METAMD_DATA or cache).
+"""Draw a small contact sheet per dataset and per rotation of MNIST, a column per class, from the data at hand.
 
 python benchmarks/contact_sheets.py docs/figures
 """
@@ -13,9 +13,11 @@ from PIL import Image
 
 import metamd.data as data
 from metamd.data.loading import load_arrays
+from metamd.tasks.pixels import rotate
 
 ROWS = 5
 GAP = 2
+ANGLES = (0, 15, 30, 45, 60, 75)
 
 
 def sheet(images: np.ndarray, labels: np.ndarray, classes: int) -> Image.Image:
@@ -29,6 +31,13 @@ def sheet(images: np.ndarray, labels: np.ndarray, classes: int) -> Image.Image:
     return Image.fromarray(canvas[:-GAP, :-GAP])
 
 
+def save(picture: Image.Image, path: Path) -> None:
+    if picture.mode == "RGB":
+        picture = picture.quantize(96)  # a palette keeps the colour sheets small
+    picture.save(path, optimize=True)
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -36,12 +45,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in data.available():
         (images, labels), _ = load_arrays(name, "train", fetch_missing=False)
-        picture = sheet(images, labels, len(data.dataset(name).classes))
-        if picture.mode == "RGB":
-            picture = picture.quantize(96)  # a palette keeps the colour sheets small
-        path = folder / f"data-{name}.png"
-        picture.save(path, optimize=True)
-        print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+        save(sheet(images, labels, len(data.dataset(name).classes)), folder / f"data-{name}.png")
+    if "mnist" in data.available():
+        images, labels = (tensor[:1000] for tensor in data.load("mnist", download=False))
+        for angle in ANGLES:
+            turned = rotate(images[:, None], angle)[:, 0].numpy()
+            save(sheet(turned, labels.numpy(), 10), folder / f"rotated-mnist-{angle}.png")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import metamd.data as data
 from metamd.data import decoders, loading, registry, store
 from tests.data_fixtures import cifar_bytes, idx_bytes, loopback, whole
 
+pytestmark = pytest.mark.real_data
 needs_data = pytest.mark.skipif(not os.environ.get("METAMD_DATA"), reason="METAMD_DATA is not set")
 needs_official = pytest.mark.skipif(not os.environ.get("METAMD_OFFICIAL"), reason="METAMD_OFFICIAL is not set")
 

@@ -243,3 +243,26 @@ def test_metrics_stored_in_another_precision_than_the_parameters(stored, dtype):
     wide = mirror_step(normal_point(0), normal_point(1), exact.bind(normal_point(0)), 0.3).params
     coarse = max(torch.finfo(stored).eps, torch.finfo(dtype).eps)
     assert all(torch.allclose(step.params[n].double(), wide[n], rtol=30 * coarse, atol=30 * coarse) for n in x)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [1, 3, 30, 1000])
+def test_step_with_metrics_over_eight_orders_of_magnitude(pieces, size):
+    """Two steps, the second from wherever the first ended: on a kink or off it."""
+    kinds = set()
+    for seed in range(6 if size < 1000 else 2):
+        rng = np.random.default_rng(1000 * pieces + 10 * size + seed)
+        logs = torch.tensor(np.log(10.0) * rng.uniform(-4, 4, (pieces, size)))
+        offsets = torch.tensor(rng.normal(size=pieces)) if seed % 2 else None
+        x = {"x": torch.tensor(rng.normal(size=size))}
+        phi = MaxDiagonal(pieces, centre=("origin", "start")[seed % 3 == 0]).with_metrics({"x": logs}, offsets).bind(x)
+        active = None
+        for _ in range(2):
+            g = {"x": torch.tensor(rng.normal(size=size) * 10 ** rng.uniform(-2, 2))}
+            before = active or phi.activate(x)
+            step = mirror_step(x, g, phi, 1.0, active=active)
+            expected = brute_step(phi, x, g, 1.0, before.weights)
+            assert np.abs((flat(step.params) - expected) / expected).max() < 1e-10
+            x, active = {"x": step.params["x"].detach()}, step.active
+            kinds.add(int((active.weights > 0).sum()))
+    assert max(kinds) > 1 or pieces == 1 or size == 1, "no kink was met"

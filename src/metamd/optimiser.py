@@ -15,7 +15,7 @@ from metamd.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.mixture import combine, widen
-from metamd.sharding import any_process, local, local_metric, total_for
+from metamd.sharding import any_process, is_sharded, local, local_metric, total_for
 from metamd.tying import clean_names
 
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
@@ -161,6 +161,11 @@ class MetaMD(Optimizer):
         if self.fused and bound.pieces > 1:
             from metamd.fused import FusedDiagonals
 
+            if any(is_sharded(p) for p in named.values()):
+                raise ValueError(
+                    "fused=True needs whole tensors on one process, but these are sharded. Leave fused=False: the plain "
+                    "step adds up over processes."
+                )
             fused = FusedDiagonals(metrics, starts, bound.offsets.detach().cpu().numpy())
         self._bound = bound.centred_at(starts).fixed(metrics, total_for(named), fused)
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from metamd.data.folders import image_folder
 from metamd.data.records import DataError, Dataset, Provenance
 from metamd.data.registry import dataset, datasets
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DataError", "Dataset", "Provenance", "available", "dataset", "datasets", "load", "provenance"]
+__all__ = ["DataError", "Dataset", "Provenance", "available", "dataset", "datasets", "image_folder", "load", "provenance"]
 
 
 def load(name: str, split: str = "train", *, download: bool = True) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """N diagonal metrics in a basis, and the maximum of their quadratic forms: the paper's learnable potential."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -10,28 +10,41 @@ from torch import Tensor, nn
 from metamd.potentials.base import Active, Centre, Move, Named, Params, Potential, Step, StrongConvexity
 from metamd.potentials.basis import Basis, Identity
 from metamd.potentials.mixture import Total, combine, find_weights, grouped_squares, half_forms, local_total, widen
-from metamd.potentials.simplex import Array, gap_of
+from metamd.potentials.simplex import Array, Evaluate, gap_of, solve
 from metamd.tying import Rename, Slot, TyingName, clean_names, match, slots, some
 
 Missing = Literal["error", "euclidean"]
 
 
 class FusedPass(Protocol):
-    """A trial step and the forms after it in one pass over memory, for the metrics it was made for."""
+    """The step in place, in few passes over memory, for the metrics, centre and offsets it was made for."""
 
-    def advance(self, params: Params, moves: Mapping[str, Move], piece: int, forms: Array) -> Array:
-        """Write the trial step with one piece into the parameters that have a move, and return the forms after it.
+    def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, forms: Array) -> Array:
+        """Write the trial step into the parameters that have a move, and return the forms after it.
 
         Args:
             params: all parameters; those with a move are updated in place.
             moves: gradients, step sizes, decays.
-            piece: the active piece j.
-            forms: the forms before the step: exact for the active piece, exact or upper bounds for the others.
+            weights: w.
+            forms: the forms before the step, or bounds: where w is a vertex, below for the active piece and above for the
+                others.
 
         Returns:
-            The forms after the step: exact for every piece, or, where piece j is certain to be the largest still, exact
-            for piece j and upper bounds for the others.
+            The forms after the step: exact, or, where the one active piece is certain to have the largest form still, such
+            bounds. Their largest is then the active one's, so that the gap of the weights is zero, as it truly is.
         """
+        ...
+
+    def forms(self, params: Params, names: Collection[str]) -> Array:
+        """The forms of the named tensors alone, exact, with offsets."""
+        ...
+
+    def evaluate(self, params: Params, names: Collection[str], weights: Array) -> Evaluate:
+        """What `solve` needs from the named tensors, at the trial point that the weights led to."""
+        ...
+
+    def rescale(self, params: Params, names: Collection[str], before: Array, after: Array) -> None:
+        """theta <- D(before)/D(after) (theta - c) + c for the named tensors, in place."""
         ...
 
 
@@ -240,9 +253,9 @@ class MaxDiagonal(Potential):
         """
         active = active or self.activate(params)
         weights = active.weights if exact else np.eye(self.pieces)[int(np.argmax(active.forms))]
-        if self._fused is not None and into is not None and weights.max() == 1:
+        if self._fused is not None and into is not None:
             trial = {**params, **{n: into[n] for n in moves}}
-            forms: Array | None = self._fused.advance(trial, moves, int(np.argmax(weights)), active.forms)
+            forms: Array | None = self._fused.advance(trial, moves, weights, active.forms)
         else:
             trial = self._trial(params, moves, weights, into)
             forms = None if self.pieces == 1 else self._forms(trial)
@@ -253,6 +266,8 @@ class MaxDiagonal(Potential):
         gap = gap_of(weights, forms)
         if gap <= _tolerance(trial) * _size(forms):
             return Step(trial, Active(weights, forms), gap=max(gap, 0.0))
+        if self._fused is not None and into is not None:
+            return self._settle_fused(self._fused, trial, weights, moves)
         return self._settle(trial, weights, moves, into)
 
     def _trial(self, params: Params, moves: Mapping[str, Move], weights: Array, into: Params | None) -> dict[str, Tensor]:
@@ -283,6 +298,16 @@ class MaxDiagonal(Potential):
             ratio = combine(d, weights) / combine(d, found.weights)
             moved = self._from_centre(n, self._rotated(n, ratio, self._shifted(n, trial[n])))
             trial[n] = moved.to(trial[n].dtype) if into is None else into[n].copy_(moved)
+        return Step(trial, Active(found.weights, found.forms), found.iterations, max(found.gap, 0.0))
+
+    def _settle_fused(
+        self, fused: FusedPass, trial: dict[str, Tensor], weights: Array, moving: Mapping[str, object]
+    ) -> Step:
+        """The same in place, by fused passes."""
+        held = [n for n in trial if n not in moving]
+        offsets = fused.forms(trial, held) if held else self._offsets()
+        found = solve(fused.evaluate(trial, moving, weights), weights, offsets, tolerance=_tolerance(trial))
+        fused.rescale(trial, moving, weights, found.weights)
         return Step(trial, Active(found.weights, found.forms), found.iterations, max(found.gap, 0.0))
 
     # one tensor

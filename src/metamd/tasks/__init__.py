@@ -1,6 +1,9 @@
 """Families of training problems."""
 
 from metamd.tasks.base import Config, Evaluation, SolvedTask, Split, Task, TaskFamily, config_hash
+from metamd.tasks.continuous import rotated_mnist_continuous
+from metamd.tasks.held_out import leave_one_out
+from metamd.tasks.images import diverse_digits, images, rotated_mnist
 from metamd.tasks.logistic import logistic
 from metamd.tasks.supervised import supervised
 from metamd.tasks.synthetic import quadratic, rosenbrock
@@ -14,9 +17,14 @@ __all__ = [
     "Task",
     "TaskFamily",
     "config_hash",
+    "diverse_digits",
+    "images",
+    "leave_one_out",
     "logistic",
     "quadratic",
     "rosenbrock",
+    "rotated_mnist",
+    "rotated_mnist_continuous",
     "supervised",
     "tabular",
 ]

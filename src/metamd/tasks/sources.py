@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Mapping, Sized
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Protocol, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from metamd.data.folders import folder_classes, image_folder
 from metamd.tasks.base import Split, derive_seed
 from metamd.tasks.batches import divide
 from metamd.tasks.stochastic import seeded
@@ -19,6 +20,20 @@ Arrays = tuple[Tensor, Tensor]
 """Inputs and targets, one row per example."""
 
 Splits = Mapping[Split, Arrays]
+
+
+class Rows(Protocol):
+    """What a task needs of its inputs or targets: tensors have it, and so has what makes rows when they are asked for."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where row numbers must be."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Tensor, /) -> Tensor: ...
+
+
 Source = Dataset[Any] | tuple[Tensor, Tensor] | str | PathLike[str]
 Shares = tuple[float, float, float]
 
@@ -41,6 +56,7 @@ def read_all(datasets: Mapping[str, Source | Mapping[Split, Source]], shares: Sh
         raise ValueError("datasets must name at least one dataset, got none. Pass datasets={'mine': (inputs, targets)}.")
     if min(shares) < 0 or shares[0] <= 0 or abs(sum(shares) - 1) > 1e-9:
         raise ValueError(f"shares must be three fractions that sum to 1, got {shares}. Pass shares=(0.8, 0.1, 0.1), say.")
+    _check_folders(datasets)
     data = {name: _split(source, name, shares, seed) for name, source in datasets.items()}
     kinds = {name: {_kind(arrays) for arrays in splits.values()} for name, splits in data.items()}
     first = next(iter(kinds))
@@ -66,12 +82,14 @@ def read(source: Source, name: str) -> Arrays:
     """One source as inputs and targets.
 
     Args:
-        source: tensors, a torch Dataset of (input, target) pairs, or the path of an `.npz` file with `inputs` and `targets`
-            (also: `images` and `labels`, `x` and `y`). A Dataset is read once; augmentations are frozen by that.
+        source: tensors, a torch Dataset of (input, target) pairs, the path of an `.npz` file with `inputs` and `targets`
+            (also: `images` and `labels`, `x` and `y`), or a folder of images as `image_folder` reads it. A Dataset is read
+            once; augmentations are frozen by that.
         name: for the error messages.
     """
     if isinstance(source, str | PathLike):
-        pair: tuple[Any, ...] = _read_npz(Path(source), name)
+        path = Path(source)
+        pair: tuple[Any, ...] = image_folder(path) if path.is_dir() else _read_npz(path, name)
     elif isinstance(source, TensorDataset):
         pair = source.tensors
     elif isinstance(source, Dataset):
@@ -80,8 +98,8 @@ def read(source: Source, name: str) -> Arrays:
         pair = tuple(source)
     else:
         raise TypeError(
-            f"Dataset {name!r} must be (inputs, targets), a torch Dataset or the path of an .npz file, "
-            f"got {type(source).__name__}."
+            f"Dataset {name!r} must be (inputs, targets), a torch Dataset, or the path of an .npz file or of a folder of "
+            f"images, got {type(source).__name__}."
         )
     if len(pair) != 2:
         raise ValueError(f"Dataset {name!r} must have two parts, inputs and targets, got {len(pair)}.")
@@ -93,6 +111,19 @@ def read(source: Source, name: str) -> Arrays:
     if not len(inputs):
         raise ValueError(f"Dataset {name!r} must have examples, got none.")
     return inputs, targets
+
+
+def _check_folders(datasets: Mapping[str, Source | Mapping[Split, Source]]) -> None:
+    """Refuse folders with different classes: a label would mean one thing here and another there."""
+    parts = [part for given in datasets.values() for part in (given.values() if isinstance(given, Mapping) else [given])]
+    folders = [Path(part) for part in parts if isinstance(part, str | PathLike) and Path(part).is_dir()]
+    classes = {folder: folder_classes(folder) for folder in folders}
+    for folder, found in classes.items():
+        if found != classes[folders[0]]:
+            raise ValueError(
+                f"All folders of a family must have the same classes: {folders[0]} has {', '.join(classes[folders[0]])}, "
+                f"{folder} has {', '.join(found)}. Give every folder the same sub-folders, or make two families."
+            )
 
 
 def _split(source: Source | Mapping[Split, Source], name: str, shares: Shares, seed: int) -> Splits:
@@ -121,7 +152,9 @@ def _tensor(part: Any, name: str) -> Tensor:
 
 def _read_npz(path: Path, name: str) -> tuple[Any, ...]:
     if path.suffix != ".npz" or not path.is_file():
-        raise ValueError(f"Dataset {name!r} must be an existing .npz file, got {path}. Write it with numpy.savez.")
+        raise ValueError(
+            f"Dataset {name!r} must be a folder of images or an existing .npz file, got {path}. Write it with numpy.savez."
+        )
     with np.load(path, allow_pickle=False) as arrays:
         for pair in _PAIRS:
             if set(pair) <= set(arrays):

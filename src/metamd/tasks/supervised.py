@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from metamd.tasks.base import Config, Evaluation, Split, Task, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.batches import Shuffle, chunks
 from metamd.tasks.recipe import LossFn, Recipe, inspect, trained
-from metamd.tasks.sources import Arrays, Shares, Source, Splits, fingerprint, read_all
+from metamd.tasks.sources import Arrays, Rows, Shares, Source, Splits, fingerprint, read_all
 from metamd.tasks.stochastic import calibrate, use_batch_statistics
 
 _EVALUATED_AT_ONCE = 1000
@@ -38,8 +38,9 @@ def supervised(
         make_model: makes a new model at every call; its initial weights are drawn from torch's global generator, which is
             seeded per task meanwhile and left as it was.
         datasets: by name: (inputs, targets) tensors, a torch Dataset, the path of an `.npz` file with `inputs` and
-            `targets`; or a mapping with one of these for `"train"` and, if wanted, `"validation"` and `"test"`. All of it
-            is held in memory. Numbers with a fraction are converted to the dtype of the model's parameters.
+            `targets`, or of a folder of images with a sub-folder per class; or a mapping with one of these for `"train"`
+            and, if wanted, `"validation"` and `"test"`. All of it is held in memory. Numbers with a fraction are converted
+            to the dtype of the model's parameters.
         loss_fn: of (outputs, targets), averaged over the batch.
         batch_size: examples per step.
         steps: T.
@@ -115,7 +116,9 @@ class SupervisedTask(Task):
         dropout: whether the model has dropout, so that its batches must carry a seed.
     """
 
-    def __init__(self, config: Config, recipe: Recipe, splits: Splits, *, dropout: bool = False) -> None:
+    def __init__(
+        self, config: Config, recipe: Recipe, splits: Mapping[Split, tuple[Rows, Rows]], *, dropout: bool = False
+    ) -> None:
         super().__init__(config, recipe.steps)
         self.recipe, self.splits, self.dropout = recipe, splits, dropout
         self.model = use_batch_statistics(recipe.make(config["init_seed"]))
@@ -163,10 +166,10 @@ class SupervisedTask(Task):
         inputs = self.splits["train"][0]
         return (self._rows(inputs, rows) for rows in chunks(len(inputs), _EVALUATED_AT_ONCE))
 
-    def _rows(self, part: Tensor, rows: Tensor) -> Tensor:
+    def _rows(self, part: Rows, rows: Tensor) -> Tensor:
         return part[rows.to(part.device)].to(self.device)
 
-    def _split(self, split: Split) -> Arrays:
+    def _split(self, split: Split) -> tuple[Rows, Rows]:
         if split not in self.splits:
             raise ValueError(f"This task has the splits {', '.join(self.splits)}, got {split!r}. Give the dataset one.")
         return self.splits[split]

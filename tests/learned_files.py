@@ -86,4 +86,8 @@ def full_header() -> Header:
         seeds=(0, 7),
         cost={"gradient_evaluations": 1000, "seconds": 1.5},
         held_out={"loss": {"mean": 0.1, "tasks": 20}},
+        learned_from={
+            "prior": 0.1,
+            "runs": [{"name": "monday", "fingerprint": "ab", "steps": 9, "batch_size": None, "weight": 0.5}],
+        },
     ).header

@@ -101,8 +101,8 @@ DAMAGE = {
     "deep header": (nested, "the header is nested too deeply"),
     "repeated field": (twice, "the header repeats the key 'horizon'"),
     "NaN in the header": (lambda p: p.table["__metadata__"].update(metamd='{"a": NaN}'), "contains NaN"),
-    "schema version": (header(schema_version=99), "schema_version must be 1, .* got 99"),
-    "no version": (header(schema_version=...), "schema_version must be 1, .* got None"),
+    "schema version": (header(schema_version=99), "schema_version must be 1 or 2, .* got 99"),
+    "no version": (header(schema_version=...), "schema_version must be 1 or 2, .* got None"),
     "unknown field": (header(colour="red"), "a field 'colour' that its schema version does not know"),
     "missing field": (header(tying=...), "lacks the field 'tying'"),
     "potential": (header(potential="pickle"), "potential must be 'max-diagonal', got 'pickle'"),
@@ -228,7 +228,7 @@ def test_the_law_of_flips_rejects_a_loader_without_a_checksum(place, whole, monk
     place.write_bytes(whole)
     original = metamd.load(place)
     stored = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]["metamd.checksum"]
-    monkeypatch.setattr(module, "_checksum", lambda text, geometry: stored)
+    monkeypatch.setattr(module, "_checksum", lambda text, geometry, moments: stored)
     assert unharmed(place, whole, original)
     assert not unharmed(place, flipped(whole, len(whole) - 2, 0), original)
 

@@ -49,7 +49,7 @@ def test_any_value_of_any_field_is_read_or_refused_with_a_sentence(name, value):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"schema_version": 2}, r"schema_version must be 1, .* got 2\. A newer metamd"),
+        ({"schema_version": 3}, r"schema_version must be 1 or 2, .* got 3\. A newer metamd"),
         ({"schema_version": True}, "schema_version must be 1"),
         ({"pieces": 0}, "pieces must be an integer of at least 1, got 0"),
         ({"pieces": True}, "pieces must be an integer"),

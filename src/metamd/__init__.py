@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from metamd.learned import LearnedOptimiser, load
     from metamd.objectives import PaperBound, Regret, TrainingLoss
     from metamd.optimiser import MetaMD, mirror_step
+    from metamd.ordinary import learn
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
+    from metamd.recorder import Recorder
+    from metamd.runs import Run
 
 _HOME = {
     "Diagonal": "potentials",
@@ -38,6 +41,9 @@ _HOME = {
     "ForwardDiagonal": "hypergrad",
     "ForwardRandom": "hypergrad",
     "Reverse": "hypergrad",
+    "Recorder": "recorder",
+    "Run": "runs",
+    "learn": "ordinary",
     "load": "learned",
 }
 _SUBMODULES = ("data", "models", "tasks")
@@ -59,11 +65,14 @@ __all__ = [
     "PNorm",
     "PaperBound",
     "Potential",
+    "Recorder",
     "Regret",
     "Reverse",
+    "Run",
     "TrainingLoss",
     "__version__",
     "bregman",
+    "learn",
     "load",
     "mirror_step",
 ]

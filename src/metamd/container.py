@@ -203,6 +203,23 @@ def _check_coverage(entries: dict[str, Entry], available: int) -> None:
         raise ValueError(f"{available - position:,} bytes follow the last tensor and belong to none. {AGAIN}")
 
 
+def read_checked(path: Path) -> Container:
+    """Read a file that a user named; whatever is wrong with it is a sentence that begins with its path.
+
+    Args:
+        path: what the user named.
+    """
+    try:
+        check_regular(path)
+        return read(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {shown(str(path))}. Check the path.") from None
+    except OSError as error:
+        raise type(error)(f"{shown(str(path))} cannot be read: {error.strerror or error}".rstrip(".") + ".") from None
+    except ValueError as error:
+        raise ValueError(f"{shown(str(path))} cannot be loaded: {error}") from None
+
+
 def check_regular(path: Path) -> None:
     """Refuse what is no file, before it is opened: a pipe would wait for ever.
 

@@ -11,8 +11,11 @@ from metamd.container import naturals, shown, strict_json
 from metamd.potentials.base import Centre
 from metamd.tying import Shape, TyingName, match, some
 
-SCHEMA_VERSIONS = (1,)
+SCHEMA_VERSIONS = (1, 2)
 """The versions of the header this library reads; it writes the last."""
+
+SINCE = {"learned_from": 2}
+"""Fields that older versions do not have."""
 
 POTENTIALS = ("max-diagonal",)
 BASES = ("identity",)
@@ -43,6 +46,8 @@ class Header:
         versions: library to version.
         cost: what learning it took, such as `gradient_evaluations` and `seconds`.
         held_out: metrics on tasks that were not used to learn it.
+        learned_from: for a geometry learned from recorded runs, the strength of the `prior` and the `runs`, each with its
+            name, fingerprint, steps, batch size and weight.
 
     Example:
         >>> header = Header(pieces=1, tying="parameter", centre="start", tensors={"x": (1, 2)}, horizon=100)
@@ -68,6 +73,7 @@ class Header:
     versions: dict[str, str] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
     held_out: dict[str, Any] = field(default_factory=dict)
+    learned_from: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_version(self.schema_version)
@@ -84,6 +90,11 @@ class Header:
                 raise ValueError(
                     f"the metric {shown(key)} must have one row for each of the {self.pieces} pieces, got shape {shape}."
                 )
+        for name, since in SINCE.items():
+            if self.schema_version < since and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} needs schema_version {since}, got {self.schema_version}. Leave out schema_version=."
+                )
         unknown = sorted(set(self.gradient_scale) - set(self.tensors))
         if unknown:
             raise ValueError(f"gradient_scale has {shown(unknown[0])}, but the metrics are {some(self.tensors)}.")
@@ -93,7 +104,7 @@ class Header:
 
     def to_dict(self) -> dict[str, Any]:
         """The header in plain JSON types, structural fields first."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if self.schema_version >= SINCE.get(f.name, 1)}
         for name, word in TABLES.items():
             plain[name] = [{word: k, "shape": list(s)} for k, s in plain[name].items()]
         plain["seeds"] = list(self.seeds)
@@ -114,7 +125,9 @@ class Header:
         if not isinstance(plain, dict):
             raise ValueError(f"the header must be a JSON object, got {shown(plain)}.")
         check_version(plain.get("schema_version"))
-        known = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(cls)}
+        version = plain["schema_version"]
+        here = [f for f in fields(cls) if version >= SINCE.get(f.name, 1)]
+        known = {f.name: f.default is MISSING and f.default_factory is MISSING for f in here}
         required = {name for name, needed in known.items() if needed} | {"potential", "basis"}
         for name in sorted(set(plain) - set(known)):
             raise ValueError(f"the header has a field {shown(name)} that its schema version does not know. Remove it.")
@@ -221,6 +234,34 @@ def _texts(name: str, value: Any) -> dict[str, str]:
     return plain
 
 
+def _learned_from(name: str, value: Any) -> dict[str, Any]:
+    plain = _plain(name, value)
+    if set(plain) != {"prior", "runs"} or not isinstance(plain["runs"], list) or not plain["runs"]:
+        raise ValueError(f"{name} must have a prior and a list of runs, got {shown(plain)}.")
+    if type(plain["prior"]) not in (int, float) or not 0 <= plain["prior"] <= sys.float_info.max:
+        raise ValueError(f"the prior of {name} must be a number >= 0, got {shown(plain['prior'])}.")
+    for row in plain["runs"]:
+        if not isinstance(row, dict) or set(row) != set(_RUN):
+            raise ValueError(f"each run of {name} must have {', '.join(_RUN)}; got {shown(row)}.")
+        for key, check in _RUN.items():
+            check(f"the {key} of a run in {name}", row[key])
+    return plain
+
+
+def _weight(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{name} must be a positive number, got {shown(value)}.")
+    return float(value)
+
+
+_RUN: dict[str, Callable[[str, Any], Any]] = {
+    "name": _text,
+    "fingerprint": _text,
+    "steps": _positive,
+    "batch_size": _optional(_positive),
+    "weight": _weight,
+}
+
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "pieces": _positive,
     "tying": _one_of(get_args(TyingName)),
@@ -239,4 +280,5 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "versions": _texts,
     "cost": _numbers,
     "held_out": _plain,
+    "learned_from": _optional(_learned_from),
 }

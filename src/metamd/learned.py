@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from metamd._version import __version__
-from metamd.container import AGAIN, Container, check_regular, pack, read, shown, write_atomically
+from metamd.container import AGAIN, Container, pack, read_checked, shown, write_atomically
 from metamd.header import Header
+from metamd.moments import Moments
 from metamd.potentials.base import Named
 from metamd.potentials.diagonal import MaxDiagonal, Missing
 from metamd.tying import Rename, Shape
 
 SHIPPED = Path(__file__).parent / "pretrained"
 HEADER_KEY, CHECKSUM_KEY = "metamd", "metamd.checksum"
+MOMENTS = ("moments/x/", "moments/y/")
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -33,6 +35,8 @@ class LearnedOptimiser:
     Args:
         header: structure and provenance.
         potential: the metrics; `MetaMD` binds them to its parameters if they are not bound yet.
+        moments: the sums over runs that the metrics were computed from, kept so that later runs can be added to them;
+            `dataclasses.replace(learned, moments=None)` is a third of the size and as good for training.
 
     Example:
         >>> potential = MaxDiagonal(pieces=2).bind({"x": torch.zeros(3)})
@@ -43,6 +47,7 @@ class LearnedOptimiser:
 
     header: Header
     potential: MaxDiagonal
+    moments: Moments | None = None
 
     def __post_init__(self) -> None:
         held = _structure(self.potential) | {"tensors": _shapes(self.potential)}
@@ -53,6 +58,8 @@ class LearnedOptimiser:
                     f"the header says {name} = {shown(said)}, but the potential has {shown(value)}. Make both agree with "
                     "LearnedOptimiser.from_potential(potential, ...)."
                 )
+        if self.moments is not None and self.header.learned_from is None:
+            raise ValueError("moments need a header that says which runs they are of: give it learned_from=.")
 
     @classmethod
     def from_potential(cls, potential: MaxDiagonal, **provenance: Any) -> "LearnedOptimiser":
@@ -75,7 +82,7 @@ class LearnedOptimiser:
             missing: "euclidean" gives tensors without a metric plain gradient steps.
         """
         bound = self.potential.bind(named, rename=rename, missing=missing)
-        return LearnedOptimiser(replace(self.header, tensors=_shapes(bound)), bound)
+        return LearnedOptimiser(replace(self.header, tensors=_shapes(bound)), bound, self.moments)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file whole or not at all: a crash, a full disk or a kill leaves what was there before.
@@ -83,12 +90,13 @@ class LearnedOptimiser:
         Args:
             path: where; conventionally `*.safetensors`.
         """
-        tensors = _tensors(self.potential)
+        tensors, moments = _tensors(self.potential), _moment_tensors(self.moments)
         check_metrics(tensors)
+        _check_moments(self.header, moments)
         text = self.header.to_json()
         Header.from_json(text)  # what is saved can be loaded
-        metadata = {HEADER_KEY: text, CHECKSUM_KEY: _checksum(text, self.fingerprint())}
-        write_atomically(Path(path), pack(tensors, metadata))
+        metadata = {HEADER_KEY: text, CHECKSUM_KEY: _checksum(text, self.fingerprint(), moments)}
+        write_atomically(Path(path), pack({**tensors, **moments}, metadata))
 
     def fingerprint(self) -> str:
         """The fingerprint of the geometry; what the header says about its origin does not enter."""
@@ -124,15 +132,7 @@ def load(path_or_name: str | os.PathLike[str]) -> LearnedOptimiser:
         FileNotFoundError: no learned optimiser 'no-such-optimiser' is shipped with metamd ...
     """
     path = _locate(path_or_name)
-    try:
-        check_regular(path)
-        container = read(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {shown(str(path))}. Check the path.") from None
-    except OSError as error:
-        raise type(error)(f"{shown(str(path))} cannot be read: {error.strerror or error}".rstrip(".") + ".") from None
-    except ValueError as error:
-        raise ValueError(f"{shown(str(path))} cannot be loaded: {error}") from None
+    container = read_checked(path)
     try:
         return _assemble(container)
     except ValueError as error:
@@ -162,15 +162,19 @@ def _assemble(container: Container) -> LearnedOptimiser:
             "a safetensors file, but no learned optimiser."
         )
     header = Header.from_json(metadata[HEADER_KEY])
+    moments = {n: v for n, v in tensors.items() if n.startswith(MOMENTS)} if header.learned_from else {}
+    tensors = {n: v for n, v in tensors.items() if n not in moments}
     _check_shapes(header, tensors)
     check_metrics(tensors)
+    _check_moments(header, moments)
     log_d = {k: tensors[f"log_d/{k}"] for k in header.tensors}
     # The offsets have the shape (pieces,) by now, so that `pieces` is no larger than the file.
     blank = MaxDiagonal(header.pieces, tying=header.tying, centre=header.centre)
     potential = blank.with_metrics(log_d, tensors["offsets"])
-    if metadata[CHECKSUM_KEY] != _checksum(metadata[HEADER_KEY], fingerprint(potential)):
+    if metadata[CHECKSUM_KEY] != _checksum(metadata[HEADER_KEY], fingerprint(potential), moments):
         raise ValueError(f"its content does not match its checksum. {AGAIN}")
-    return LearnedOptimiser(header, potential)
+    x, y = ({k: moments[f"{prefix}{k}"] for k in header.tensors} if moments else {} for prefix in MOMENTS)
+    return LearnedOptimiser(header, potential, Moments(x, y) if moments else None)
 
 
 def _check_shapes(header: Header, tensors: Mapping[str, Tensor]) -> None:
@@ -212,6 +216,17 @@ def check_metrics(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
+def _check_moments(header: Header, moments: Mapping[str, Tensor]) -> None:
+    if not moments:
+        return
+    wanted = {f"{prefix}{k}": s[1:] for prefix in MOMENTS for k, s in header.tensors.items()}
+    if header.pieces != 1 or {n: tuple(v.shape) for n, v in moments.items()} != wanted:
+        raise ValueError(f"moments must be of one piece and have the shapes of its metrics, for all of them. {AGAIN}")
+    for name, value in moments.items():
+        if value.dtype not in DTYPES or not bool((value.isfinite() & (value >= 0)).all()):
+            raise ValueError(f"{shown(name)} must hold finite numbers >= 0 in float64, float32 or bfloat16.")
+
+
 def fingerprint(potential: MaxDiagonal) -> str:
     """A digest of the geometry: equal for equal metrics, offsets and structure, whatever it is bound to.
 
@@ -224,10 +239,20 @@ def fingerprint(potential: MaxDiagonal) -> str:
         True
     """
     digest = blake2b(json.dumps(_structure(potential), sort_keys=True).encode(), digest_size=16)
-    for name, value in sorted(_tensors(potential).items()):
+    absorb(digest, _tensors(potential))
+    return digest.hexdigest()
+
+
+def absorb(digest: "blake2b", tensors: Mapping[str, Tensor]) -> None:
+    """Add tensors to a digest: names, types, shapes and bytes, in the order of the names.
+
+    Args:
+        digest: what is updated.
+        tensors: on the CPU and contiguous.
+    """
+    for name, value in sorted(tensors.items()):
         digest.update(json.dumps([name, DTYPES.get(value.dtype, str(value.dtype)), list(value.shape)]).encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:
@@ -240,8 +265,10 @@ def versions() -> dict[str, str]:
     }
 
 
-def _checksum(text: str, geometry: str) -> str:
-    return blake2b(f"{geometry}\n{text}".encode(), digest_size=16).hexdigest()
+def _checksum(text: str, geometry: str, moments: Mapping[str, Tensor]) -> str:
+    digest = blake2b(f"{geometry}\n{text}".encode(), digest_size=16)
+    absorb(digest, moments)
+    return digest.hexdigest()
 
 
 def _structure(potential: MaxDiagonal) -> dict[str, Any]:
@@ -268,4 +295,11 @@ def _model(potential: MaxDiagonal) -> dict[str, Shape]:
 def _tensors(potential: MaxDiagonal) -> dict[str, Tensor]:
     """What the file stores, on the CPU and with memory of its own."""
     held = {"offsets": potential.offsets.double()} | {f"log_d/{k}": v for k, v in potential.log_d.items()}
+    return {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in held.items()}
+
+
+def _moment_tensors(moments: Moments | None) -> dict[str, Tensor]:
+    if moments is None:
+        return {}
+    held = {f"{prefix}{k}": v for prefix, part in zip(MOMENTS, (moments.x, moments.y), strict=True) for k, v in part.items()}
     return {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in held.items()}

@@ -109,11 +109,33 @@ class Data:
     )
 
 
-Options = Data | Demo | Inspect
+@dataclass(frozen=True)
+class Update:
+    """Add recorded runs to those that a file was learned from, and learn it anew.
+
+    Args:
+        file: what metamd.learn(runs).save(...) or an earlier update wrote; it is replaced, whole or not at all.
+        runs: files of recorder.finish().save(...).
+        decay: the factor on the weights of the earlier runs: 1 keeps all nights alike, 0.9 forgets slowly.
+        weight: of each new run.
+        out: write here instead, and leave FILE as it is.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]")]
+    decay: float = 1.0
+    weight: float = 1.0
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    json: bool = False
+
+
+Options = Data | Demo | Inspect | Update
 
 HOMES: dict[type, str] = {
     Data: "metamd.commands.data",
     Demo: "metamd.commands.demo",
     Inspect: "metamd.commands.inspect",
+    Update: "metamd.commands.update",
 }
 """Where each command is carried out: a module with `run(options) -> int`, imported when the command is called."""

@@ -9,41 +9,10 @@ from torch import Tensor
 from metamd.hypergrad.base import Estimator, Hypergradient
 from metamd.hypergrad.direct import Direct
 from metamd.inner import Trajectory
+from metamd.moments import Moments
 from metamd.objectives import Objective, Regret
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.mixture import grouped_squares
 from metamd.tasks.base import Task
-
-
-@dataclass(frozen=True)
-class Moments:
-    """What one run says about every metric: E = sum_i (D_i x_i + y_i / D_i) / 2.
-
-    Args:
-        x: the squared displacements delta_i^2 / eta, by key, summed over tied coordinates.
-        y: the squared gradients eta sum_t g_ti^2, likewise.
-    """
-
-    x: dict[str, Tensor]
-    y: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, run: Trajectory, potential: MaxDiagonal, objective: Regret) -> "Moments":
-        """The moments of a run against the objective's comparator, with its prior."""
-        u = objective.comparator.of(run)
-        means = objective.prior_of(run, u)
-        x: dict[str, Tensor] = {}
-        y: dict[str, Tensor] = {}
-        for n, slot in potential.slots.items():
-            start = run.start[n]
-            delta = potential.basis.into(n, (u[n] - start).double())
-            squares = run.squares[n].double().sum(0)
-            tied = start.numel() / max(squares.numel(), 1)
-            here = (grouped_squares(delta, slot.shape) + tied * means[0]) / run.lr
-            there = (squares + tied * means[1]) * run.lr
-            x[slot.key] = x.get(slot.key, 0) + here.reshape(slot.stored)
-            y[slot.key] = y.get(slot.key, 0) + there.reshape(slot.stored)
-        return cls(x, y)
 
 
 @dataclass(frozen=True)
@@ -101,15 +70,8 @@ class ClosedForm(Estimator):
             raise ValueError(
                 f"there is no run to learn from: all {len(runs)} diverged. Start from larger metrics or lower lr."
             )
-        found = {}
-        for key, present in potential.log_d.items():
-            x = torch.stack([s * m.x[key] for s, m in used]).sum(0)
-            y = torch.stack([s * m.y[key] for s, m in used]).sum(0)
-            known = (x > 0) & (y > 0)
-            logs = 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log())
-            kept = present.detach()
-            found[key] = torch.where(known, logs, kept[0].double()).to(kept.dtype).unsqueeze(0)
-        return found
+        total = Moments.total([m for _, m in used], [s for s, _ in used])
+        return total.minimiser(potential.log_d)
 
 
 def _regret(objective: Objective, potential: MaxDiagonal) -> Regret:

@@ -15,6 +15,7 @@ from metamd.potentials.simplex import Array, Solution, solve
 from metamd.tying import Shape
 
 _JOIN_LIMIT = 2**20
+_CHUNK = 2**16
 
 Total = Callable[[Mapping[str, Tensor]], Array]
 """Adds contributions by tensor name; where tensors are sharded over processes, over the processes too."""
@@ -82,17 +83,28 @@ def find_weights(
     metrics = {n: d.to(squares[n].dtype) for n, d in metrics.items()}
     if total is local_total and _joinable(squares):
         squares, metrics = _joined(squares, metrics, pieces)
-    before = {n: combine(d, weights) for n, d in metrics.items()}
+    # In chunks that stay in the cache; the sums over chunks, in float64, lose nothing either.
+    parts = {n: _chunks(squares[n], d, weights) for n, d in metrics.items()}
 
     def evaluate(w: Array) -> tuple[Array, Array]:
-        contributions = {}
-        for n, d in metrics.items():
-            dw = combine(d, w)
-            s = (squares[n] * (before[n] / dw).square()).reshape(-1)
-            rows = d.reshape(pieces, -1)
-            hessian = (rows * (s / dw.reshape(-1))) @ rows.T
-            contributions[n] = torch.cat([0.5 * (rows @ s), hessian.reshape(-1)]).double()
-        sums = total(contributions)
+        sums = total(
+            {n: torch.stack([_reductions(r, before, s, w) for r, before, s in chunks]).sum(0) for n, chunks in parts.items()}
+        )
         return sums[:pieces], sums[pieces:].reshape(pieces, pieces)
 
     return solve(evaluate, weights, offsets, tolerance=tolerance)
+
+
+def _chunks(squares: Tensor, d: Tensor, weights: Array) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Parts of the metrics, of D(w), and of the squares of the trial point, that go together."""
+    rows = torch.split(d.reshape(len(d), -1), _CHUNK, 1)
+    parts = torch.split(squares.reshape(-1), _CHUNK)
+    return [(r, combine(r, weights), s) for r, s in zip(rows, parts, strict=True)]
+
+
+def _reductions(rows: Tensor, before: Tensor, squares: Tensor, w: Array) -> Tensor:
+    """q_j = 1/2 x'D_j x and H_jk = x'D_j D(w)^-1 D_k x at x = D(before)/D(w) x~, in one vector."""
+    dw = combine(rows, w)
+    s = squares * (before / dw).square()
+    hessian = (rows * (s / dw)) @ rows.T
+    return torch.cat([0.5 * (rows @ s), hessian.reshape(-1)]).double()

@@ -8,6 +8,8 @@ from metamd._version import __version__
 if TYPE_CHECKING:
     from metamd.guard import OffFamilyWarning
     from metamd.learned import LearnedOptimiser, load
+    from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
+    from metamd.objectives import PaperBound, Regret, TrainingLoss
     from metamd.optimiser import MetaMD, mirror_step
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
 
@@ -24,18 +26,38 @@ _HOME = {
     "mirror_step": "optimiser",
     "OffFamilyWarning": "guard",
     "load": "learned",
+    "PaperBound": "objectives",
+    "Regret": "objectives",
+    "TrainingLoss": "objectives",
+    "ClosedForm": "hypergrad",
+    "Direct": "hypergrad",
+    "Evolution": "hypergrad",
+    "Forward": "hypergrad",
+    "ForwardDiagonal": "hypergrad",
+    "ForwardRandom": "hypergrad",
+    "Reverse": "hypergrad",
 }
 
 __all__ = [
+    "ClosedForm",
     "Diagonal",
+    "Direct",
     "Euclidean",
     "LearnedOptimiser",
+    "Evolution",
+    "Forward",
+    "ForwardDiagonal",
+    "ForwardRandom",
     "MaxDiagonal",
     "MetaMD",
     "NegativeEntropy",
     "OffFamilyWarning",
     "PNorm",
+    "PaperBound",
     "Potential",
+    "Regret",
+    "Reverse",
+    "TrainingLoss",
     "__version__",
     "bregman",
     "load",

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -243,7 +244,7 @@ class Walk:
             shares=shares,
             weights=np.array(self._weights).reshape(-1, self.potential.pieces),
             gaps=np.array(self._gaps[: len(self._losses)]),
-            switches=sum(a != b for a, b in zip(supports, supports[1:], strict=False)),
+            switches=sum(a != b for a, b in pairwise(supports)),
             largest_gradient=self._largest,
             local_norm=float(local_norm(shares, self.potential)),
             gradient_sum=self._gradient_sum,

@@ -11,8 +11,8 @@ function of the metrics alone: its gradient is the direct one, without the depen
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -44,8 +44,11 @@ class Point:
 class Objective(ABC):
     """A meta-objective; see the module's docstring for its two parts."""
 
-    reference: "Reference | None" = None
+    reference: ClassVar["Reference | None"] = None
     """What finds the comparator of a run, if it is not a part of the run."""
+
+    runs: ClassVar[bool] = True
+    """Whether there is a sum over the steps at all."""
 
     @abstractmethod
     def running(self, point: Point) -> Tensor:
@@ -68,6 +71,10 @@ class Objective(ABC):
         """
         potential = potential.centred_at(run.start)
         return self.recorded(run, potential) + self.final(run, potential, run.end)
+
+    def held(self, run: Trajectory) -> "Objective":
+        """The same objective with all that its gradient does not see put to the value it has in this run."""
+        return self
 
 
 # the comparator of the regret
@@ -133,6 +140,23 @@ class Reference:
         return best, Cost(gradients=total, seconds=time.perf_counter() - began)
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """A known point.
+
+    Args:
+        point: u.
+        means: the means that a prior works with; those of the run at hand if not given.
+    """
+
+    point: Params
+    means: tuple[float, float] | None = None
+
+    def of(self, run: Trajectory) -> Params:
+        """The point."""
+        return self.point
+
+
 # the objectives
 
 
@@ -143,13 +167,13 @@ class Regret(Objective):
     E = B(u||theta_1)/eta + eta/2 sum_t g_t' D(w_t)^-1 g_t  >=  sum_t <g_t, theta_t - u> for exact steps.
 
     Args:
-        comparator: u: `End()` or `Reference(...)`.
+        comparator: u: `End()`, `Reference(...)`, or `Fixed(point)` where the solution is known.
         prior: strength s of a prior: every coordinate is given, on top of its own displacement and gradients, s times the
             mean over the model of the squared displacement and of the summed squared gradient. No metric can then
             exceed sqrt((sum_t g^2 + s mean) / (s mean)), however little its coordinate moves.
     """
 
-    comparator: End | Reference = End()
+    comparator: End | Reference | Fixed = End()
     prior: float = 0.0
 
     def __post_init__(self) -> None:
@@ -175,18 +199,32 @@ class Regret(Objective):
         bound = potential.divergence(u, run.start) / run.lr
         return bound + self._penalty(run, potential, u) if self.prior else bound
 
+    def held(self, run: Trajectory) -> "Regret":
+        """With the comparator of this run, and its means in the prior."""
+        u = self.comparator.of(run)
+        return replace(self, comparator=Fixed(u, self._means(run, u)))
+
+    def prior_of(self, run: Trajectory, u: Params) -> tuple[float, float]:
+        """What the prior adds to every coordinate's squared displacement and to its summed squared gradients."""
+        x, y = self._means(run, u) if self.prior else (0.0, 0.0)
+        return self.prior * x, self.prior * y
+
+    def _means(self, run: Trajectory, u: Params) -> tuple[float, float]:
+        held = self.comparator.means if isinstance(self.comparator, Fixed) else None
+        return held or means(run, u)
+
     def _penalty(self, run: Trajectory, potential: MaxDiagonal, u: Params) -> Tensor:
-        """s sum_i mean_j [D_ji x / (2 eta) + eta y / (2 D_ji)], x and y the means of delta_i^2 and sum_t g_ti^2."""
-        x, y = prior_means(run, u)
+        """sum_i mean_j [D_ji x / (2 eta) + eta y / (2 D_ji)], x and y s times the means of delta_i^2 and sum_t g_ti^2."""
+        x, y = self.prior_of(run, u)
         terms = []
         for n, start in run.start.items():
             d = potential.metric(n).double()
             tied = start.numel() / max(d[0].numel(), 1)
             terms.append(tied / potential.pieces * (0.5 * x / run.lr * d + 0.5 * run.lr * y / d).sum())
-        return self.prior * torch.stack(terms).sum()
+        return torch.stack(terms).sum()
 
 
-def prior_means(run: Trajectory, u: Params) -> tuple[float, float]:
+def means(run: Trajectory, u: Params) -> tuple[float, float]:
     """The means over all coordinates of the squared displacement to u, and of the summed squared gradient."""
     count = sum(x.numel() for x in run.start.values())
     x = sum(float((u[n] - run.start[n]).square().sum(dtype=torch.float64)) for n in run.start)
@@ -216,6 +254,7 @@ class PaperBound(Objective):
             smallest entries each gets an equal part of the gradient, as torch.amin has it.
     """
 
+    runs: ClassVar[bool] = False
     k: float | FromLipschitz = 10.0
     strong_convexity: Literal["paper", "exact"] = "paper"
 
@@ -224,6 +263,13 @@ class PaperBound(Objective):
             raise ValueError(f"k must not be negative, got {self.k}. Pass k=FromLipschitz() for the value of the theory.")
         if self.strong_convexity not in ("paper", "exact"):
             raise ValueError(f'strong_convexity must be "paper" or "exact", got {self.strong_convexity!r}.')
+
+    def held(self, run: Trajectory) -> "PaperBound":
+        """With the k of this run."""
+        return replace(self, k=self._k(run))
+
+    def _k(self, run: Trajectory) -> float:
+        return self.k.of(run) if isinstance(self.k, FromLipschitz) else self.k
 
     def running(self, point: Point) -> Tensor:
         """Nothing."""
@@ -235,7 +281,7 @@ class PaperBound(Objective):
 
     def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
         """The whole of it."""
-        k = self.k.of(run) if isinstance(self.k, FromLipschitz) else self.k
+        k = self._k(run)
         # one amin over everything: smallest entries that tie share the gradient equally across tensors too
         smallest = torch.cat([v.double().reshape(-1) for v in potential.log_d.values()]).amin()
         strength = (0.5 * smallest).exp() if self.strong_convexity == "paper" else smallest.exp()

@@ -1,0 +1,124 @@
+"""The minimiser of the regret bound for one piece: no derivative, no outer learning rate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metamd.hypergrad.base import Estimator, Hypergradient
+from metamd.hypergrad.direct import Direct
+from metamd.inner import Trajectory
+from metamd.objectives import Objective, Regret
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.mixture import grouped_squares
+from metamd.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What one run says about every metric: E = sum_i (D_i x_i + y_i / D_i) / 2.
+
+    Args:
+        x: the squared displacements delta_i^2 / eta, by key, summed over tied coordinates.
+        y: the squared gradients eta sum_t g_ti^2, likewise.
+    """
+
+    x: dict[str, Tensor]
+    y: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, run: Trajectory, potential: MaxDiagonal, objective: Regret) -> "Moments":
+        """The moments of a run against the objective's comparator, with its prior."""
+        u = objective.comparator.of(run)
+        means = objective.prior_of(run, u)
+        x: dict[str, Tensor] = {}
+        y: dict[str, Tensor] = {}
+        for n, slot in potential.slots.items():
+            start = run.start[n]
+            delta = potential.basis.into(n, (u[n] - start).double())
+            squares = run.squares[n].double().sum(0)
+            tied = start.numel() / max(squares.numel(), 1)
+            here = (grouped_squares(delta, slot.shape) + tied * means[0]) / run.lr
+            there = (squares + tied * means[1]) * run.lr
+            x[slot.key] = x.get(slot.key, 0) + here.reshape(slot.stored)
+            y[slot.key] = y.get(slot.key, 0) + there.reshape(slot.stored)
+        return cls(x, y)
+
+
+@dataclass(frozen=True)
+class ClosedForm(Estimator):
+    """D_i = eta sqrt(E sum_t g_ti^2 / E delta_i^2), the minimiser of `Regret` with the runs held fixed [Khodak2019].
+
+    Tied coordinates enter both sums together. Training the tasks and setting D, in turn, is a fixed-point solver; on a
+    separable quadratic with curvatures a_i it converges to D_i = eta a_i, Newton's metric. Called like the other estimators
+    it returns the direct gradient, which is zero at the minimiser; `minimise` gives the minimiser for many runs.
+
+    Example:
+        >>> ClosedForm()
+        ClosedForm()
+    """
+
+    def __call__(
+        self,
+        task: Task,
+        potential: MaxDiagonal,
+        objective: Objective,
+        *,
+        lr: float = 1.0,
+        exact: bool = True,
+        steps: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Hypergradient:
+        """Run the task."""
+        _regret(objective, potential)
+        return Direct()(task, potential, objective, lr=lr, exact=exact, steps=steps)
+
+    def minimise(
+        self,
+        runs: Sequence[Trajectory],
+        potential: MaxDiagonal,
+        objective: Objective,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> dict[str, Tensor]:
+        """The logarithms of the best metrics for these runs, by key; runs that diverged are left out.
+
+        Where nothing moved or no gradient arrived the ratio says nothing, and the present metric is kept.
+
+        Args:
+            runs: their records.
+            potential: phi, bound, with the metrics to keep where the runs say nothing.
+            objective: `Regret`.
+            weights: of the runs; equal if not given.
+        """
+        regret = _regret(objective, potential)
+        if weights is not None and len(weights) != len(runs):
+            raise ValueError(f"there must be one weight for every run, got {len(weights)} for {len(runs)} runs.")
+        shares = [1.0] * len(runs) if weights is None else list(weights)
+        used = [(s, Moments.of(r, potential, regret)) for s, r in zip(shares, runs, strict=True) if not r.diverged]
+        if not used:
+            raise ValueError(
+                f"there is no run to learn from: all {len(runs)} diverged. Start from larger metrics or lower lr."
+            )
+        found = {}
+        for key, present in potential.log_d.items():
+            x = torch.stack([s * m.x[key] for s, m in used]).sum(0)
+            y = torch.stack([s * m.y[key] for s, m in used]).sum(0)
+            known = (x > 0) & (y > 0)
+            logs = 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log())
+            kept = present.detach()
+            found[key] = torch.where(known, logs, kept[0].double()).to(kept.dtype).unsqueeze(0)
+        return found
+
+
+def _regret(objective: Objective, potential: MaxDiagonal) -> Regret:
+    if not isinstance(objective, Regret):
+        name = type(objective).__name__
+        raise ValueError(f"ClosedForm minimises Regret, got {name}. Use Forward() or Reverse() for other objectives.")
+    if potential.pieces > 1:
+        raise ValueError(
+            f"ClosedForm has a solution for one piece, got {potential.pieces}: with the active pieces held fixed, a piece "
+            "that is never the largest has no best metric. Pass Diagonal(), or use Forward() or Reverse()."
+        )
+    return objective

@@ -1,0 +1,148 @@
+"""One step of a run as a differentiable function, which tangents are pushed through and cotangents pulled back.
+
+The state is (theta, w): parameters and weights of the active pieces. With y = D(w)(theta - c) - eta g the exact step is
+theta+ = c + D(w+)^-1 y, where w+ makes the forms F_j = 1/2 x'D_j x + b_j, x = D(w+)^-1 y, equal on its support. The run
+itself finds w+; here it is differentiated implicitly, by one Newton step from the w+ found, on the face it lies on:
+dw+ = P dF with P the inverse of H = x'D_j D(w+)^-1 D_k x on that face. Its value is zero, its derivative the right one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metamd.inner import Array, Walk
+from metamd.objectives import Objective, Point
+from metamd.potentials.base import Params
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.mixture import combine
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One step that the run took, as constants.
+
+    Args:
+        params: theta_t.
+        grads: g_t.
+        loss: the loss at theta_t.
+        before: w_t.
+        after: w_{t+1}.
+    """
+
+    params: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    loss: Tensor
+    before: Array
+    after: Array
+
+
+class Recursion:
+    """The differentiable step of a run.
+
+    Args:
+        walk: the run, which knows the start, the step size and the kind of step.
+        potential: leaves to differentiate by, bound to the same tensors.
+    """
+
+    def __init__(self, walk: Walk, potential: MaxDiagonal) -> None:
+        self.potential, self.lr, self.exact, self.steps = potential, walk.lr, walk.exact, walk.steps
+        self.slots, self.pieces, self.basis = potential.slots, potential.pieces, potential.basis
+        self.centre: Mapping[str, Tensor] = walk.potential.start
+        self.log_d = {k: v.detach() for k, v in potential.log_d.items()}
+        self.offsets = potential.offsets.detach()
+
+    def metrics(self, log_d: Params) -> dict[str, Tensor]:
+        """D by tensor, (N, ...)."""
+        return {n: log_d[s.key].reshape(self.pieces, *s.shape).exp() for n, s in self.slots.items()}
+
+    # the step
+
+    def step(
+        self,
+        log_d: Params,
+        offsets: Tensor,
+        params: Params,
+        weights: Tensor,
+        grads: Params,
+        passage: Passage,
+        newton: Tensor | None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """(theta_{t+1}, w_{t+1}) as a function of everything before `passage`, which says which pieces it goes between.
+
+        Args:
+            log_d: logarithms of the metrics, by key.
+            offsets: b.
+            params: theta_t.
+            weights: w_t.
+            grads: g_t.
+            passage: the step taken.
+            newton: P, for implicit differentiation of the weights; without it they are constants.
+        """
+        d = self.metrics(log_d)
+        after = torch.as_tensor(passage.after, dtype=offsets.dtype, device=offsets.device)
+        if self._stays(passage):
+            j = int(np.argmax(passage.before))
+            moved = {n: g / d[n][j] for n, g in self._into(grads).items()}
+            return {n: params[n] - self.lr * self.basis.out_of(n, m) for n, m in moved.items()}, after
+        y = self._dual(d, params, weights, grads)
+        if newton is not None:
+            after = after + newton @ self._forms(d, offsets, {n: v / mix(d[n], after) for n, v in y.items()})
+        return {n: self._out_of(n, v / mix(d[n], after)) for n, v in y.items()}, after
+
+    def _stays(self, passage: Passage) -> bool:
+        """Whether the step is theta - eta D_j^-1 g, which needs no dual point."""
+        return not self.exact or bool(passage.before.max() == 1 and (passage.before == passage.after).all())
+
+    @torch.no_grad()
+    def newton(self, passage: Passage) -> Tensor | None:
+        """P of the face that w_{t+1} lies on; None on a vertex, where the weights are constant."""
+        support = np.flatnonzero(passage.after)
+        if len(support) == 1 or self._stays(passage):
+            return None
+        d = self.metrics(self.log_d)
+        before = torch.as_tensor(passage.before, dtype=self.offsets.dtype)
+        y = self._dual(d, passage.params, before, passage.grads)
+        hessian = np.zeros((self.pieces, self.pieces))
+        for n, v in y.items():
+            mixed = combine(d[n], passage.after)
+            rows = d[n].reshape(self.pieces, -1).double()
+            curvature = (v.double().square().sum_to_size(mixed.shape) / mixed.double() ** 3).reshape(-1)
+            hessian += ((rows * curvature) @ rows.T).cpu().numpy()
+        # On the directions along the face, that is with sum zero; pieces that coincide leave some without curvature.
+        along = np.zeros((self.pieces, len(support) - 1))
+        along[support[1:], np.arange(len(support) - 1)] = 1
+        along[support[0]] = -1
+        inverse = along @ np.linalg.pinv(along.T @ hessian @ along, rcond=1e-13, hermitian=True) @ along.T
+        return torch.as_tensor(inverse, dtype=self.offsets.dtype, device=self.offsets.device)
+
+    def _dual(self, d: Params, params: Params, weights: Tensor, grads: Params) -> dict[str, Tensor]:
+        shifted = {n: x - self.centre[n] if n in self.centre else x for n, x in params.items()}
+        x, g = self._into(shifted), self._into(grads)
+        return {n: mix(d[n], weights) * x[n] - self.lr * g[n] for n in x}
+
+    def _forms(self, d: Params, offsets: Tensor, x: Params) -> Tensor:
+        halves = [0.5 * (d[n] * v * v).reshape(self.pieces, -1).sum(1).to(offsets.dtype) for n, v in x.items()]
+        return torch.stack(halves).sum(0) + offsets
+
+    def _into(self, x: Params) -> dict[str, Tensor]:
+        return {n: self.basis.into(n, v) for n, v in x.items()}
+
+    def _out_of(self, name: str, x: Tensor) -> Tensor:
+        out = self.basis.out_of(name, x)
+        return out + self.centre[name] if name in self.centre else out
+
+    # the objective along the way
+
+    def running(self, objective: Objective, log_d: Params, weights: Tensor, loss: Tensor, grads: Params) -> Tensor:
+        """What the step adds to the objective, as a function of metrics, weights, loss and gradient."""
+        d = self.metrics(log_d)
+        parts = [(g * g / mix(d[n], weights)).sum(dtype=torch.float64) for n, g in self._into(grads).items()]
+        return objective.running(Point(loss.double(), torch.stack(parts).sum(), self.lr, self.steps))
+
+
+def mix(d: Tensor, weights: Tensor) -> Tensor:
+    """D(w), differentiable in both."""
+    return d[0] if len(d) == 1 else torch.tensordot(weights.to(d.dtype), d, dims=1)

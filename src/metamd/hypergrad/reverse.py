@@ -1,0 +1,190 @@
+"""The exact gradient by reverse mode, with checkpoints."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from metamd.hypergrad.base import Estimator, Hypergradient, differentiate, given_up, learnable
+from metamd.hypergrad.recursion import Passage, Recursion
+from metamd.inner import State, Trajectory, Walk, gradient
+from metamd.objectives import Objective
+from metamd.optimiser import mirror_step
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Reverse(Estimator):
+    """The exact gradient for any number of metrics, from the last step to the first.
+
+    The run is cut into segments and only the state at the head of each is kept; going back, a segment is run again with
+    the graph of every gradient. With sqrt(T) segments memory is O(sqrt(T)) and the cost about four gradients a step.
+
+    Args:
+        checkpoints: how many segments; None for sqrt(T), 1 for the full tape, which repeats nothing.
+
+    Example:
+        >>> Reverse()
+        Reverse(checkpoints=None)
+    """
+
+    checkpoints: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoints is not None and self.checkpoints < 1:
+            raise ValueError(f"checkpoints must be at least 1, got {self.checkpoints}. 1 keeps the whole tape.")
+
+    def __call__(
+        self,
+        task: Task,
+        potential: MaxDiagonal,
+        objective: Objective,
+        *,
+        lr: float = 1.0,
+        exact: bool = True,
+        steps: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Hypergradient:
+        """Run the task forwards, then go back over it."""
+        began = time.perf_counter()
+        walk = Walk(task, potential, lr=lr, exact=exact, steps=steps)
+        leaf = learnable(potential, walk.start)
+        length = math.ceil(walk.steps / (self.checkpoints or math.ceil(math.sqrt(walk.steps))))
+        heads, tape = _forwards(walk, length)
+        run = walk.finish(objective.reference)
+        if run.diverged:
+            return given_up(run, leaf, run.cost)
+        adjoint = Adjoint(Recursion(walk, leaf), objective, run)
+        for i in reversed(range(len(heads))):
+            first = i * length
+            last = min(first + length, walk.steps)
+            adjoint.back_over(tape if i == len(heads) - 1 else _replay(walk, heads[i], range(first, last)))
+            tape = []
+        repeated = (len(heads) - 1) * length
+        cost = replace(
+            run.cost,
+            gradients=run.cost.gradients + repeated,
+            hvps=walk.steps,
+            seconds=time.perf_counter() - began,
+        )
+        value = float(objective.value(run, leaf))
+        return Hypergradient(adjoint.log_d, adjoint.offsets, value, run, cost)
+
+
+@dataclass(frozen=True)
+class Taped:
+    """A step with the graph of its gradient.
+
+    Args:
+        passage: the step.
+        leaves: theta_t, which the graph starts from.
+        outputs: loss and gradients with their graph.
+    """
+
+    passage: Passage
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+
+
+def _forwards(walk: Walk, length: int) -> tuple[list[State], list[Taped]]:
+    """The run: the states at the heads of the segments, and the last segment with its graphs."""
+    heads: list[State] = []
+    tape: list[Taped] = []
+    last = (walk.steps - 1) // length * length
+    while walk.going:
+        if walk.step % length == 0:
+            heads.append((walk.params, walk.active))
+        before, weights, batch = walk.params, walk.active.weights, walk.task.batch(walk.step)
+        if walk.step < last:
+            walk.advance(*gradient(walk.task, before, batch))
+            continue
+        leaves = {n: x.detach().requires_grad_() for n, x in before.items()}
+        loss, grads = gradient(walk.task, leaves, batch, graph=True)
+        walk.advance(loss, grads)
+        tape.append(_taped(leaves, loss, grads, weights, walk.active.weights))
+    return heads, tape
+
+
+def _replay(walk: Walk, head: State, steps: range) -> list[Taped]:
+    """One segment again, with the graphs of its gradients."""
+    (params, active), tape = head, []
+    for t in steps:
+        leaves = {n: x.detach().requires_grad_() for n, x in params.items()}
+        loss, grads = gradient(walk.task, leaves, walk.task.batch(t), graph=True)
+        with torch.no_grad():
+            taken = mirror_step(params, grads, walk.potential, walk.lr, active=active, exact=walk.exact)
+        after = taken.active or active
+        tape.append(_taped(leaves, loss, grads, active.weights, after.weights))
+        params, active = {n: x.detach() for n, x in taken.params.items()}, after
+    return tape
+
+
+def _taped(leaves: dict[str, Tensor], loss: Tensor, grads: dict[str, Tensor], before: object, after: object) -> Taped:
+    constants = {n: g.detach() for n, g in grads.items()}
+    point = {n: x.detach() for n, x in leaves.items()}
+    passage = Passage(point, constants, loss.detach(), before, after)  # type: ignore[arg-type]
+    return Taped(passage, list(leaves.values()), [loss, *grads.values()])
+
+
+class Adjoint:
+    """The cotangents of (theta_t, w_t), and the gradient gathered so far.
+
+    Args:
+        recursion: the differentiable step.
+        objective: E.
+        run: the record of the run.
+    """
+
+    def __init__(self, recursion: Recursion, objective: Objective, run: Trajectory) -> None:
+        self.recursion, self.objective = recursion, objective
+        ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
+        final = objective.final(run, recursion.potential, ends)
+        self.log_d, self.offsets, self.params = differentiate(final, recursion.potential, *ends.values())
+        self.weights = torch.zeros_like(self.offsets)
+
+    def back_over(self, tape: Sequence[Taped]) -> None:
+        """Pull the cotangents back over the steps of a segment, which is consumed."""
+        tape = list(tape)
+        while tape:
+            self._back(tape.pop())
+
+    def _back(self, taped: Taped) -> None:
+        r, passage = self.recursion, taped.passage
+        log_d, params, grads = _leaves(r.log_d), _leaves(passage.params), _leaves(passage.grads)
+        offsets, loss = r.offsets.detach().requires_grad_(), passage.loss.detach().requires_grad_()
+        weights = torch.tensor(passage.before, dtype=offsets.dtype, requires_grad=True)
+        moved, after = r.step(log_d, offsets, params, weights, grads, passage, r.newton(passage))
+        outputs, cotangents = list(moved.values()), list(self.params)
+        if after.requires_grad:
+            outputs, cotangents = [*outputs, after], [*cotangents, self.weights]
+        if self.objective.runs:
+            term = r.running(self.objective, log_d, weights, loss, grads)
+            outputs, cotangents = [*outputs, term], [*cotangents, torch.ones_like(term)]
+        leaves = [offsets, weights, loss, *log_d.values(), *params.values(), *grads.values()]
+        by = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, materialize_grads=True)
+        self.offsets = self.offsets + by[0]
+        self.weights = by[1]
+        by_log, by_params, by_grads = _cut(by[3:], len(log_d), len(params))
+        self.log_d = {k: v + b for (k, v), b in zip(self.log_d.items(), by_log, strict=True)}
+        # Through the gradient: one product with the Hessian, H c.
+        through = _through(taped, [by[2], *by_grads])
+        self.params = [p + t for p, t in zip(by_params, through, strict=True)]
+
+
+def _through(taped: Taped, cotangents: list[Tensor]) -> list[Tensor]:
+    # A gradient that is constant in the parameters has no graph.
+    live = [(o, c) for o, c in zip(taped.outputs, cotangents, strict=True) if o.requires_grad]
+    outputs, weights = [o for o, _ in live], [c for _, c in live]
+    return list(torch.autograd.grad(outputs, taped.leaves, weights, allow_unused=True, materialize_grads=True))
+
+
+def _leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: x.detach().requires_grad_() for n, x in tensors.items()}
+
+
+def _cut(found: Sequence[Tensor], first: int, second: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    return found[:first], found[first : first + second], found[first + second :]

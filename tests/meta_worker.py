@@ -1,7 +1,7 @@
 """A meta-training in a process of its own, which kills itself for good at a stated point.
 
-python -m tests.meta_worker FOLDER [POINT]. Points: log:K after outer step K; loss:K at the K-th loss; write:K in the middle of
-the K-th checkpoint, after its data and before its rename; renamed:K right after the rename; hang:K waits after outer step K.
+python -m tests.meta_worker FOLDER [POINT]. Points: log:K after outer step K; loss:K at the K-th loss; write:K in the middle
+of the K-th write, after its data and before its rename; renamed:K right after it; hang:K waits after outer step K.
 """
 
 import os
@@ -53,10 +53,13 @@ def arm(point):
         QuadraticTask.loss = lambda *a: (strike(), loss(*a))[1]
     elif kind == "write":
         fsync = os.fsync
-        container.os.fsync = lambda fd: (
-            strike() if Path(f"/proc/self/fd/{fd}").resolve().suffix == ".tmp" else None,
-            fsync(fd),
-        )
+
+        def struck(fd):
+            if Path(f"/proc/self/fd/{fd}").resolve().suffix == ".tmp":
+                strike()
+            fsync(fd)
+
+        container.os.fsync = struck
     elif kind == "renamed":
         sync = container._sync_directory
         container._sync_directory = lambda d: (strike(), sync(d))

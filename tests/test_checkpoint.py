@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from metamd import Diagonal, Journal, load, meta_train
 from metamd.container import read
@@ -116,18 +116,15 @@ def test_resumption_that_forgets_something_would_be_seen(tmp_path, whole):
 
     with pytest.raises(Stop):
         train(tmp_path, stop)
-    restore = State.restore.__func__
+    restore = State.restore
+
+    def forgetful(tensors, facts):
+        return replace(restore(tensors, facts), carried={})
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            State,
-            "restore",
-            classmethod(lambda c, t, f: restore(c, {n: v * (0.5 if n[0] == "c" else 1) for n, v in t.items()}, f)),
-        )
-        forgetful = train(tmp_path)
-    final = State.restore(*_parts(tmp_path))
-    whole_final = State.restore(*_parts(whole[0]))
-    assert final.candidates or forgetful
-    assert any(not torch.equal(a, b) for a, b in zip(final.tensors().values(), whole_final.tensors().values(), strict=False))
+        patch.setattr(State, "restore", forgetful)
+        train(tmp_path)
+    assert log_without_time(tmp_path) != log_without_time(whole[0])
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, whole):
@@ -140,9 +137,8 @@ def log(record, step):
 train({str(tmp_path)!r}, log)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "OSError" in done.stderr
     assert State.restore(*_parts(tmp_path)).step == 2
@@ -177,7 +173,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     data = bytearray(journal.checkpoint.read_bytes())
     data[-3] ^= 1
     journal.checkpoint.write_bytes(data)
-    with pytest.raises(ValueError, match="does not match its checksum. Delete it"):
+    with pytest.raises(ValueError, match="does not match its checksum"):
         meta_train(small(20), Diagonal(), **options)
     journal.checkpoint.write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(ValueError, match="cannot be used"):

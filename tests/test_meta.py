@@ -79,7 +79,8 @@ def test_closed_form_comes_near_the_best_diagonal(learned):
 
 def test_a_separable_family_leads_to_newtons_metric():
     family = tasks.quadratic((0.5, 8.0, 2.0), coupling=0.0, spread=0.0, steps=40)
-    found = metrics(meta_train(family, Diagonal(), outer_steps=12, tasks_per_step=3))["theta"]
+    method = Method(TrustRegion(memory=0.0), stopping=Stopping(0.0))
+    found = metrics(meta_train(family, Diagonal(), outer_steps=8, tasks_per_step=3, method=method))["theta"]
     torch.testing.assert_close(found, torch.tensor([1.0, 16.0, 4.0]).double(), rtol=1e-3, atol=0)
 
 
@@ -213,9 +214,9 @@ def test_judging_by_the_bound_of_ones_own_end_would_keep_what_does_not_move():
     frozen = Diagonal().with_metrics({"theta": torch.tensor([[14.0, 14.0]]).double()}).bind(task.init())
     good = Diagonal().with_metrics({"theta": torch.tensor([[0.7, 28.0]]).double().log()}).bind(task.init())
     runs = {name: run_inner(task, phi) for name, phi in (("frozen", frozen), ("good", good))}
-    own = {n: float(Regret().value(run, phi)) for (n, run), phi in zip(runs.items(), (frozen, good), strict=True)}
+    own = {n: float(Regret().value(run, phi).detach()) for (n, run), phi in zip(runs.items(), (frozen, good), strict=True)}
     common = Regret().held(runs["good"])
-    fair = {n: float(common.value(run, phi)) for (n, run), phi in zip(runs.items(), (frozen, good), strict=True)}
+    fair = {n: float(common.value(run, phi).detach()) for (n, run), phi in zip(runs.items(), (frozen, good), strict=True)}
     assert own["frozen"] < own["good"]
     assert fair["frozen"] > fair["good"]
 
@@ -248,7 +249,7 @@ def test_metrics_that_make_tasks_diverge_are_taken_back_half_way():
     options = SMALL | {"log": lambda r, s: records.append(r)}
     found = meta_train(small(), Diagonal(), method=Method(Reckless(), stopping=Stopping(0.0)), **options)
     assert records[1]["diverged"]
-    assert records[2]["change"] != records[1]["change"]
+    assert not records[3]["diverged"]
     assert iterations(found.potential, small()) < 100
 
 
@@ -302,7 +303,8 @@ def test_bad_options_are_sentences():
 
 
 def test_tasks_of_different_shapes_share_a_metric_by_tensor():
-    found = meta_train(Mixed(steps=20), Diagonal(tying="tensor"), **SMALL)
+    method = Method(TrustRegion(memory=0.0), stopping=Stopping(0.0))
+    found = meta_train(Mixed(steps=20), Diagonal(tying="tensor"), **SMALL, method=method)
     assert float(metrics(found)["theta"]) == pytest.approx(10.0, rel=1e-3), "Newton's metric: the curvature is 10"
 
 
@@ -323,10 +325,8 @@ def test_gradient_descent_moves_m_as_algorithm_1_says():
     rho = 1e-3
     method = Method(GradientDescent(rho), exact=False, keep="last")
     objective = PaperBound(10.0)
-    with pytest.warns(NotConvergedWarning, match="still"):
-        found = meta_train(
-            small(20), phi, objective=objective, estimator=Forward(), outer_steps=1, tasks_per_step=2, method=method
-        )
+    options = {"estimator": Forward(), "outer_steps": 1, "tasks_per_step": 2, "method": method}
+    found = meta_train(small(20), phi, objective=objective, **options)
     m, h = torch.tensor([1.0, 30.0]).double().sqrt(), 1e-6
 
     def mean(m):
@@ -406,22 +406,24 @@ def test_phase_sums_agree_with_the_closed_forms_moments():
     assert bool((sums["r/theta"][0] != sums["r/theta"][1]).any())
 
 
-def test_pieces_are_taken_only_if_the_regret_falls():
-    """Noiseless quadratics want no decay: one piece stays. Noisy regressions, from the start as far as they go, take them."""
+def test_one_piece_stays_where_the_phases_want_no_decay():
+    """Noiseless quadratics: gradients fall faster than the distance grows."""
     records = []
     found = meta_train(small(), MaxDiagonal(3), **SMALL, log=lambda r, s: records.append(r))
     assert [r["stage"] for r in records][-1] == "pieces"
-    kept = "kept one piece" in records[-1]["note"]
-    assert found.header.pieces == (1 if kept else 3)
-    assert kept
+    assert "kept one piece" in records[-1]["note"]
+    assert found.header.pieces == 1
 
 
 def test_pieces_that_lower_the_regret_are_taken():
+    """Noisy regressions travel on while gradients stay as they are: the last phase wants smaller steps."""
     records = []
-    family = tasks.logistic(4, examples=100, batch_size=2, steps=60)
-    found = meta_train(family, MaxDiagonal(3), **SMALL, log=lambda r, s: records.append(r))
+    found = meta_train(tasks.logistic(steps=100), MaxDiagonal(3), **SMALL, log=lambda r, s: records.append(r))
     assert "3 pieces lower the regret" in records[-1]["note"]
     assert found.header.pieces == 3
+    d = found.potential.log_d["weight"]
+    assert bool((d[2] > d[0]).all())
+    assert float(found.potential.offsets[2]) < 0
 
 
 def test_refinement_is_judged_against_what_it_started_from():

@@ -220,7 +220,8 @@ class Plan:
         count = sum(fine for fine, _ in ran)
         entrants = [state.now]
         if count:
-            entrants += [build_pieces(state.now, sums, count, strength) for strength in (0.5, 1.0)]
+            built = [build_pieces(state.now, sums, count, strength) for strength in (0.5, 1.0)]
+            entrants += [pieces for pieces in built if _differ(pieces)]
         best, value, record = self._contest(entrants, room)
         taken = best is not state.now
         note = (
@@ -230,7 +231,7 @@ class Plan:
         )
         gradients = record.gradients + sum(cost.gradients for _, cost in ran)
         new, record = self._settle(state, best, replace(record, note=note, gradients=gradients))
-        if self.refine is not None and not taken and _differ(entrants[-1]):
+        if self.refine is not None and not taken and len(entrants) > 1:
             # Refinement may still make something of them; the judge after it decides between them and the one piece.
             new = replace(new, now=entrants[-1], good=entrants[-1])
         return new, record

@@ -33,8 +33,7 @@ def finish(process):
 
 def header_without_time(learned):
     plain = learned.header.to_dict()
-    plain["cost"].pop("seconds")
-    return plain
+    return plain | {"cost": {k: v for k, v in plain["cost"].items() if k != "seconds"}}
 
 
 def log_without_time(folder):
@@ -51,7 +50,7 @@ def whole(tmp_path_factory):
     return folder, load(folder / "learned.safetensors")
 
 
-POINTS = ["log:1", "log:4", "loss:150", "loss:700", "write:1", "write:5", "write:7", "renamed:2"]
+POINTS = ["log:4", "loss:150", "loss:700", "write:1", "write:6", "renamed:2"]
 
 
 @pytest.mark.parametrize("point", POINTS)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from metamd import Euclidean, MaxDiagonal, MetaMD
-from tests.helpers import random_geometry, small_model, train
+from tests.helpers import equal_parameters, random_geometry, small_model, train
 
 ROOT = Path(__file__).parents[1]
 SCHEDULERS = {
@@ -149,6 +149,30 @@ def test_compiled_and_wrapped_models_find_their_metrics():
     assert all(n.startswith("_orig_mod.") for n, _ in compiled.named_parameters())
     optimiser = MetaMD(compiled.named_parameters(), geometry)
     assert set(optimiser.potential.slots) == {n for n, _ in model.named_parameters()}
+
+
+def test_parameters_replaced_behind_its_back_are_bound_again():
+    """Accelerate puts shards in the place of parameters; names go by place, and the run is that of the new ones."""
+    model, other = small_model(seed=1), small_model()
+    optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.3)
+    optimiser.param_groups[0]["params"] = list(other.parameters())
+    train(other, optimiser, 10)
+    expected = small_model()
+    train(expected, MetaMD(expected.named_parameters(), random_geometry(model), lr=0.3), 10)
+    assert equal_parameters(other, expected)
+    assert equal_parameters(model, small_model(seed=1))
+
+
+def test_metrics_follow_parameters_to_another_device(monkeypatch):
+    """As after `model.to(device)`, which keeps the parameter objects. No device can be had everywhere but "meta"."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = small_model()
+    first = model[0].weight
+    optimiser = MetaMD(model.named_parameters(), random_geometry(model))
+    model.to("meta")
+    assert model[0].weight is first
+    optimiser.step()  # without gradients nothing is computed, but the parameters are looked at
+    assert {optimiser.potential.metric(n).device.type for n, _ in model.named_parameters()} == {"meta"}
 
 
 # torch's own tables ---------------------------------------------------------------------------------------------------

@@ -61,7 +61,12 @@ def test_data_parallel_refuses_a_nonfinite_gradient_on_all_ranks(tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "options"),
-    [("fsdp", {}), ("fsdp_channel", {"tying": "channel", "centre": "origin"}), ("fsdp_column", {"tying": "column"})],
+    [
+        ("fsdp", {}),
+        ("fsdp_channel", {"tying": "channel", "centre": "origin"}),
+        ("fsdp_column", {"tying": "column"}),
+        ("fsdp_after", {}),
+    ],
 )
 def test_fully_sharded_gives_the_unsharded_result(tmp_path, case, options):
     first, second = launch(case, tmp_path)

@@ -124,6 +124,8 @@ def test_parameters_added_to_a_learned_geometry_need_a_metric():
     optimiser = MetaMD(model.named_parameters(), random_geometry(model))
     with pytest.raises(ValueError, match=r"'extra\.weight' of shape \(3, 3\) has no metric"):
         optimiser.add_param_group({"params": [(f"extra.{n}", p) for n, p in extra.named_parameters()]})
+    assert len(optimiser.param_groups) == 1
+    train(model, optimiser, 2)
 
 
 def test_outside_edits_are_noticed():

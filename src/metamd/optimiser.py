@@ -105,8 +105,9 @@ class MetaMD(Optimizer):
         if isinstance(geometry, LearnedOptimiser):
             self._watch = FamilyWatch(geometry.header.horizon, geometry.header.gradient_scale)
         self._bound: Potential | None = None
-        self._names: dict[int, str] = {}
         self._hash: str | None = None
+        # By id, which the parameter itself keeps from being given to another; a weak reference would forbid swap_tensors.
+        self._places: dict[int, tuple[str, Tensor, torch.device]] = {}
         self._active: Active | None = None
         self._versions: dict[str, int] = {}
         self._steps = 0
@@ -124,10 +125,13 @@ class MetaMD(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; those added during a run start where they are then."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        _check_group(group)
-        if self._bound is not None:
-            self._bind()
+        try:
+            _check_group(self.param_groups[-1])
+            if self._bound is not None:
+                self._bind()
+        except ValueError:
+            self.param_groups.pop()  # refused: the optimiser is as it was
+            raise
 
     def _named(self) -> dict[str, Tensor]:
         """All parameters by cleaned name; unnamed ones are counted through, where names do not matter."""
@@ -145,7 +149,7 @@ class MetaMD(Optimizer):
 
     def _bind(self) -> None:
         named = self._named()
-        self._names = {id(p): n for n, p in named.items()}
+        self._places = {id(p): (n, p, p.device) for n, p in named.items()}
         if not isinstance(self._potential, MaxDiagonal):
             self._bound = self._potential.bind(named)
             return
@@ -201,7 +205,12 @@ class MetaMD(Optimizer):
         named, grads, groups = {}, {}, {}
         for group in self.param_groups:
             for p in group["params"]:
-                name = self._names[id(p)]
+                name, _, device = self._places.get(id(p), ("", p, None))
+                if device != p.device:
+                    # Moved to another device, or replaced by its shards, since this was bound: Accelerate does both.
+                    self._versions = {}
+                    self._bind()
+                    return self._gather()
                 named[name] = p
                 if p.grad is None:
                     continue
@@ -215,10 +224,12 @@ class MetaMD(Optimizer):
         return named, grads, groups
 
     def _refuse_nonfinite(self, named: Params, grads: Params) -> None:
-        largest = [torch.linalg.vector_norm(g, torch.inf).float() for g in grads.values() if g.numel()]
-        bad = bool(largest) and not bool(torch.isfinite(torch.stack(largest)).all())
-        if any_process(bad, named):
+        # The Euclidean norm is the fastest look at every number; it may overflow, so that a second look decides.
+        norms = [torch.linalg.vector_norm(g).float() for g in grads.values()]
+        names = []
+        if not bool(torch.isfinite(torch.stack([n.to(norms[0].device) for n in norms])).all()):
             names = [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]
+        if any_process(bool(names), named):
             where = f"the gradient of {names[0]!r} (and of {len(names) - 1} more)" if names else "a gradient elsewhere"
             raise RuntimeError(
                 f"{where} is not finite; nothing was changed. Lower lr or clip the gradients; under mixed precision step "

@@ -174,7 +174,7 @@ class MaxDiagonal(Potential):
     def forms(self, params: Params) -> Tensor:
         """1/2 (theta - c)' D_j (theta - c) + b_j for every piece, in float64."""
         terms = [half_forms(self._squares(n, x), self.metric(n)) for n, x in params.items()]
-        return torch.stack(terms).sum(0) + self.offsets
+        return torch.stack(terms).sum(0) + self.offsets.to(terms[0].device)
 
     def value(self, params: Params) -> Tensor:
         """max_j of the forms."""
@@ -192,12 +192,12 @@ class MaxDiagonal(Potential):
         held = {n: x for n, x in (start or {}).items() if n not in dual}
         return self._settle({**held, **trial}, first, dual, None).params
 
-    def divergence(self, u: Params, v: Params) -> Tensor:
-        """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the active weights at v."""
-        active = self.activate(v)
-        weights = torch.as_tensor(active.weights, dtype=torch.float64)
+    def divergence(self, u: Params, v: Params, active: Active | None = None) -> Tensor:
+        """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the weights at v, given or found."""
+        active = active or self.activate(v)
         along = [half_forms(grouped_squares(self.basis.into(n, u[n] - v[n]), self._shape(n)), self.metric(n)) for n in u]
         forms = self.forms(u)
+        weights = torch.as_tensor(active.weights, dtype=torch.float64, device=forms.device)
         return weights @ torch.stack(along).sum(0) + (forms.max() - weights @ forms)
 
     @property

@@ -22,7 +22,8 @@ Total = Callable[[Mapping[str, Tensor]], Array]
 
 def local_total(contributions: Mapping[str, Tensor]) -> Array:
     """The sum over tensors, on one process that holds them all."""
-    return torch.stack(list(contributions.values())).sum(0).cpu().numpy()
+    parts = list(contributions.values())
+    return torch.stack([p.to(parts[0].device) for p in parts]).sum(0).cpu().numpy()
 
 
 def widen(x: Tensor) -> Tensor:

@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     from metamd import tasks as tasks
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
+    from metamd.journal import Journal
     from metamd.learned import LearnedOptimiser, load
+    from metamd.meta import Method, NotConvergedWarning, meta_train, paper
     from metamd.objectives import PaperBound, Regret, TrainingLoss
     from metamd.optimiser import MetaMD, mirror_step
     from metamd.ordinary import learn
+    from metamd.outer import GradientDescent, TrustRegion
+    from metamd.outer_steps import Refine, Stopping
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
     from metamd.recorder import Recorder
     from metamd.runs import Run
@@ -31,6 +35,16 @@ _HOME = {
     "MetaMD": "optimiser",
     "mirror_step": "optimiser",
     "OffFamilyWarning": "guard",
+    "load": "learned",
+    "GradientDescent": "outer",
+    "TrustRegion": "outer",
+    "Refine": "outer_steps",
+    "Stopping": "outer_steps",
+    "Journal": "journal",
+    "Method": "meta",
+    "NotConvergedWarning": "meta",
+    "meta_train": "meta",
+    "paper": "meta",
     "PaperBound": "objectives",
     "Regret": "objectives",
     "TrainingLoss": "objectives",
@@ -44,7 +58,6 @@ _HOME = {
     "Recorder": "recorder",
     "Run": "runs",
     "learn": "ordinary",
-    "load": "learned",
 }
 _SUBMODULES = ("data", "models", "tasks")
 
@@ -57,24 +70,33 @@ __all__ = [
     "Forward",
     "ForwardDiagonal",
     "ForwardRandom",
+    "GradientDescent",
+    "Journal",
     "LearnedOptimiser",
     "MaxDiagonal",
     "MetaMD",
+    "Method",
     "NegativeEntropy",
+    "NotConvergedWarning",
     "OffFamilyWarning",
     "PNorm",
     "PaperBound",
     "Potential",
     "Recorder",
+    "Refine",
     "Regret",
     "Reverse",
     "Run",
+    "Stopping",
     "TrainingLoss",
+    "TrustRegion",
     "__version__",
     "bregman",
     "learn",
     "load",
+    "meta_train",
     "mirror_step",
+    "paper",
 ]
 
 

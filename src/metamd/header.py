@@ -15,7 +15,7 @@ from metamd.tying import Shape, TyingName, match, some
 SCHEMA_VERSIONS = (1, 2)
 """The versions of the header this library reads; it writes the last."""
 
-SINCE = {"learned_from": 2}
+SINCE = {"learned_from": 2, "task_hashes": 2}
 """Fields that older versions do not have."""
 
 POTENTIALS = ("max-diagonal",)
@@ -94,7 +94,7 @@ class Header:
                     f"the metric {shown(key)} must have one row for each of the {self.pieces} pieces, got shape {shape}."
                 )
         for name, since in SINCE.items():
-            if self.schema_version < since and getattr(self, name) is not None:
+            if self.schema_version < since and getattr(self, name):
                 raise ValueError(
                     f"{name} needs schema_version {since}, got {self.schema_version}. Leave out schema_version=."
                 )
@@ -110,7 +110,7 @@ class Header:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if self.schema_version >= SINCE.get(f.name, 1)}
         for name, word in TABLES.items():
             plain[name] = [{word: k, "shape": list(s)} for k, s in plain[name].items()]
-        plain["seeds"], plain["task_hashes"] = list(self.seeds), list(self.task_hashes)
+        plain |= {name: list(plain[name]) for name in ("seeds", "task_hashes") if name in plain}
         return {"schema_version": plain.pop("schema_version"), **plain}
 
     def to_json(self) -> str:

@@ -184,7 +184,7 @@ class Plan:
 
         The default gives way only to one whose mean is lower by so many standard errors of the differences by task.
         """
-        rows = {i: contest(self.lecture, task, entrants) for i, task in room.tasks().items()}
+        rows = contest(self.lecture, room.tasks(), entrants)
         found = room.workers.gather(rows, room.count)
         finishable = [r["values"] for r in found if any(v is not None for v in r["values"])]
         if not finishable:

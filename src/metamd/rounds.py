@@ -98,7 +98,7 @@ def hold(room: Class, lecture: Lecture, state: State, *, retreats: bool) -> Roun
         room: the tasks.
         lecture: how they are run.
         state: with what metrics.
-        retreats: whether to ask of tasks that diverge if the last step was to blame.
+        retreats: whether to ask of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
     """
     tasks, now, cost = room.tasks(), state.now, Cost()
     attempts: dict[int, Attempt] = {}
@@ -108,7 +108,7 @@ def hold(room: Class, lecture: Lecture, state: State, *, retreats: bool) -> Roun
     lessons = room.workers.gather({i: lesson for i, (lesson, _) in attempts.items()}, room.count)
     sums = room.total({i: sums for i, (_, sums) in attempts.items()}, lecture.blank(now))
     too_far = 0
-    if retreats and state.good is not None:
+    if state.good is not None and (retreats or all(lesson.diverged for lesson in lessons)):
         too_far, extra = _too_far(room, tasks, lecture, lessons, state.good)
         cost = cost + extra
     found = Round(now, lessons, sums, too_far, sum((lesson.cost for lesson in lessons), cost))

@@ -25,7 +25,7 @@ def test_every_family_trains_to_a_file_that_loads(family, tmp_path, capsys):
     out = tmp_path / "new" / "learned.safetensors"
     assert cli.run(["train", family, "--out", str(out), "--prior", "0.01", *QUICK]) == 0
     said = capsys.readouterr()
-    assert "Learned 1 piece from 6 tasks" in said.out
+    assert "Learned 1 piece from" in said.out
     assert "objective" in said.err
     learned = load(out)
     assert learned.header.family["name"] == family

@@ -57,7 +57,7 @@ def test_two_processes_give_the_result_of_one(tmp_path, alone):
 
 
 def test_a_killed_worker_comes_back_from_the_checkpoint(tmp_path, alone):
-    code, output = launch(tmp_path, "loss:200", restarts=2)
+    code, output = launch(tmp_path, "loss:200", restarts=5)  # gloo itself may fail to connect under load
     assert (tmp_path / "struck").exists()
     assert code == 0, output[-3000:]
     assert close(load(tmp_path / "learned.safetensors"), alone)

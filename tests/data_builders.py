@@ -12,7 +12,9 @@ import pytest
 from scipy.io import savemat
 
 import metamd.data as data
-from data_fixtures import (
+from metamd.data import canonical, registry
+from metamd.data.records import Dataset, Form, Split
+from tests.data_fixtures import (
     cifar_bytes,
     dataset,
     idx_bytes,
@@ -24,8 +26,6 @@ from data_fixtures import (
     tar_gz,
     whole,
 )
-from metamd.data import canonical, registry
-from metamd.data.records import Dataset, Form, Split
 
 COUNT = {"train": 10, "test": 5}
 GREY, COLOUR = (28, 28), (32, 32, 3)

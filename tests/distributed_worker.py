@@ -84,6 +84,18 @@ def fsdp_column(rank, world, folder):
     return fsdp(rank, world, folder, tying="column")
 
 
+def fsdp_after(rank, world, folder):
+    """Shard after the optimiser was built and put the shards into its groups, as Accelerate's prepare does."""
+    geometry, model = geometry_and_model()
+    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimiser.param_groups[0]["params"] = list(model.parameters())
+    fit(model, optimiser, rank, world)
+    return {"params": whole(model), "pieces": optimiser.active_pieces, "weights": optimiser._active.weights.tolist()}
+
+
 def fsdp_nonfinite(rank, world, folder):
     _, model, optimiser = sharded()
     x = batch(0, rank, world)

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from metamd import Euclidean, MaxDiagonal, MetaMD
-from tests.helpers import random_geometry, small_model, train
+from tests.helpers import equal_parameters, random_geometry, small_model, train
 
+ROOT = Path(__file__).parents[1]
 SCHEDULERS = {
     "LambdaLR": {"lr_lambda": lambda t: 0.9**t},
     "MultiplicativeLR": {"lr_lambda": lambda t: 0.9},
@@ -135,7 +137,7 @@ print("frames", frames)
 
 def test_compiled_step_does_not_recompile():
     """Twelve steps with a changing learning rate and changing pieces: nothing is compiled after the second."""
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("frames")
 
@@ -147,6 +149,30 @@ def test_compiled_and_wrapped_models_find_their_metrics():
     assert all(n.startswith("_orig_mod.") for n, _ in compiled.named_parameters())
     optimiser = MetaMD(compiled.named_parameters(), geometry)
     assert set(optimiser.potential.slots) == {n for n, _ in model.named_parameters()}
+
+
+def test_parameters_replaced_behind_its_back_are_bound_again():
+    """Accelerate puts shards in the place of parameters; names go by place, and the run is that of the new ones."""
+    model, other = small_model(seed=1), small_model()
+    optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.3)
+    optimiser.param_groups[0]["params"] = list(other.parameters())
+    train(other, optimiser, 10)
+    expected = small_model()
+    train(expected, MetaMD(expected.named_parameters(), random_geometry(model), lr=0.3), 10)
+    assert equal_parameters(other, expected)
+    assert equal_parameters(model, small_model(seed=1))
+
+
+def test_metrics_follow_parameters_to_another_device(monkeypatch):
+    """As after `model.to(device)`, which keeps the parameter objects. No device can be had everywhere but "meta"."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = small_model()
+    first = model[0].weight
+    optimiser = MetaMD(model.named_parameters(), random_geometry(model))
+    model.to("meta")
+    assert model[0].weight is first
+    optimiser.step()  # without gradients nothing is computed, but the parameters are looked at
+    assert {optimiser.potential.metric(n).device.type for n, _ in model.named_parameters()} == {"meta"}
 
 
 # torch's own tables ---------------------------------------------------------------------------------------------------

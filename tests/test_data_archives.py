@@ -11,9 +11,9 @@ import zipfile
 import numpy as np
 import pytest
 
-from data_fixtures import tar_gz
 from metamd.data.archives import decompress, tar_members, zip_members
 from metamd.data.records import DataError
+from tests.data_fixtures import tar_gz
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress)])

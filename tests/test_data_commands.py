@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import metamd.data as data
-from data_builders import place, put, server, tiny
 from metamd.data import commands, registry
 from metamd.data.records import DataError
+from tests.data_builders import place, put, server, tiny
 
 
 def test_list_says_what_is_partial_and_what_is_absent(tiny, place, capsys):

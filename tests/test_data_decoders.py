@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.io import savemat
 
-from data_fixtures import cifar_bytes, idx_bytes, libsvm_bytes, pictures, stl_bytes
 from metamd.data import canonical, decoders
 from metamd.data.records import DataError
+from tests.data_fixtures import cifar_bytes, idx_bytes, libsvm_bytes, pictures, stl_bytes
 
 # --- idx ---
 

@@ -17,7 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_fixtures import (
+from metamd.data import download as module
+from metamd.data.download import download, mismatch, partial
+from metamd.data.locks import locked
+from metamd.data.records import DataError, RemoteFile
+from tests.data_fixtures import (
     endless,
     in_turn,
     loopback,
@@ -28,10 +32,6 @@ from data_fixtures import (
     truncated,
     whole,
 )
-from metamd.data import download as module
-from metamd.data.download import download, mismatch, partial
-from metamd.data.locks import locked
-from metamd.data.records import DataError, RemoteFile
 
 CONTENT = gzip.compress(np.random.default_rng(0).bytes(200_000), mtime=0)
 CORRUPT = CONTENT[:1000] + bytes([CONTENT[1000] ^ 1]) + CONTENT[1001:]

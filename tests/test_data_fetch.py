@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import metamd.data as data
-from data_builders import COUNT, GREY, KINDS, form_of, idx_files, place, publish, put, server, tiny
-from data_fixtures import dataset, remote, slow, whole
 from metamd.data import canonical, registry, store
 from metamd.data.locks import locked
 from metamd.data.records import DataError, Form, Split
+from tests.data_builders import COUNT, GREY, KINDS, form_of, idx_files, place, publish, put, server, tiny
+from tests.data_fixtures import dataset, remote, slow, whole
 
 # --- download, decode, cache, load ---
 
@@ -104,8 +104,8 @@ CHILD = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from data_builders import COUNT, idx_files
-from data_fixtures import dataset, remote
+from tests.data_builders import COUNT, idx_files
+from tests.data_fixtures import dataset, remote
 from metamd.data import canonical, registry, loading
 from metamd.data.records import Split
 files = [remote(key, body, f"{sys.argv[2]}/{key}") for key, body in idx_files("train")[0].items()]
@@ -120,7 +120,7 @@ def test_two_processes_that_load_at_once_share_one_download(place, server):
     files, images, _ = idx_files("train")
     for key, body in files.items():
         server.serve(key, slow(body, pieces=5, pause=0.05))
-    command = [sys.executable, "-c", CHILD, str(Path(__file__).parent), server.url]
+    command = [sys.executable, "-c", CHILD, str(Path(__file__).parents[1]), server.url]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [p.communicate(timeout=60)[0].strip() for p in both] == [canonical.digest(images)] * 2
     assert sorted(server.asked) == ["/train-images.gz", "/train-labels.gz"]
@@ -132,7 +132,7 @@ def test_a_process_waits_while_another_one_makes_the_dataset(place, server):
     files, images, _ = idx_files("train")
     for key, body in files.items():
         server.serve(key, whole(body))
-    command = [sys.executable, "-c", CHILD, str(Path(__file__).parent), server.url]
+    command = [sys.executable, "-c", CHILD, str(Path(__file__).parents[1]), server.url]
     with locked(place / "cache" / "locks" / "mnist.lock"):
         other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         with pytest.raises(subprocess.TimeoutExpired):

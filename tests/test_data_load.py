@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import metamd.data as data
-from data_builders import GREY, idx_files, place, put, server, tiny
-from data_fixtures import dataset, pictures
 from metamd.data import canonical, commands, registry
 from metamd.data.records import DataError, Form, Split
+from tests.data_builders import GREY, idx_files, place, put, server, tiny
+from tests.data_fixtures import dataset, pictures
 
 # --- METAMD_DATA, the cache, and their order ---
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import metamd.data as data
-from data_fixtures import cifar_bytes, idx_bytes, loopback, whole
 from metamd.data import decoders, loading, registry, store
+from tests.data_fixtures import cifar_bytes, idx_bytes, loopback, whole
 
 needs_data = pytest.mark.skipif(not os.environ.get("METAMD_DATA"), reason="METAMD_DATA is not set")
 needs_official = pytest.mark.skipif(not os.environ.get("METAMD_OFFICIAL"), reason="METAMD_OFFICIAL is not set")

@@ -221,3 +221,25 @@ def test_bind_returns_a_new_object():
     again = bound.bind(normal_point(1))
     assert again is not bound
     assert again.log_d["scale"] is bound.log_d["scale"]
+
+
+@pytest.mark.parametrize("name", ["forward", "keys", "values", "training", "_parameters", "a~1b.c", "log_d:", ""])
+def test_any_name_can_carry_a_metric(name):
+    x = {name: torch.ones(2, dtype=torch.float64)}
+    phi = randomised(MaxDiagonal(2, centre="origin").bind(x), 0).bind(x)
+    assert list(phi.log_d) == [name]
+    assert phi.value(x) > 0
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_metrics_stored_in_another_precision_than_the_parameters(stored, dtype):
+    x, g = normal_point(0, dtype=dtype), normal_point(1, dtype=dtype)
+    fresh = MaxDiagonal(3).bind(normal_point(0, dtype=torch.float64))
+    exact = randomised(fresh, 0)
+    phi = exact.with_metrics({k: v.detach().to(stored) for k, v in exact.log_d.items()}).bind(x)
+    step = mirror_step(x, g, phi, 0.3)
+    assert all(v.dtype == dtype for v in step.params.values())
+    wide = mirror_step(normal_point(0), normal_point(1), exact.bind(normal_point(0)), 0.3).params
+    coarse = max(torch.finfo(stored).eps, torch.finfo(dtype).eps)
+    assert all(torch.allclose(step.params[n].double(), wide[n], rtol=30 * coarse, atol=30 * coarse) for n in x)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ def launch(case, folder, world=2):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            cwd=Path(__file__).parents[1],
         )
         for rank in range(world)
     ]
@@ -59,7 +61,12 @@ def test_data_parallel_refuses_a_nonfinite_gradient_on_all_ranks(tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "options"),
-    [("fsdp", {}), ("fsdp_channel", {"tying": "channel", "centre": "origin"}), ("fsdp_column", {"tying": "column"})],
+    [
+        ("fsdp", {}),
+        ("fsdp_channel", {"tying": "channel", "centre": "origin"}),
+        ("fsdp_column", {"tying": "column"}),
+        ("fsdp_after", {}),
+    ],
 )
 def test_fully_sharded_gives_the_unsharded_result(tmp_path, case, options):
     first, second = launch(case, tmp_path)

@@ -2,13 +2,12 @@
 
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from metamd import Diagonal, MetaMD, OffFamilyWarning
+from metamd import Diagonal, LearnedOptimiser, MetaMD, OffFamilyWarning
 from metamd.guard import FamilyWatch, Safeguard
 
 CURVATURE = torch.tensor([1.0, 10.0, 100.0])
@@ -17,7 +16,7 @@ CURVATURE = torch.tensor([1.0, 10.0, 100.0])
 def learned(horizon=50, scale=None):
     """A geometry learned on quadratics with these curvatures: Newton's metric, and the gradients seen there."""
     potential = Diagonal().with_metrics({"x": CURVATURE.log().reshape(1, 3)})
-    return SimpleNamespace(potential=potential, header=SimpleNamespace(horizon=horizon, gradient_scale={"x": scale or 58.0}))
+    return LearnedOptimiser.from_potential(potential, horizon=horizon, gradient_scale={"x": scale or 58.0})
 
 
 def run(factor=1.0, steps=20, noise=0.0, curvature=CURVATURE, **options):

@@ -124,6 +124,8 @@ def test_parameters_added_to_a_learned_geometry_need_a_metric():
     optimiser = MetaMD(model.named_parameters(), random_geometry(model))
     with pytest.raises(ValueError, match=r"'extra\.weight' of shape \(3, 3\) has no metric"):
         optimiser.add_param_group({"params": [(f"extra.{n}", p) for n, p in extra.named_parameters()]})
+    assert len(optimiser.param_groups) == 1
+    train(model, optimiser, 2)
 
 
 def test_outside_edits_are_noticed():
@@ -281,6 +283,14 @@ def test_state_dict_of_something_else_is_refused():
     two = MetaMD(model.named_parameters(), random_geometry(model, pieces=2))
     with pytest.raises(ValueError, match="with 2 pieces, but this optimiser's geometry has 3"):
         optimiser.load_state_dict(two.state_dict())
+
+
+def test_resuming_in_another_geometry_warns():
+    model = small_model()
+    state = MetaMD(model.named_parameters(), random_geometry(model, seed=1)).state_dict()
+    with pytest.warns(UserWarning, match="another geometry"):
+        MetaMD(model.named_parameters(), random_geometry(model, seed=2)).load_state_dict(state)
+    MetaMD(model.named_parameters(), random_geometry(model, seed=1)).load_state_dict(state)
 
 
 def test_unnamed_parameters_of_a_learned_geometry_are_refused():

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
     from metamd.objectives import PaperBound, Regret, TrainingLoss
+    from metamd.learned import LearnedOptimiser, load
     from metamd.optimiser import MetaMD, mirror_step
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
 
 _HOME = {
     "Diagonal": "potentials",
     "Euclidean": "potentials",
+    "LearnedOptimiser": "learned",
     "MaxDiagonal": "potentials",
     "NegativeEntropy": "potentials",
     "PNorm": "potentials",
@@ -33,6 +35,7 @@ _HOME = {
     "ForwardDiagonal": "hypergrad",
     "ForwardRandom": "hypergrad",
     "Reverse": "hypergrad",
+    "load": "learned",
 }
 
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "Forward",
     "ForwardDiagonal",
     "ForwardRandom",
+    "LearnedOptimiser",
     "MaxDiagonal",
     "MetaMD",
     "NegativeEntropy",
@@ -56,6 +60,7 @@ __all__ = [
     "TrainingLoss",
     "__version__",
     "bregman",
+    "load",
     "mirror_step",
 ]
 

@@ -1,7 +1,8 @@
 """`mirror_step`, the pure function, and `MetaMD`, the `torch.optim.Optimizer` around it."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -9,17 +10,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from metamd.guard import FamilyWatch, Safeguard
+from metamd.learned import LearnedOptimiser, fingerprint
 from metamd.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.mixture import combine
+from metamd.potentials.mixture import combine, widen
 from metamd.sharding import any_process, local, local_metric, total_for
 from metamd.tying import clean_names
 
-if TYPE_CHECKING:
-    from metamd.learned import LearnedOptimiser
-
-SHARED = ("step", "weights", "safeguard", "pieces")
+SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
 """Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
 
 
@@ -84,7 +83,7 @@ class MetaMD(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        geometry: "LearnedOptimiser | Potential",
+        geometry: LearnedOptimiser | Potential,
         lr: float | Tensor = 1.0,
         *,
         weight_decay: float = 0.0,
@@ -94,19 +93,21 @@ class MetaMD(Optimizer):
         check_finite: bool = True,
         safeguard: bool = False,
     ) -> None:
-        potential = geometry if isinstance(geometry, Potential) else getattr(geometry, "potential", None)
-        if not isinstance(potential, Potential):
+        if not isinstance(geometry, LearnedOptimiser | Potential):
             raise TypeError(
                 f"geometry must be a LearnedOptimiser or a Potential, got {type(geometry).__name__}. "
                 "Use metamd.load(path), or a potential such as metamd.Euclidean()."
             )
         self.exact, self.fused, self.check_finite = exact, fused, check_finite
-        header = getattr(geometry, "header", None)
-        self._watch = FamilyWatch(header.horizon, dict(header.gradient_scale or {})) if header is not None else None
         self._safeguard = Safeguard() if safeguard else None
-        self._potential = potential
+        self._watch: FamilyWatch | None = None
+        self._potential: Potential = geometry if isinstance(geometry, Potential) else geometry.potential
+        if isinstance(geometry, LearnedOptimiser):
+            self._watch = FamilyWatch(geometry.header.horizon, geometry.header.gradient_scale)
         self._bound: Potential | None = None
-        self._names: dict[int, str] = {}
+        self._hash: str | None = None
+        # By id, which the parameter itself keeps from being given to another; a weak reference would forbid swap_tensors.
+        self._places: dict[int, tuple[str, Tensor, torch.device]] = {}
         self._active: Active | None = None
         self._versions: dict[str, int] = {}
         self._steps = 0
@@ -124,10 +125,13 @@ class MetaMD(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; those added during a run start where they are then."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        _check_group(group)
-        if self._bound is not None:
-            self._bind()
+        try:
+            _check_group(self.param_groups[-1])
+            if self._bound is not None:
+                self._bind()
+        except ValueError:
+            self.param_groups.pop()  # refused: the optimiser is as it was
+            raise
 
     def _named(self) -> dict[str, Tensor]:
         """All parameters by cleaned name; unnamed ones are counted through, where names do not matter."""
@@ -145,13 +149,13 @@ class MetaMD(Optimizer):
 
     def _bind(self) -> None:
         named = self._named()
-        self._names = {id(p): n for n, p in named.items()}
+        self._places = {id(p): (n, p, p.device) for n, p in named.items()}
         if not isinstance(self._potential, MaxDiagonal):
             self._bound = self._potential.bind(named)
             return
         bound = self._potential.bind(named, missing=self._potential.missing)
         with torch.no_grad():
-            metrics = {n: local_metric(bound.metric(n), p) for n, p in named.items()}
+            metrics = {n: local_metric(bound.metric(n).to(widen(p).dtype), p) for n, p in named.items()}
         starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
         fused = None
         if self.fused and bound.pieces > 1:
@@ -201,7 +205,12 @@ class MetaMD(Optimizer):
         named, grads, groups = {}, {}, {}
         for group in self.param_groups:
             for p in group["params"]:
-                name = self._names[id(p)]
+                name, _, device = self._places.get(id(p), ("", p, None))
+                if device != p.device:
+                    # Moved to another device, or replaced by its shards, since this was bound: Accelerate does both.
+                    self._versions = {}
+                    self._bind()
+                    return self._gather()
                 named[name] = p
                 if p.grad is None:
                     continue
@@ -215,10 +224,12 @@ class MetaMD(Optimizer):
         return named, grads, groups
 
     def _refuse_nonfinite(self, named: Params, grads: Params) -> None:
-        largest = [torch.linalg.vector_norm(g, torch.inf).float() for g in grads.values() if g.numel()]
-        bad = bool(largest) and not bool(torch.isfinite(torch.stack(largest)).all())
-        if any_process(bad, named):
+        # The Euclidean norm is the fastest look at every number; it may overflow, so that a second look decides.
+        norms = [torch.linalg.vector_norm(g).float() for g in grads.values()]
+        names = []
+        if not bool(torch.isfinite(torch.stack([n.to(norms[0].device) for n in norms])).all()):
             names = [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]
+        if any_process(bool(names), named):
             where = f"the gradient of {names[0]!r} (and of {len(names) - 1} more)" if names else "a gradient elsewhere"
             raise RuntimeError(
                 f"{where} is not finite; nothing was changed. Lower lr or clip the gradients; under mixed precision step "
@@ -299,6 +310,7 @@ class MetaMD(Optimizer):
             "weights": torch.as_tensor(weights, dtype=torch.float64).clone(),
             "safeguard": torch.tensor([guard.damping, guard.log_reference], dtype=torch.float64),
             "pieces": self._record.encode(),
+            "geometry": self._fingerprint(),
         }
         for group in self.param_groups:
             group.update(shared)
@@ -317,6 +329,12 @@ class MetaMD(Optimizer):
             raise ValueError(
                 f"this state_dict is of a run with {len(saved['weights'])} pieces, but this optimiser's geometry has "
                 f"{self._piece_count}. Build MetaMD with the geometry that the run used."
+            )
+        if saved["geometry"] != self._fingerprint():
+            warnings.warn(
+                "this state_dict is of a run in another geometry: the continued run will not be the one that was "
+                "interrupted. Build MetaMD with the geometry that the run used, if that was meant.",
+                stacklevel=2,
             )
         super().load_state_dict(state_dict)
         group = self.param_groups[0]
@@ -341,13 +359,21 @@ class MetaMD(Optimizer):
             self._bound = None
             self._bind()
 
+    def _fingerprint(self) -> str:
+        """The geometry in a few letters: its metrics are read once."""
+        if not isinstance(self._potential, MaxDiagonal):
+            return repr(self._potential)
+        if self._hash is None:
+            self._hash = fingerprint(self._potential)
+        return self._hash
+
     @property
     def _piece_count(self) -> int:
         return self._potential.pieces if isinstance(self._potential, MaxDiagonal) else 0
 
 
 # what pickle and deepcopy keep; the rest is bound anew
-_COPIED = ("_active", "_potential", "_record", "_safeguard", "_steps", "_watch", "check_finite", "exact", "fused")
+_COPIED = ("_active", "_hash", "_potential", "_record", "_safeguard", "_steps", "_watch", "check_finite", "exact", "fused")
 
 
 def _check_group(group: Mapping[str, Any]) -> None:

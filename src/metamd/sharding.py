@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.potentials.mixture import Total, total
+from metamd.potentials.mixture import Total, local_total
 from metamd.potentials.simplex import Array
 
 
@@ -23,7 +23,8 @@ def local(x: Tensor) -> Tensor:
 
 
 def local_metric(d: Tensor, like: Tensor) -> Tensor:
-    """The part of a metric (N, ...) that belongs to this process's part of the tensor it is for."""
+    """The part of a metric (N, ...) that belongs to this process's part of the tensor it is for, on its device."""
+    d = d.to(like.device)
     if not is_sharded(like):
         return d
     from torch.distributed.tensor import Replicate, distribute_tensor
@@ -41,7 +42,7 @@ def total_for(params: Mapping[str, Tensor]) -> Total:
     groups = {n: _shard_groups(x) for n, x in params.items() if is_sharded(x)}
     groups = {n: g for n, g in groups.items() if g}
     if not groups:
-        return total
+        return local_total
 
     def over_processes(contributions: Mapping[str, Tensor]) -> Array:
         first = next(iter(contributions.values()))
@@ -61,8 +62,9 @@ def total_for(params: Mapping[str, Tensor]) -> Total:
 
 def any_process(flag: bool, params: Mapping[str, Tensor]) -> bool:
     """Whether the flag is up on any process that holds a part of the parameters."""
-    groups = {g for x in params.values() if is_sharded(x) for g in [_shard_groups(x)] if g}
-    raised = torch.tensor(float(flag))
+    sharded = [x for x in params.values() if is_sharded(x)]
+    groups = {g for x in sharded for g in [_shard_groups(x)] if g}
+    raised = torch.tensor(float(flag), device=sharded[0].device if sharded else None)
     for key in sorted(groups, key=str):
         raised = _all_reduce(raised, key)
     return bool(raised > 0)

@@ -184,7 +184,7 @@ class _Bar:
 
     @property
     def total(self) -> float | None:
-        return self.display.tasks[0].total  # type: ignore[no-any-return]
+        return self.display.tasks[0].total
 
     @total.setter
     def total(self, size: int) -> None:

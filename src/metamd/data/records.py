@@ -19,7 +19,7 @@ unrecorded  none of the recorded arrays, vouched for by a checksum file: a user'
 """
 
 
-class DataError(RuntimeError):
+class DataError(ValueError):
     """Data that is missing, malformed or not what was asked for; the message says what to do."""
 
 

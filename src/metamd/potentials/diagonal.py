@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from metamd.potentials.base import Active, Centre, Move, Named, Params, Potential, Step, StrongConvexity
 from metamd.potentials.basis import Basis, Identity
-from metamd.potentials.mixture import Total, combine, find_weights, grouped_squares, half_forms, total, widen
+from metamd.potentials.mixture import Total, combine, find_weights, grouped_squares, half_forms, local_total, widen
 from metamd.potentials.simplex import Array, gap_of
 from metamd.tying import Rename, Slot, TyingName, clean_names, match, slots, some
 
@@ -77,7 +77,7 @@ class MaxDiagonal(Potential):
         self.rename: Rename | None = None
         self.start: dict[str, Tensor] = {}
         self._fixed: dict[str, Tensor] | None = None
-        self.add_up: Total = total
+        self.add_up: Total = local_total
         self._fused: FusedPass | None = None
 
     # what is learned
@@ -145,7 +145,7 @@ class MaxDiagonal(Potential):
         new.start = dict(start) if self.keeps_start else {}
         return new
 
-    def fixed(self, metrics: Params, total: Total = total, fused: FusedPass | None = None) -> "MaxDiagonal":
+    def fixed(self, metrics: Params, total: Total = local_total, fused: FusedPass | None = None) -> "MaxDiagonal":
         """The same potential with its metrics D evaluated once, for use by an optimiser.
 
         Args:
@@ -174,7 +174,7 @@ class MaxDiagonal(Potential):
     def forms(self, params: Params) -> Tensor:
         """1/2 (theta - c)' D_j (theta - c) + b_j for every piece, in float64."""
         terms = [half_forms(self._squares(n, x), self.metric(n)) for n, x in params.items()]
-        return torch.stack(terms).sum(0) + self.offsets
+        return torch.stack(terms).sum(0) + self.offsets.to(terms[0].device)
 
     def value(self, params: Params) -> Tensor:
         """max_j of the forms."""
@@ -192,12 +192,12 @@ class MaxDiagonal(Potential):
         held = {n: x for n, x in (start or {}).items() if n not in dual}
         return self._settle({**held, **trial}, first, dual, None).params
 
-    def divergence(self, u: Params, v: Params) -> Tensor:
-        """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the active weights at v."""
-        active = self.activate(v)
-        weights = torch.as_tensor(active.weights, dtype=torch.float64)
+    def divergence(self, u: Params, v: Params, active: Active | None = None) -> Tensor:
+        """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the weights at v, given or found."""
+        active = active or self.activate(v)
         along = [half_forms(grouped_squares(self.basis.into(n, u[n] - v[n]), self._shape(n)), self.metric(n)) for n in u]
         forms = self.forms(u)
+        weights = torch.as_tensor(active.weights, dtype=torch.float64, device=forms.device)
         return weights @ torch.stack(along).sum(0) + (forms.max() - weights @ forms)
 
     @property
@@ -319,14 +319,17 @@ def Diagonal(*, tying: TyingName = "parameter", centre: Centre = "start") -> Max
     return MaxDiagonal(1, tying=tying, centre=centre)
 
 
+_PREFIX = "log_d:"
+
+
 def escape(key: str) -> str:
-    """A key without dots, which torch does not allow in the names of parameters."""
-    return key.replace("~", "~0").replace(".", "~1") or "~2"
+    """A key that torch takes as a parameter's name: without dots, and unlike any attribute of a module."""
+    return _PREFIX + key.replace("~", "~0").replace(".", "~1")
 
 
 def unescape(key: str) -> str:
     """The key that was escaped."""
-    return "" if key == "~2" else key.replace("~1", ".").replace("~0", "~")
+    return key.removeprefix(_PREFIX).replace("~1", ".").replace("~0", "~")
 
 
 def _metric_dtype(x: Tensor) -> torch.dtype:

@@ -14,13 +14,16 @@ from metamd.potentials.base import Params
 from metamd.potentials.simplex import Array, Solution, solve
 from metamd.tying import Shape
 
+_JOIN_LIMIT = 2**20
+
 Total = Callable[[Mapping[str, Tensor]], Array]
 """Adds contributions by tensor name; where tensors are sharded over processes, over the processes too."""
 
 
-def total(contributions: Mapping[str, Tensor]) -> Array:
+def local_total(contributions: Mapping[str, Tensor]) -> Array:
     """The sum over tensors, on one process that holds them all."""
-    return torch.stack(list(contributions.values())).sum(0).cpu().numpy()
+    parts = list(contributions.values())
+    return torch.stack([p.to(parts[0].device) for p in parts]).sum(0).cpu().numpy()
 
 
 def widen(x: Tensor) -> Tensor:
@@ -36,7 +39,7 @@ def grouped_squares(x: Tensor, shape: Shape) -> Tensor:
 
 def half_forms(squares: Tensor, d: Tensor) -> Tensor:
     """1/2 x'D_j x of one tensor for every piece j, in float64."""
-    return 0.5 * (d.reshape(len(d), -1) @ squares.reshape(-1)).double()
+    return 0.5 * (d.to(squares.dtype).reshape(len(d), -1) @ squares.reshape(-1)).double()
 
 
 def combine(d: Tensor, weights: Array) -> Tensor:
@@ -46,6 +49,17 @@ def combine(d: Tensor, weights: Array) -> Tensor:
         return d[int(support[0])]
     w = torch.as_tensor(weights, dtype=d.dtype, device=d.device)
     return torch.tensordot(w, d, dims=1)
+
+
+def _joinable(squares: Params) -> bool:
+    """Whether many small tensors may be handled as one: it saves calls, and copies little."""
+    kinds = {(s.dtype, s.device) for s in squares.values()}
+    return len(kinds) == 1 and sum(s.numel() for s in squares.values()) <= _JOIN_LIMIT
+
+
+def _joined(squares: Params, metrics: Params, pieces: int) -> tuple[Params, Params]:
+    rows = torch.cat([d.reshape(pieces, -1) for d in metrics.values()], 1)
+    return {"": torch.cat([squares[n].reshape(-1) for n in metrics])}, {"": rows}
 
 
 def find_weights(
@@ -65,6 +79,9 @@ def find_weights(
         tolerance: see `solve`.
     """
     pieces = len(weights)
+    metrics = {n: d.to(squares[n].dtype) for n, d in metrics.items()}
+    if total is local_total and _joinable(squares):
+        squares, metrics = _joined(squares, metrics, pieces)
     before = {n: combine(d, weights) for n, d in metrics.items()}
 
     def evaluate(w: Array) -> tuple[Array, Array]:

@@ -1,0 +1,88 @@
+"""The `metamd` command: reads the options, imports what carries them out, and turns errors into one sentence."""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from io import TextIOWrapper
+from typing import NoReturn
+
+from metamd._version import __version__
+from metamd.commands import HOMES, Options
+
+SUCCESS, FAILED_PIPE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+DESCRIPTION = (
+    "Learn an optimiser for a family of training problems and use it in PyTorch. `metamd COMMAND --help` lists the "
+    "options of a command, `metamd --version` prints the version."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 on success, 2 on bad input, 130 on Ctrl-C.
+
+    Args:
+        argv: the words after `metamd`; those of the process if not given.
+    """
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Carry out a command and return its exit code.
+
+    Args:
+        argv: the words after `metamd`.
+
+    Example:
+        >>> run(["--version"])
+        metamd 0.1.0
+        0
+    """
+    if list(argv) == ["--version"]:
+        print(f"metamd {__version__}")
+        return SUCCESS
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 gets escapes, not an error
+    try:
+        options = parse(argv)
+        code: int = import_module(HOMES[type(options)]).run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("metamd: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        with suppress(OSError):  # `metamd ... | head` stopped reading; nothing may be flushed at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED_PIPE
+    except (ValueError, OSError) as error:
+        print(f"metamd: {one_line(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+    return code
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options that the words stand for; a word that is none exits with tyro's message and code 2.
+
+    Args:
+        argv: the words after `metamd`.
+    """
+    import tyro
+
+    return tyro.cli(
+        Options,
+        prog="metamd",
+        description=DESCRIPTION,
+        args=list(argv),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    )
+
+
+def one_line(text: str) -> str:
+    """An untrusted text that is safe to print: control characters, escapes and text-direction marks are spelled out.
+
+    Example:
+        >>> print(one_line("a\\nb\\x1b[31m"))
+        a\\nb\\x1b[31m
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,119 @@
+"""The options of each `metamd` command, free of torch; the module named beside each computes when it is called."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg, subcommand
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Learn an optimiser on a small family, use it on a new task and compare it with its rivals.
+
+    Args:
+        out: directory for what it writes.
+        seed: of everything random.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    out: Annotated[Path, arg(metavar="DIR")] = Path("runs/demo")
+    seed: int = 0
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Print what a learned-optimiser file says about itself and the distribution of its step sizes.
+
+    Args:
+        file: a path, or the name of a learned optimiser shipped with the package.
+        json: print one JSON object on standard output instead of text.
+        figure: draw the distributions into this image, such as steps.png.
+    """
+
+    file: Annotated[Positional[str], arg(metavar="FILE")]
+    json: bool = False
+    figure: Annotated[Path | None, arg(metavar="PNG")] = None
+
+
+@dataclass(frozen=True)
+class DataList:
+    """List the datasets: what is here, where it came from, its licence.
+
+    Args:
+        json: print one JSON object on standard output instead of text.
+    """
+
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class DataFetch:
+    """Download a dataset, check it, and keep it decoded.
+
+    Args:
+        name: of the dataset.
+        split: train or test; both if not given.
+        force: download again what is there.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[str]
+    split: str | None = None
+    force: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class DataVerify:
+    """Read what is here and hold it against the recorded checksums.
+
+    Args:
+        name: of the dataset; all of them if not given.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[str | None] = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class DataPath:
+    """Print where a dataset is, or where all of them are kept.
+
+    Args:
+        name: of the dataset.
+        split: train or test.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[str | None] = None
+    split: str = "train"
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Data:
+    """List, download and check the datasets.
+
+    Args:
+        action: what to do.
+    """
+
+    action: (
+        Annotated[DataList, subcommand("list")]
+        | Annotated[DataFetch, subcommand("fetch")]
+        | Annotated[DataVerify, subcommand("verify")]
+        | Annotated[DataPath, subcommand("path")]
+    )
+
+
+Options = Data | Demo | Inspect
+
+HOMES: dict[type, str] = {
+    Data: "metamd.commands.data",
+    Demo: "metamd.commands.demo",
+    Inspect: "metamd.commands.inspect",
+}
+"""Where each command is carried out: a module with `run(options) -> int`, imported when the command is called."""

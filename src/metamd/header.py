@@ -1,0 +1,242 @@
+"""The header of a learned-optimiser file: what was learned, on which model and family, how, and at what cost."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, get_args
+
+from metamd._version import __version__
+from metamd.container import naturals, shown, strict_json
+from metamd.potentials.base import Centre
+from metamd.tying import Shape, TyingName, match, some
+
+SCHEMA_VERSIONS = (1,)
+"""The versions of the header this library reads; it writes the last."""
+
+POTENTIALS = ("max-diagonal",)
+BASES = ("identity",)
+TABLES = {"tensors": "key", "model": "name"}
+"""Fields that map names to shapes; in JSON they are lists, since the order of a model's layers matters."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a learned-optimiser file says about itself. Every field is checked and copied when it is made.
+
+    Args:
+        pieces: N, the number of metrics.
+        tying: which coordinates share a metric.
+        centre: what the metrics measure distances from.
+        tensors: the shape of the logarithms of the metrics by key, (N, ...) each.
+        potential: the kind of potential.
+        basis: the coordinates in which it is diagonal.
+        schema_version: the version of this list of fields.
+        model: names and shapes of the tensors it was learned on, in the order of the layers.
+        family: the family of tasks it was learned on.
+        horizon: T, the steps of the runs it was learned on.
+        batch_size: examples per gradient in those runs.
+        gradient_scale: root mean square of the gradient at the start of a run, by key of the metric.
+        objective: what was minimised.
+        estimator: how its gradient was estimated.
+        seeds: of the meta-training.
+        versions: library to version.
+        cost: what learning it took, such as `gradient_evaluations` and `seconds`.
+        held_out: metrics on tasks that were not used to learn it.
+
+    Example:
+        >>> header = Header(pieces=1, tying="parameter", centre="start", tensors={"x": (1, 2)}, horizon=100)
+        >>> Header.from_json(header.to_json()) == header
+        True
+    """
+
+    pieces: int
+    tying: TyingName
+    centre: Centre
+    tensors: dict[str, Shape]
+    potential: str = "max-diagonal"
+    basis: str = "identity"
+    schema_version: int = SCHEMA_VERSIONS[-1]
+    model: dict[str, Shape] = field(default_factory=dict)
+    family: dict[str, Any] | None = None
+    horizon: int | None = None
+    batch_size: int | None = None
+    gradient_scale: dict[str, float] = field(default_factory=dict)
+    objective: str | None = None
+    estimator: str | None = None
+    seeds: tuple[int, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    held_out: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_version(self.schema_version)
+        for f in fields(self):
+            if f.name in CHECKS:
+                object.__setattr__(self, f.name, CHECKS[f.name](f.name, getattr(self, f.name)))
+        self._check_agreement()
+
+    def _check_agreement(self) -> None:
+        if not self.tensors:
+            raise ValueError("tensors must name at least one metric, got none. Bind the potential to a model first.")
+        for key, shape in self.tensors.items():
+            if shape[:1] != (self.pieces,):
+                raise ValueError(
+                    f"the metric {shown(key)} must have one row for each of the {self.pieces} pieces, got shape {shape}."
+                )
+        unknown = sorted(set(self.gradient_scale) - set(self.tensors))
+        if unknown:
+            raise ValueError(f"gradient_scale has {shown(unknown[0])}, but the metrics are {some(self.tensors)}.")
+        if any(v < 0 for v in self.gradient_scale.values()):
+            raise ValueError(f"gradient_scale must not be negative, got {shown(self.gradient_scale)}.")
+        match(self.tying, self.model, {k: s[1:] for k, s in self.tensors.items()}, lenient=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The header in plain JSON types, structural fields first."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, word in TABLES.items():
+            plain[name] = [{word: k, "shape": list(s)} for k, s in plain[name].items()]
+        plain["seeds"] = list(self.seeds)
+        return {"schema_version": plain.pop("schema_version"), **plain}
+
+    def to_json(self) -> str:
+        """The header as JSON text; equal headers give equal text."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Header":
+        """Read a header from untrusted JSON text, refusing what this version of the schema does not know.
+
+        Args:
+            text: what `to_json` gave.
+        """
+        plain = strict_json(text, "the header")
+        if not isinstance(plain, dict):
+            raise ValueError(f"the header must be a JSON object, got {shown(plain)}.")
+        check_version(plain.get("schema_version"))
+        known = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(cls)}
+        required = {name for name, needed in known.items() if needed} | {"potential", "basis"}
+        for name in sorted(set(plain) - set(known)):
+            raise ValueError(f"the header has a field {shown(name)} that its schema version does not know. Remove it.")
+        for name in sorted(required - set(plain)):
+            raise ValueError(f"the header lacks the field {name!r}, which every learned optimiser needs.")
+        for name, word in TABLES.items():
+            plain[name] = _table(name, word, plain.get(name, []))
+        return cls(**plain)
+
+
+def check_version(version: object) -> None:
+    """Refuse a header of a version that this library does not know.
+
+    Args:
+        version: what the header says.
+    """
+    if type(version) is not int or version not in SCHEMA_VERSIONS:
+        raise ValueError(
+            f"schema_version must be {' or '.join(map(str, SCHEMA_VERSIONS))}, which metamd {__version__} reads; got "
+            f"{shown(version)}. A newer metamd may read it: pip install --upgrade metamd."
+        )
+
+
+def _table(name: str, word: str, rows: object) -> dict[str, Any]:
+    """{name: shape} from a list of {word: name, "shape": [...]}."""
+    found: dict[str, Any] = {}
+    if not isinstance(rows, list):
+        raise ValueError(f"{name} must be a list of {{{word!r}, 'shape'}}, got {shown(rows)}.")
+    for row in rows:
+        if not isinstance(row, dict) or set(row) != {word, "shape"} or not isinstance(row[word], str):
+            raise ValueError(f"{name} must be a list of {{{word!r}, 'shape'}}, got the row {shown(row)}.")
+        if row[word] in found:
+            raise ValueError(f"{name} lists {shown(row[word])} twice; every name may appear once.")
+        found[row[word]] = row["shape"]
+    return found
+
+
+# One check per field: (name, value) -> the value, copied and in its plain type.
+
+
+def _one_of(options: tuple[str, ...]) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in options:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, options))}, got {shown(value)}.")
+        return value
+
+    return check
+
+
+def _positive(name: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value < 2**63:
+        raise ValueError(f"{name} must be an integer of at least 1, got {shown(value)}.")
+    return value
+
+
+def _shapes(name: str, value: Any) -> dict[str, Shape]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must map names to shapes, got {shown(value)}.")
+    for key, shape in value.items():
+        if not isinstance(key, str) or not naturals(list(shape) if isinstance(shape, tuple) else shape):
+            raise ValueError(f"{name} must map names to shapes of integers >= 0, got {shown(key)}: {shown(shape)}.")
+    return {k: tuple(s) for k, s in value.items()}
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, got {shown(value)}. Pass repr(...) of an object.")
+    return value
+
+
+def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _seeds(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(type(s) is int and abs(s) < 2**64 for s in value):
+        raise ValueError(f"{name} must be a list of integers, got {shown(value)}.")
+    return tuple(value)
+
+
+def _plain(name: str, value: Any) -> dict[str, Any]:
+    """A copy in JSON's own types, so that what is read back equals what was given."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a dictionary, got {shown(value)}.")
+    try:
+        return strict_json(json.dumps(dict(value), allow_nan=False), name)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} must hold only texts, finite numbers, lists and dictionaries ({error}).") from None
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    plain = _plain(name, value)
+    for key, number in plain.items():
+        if type(number) not in (int, float) or abs(number) > sys.float_info.max:
+            raise ValueError(f"{name} must map names to numbers, got {shown(key)}: {shown(number)}.")
+    return plain
+
+
+def _texts(name: str, value: Any) -> dict[str, str]:
+    plain = _plain(name, value)
+    for key, text in plain.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must map names to texts, got {shown(key)}: {shown(text)}.")
+    return plain
+
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "pieces": _positive,
+    "tying": _one_of(get_args(TyingName)),
+    "centre": _one_of(get_args(Centre)),
+    "tensors": _shapes,
+    "potential": _one_of(POTENTIALS),
+    "basis": _one_of(BASES),
+    "model": _shapes,
+    "family": _optional(_plain),
+    "horizon": _optional(_positive),
+    "batch_size": _optional(_positive),
+    "gradient_scale": _numbers,
+    "objective": _optional(_text),
+    "estimator": _optional(_text),
+    "seeds": _seeds,
+    "versions": _texts,
+    "cost": _numbers,
+    "held_out": _plain,
+}

@@ -1,0 +1,271 @@
+"""The learned-optimiser file: the metrics of a potential in safetensors, with a JSON header that says where from."""
+
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from metamd._version import __version__
+from metamd.container import AGAIN, Container, check_regular, pack, read, shown, write_atomically
+from metamd.header import Header
+from metamd.potentials.base import Named
+from metamd.potentials.diagonal import MaxDiagonal, Missing
+from metamd.tying import Rename, Shape
+
+SHIPPED = Path(__file__).parent / "pretrained"
+HEADER_KEY, CHECKSUM_KEY = "metamd", "metamd.checksum"
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LearnedOptimiser:
+    """A learned potential and the header that says what it was learned on.
+
+    Args:
+        header: structure and provenance.
+        potential: the metrics; `MetaMD` binds them to its parameters if they are not bound yet.
+
+    Example:
+        >>> potential = MaxDiagonal(pieces=2).bind({"x": torch.zeros(3)})
+        >>> learned = LearnedOptimiser.from_potential(potential, horizon=100, family={"name": "quadratic"})
+        >>> learned
+        LearnedOptimiser(max-diagonal, 2 pieces, tying='parameter', centre='start', 1 tensor, 6 numbers, horizon=100)
+    """
+
+    header: Header
+    potential: MaxDiagonal
+
+    def __post_init__(self) -> None:
+        held = _structure(self.potential) | {"tensors": _shapes(self.potential)}
+        for name, value in held.items():
+            said = getattr(self.header, name)
+            if said != value:
+                raise ValueError(
+                    f"the header says {name} = {shown(said)}, but the potential has {shown(value)}. Make both agree with "
+                    "LearnedOptimiser.from_potential(potential, ...)."
+                )
+
+    @classmethod
+    def from_potential(cls, potential: MaxDiagonal, **provenance: Any) -> "LearnedOptimiser":
+        """Describe a potential: structure and library versions are read off, the rest is given.
+
+        Args:
+            potential: with metrics, bound or not.
+            provenance: any other field of `Header`, such as `family`, `horizon` or `gradient_scale`.
+        """
+        known = {"model": _model(potential), "versions": versions()}
+        structure = _structure(potential) | {"tensors": _shapes(potential)}
+        return cls(Header(**{**known, **provenance, **structure}), potential)
+
+    def bind(self, named: Named, *, rename: Rename | None = None, missing: Missing = "error") -> "LearnedOptimiser":
+        """The same learned optimiser with its potential bound to the tensors of a model; this one stays as it is.
+
+        Args:
+            named: the model's named parameters, in the order of its layers.
+            rename: maps names of the model to names of the metrics.
+            missing: "euclidean" gives tensors without a metric plain gradient steps.
+        """
+        bound = self.potential.bind(named, rename=rename, missing=missing)
+        return LearnedOptimiser(replace(self.header, tensors=_shapes(bound)), bound)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file whole or not at all: a crash, a full disk or a kill leaves what was there before.
+
+        Args:
+            path: where; conventionally `*.safetensors`.
+        """
+        tensors = _tensors(self.potential)
+        check_metrics(tensors)
+        text = self.header.to_json()
+        Header.from_json(text)  # what is saved can be loaded
+        metadata = {HEADER_KEY: text, CHECKSUM_KEY: _checksum(text, self.fingerprint())}
+        write_atomically(Path(path), pack(tensors, metadata))
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the geometry; what the header says about its origin does not enter."""
+        return fingerprint(self.potential)
+
+    def __repr__(self) -> str:
+        header, count = self.header, sum(v.numel() for v in self.potential.log_d.values())
+        parts = [
+            header.potential,
+            f"{header.pieces} piece{'s' * (header.pieces > 1)}",
+            f"tying={header.tying!r}",
+            f"centre={header.centre!r}",
+            f"{len(header.tensors)} tensor{'s' * (len(header.tensors) > 1)}",
+            f"{count:,} number{'s' * (count != 1)}",
+        ]
+        if header.horizon is not None:
+            parts.append(f"horizon={header.horizon}")
+        return f"LearnedOptimiser({', '.join(parts)})"
+
+
+def load(path_or_name: str | os.PathLike[str]) -> LearnedOptimiser:
+    """Read a learned optimiser: a path, or the name of one shipped with the package.
+
+    The file is treated as hostile: sizes, types and values are checked before they are used, nothing in it is executed,
+    and what does not hold is a `ValueError` that says so.
+
+    Args:
+        path_or_name: a text of lower-case letters, digits and hyphens is a name; anything else is a path.
+
+    Example:
+        >>> load("no-such-optimiser")
+        Traceback (most recent call last):
+        FileNotFoundError: no learned optimiser 'no-such-optimiser' is shipped with metamd ...
+    """
+    path = _locate(path_or_name)
+    try:
+        check_regular(path)
+        container = read(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {shown(str(path))}. Check the path.") from None
+    except OSError as error:
+        raise type(error)(f"{shown(str(path))} cannot be read: {error.strerror or error}".rstrip(".") + ".") from None
+    except ValueError as error:
+        raise ValueError(f"{shown(str(path))} cannot be loaded: {error}") from None
+    try:
+        return _assemble(container)
+    except ValueError as error:
+        raise ValueError(f"{shown(str(path))} cannot be loaded: {error}") from None
+
+
+def _locate(path_or_name: str | os.PathLike[str]) -> Path:
+    if not isinstance(path_or_name, str) or not re.fullmatch("[a-z0-9-]+", path_or_name):
+        return Path(path_or_name)
+    path = SHIPPED / f"{path_or_name}.safetensors"
+    if path.is_file():
+        return path
+    shipped = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.safetensors"))) or "none so far"
+    here = [n for n in (path_or_name, f"{path_or_name}.safetensors") if Path(n).exists()]
+    hint = (
+        f'To read the file in this directory, write "./{here[0]}".' if here else 'To read a file, write its path: "./name".'
+    )
+    raise FileNotFoundError(f"no learned optimiser {path_or_name!r} is shipped with metamd (shipped: {shipped}). {hint}")
+
+
+def _assemble(container: Container) -> LearnedOptimiser:
+    """Hold the tensors against the header and make the potential of them."""
+    metadata, tensors = container.metadata, container.tensors
+    if set(metadata) != {HEADER_KEY, CHECKSUM_KEY}:
+        raise ValueError(
+            f"its metadata must have the entries {HEADER_KEY!r} and {CHECKSUM_KEY!r}, got {shown(sorted(metadata))}: it is "
+            "a safetensors file, but no learned optimiser."
+        )
+    header = Header.from_json(metadata[HEADER_KEY])
+    _check_shapes(header, tensors)
+    check_metrics(tensors)
+    log_d = {k: tensors[f"log_d/{k}"] for k in header.tensors}
+    # The offsets have the shape (pieces,) by now, so that `pieces` is no larger than the file.
+    blank = MaxDiagonal(header.pieces, tying=header.tying, centre=header.centre)
+    potential = blank.with_metrics(log_d, tensors["offsets"])
+    if metadata[CHECKSUM_KEY] != _checksum(metadata[HEADER_KEY], fingerprint(potential)):
+        raise ValueError(f"its content does not match its checksum. {AGAIN}")
+    return LearnedOptimiser(header, potential)
+
+
+def _check_shapes(header: Header, tensors: Mapping[str, Tensor]) -> None:
+    wanted = {"offsets": (header.pieces,)} | {f"log_d/{k}": s for k, s in header.tensors.items()}
+    for name in sorted(set(wanted) - set(tensors)):
+        raise ValueError(f"the tensor {shown(name)}, which its header announces, is missing. {AGAIN}")
+    for name in sorted(set(tensors) - set(wanted)):
+        raise ValueError(f"it holds a tensor {shown(name)} that its header does not announce. {AGAIN}")
+    for name, shape in wanted.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"the tensor {shown(name)} must have the shape {shown(shape)} its header announces, got "
+                f"{shown(tuple(tensors[name].shape))}. {AGAIN}"
+            )
+
+
+def check_metrics(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse metrics that give no step: every log D finite, D = exp(log D) and 1/D finite and positive in its own type.
+
+    Args:
+        tensors: `offsets` and `log_d/<key>`, as in the file.
+    """
+    for name, value in tensors.items():
+        if value.dtype not in DTYPES:
+            raise ValueError(f"{shown(name)} must be float64, float32 or bfloat16, got {value.dtype}. Convert it first.")
+        if name == "offsets" and value.dtype != torch.float64:
+            raise ValueError(f"'offsets' must be float64, got {value.dtype}. Convert them with offsets.double().")
+        if not value.numel():
+            continue
+        ends = torch.stack(value.aminmax())  # exp is monotone, and a NaN anywhere shows in both ends
+        if not bool(torch.isfinite(ends).all()):
+            raise ValueError(f"{shown(name)} must be finite, but it contains NaN or infinity.")
+        d = ends.exp()
+        usable = torch.isfinite(d) & (d > 0) & torch.isfinite(1 / d) & (1 / d > 0)
+        if name != "offsets" and not bool(usable.all()):
+            raise ValueError(
+                f"{shown(name)} holds log D = {float(ends[~usable][0]):.4g}, for which the metric D = exp(log D) or the "
+                f"step size 1/D is zero or infinite in {DTYPES[value.dtype]}. Metrics must be positive and finite."
+            )
+
+
+def fingerprint(potential: MaxDiagonal) -> str:
+    """A digest of the geometry: equal for equal metrics, offsets and structure, whatever it is bound to.
+
+    Args:
+        potential: with metrics, bound or not.
+
+    Example:
+        >>> phi = MaxDiagonal(pieces=2).bind({"x": torch.zeros(3)})
+        >>> fingerprint(phi) == fingerprint(phi.bind({"x": torch.ones(3)}))
+        True
+    """
+    digest = blake2b(json.dumps(_structure(potential), sort_keys=True).encode(), digest_size=16)
+    for name, value in sorted(_tensors(potential).items()):
+        digest.update(json.dumps([name, DTYPES.get(value.dtype, str(value.dtype)), list(value.shape)]).encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that decide what a run computes."""
+    return {
+        "metamd": __version__,
+        "torch": str(torch.__version__),
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _checksum(text: str, geometry: str) -> str:
+    return blake2b(f"{geometry}\n{text}".encode(), digest_size=16).hexdigest()
+
+
+def _structure(potential: MaxDiagonal) -> dict[str, Any]:
+    return {
+        "potential": "max-diagonal",
+        "basis": potential.basis.kind,
+        "pieces": potential.pieces,
+        "tying": potential.tying,
+        "centre": potential.centre,
+    }
+
+
+def _shapes(potential: MaxDiagonal) -> dict[str, Shape]:
+    return {k: tuple(v.shape) for k, v in potential.log_d.items()}
+
+
+def _model(potential: MaxDiagonal) -> dict[str, Shape]:
+    """Names and shapes of the tensors a potential is bound to, where it knows them."""
+    if potential.tying == "parameter":
+        return {n: slot.stored for n, slot in potential.slots.items()}
+    return {n: tuple(x.shape) for n, x in potential.start.items()}
+
+
+def _tensors(potential: MaxDiagonal) -> dict[str, Tensor]:
+    """What the file stores, on the CPU and with memory of its own."""
+    held = {"offsets": potential.offsets.double()} | {f"log_d/{k}": v for k, v in potential.log_d.items()}
+    return {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in held.items()}

@@ -1,0 +1,1 @@
+"""Learned optimisers shipped with the package: `<name>.safetensors`, read by `metamd.load("<name>")`."""

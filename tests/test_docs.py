@@ -1,0 +1,147 @@
+"""Documentation that is run: every Python block of every page, every docstring's example, every key and link."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import metamd
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+MODULES = sorted(m.name for m in pkgutil.walk_packages(metamd.__path__, "metamd.") if not m.name.endswith("__main__"))
+CITATION = re.compile(r"\[([A-Z][A-Za-z]+\d{4}[a-z]?)\]")
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def sources():
+    return [p for folder in ("src", "docs") for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".md", ".c"}]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_code_blocks_run(page, tmp_path):
+    """All blocks of a page, in order, as one program in an empty folder, with warnings as errors."""
+    program = tmp_path / "page.py"
+    program.write_text("\n\n".join(blocks(page)))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
+    quiet = ["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::UserWarning:lightning"]
+    done = subprocess.run(
+        [sys.executable, *quiet, program], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name):
+    module = importlib.import_module(name)
+    names = {"torch": importlib.import_module("torch"), **vars(module)}
+    tests = doctest.DocTestFinder(exclude_empty=True).find(module, globs=names)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    for test in tests:
+        assert runner.run(test).failed == 0, test.name
+
+
+def arguments_documented(function):
+    """The names under `Args:` of a docstring that the signature does not have."""
+    text = inspect.getdoc(function) or ""
+    section = re.search(r"^Args:\n((?:[ ]{4}.*\n|\n)+)", text + "\n", re.MULTILINE)
+    named = re.findall(r"^ {4}(\w+):", section[1], re.MULTILINE) if section else []
+    known = set(inspect.signature(function).parameters) if named else set()
+    return [n for n in named if n not in known]
+
+
+def public_functions():
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for label, thing in vars(module).items():
+            if label.startswith("_") or getattr(thing, "__module__", None) != name:
+                continue
+            if inspect.isfunction(thing) or inspect.isclass(thing):
+                yield f"{name}.{label}", thing
+            if inspect.isclass(thing):
+                for attribute, method in vars(thing).items():
+                    if inspect.isfunction(method) and not attribute.startswith("_"):
+                        yield f"{name}.{label}.{attribute}", method
+
+
+def test_documented_arguments_exist():
+    wrong = {label: extra for label, thing in public_functions() if (extra := arguments_documented(thing))}
+    assert not wrong
+
+
+def test_documented_arguments_check_rejects_a_ghost():
+    def example(a):
+        """Do it.
+
+        Args:
+            a: there.
+            ghost: not there.
+        """
+
+    assert arguments_documented(example) == ["ghost"]
+
+
+def test_every_public_name_is_documented():
+    api = (ROOT / "docs" / "api.md").read_text()
+    missing = [n for n in metamd.__all__ if f"`{n}" not in api and not n.startswith("_")]
+    assert not missing
+    undocumented = [n for n in metamd.__all__ if not n.startswith("_") and not inspect.getdoc(getattr(metamd, n))]
+    assert not undocumented
+
+
+def test_lazy_names_resolve_and_others_do_not():
+    assert all(getattr(metamd, n) is not None for n in metamd.__all__)
+    assert set(metamd.__all__) <= set(dir(metamd))
+    with pytest.raises(AttributeError, match="no attribute 'Adam'"):
+        metamd.Adam  # noqa: B018
+
+
+def test_citations_have_a_reference():
+    known = set(re.findall(r"^- \*\*\[(\w+)\]\*\*", (ROOT / "docs" / "references.md").read_text(), re.MULTILINE))
+    used = {key for path in sources() for key in CITATION.findall(path.read_text())}
+    assert used <= known, f"no entry in docs/references.md for {sorted(used - known)}"
+    assert len(known) > 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_functions_named_by_the_paper_page_exist():
+    """docs/paper.md maps equations to functions: each `metamd.x.y` there is real."""
+    for path in re.findall(r"`(metamd(?:\.\w+)+)", (ROOT / "docs" / "paper.md").read_text()):
+        module, _, attribute = path.rpartition(".")
+        parts, thing = path.split("."), None
+        for cut in range(len(parts), 0, -1):
+            try:
+                thing = importlib.import_module(".".join(parts[:cut]))
+            except ModuleNotFoundError:
+                continue
+            for part in parts[cut:]:
+                thing = getattr(thing, part)
+            break
+        assert thing is not None, f"{module}.{attribute}"
+
+
+def test_source_layout():
+    """No file of the package is longer than 400 lines, no function longer than 70."""
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 400, path.name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.lineno <= 70, f"{path.name}: {node.name}"

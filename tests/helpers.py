@@ -1,6 +1,7 @@
 """Catalogues that laws run over, slow obvious references, and deliberately broken doubles that laws must reject."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential
 from metamd.potentials.base import Params
 from metamd.potentials.simplex import Array
+from metamd.tasks import Config, Evaluation, SolvedTask, TaskFamily, logistic, quadratic, rosenbrock, supervised, tabular
+from metamd.tasks.base import draw_seed
 
 SHAPES = {"a.weight": (4, 3), "a.bias": (4,), "b.weight": (2, 4), "scale": ()}
 
@@ -164,3 +167,97 @@ def train(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int, seed: 
 def equal_parameters(one: nn.Module, two: nn.Module) -> bool:
     pairs = zip(one.state_dict().values(), two.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
+
+
+def labelled(examples: int, seed: int = 0, shape: tuple[int, ...] = (1, 6, 6), classes: int = 3) -> tuple[Tensor, Tensor]:
+    """Images whose class shifts their mean, so that there is something to learn."""
+    g = torch.Generator().manual_seed(seed)
+    targets = torch.randint(classes, (examples,), generator=g)
+    centres = torch.randn(classes, *shape, generator=g)
+    return centres[targets] + torch.randn(examples, *shape, generator=g), targets
+
+
+def plain_model() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def norm_model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def dropout_model() -> nn.Module:
+    head = (nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 3))
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout2d(0.3), *head)
+
+
+def images(make_model: Callable[[], nn.Module], **options: Any) -> TaskFamily:
+    data = {"a": labelled(50, 1), "b": labelled(60, 2)}
+    return supervised(make_model, data, **{"batch_size": 8, "steps": 20, **options})
+
+
+FAMILIES: dict[str, Callable[[], TaskFamily]] = {
+    "quadratic": quadratic,
+    "quadratic-12": lambda: quadratic([1.0] * 12),
+    "rosenbrock": lambda: rosenbrock(shift=0.5, scale=0.3),
+    "rosenbrock-4": lambda: rosenbrock(4, start=0.5, shift=0.1),
+    "logistic": lambda: logistic(4, examples=40, batch_size=10),
+    "tabular": lambda: tabular(4, width=5, examples=40, batch_size=10),
+    "supervised": lambda: images(plain_model),
+    "supervised-start": lambda: images(plain_model, start=dict(plain_model().named_parameters())),
+    "supervised-norm": lambda: images(norm_model),
+    "supervised-dropout": lambda: images(dropout_model),
+}
+
+
+class Toy(TaskFamily):
+    """Noisy parabolas, as a user would write them; right, or with one named fault."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__("toy", 10, shared_loss=True)
+        self.fault = fault
+
+    def sample(self, generator: torch.Generator) -> Config:
+        centre: Any = float(torch.randn((), generator=None if self.fault == "global generator" else generator))
+        if self.fault == "config with a tensor":
+            centre = torch.tensor(centre)
+        return {"centre": centre, "seed": draw_seed(generator)}
+
+    def build(self, config: Config) -> "ToyTask":
+        if self.fault == "random build":
+            config = {**config, "centre": config["centre"] + float(torch.randn(()))}
+        return ToyTask(config, self.fault)
+
+    def describe(self) -> dict[str, Any]:
+        return {"family": self.name, "steps": self.steps}
+
+
+class ToyTask(SolvedTask):
+    def __init__(self, config: Config, fault: str) -> None:
+        super().__init__(config, 10, 1e-6)
+        self.fault, self.calls, self.x = fault, 0, torch.zeros(2, dtype=torch.float64)
+
+    def init(self) -> dict[str, Tensor]:
+        if self.fault == "drifting start":
+            self.x = self.x + 1
+        return {"x": self.x if self.fault == "aliased start" else self.x.clone()}
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        self.calls += 1
+        g = torch.Generator().manual_seed(self.config["seed"] + (self.calls if self.fault == "call order" else step))
+        return {"centre": self.config["centre"] + torch.randn(2, generator=g, dtype=torch.float64)}
+
+    def loss(self, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        self.calls += 1
+        square = ((params["x"] - batch["centre"]) ** 2).sum()
+        if self.fault == "detached loss":
+            return square.detach() + 0 * params["x"].sum()
+        if self.fault == "private loss":
+            return square * self.config["centre"]
+        return square + (self.calls if self.fault == "loss with memory" else 0)
+
+    def evaluate(self, params: Mapping[str, Tensor], split: str = "test") -> Evaluation:
+        return Evaluation(float(((params["x"] - self.config["centre"]) ** 2).sum()))
+
+    def optimum(self) -> dict[str, Tensor]:
+        off = 1 if self.fault == "wrong optimum" else 0
+        return {"x": torch.full((2,), self.config["centre"] + off, dtype=torch.float64)}

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 from metamd._version import __version__
 
 if TYPE_CHECKING:
+    from metamd import data as data
+    from metamd import models as models
+    from metamd import tasks as tasks
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
     from metamd.objectives import PaperBound, Regret, TrainingLoss
@@ -37,6 +40,7 @@ _HOME = {
     "Reverse": "hypergrad",
     "load": "learned",
 }
+_SUBMODULES = ("data", "models", "tasks")
 
 __all__ = [
     "ClosedForm",
@@ -67,10 +71,12 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     # torch takes seconds to import: a name is fetched when it is used, so that `metamd --help` stays instant.
+    if name in _SUBMODULES:
+        return import_module(f"metamd.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'metamd' has no attribute {name!r}")
     return getattr(import_module(f"metamd.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_SUBMODULES])

@@ -1,5 +1,7 @@
 """What a training problem is, and a family of them."""
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 Config = Mapping[str, Any]
-"""All that defines a task, in JSON's own types, so that it can be stored, hashed and built again."""
+"""All that tells a task from the others of its family, in JSON's own types: it can be stored, hashed and built again."""
 
 Split = Literal["train", "validation", "test"]
 
@@ -58,18 +60,42 @@ class Task(ABC):
         """Loss and accuracy on a whole split. Meta-training never asks for validation or test."""
 
 
+class SolvedTask(Task):
+    """A task whose best parameters are known.
+
+    Args:
+        config: what the task was built from.
+        steps: T, the number of steps a run takes.
+        tolerance: a run has arrived when the norm of its gradient is below this.
+    """
+
+    def __init__(self, config: Config, steps: int, tolerance: float) -> None:
+        super().__init__(config, steps)
+        self.tolerance = tolerance
+
+    @abstractmethod
+    def optimum(self) -> dict[str, Tensor]:
+        """theta_*, the minimiser of the training loss."""
+
+    def minimum(self) -> float:
+        """The training loss at the optimum."""
+        return self.evaluate(self.optimum(), "train").loss
+
+
 class TaskFamily(ABC):
     """A distribution over tasks whose parameters have the same names.
 
     Args:
-        name: for tables and headers.
+        name: for tables and headers, and in every config.
         steps: T.
+        shared_loss: whether the loss of any task serves all of them, because what tells tasks apart is in the batch;
+            tasks can then run together, `torch.func.vmap(task.loss)` over their stacked parameters and batches.
     """
 
-    def __init__(self, name: str, steps: int) -> None:
+    def __init__(self, name: str, steps: int, *, shared_loss: bool = False) -> None:
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of one run.")
-        self.name, self.steps = name, steps
+        self.name, self.steps, self.shared_loss = name, steps, shared_loss
 
     @abstractmethod
     def sample(self, generator: torch.Generator) -> Config:
@@ -83,7 +109,50 @@ class TaskFamily(ABC):
     def describe(self) -> dict[str, Any]:
         """The family's own settings in JSON's types, for the header of what is learned on it."""
 
+    def example(self) -> dict[str, Tensor]:
+        """Parameters as a task of this family has them, to bind a potential or to compare shapes; nothing is trained."""
+        return self.build(self.sample(torch.Generator().manual_seed(0))).init()
+
 
 def draw_seed(generator: torch.Generator) -> int:
     """A fresh seed for a part of a config."""
     return int(torch.randint(2**31 - 1, (1,), generator=generator))
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed for one purpose out of a config's seed and the purpose's name: same parts, same seed, on every machine.
+
+    Example:
+        >>> derive_seed(7, "epoch", 0) == derive_seed(7, "epoch", 1)
+        False
+    """
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def config_hash(config: Config) -> str:
+    """A name for a config that does not depend on the order of its keys: blake2b over its canonical JSON.
+
+    Example:
+        >>> config_hash({"a": 1, "b": [2.0]}) == config_hash({"b": [2.0], "a": 1})
+        True
+    """
+    try:
+        text = json.dumps(dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"A config must be made of JSON's types and finite numbers: {e}. Store lists, not tensors.") from e
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def check_config(config: Config, family: str, *keys: str) -> None:
+    """Refuse the config of another family, or one with parts missing."""
+    if config.get("family") != family:
+        raise ValueError(
+            f"The config of a task of {family!r} is required, got one of {config.get('family')!r}. "
+            f"Build a config with the family that sampled it."
+        )
+    missing = [k for k in keys if k not in config]
+    if missing:
+        raise ValueError(
+            f"A config of {family!r} needs {', '.join(keys)}; {', '.join(missing)} is missing. Sample a new one."
+        )

@@ -1,0 +1,155 @@
+"""A user's data, whatever its form, as tensors in disjoint splits."""
+
+import hashlib
+from collections.abc import Mapping, Sized
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from metamd.tasks.base import Split, derive_seed
+from metamd.tasks.batches import divide
+from metamd.tasks.stochastic import seeded
+
+Arrays = tuple[Tensor, Tensor]
+"""Inputs and targets, one row per example."""
+
+Splits = Mapping[Split, Arrays]
+Source = Dataset[Any] | tuple[Tensor, Tensor] | str | PathLike[str]
+Shares = tuple[float, float, float]
+
+_PAIRS = [("inputs", "targets"), ("images", "labels"), ("x", "y"), ("X", "y")]
+
+
+def read_all(datasets: Mapping[str, Source | Mapping[Split, Source]], shares: Shares, seed: int) -> dict[str, Splits]:
+    """Every dataset in memory, split, and checked against the others.
+
+    Args:
+        datasets: by name: one source, which is then split at random, or a source for each split.
+        shares: of training, validation and test in a source that has no splits of its own.
+        seed: decides which example goes where.
+    """
+    if not isinstance(datasets, Mapping):
+        raise TypeError(
+            f"datasets must map names to data, got {type(datasets).__name__}. Pass datasets={{'mine': (inputs, targets)}}."
+        )
+    if not datasets:
+        raise ValueError("datasets must name at least one dataset, got none. Pass datasets={'mine': (inputs, targets)}.")
+    if min(shares) < 0 or shares[0] <= 0 or abs(sum(shares) - 1) > 1e-9:
+        raise ValueError(f"shares must be three fractions that sum to 1, got {shares}. Pass shares=(0.8, 0.1, 0.1), say.")
+    data = {name: _split(source, name, shares, seed) for name, source in datasets.items()}
+    kinds = {name: {_kind(arrays) for arrays in splits.values()} for name, splits in data.items()}
+    first = next(iter(kinds))
+    for name, found in kinds.items():
+        if found != kinds[first] or len(found) > 1:
+            raise ValueError(
+                f"All datasets of a family must have examples of one kind: {first!r} has {_say(kinds[first])}, "
+                f"{name!r} has {_say(found)}. Resize or convert them, or make two families."
+            )
+    return data
+
+
+def fingerprint(splits: Splits) -> str:
+    """A short hash of all numbers of a dataset, to tell apart data that go by the same name."""
+    digest = hashlib.blake2b(digest_size=8)
+    for arrays in splits.values():
+        for tensor in arrays:
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def read(source: Source, name: str) -> Arrays:
+    """One source as inputs and targets.
+
+    Args:
+        source: tensors, a torch Dataset of (input, target) pairs, or the path of an `.npz` file with `inputs` and `targets`
+            (also: `images` and `labels`, `x` and `y`). A Dataset is read once; augmentations are frozen by that.
+        name: for the error messages.
+    """
+    if isinstance(source, str | PathLike):
+        pair: tuple[Any, ...] = _read_npz(Path(source), name)
+    elif isinstance(source, TensorDataset):
+        pair = source.tensors
+    elif isinstance(source, Dataset):
+        pair = _stack(source, name)
+    elif isinstance(source, tuple | list):
+        pair = tuple(source)
+    else:
+        raise TypeError(
+            f"Dataset {name!r} must be (inputs, targets), a torch Dataset or the path of an .npz file, "
+            f"got {type(source).__name__}."
+        )
+    if len(pair) != 2:
+        raise ValueError(f"Dataset {name!r} must have two parts, inputs and targets, got {len(pair)}.")
+    inputs, targets = (_tensor(part, name) for part in pair)
+    if len(inputs) != len(targets):
+        raise ValueError(
+            f"Dataset {name!r} must have one target per input, got {len(inputs)} inputs and {len(targets)} targets."
+        )
+    if not len(inputs):
+        raise ValueError(f"Dataset {name!r} must have examples, got none.")
+    return inputs, targets
+
+
+def _split(source: Source | Mapping[Split, Source], name: str, shares: Shares, seed: int) -> Splits:
+    if isinstance(source, Mapping):
+        unknown = set(source) - set(get_args(Split))
+        if unknown or "train" not in source:
+            raise ValueError(
+                f"The splits of dataset {name!r} must be 'train' and, if there are any, 'validation' and 'test', "
+                f"got {sorted(map(str, source))}."
+            )
+        return {split: read(part, f"{name}, {split}") for split, part in source.items()}
+    inputs, targets = read(source, name)
+    rows = divide(len(inputs), shares, derive_seed(seed, name))
+    return {split: (inputs[i], targets[i]) for split, i in rows.items() if len(i)}
+
+
+def _tensor(part: Any, name: str) -> Tensor:
+    if isinstance(part, np.ndarray) and part.dtype != object:
+        part = torch.from_numpy(part)
+    if not isinstance(part, Tensor):
+        raise TypeError(f"Dataset {name!r} must hold tensors, got {type(part).__name__}. Convert it with torch.tensor.")
+    if not part.dim():
+        raise ValueError(f"Dataset {name!r} must hold tensors with a row per example, got a single number.")
+    return part.detach()
+
+
+def _read_npz(path: Path, name: str) -> tuple[Any, ...]:
+    if path.suffix != ".npz" or not path.is_file():
+        raise ValueError(f"Dataset {name!r} must be an existing .npz file, got {path}. Write it with numpy.savez.")
+    with np.load(path, allow_pickle=False) as arrays:
+        for pair in _PAIRS:
+            if set(pair) <= set(arrays):
+                return tuple(arrays[k] for k in pair)
+        raise ValueError(f"Dataset {name!r} must hold arrays 'inputs' and 'targets', got {sorted(arrays)} in {path}.")
+
+
+def _stack(dataset: Dataset[Any], name: str) -> tuple[Any, ...]:
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(f"Dataset {name!r} must have a length, got {type(dataset).__name__}. List its examples first.")
+    # Augmentations draw from the global generator, which is the caller's.
+    with seeded(derive_seed("stack", name)):
+        items = [dataset[i] for i in range(len(cast(Sized, dataset)))]
+    try:
+        pairs = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in items]
+        return tuple(torch.stack(part) for part in zip(*pairs, strict=True)) if pairs else (torch.empty(0), torch.empty(0))
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(
+            f"Every item of dataset {name!r} must be an (input, target) pair of tensors or numbers of one shape: {e}"
+        ) from e
+
+
+def _kind(arrays: Arrays) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...], torch.dtype]:
+    inputs, targets = arrays
+    return tuple(inputs.shape[1:]), inputs.dtype, tuple(targets.shape[1:]), targets.dtype
+
+
+def _say(kinds: set[tuple[tuple[int, ...], torch.dtype, tuple[int, ...], torch.dtype]]) -> str:
+    return " and ".join(
+        f"inputs {x} of {dx} with targets {y} of {dy}".replace("torch.", "") for x, dx, y, dy in sorted(kinds, key=str)
+    )

@@ -1,0 +1,185 @@
+"""Any model on any data."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metamd.tasks.base import Config, Evaluation, Split, Task, TaskFamily, check_config, derive_seed, draw_seed
+from metamd.tasks.batches import Shuffle, chunks
+from metamd.tasks.recipe import LossFn, Recipe, inspect, trained
+from metamd.tasks.sources import Arrays, Shares, Source, Splits, fingerprint, read_all
+from metamd.tasks.stochastic import calibrate, use_batch_statistics
+
+_EVALUATED_AT_ONCE = 1000
+
+
+def supervised(
+    make_model: Callable[[], nn.Module],
+    datasets: Mapping[str, Source | Mapping[Split, Source]],
+    loss_fn: LossFn = F.cross_entropy,
+    *,
+    batch_size: int = 100,
+    steps: int = 500,
+    start: Mapping[str, Tensor] | None = None,
+    shares: Shares = (0.8, 0.1, 0.1),
+    split_seed: int = 0,
+    name: str = "supervised",
+) -> TaskFamily:
+    """Train a model on one of several datasets: a task is a dataset, an initialisation and an order of the batches.
+
+    The model is read once and called as a function of its parameters. Batch norms use the statistics of the batch during
+    training, and statistics computed anew from the training split in `evaluate`; dropout masks are a function of the
+    task and the step. Parameters that do not require a gradient stay what `make_model` made them.
+
+    Args:
+        make_model: makes a new model at every call; its initial weights are drawn from torch's global generator, which is
+            seeded per task meanwhile and left as it was.
+        datasets: by name: (inputs, targets) tensors, a torch Dataset, the path of an `.npz` file with `inputs` and
+            `targets`; or a mapping with one of these for `"train"` and, if wanted, `"validation"` and `"test"`. All of it
+            is held in memory. Numbers with a fraction are converted to the dtype of the model's parameters.
+        loss_fn: of (outputs, targets), averaged over the batch.
+        batch_size: examples per step.
+        steps: T.
+        start: parameters that every task starts from, by name; without it every task has its own initialisation.
+        shares: of training, validation and test in datasets that come without splits.
+        split_seed: decides which examples these are.
+        name: of the family, for tables and configs.
+
+    Example:
+        >>> inputs, targets = torch.randn(50, 4), torch.arange(50) % 3
+        >>> family = supervised(lambda: nn.Linear(4, 3), {"mine": (inputs, targets)}, batch_size=10, steps=20)
+        >>> task = family.build(family.sample(torch.Generator().manual_seed(0)))
+        >>> {name: tuple(p.shape) for name, p in task.init().items()}
+        {'weight': (3, 4), 'bias': (3,)}
+    """
+    recipe = Recipe(make_model, loss_fn, batch_size, steps, start)
+    data = read_all(datasets, shares, split_seed)
+    for key, splits in data.items():
+        examples = len(splits["train"][0])
+        if not 1 <= batch_size <= examples:
+            raise ValueError(
+                f"batch_size must lie between 1 and the {examples} training examples of {key!r}, got {batch_size}. "
+                f"Pass batch_size={min(examples, 32)}, say."
+            )
+    return Supervised(name, recipe, data)
+
+
+class Supervised(TaskFamily):
+    """See `supervised`."""
+
+    def __init__(self, name: str, recipe: Recipe, data: Mapping[str, Splits]) -> None:
+        findings = inspect(recipe, data)
+        super().__init__(name, recipe.steps, shared_loss=findings.shared_loss)
+        self.recipe, self.dropout = recipe, findings.dropout
+        self.data = {key: _convert(splits, findings.dtype) for key, splits in data.items()}
+
+    def sample(self, generator: torch.Generator) -> Config:
+        """A dataset, and seeds of the initialisation and of the batches."""
+        names = list(self.data)
+        dataset = names[int(torch.randint(len(names), (1,), generator=generator))]
+        seeds = {"init_seed": draw_seed(generator), "batch_seed": draw_seed(generator)}
+        return {"family": self.name, "dataset": dataset, **seeds}
+
+    def build(self, config: Config) -> "SupervisedTask":
+        """The task of a config."""
+        check_config(config, self.name, "dataset", "init_seed", "batch_seed")
+        if config["dataset"] not in self.data:
+            raise ValueError(
+                f"The config asks for the dataset {config['dataset']!r}; this family has {', '.join(self.data)}. "
+                f"Add it to the family's datasets."
+            )
+        return SupervisedTask(config, self.recipe, self.data[config["dataset"]], dropout=self.dropout)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, the parameters' shapes, and the size and fingerprint of every dataset."""
+        data = {
+            key: {"examples": {split: len(inputs) for split, (inputs, _) in splits.items()}, "hash": fingerprint(splits)}
+            for key, splits in self.data.items()
+        }
+        shapes = {name: list(p.shape) for name, p in self.example().items()}
+        start = "fresh" if self.recipe.start is None else "shared"
+        settings = {"batch_size": self.recipe.batch_size, "steps": self.steps, "start": start}
+        return {"family": self.name, "datasets": data, "shapes": shapes, **settings}
+
+
+class SupervisedTask(Task):
+    """One training of one model; a batch is {inputs, targets}, and {seed} where the model has dropout.
+
+    Args:
+        config: with `init_seed` and `batch_seed`.
+        recipe: how the family trains.
+        splits: the data.
+        dropout: whether the model has dropout, so that its batches must carry a seed.
+    """
+
+    def __init__(self, config: Config, recipe: Recipe, splits: Splits, *, dropout: bool = False) -> None:
+        super().__init__(config, recipe.steps)
+        self.recipe, self.splits, self.dropout = recipe, splits, dropout
+        self.model = use_batch_statistics(recipe.make(config["init_seed"]))
+        self.device = next(self.model.parameters()).device
+        self.shuffle = Shuffle(len(splits["train"][0]), recipe.batch_size, derive_seed(config["batch_seed"], "order"))
+
+    def init(self) -> dict[str, Tensor]:
+        """What `make_model` draws under the config's seed, or the shared start."""
+        return {name: p.detach().clone() for name, p in self.recipe.start_of(self.model).items()}
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """Some of the training examples."""
+        rows = self.shuffle.indices(step)
+        batch = {k: self._rows(part, rows) for k, part in zip(("inputs", "targets"), self.splits["train"], strict=True)}
+        if self.dropout:
+            batch["seed"] = torch.tensor(derive_seed(self.config["batch_seed"], "dropout", step), dtype=torch.int32)
+        return batch
+
+    def loss(self, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        """The loss of the model with these parameters."""
+        return self.recipe.loss(self.model, params, batch)
+
+    @torch.no_grad()
+    def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
+        """Loss and accuracy in evaluation mode; accuracy where targets are classes and outputs have a number for each."""
+        inputs, targets = self._split(split)
+        misfits = sorted(set(params) ^ set(trained(self.model)))
+        if misfits:
+            raise ValueError(f"Parameters by the names of init() are required; too many or missing: {', '.join(misfits)}.")
+        # A new model, because the running statistics of this one were taken away.
+        model = self.recipe.make(self.config["init_seed"])
+        for name, p in model.named_parameters():
+            if name in params:
+                p.copy_(params[name])
+        calibrate(model, self._training_inputs)
+        loss, right, answers = 0.0, 0, 0
+        for rows in chunks(len(inputs), _EVALUATED_AT_ONCE):
+            outputs, wanted = model(self._rows(inputs, rows)), self._rows(targets, rows)
+            loss += float(self.recipe.loss_fn(outputs, wanted)) * len(rows) / len(inputs)
+            if is_classification(outputs, wanted):
+                right, answers = right + int((outputs.argmax(1) == wanted).sum()), answers + wanted.numel()
+        return Evaluation(loss, right / answers if answers else None)
+
+    def _training_inputs(self) -> Iterable[Tensor]:
+        inputs = self.splits["train"][0]
+        return (self._rows(inputs, rows) for rows in chunks(len(inputs), _EVALUATED_AT_ONCE))
+
+    def _rows(self, part: Tensor, rows: Tensor) -> Tensor:
+        return part[rows.to(part.device)].to(self.device)
+
+    def _split(self, split: Split) -> Arrays:
+        if split not in self.splits:
+            raise ValueError(f"This task has the splits {', '.join(self.splits)}, got {split!r}. Give the dataset one.")
+        return self.splits[split]
+
+
+def is_classification(outputs: Any, targets: Tensor) -> bool:
+    """Whether targets are class labels and outputs have one number per class, along dimension 1."""
+    labels = not targets.is_floating_point() and not targets.is_complex()
+    return labels and isinstance(outputs, Tensor) and outputs.dim() == targets.dim() + 1
+
+
+def _convert(splits: Splits, dtype: torch.dtype) -> Splits:
+    def convert(part: Tensor) -> Tensor:
+        return part.to(dtype) if part.is_floating_point() else part
+
+    return {split: cast(Arrays, tuple(convert(part) for part in arrays)) for split, arrays in splits.items()}

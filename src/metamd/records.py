@@ -10,7 +10,7 @@ from metamd.container import shown, strict_json, write_atomically
 FORMAT = 1
 
 Result = dict[str, Any]
-"""What a cell holds, in JSON's own types; a number that does not exist, such as the time of something that never came, is None."""
+"""What a cell holds, in JSON's own types; a number that does not exist, such as that of a run that never arrived, is None."""
 
 
 class Records:

@@ -11,9 +11,13 @@ if TYPE_CHECKING:
     from metamd import tasks as tasks
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
-    from metamd.objectives import PaperBound, Regret, TrainingLoss
+    from metamd.journal import Journal
     from metamd.learned import LearnedOptimiser, load
+    from metamd.meta import Method, NotConvergedWarning, meta_train, paper
+    from metamd.objectives import PaperBound, Regret, TrainingLoss
     from metamd.optimiser import MetaMD, mirror_step
+    from metamd.outer import GradientDescent, TrustRegion
+    from metamd.outer_steps import Refine, Stopping
     from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
 
 _HOME = {
@@ -28,6 +32,16 @@ _HOME = {
     "MetaMD": "optimiser",
     "mirror_step": "optimiser",
     "OffFamilyWarning": "guard",
+    "load": "learned",
+    "GradientDescent": "outer",
+    "TrustRegion": "outer",
+    "Refine": "outer_steps",
+    "Stopping": "outer_steps",
+    "Journal": "journal",
+    "Method": "meta",
+    "NotConvergedWarning": "meta",
+    "meta_train": "meta",
+    "paper": "meta",
     "PaperBound": "objectives",
     "Regret": "objectives",
     "TrainingLoss": "objectives",
@@ -38,7 +52,6 @@ _HOME = {
     "ForwardDiagonal": "hypergrad",
     "ForwardRandom": "hypergrad",
     "Reverse": "hypergrad",
-    "load": "learned",
 }
 _SUBMODULES = ("data", "models", "tasks")
 
@@ -51,21 +64,30 @@ __all__ = [
     "Forward",
     "ForwardDiagonal",
     "ForwardRandom",
+    "GradientDescent",
+    "Journal",
     "LearnedOptimiser",
     "MaxDiagonal",
     "MetaMD",
+    "Method",
     "NegativeEntropy",
+    "NotConvergedWarning",
     "OffFamilyWarning",
     "PNorm",
     "PaperBound",
     "Potential",
+    "Refine",
     "Regret",
     "Reverse",
+    "Stopping",
     "TrainingLoss",
+    "TrustRegion",
     "__version__",
     "bregman",
     "load",
+    "meta_train",
     "mirror_step",
+    "paper",
 ]
 
 

@@ -1,6 +1,7 @@
 """The header of a learned-optimiser file: what was learned, on which model and family, how, and at what cost."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -40,6 +41,7 @@ class Header:
         objective: what was minimised.
         estimator: how its gradient was estimated.
         seeds: of the meta-training.
+        task_hashes: `metamd.tasks.config_hash` of every task that was used, so that none of them is held out later.
         versions: library to version.
         cost: what learning it took, such as `gradient_evaluations` and `seconds`.
         held_out: metrics on tasks that were not used to learn it.
@@ -65,6 +67,7 @@ class Header:
     objective: str | None = None
     estimator: str | None = None
     seeds: tuple[int, ...] = ()
+    task_hashes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
     held_out: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +99,7 @@ class Header:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, word in TABLES.items():
             plain[name] = [{word: k, "shape": list(s)} for k, s in plain[name].items()]
-        plain["seeds"] = list(self.seeds)
+        plain["seeds"], plain["task_hashes"] = list(self.seeds), list(self.task_hashes)
         return {"schema_version": plain.pop("schema_version"), **plain}
 
     def to_json(self) -> str:
@@ -195,6 +198,12 @@ def _seeds(name: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _hashes(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(h, str) and re.fullmatch("[0-9a-f]{32}", h) for h in value):
+        raise ValueError(f"{name} must be a list of hashes of 32 hexadecimal digits, got {shown(value)}.")
+    return tuple(value)
+
+
 def _plain(name: str, value: Any) -> dict[str, Any]:
     """A copy in JSON's own types, so that what is read back equals what was given."""
     if not isinstance(value, Mapping):
@@ -236,6 +245,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "objective": _optional(_text),
     "estimator": _optional(_text),
     "seeds": _seeds,
+    "task_hashes": _hashes,
     "versions": _texts,
     "cost": _numbers,
     "held_out": _plain,

@@ -9,17 +9,18 @@ from pathlib import Path
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the lock file `path` exclusively, waiting for whoever has it.
 
     The file stays behind: removing it would let two processes hold two files of one name.
 
     Args:
         path: the lock file; its folder is made if need be.
+        wait: whether to wait; otherwise a lock that another process holds is a `BlockingIOError`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
-        _acquire(file.fileno())
+        _acquire(file.fileno(), wait)
         try:
             yield
         finally:
@@ -30,12 +31,14 @@ if sys.platform == "win32":
     import msvcrt
     import time
 
-    def _acquire(descriptor: int) -> None:
+    def _acquire(descriptor: int, wait: bool) -> None:
         while True:
             try:
                 msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
                 return
-            except OSError:
+            except OSError as error:
+                if not wait:
+                    raise BlockingIOError(*error.args) from None
                 time.sleep(0.1)
 
     def _release(descriptor: int) -> None:
@@ -43,8 +46,8 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-    def _acquire(descriptor: int) -> None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    def _acquire(descriptor: int, wait: bool) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _release(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -45,6 +45,16 @@ class Moments:
             y[slot.key] = y.get(slot.key, 0) + there.reshape(slot.stored)
         return cls(x, y)
 
+    def minimiser(self, potential: MaxDiagonal) -> dict[str, Tensor]:
+        """log D_i = log(y_i / x_i) / 2 by key; the potential's own where nothing moved or no gradient arrived."""
+        found = {}
+        for key, present in potential.log_d.items():
+            x, y, kept = self.x[key], self.y[key], present.detach()
+            known = (x > 0) & (y > 0)
+            logs = 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log())
+            found[key] = torch.where(known, logs, kept[0].double()).to(kept.dtype).unsqueeze(0)
+        return found
+
 
 @dataclass(frozen=True)
 class ClosedForm(Estimator):
@@ -101,15 +111,10 @@ class ClosedForm(Estimator):
             raise ValueError(
                 f"there is no run to learn from: all {len(runs)} diverged. Start from larger metrics or lower lr."
             )
-        found = {}
-        for key, present in potential.log_d.items():
-            x = torch.stack([s * m.x[key] for s, m in used]).sum(0)
-            y = torch.stack([s * m.y[key] for s, m in used]).sum(0)
-            known = (x > 0) & (y > 0)
-            logs = 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log())
-            kept = present.detach()
-            found[key] = torch.where(known, logs, kept[0].double()).to(kept.dtype).unsqueeze(0)
-        return found
+        keys = list(potential.log_d)
+        x = {k: torch.stack([s * m.x[k] for s, m in used]).sum(0) for k in keys}
+        y = {k: torch.stack([s * m.y[k] for s, m in used]).sum(0) for k in keys}
+        return Moments(x, y).minimiser(potential)
 
 
 def _regret(objective: Objective, potential: MaxDiagonal) -> Regret:

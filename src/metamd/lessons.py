@@ -1,0 +1,175 @@
+"""What one task teaches in an outer step: its run, and the sums that the update of the metrics needs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metamd.hypergrad import ClosedForm, Estimator, Moments
+from metamd.inner import Cost, Trajectory, gradient, run_inner
+from metamd.objectives import Objective, PaperBound, Regret
+from metamd.outer import Iterate
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
+
+TAIL = 0.1
+"""The last part of a run over which its losses are averaged to tell which end is best."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one task says about the metrics it was trained with.
+
+    Args:
+        task: the hash of its config.
+        value: the objective.
+        bound: on the regret against the end of the run, certified if the steps were exact.
+        loss: mean training loss over the run.
+        switches: how often the active pieces changed.
+        unsettled: the gradient at the end of the run relative to that at its start, where that is asked for.
+        diverged: why the run was given up; empty if it was not.
+        cost: of all this.
+    """
+
+    task: str
+    value: float
+    bound: float
+    loss: float
+    switches: int
+    unsettled: float
+    diverged: str
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Lecture:
+    """How a task is run and what is kept of it.
+
+    Args:
+        potential: the structure of the potential, whose metrics are given each time.
+        objective: what is minimised.
+        estimator: how.
+        exact: False takes the paper's step.
+    """
+
+    potential: MaxDiagonal
+    objective: Objective
+    estimator: Estimator
+    exact: bool
+
+    def fit(self, iterate: Iterate, task: Task) -> MaxDiagonal:
+        """The potential with these metrics for the tensors of a task."""
+        return iterate.apply(self.potential).bind(task.init()).requires_grad_(False)
+
+    def blank(self, iterate: Iterate) -> dict[str, Tensor]:
+        """Sums of no task at all."""
+        names = {"offsets": iterate.offsets} | {f"log_d/{k}": v for k, v in iterate.log_d.items()}
+        if isinstance(self.estimator, ClosedForm):
+            sums = {f"{s}/{k}": torch.zeros(v.shape[1:]).double() for k, v in iterate.log_d.items() for s in ("x", "y")}
+        else:
+            sums = {f"gradient/{n}": torch.zeros(v.shape).double() for n, v in names.items()}
+        return sums | {"tasks": torch.zeros((), dtype=torch.float64)}
+
+    def learn(self, task: Task, iterate: Iterate, generator: torch.Generator) -> tuple[Lesson, dict[str, Tensor]]:
+        """Run the task, and bring the sums of its own; none if it diverged."""
+        fit = self.fit(iterate, task)
+        if isinstance(self.estimator, ClosedForm):
+            run = run_inner(task, fit, exact=self.exact, reference=self.objective.reference)
+            lesson, sums = self._lesson(task, fit, run), {}
+            if not run.diverged:
+                assert isinstance(self.objective, Regret)
+                moments = Moments.of(run, fit, self.objective)
+                sums = {f"x/{k}": v for k, v in moments.x.items()} | {f"y/{k}": v for k, v in moments.y.items()}
+        else:
+            found = self.estimator(task, fit, self.objective, exact=self.exact, generator=generator)
+            lesson = replace(self._lesson(task, fit, found.trajectory), cost=found.cost)
+            if not lesson.diverged and not _finite(found.grads):
+                lesson = replace(lesson, diverged="The hypergradient is not finite. Start from larger metrics.")
+            sums = {f"gradient/log_d/{k}": v for k, v in found.grads.items()} | {"gradient/offsets": found.offsets}
+        return lesson, {} if lesson.diverged else {**sums, "tasks": torch.ones((), dtype=torch.float64)}
+
+    @torch.no_grad()
+    def _lesson(self, task: Task, fit: MaxDiagonal, run: Trajectory) -> Lesson:
+        if run.diverged:
+            return Lesson(config_hash(task.config), math.inf, math.inf, math.inf, run.switches, 0.0, run.diverged, run.cost)
+        bound = float(Regret().value(run, fit)) + float(run.gaps.sum()) / run.lr
+        unsettled, extra = 0.0, Cost()
+        if isinstance(self.objective, PaperBound):
+            unsettled, extra = _unsettled(task, run), Cost(gradients=2)
+        return Lesson(
+            config_hash(task.config),
+            float(self.objective.value(run, fit)),
+            bound if self.exact else math.nan,
+            float(run.losses.mean()),
+            run.switches,
+            unsettled,
+            "",
+            run.cost + extra,
+        )
+
+    def survives(self, task: Task, iterate: Iterate) -> tuple[bool, Cost]:
+        """Whether a task finishes under these metrics, and what it took to see."""
+        run = run_inner(task, self.fit(iterate, task), exact=self.exact)
+        return not run.diverged, run.cost
+
+
+def draw(family: TaskFamily, *purpose: int | str) -> Task:
+    """A task that depends on the family and on these words alone.
+
+    Args:
+        family: where from.
+        purpose: the seed of the meta-training, what the task is for, and its number.
+    """
+    return family.build(family.sample(torch.Generator().manual_seed(derive_seed(*purpose))))
+
+
+def contest(lecture: Lecture, task: Task, iterates: list[Iterate]) -> dict[str, Any]:
+    """Run a task with several metrics and value all of them against one comparator.
+
+    The bound against the end of one's own run is smallest for metrics that hardly move. So all are compared with one point:
+    the reference run's, if the objective has one, else the end with the lowest loss of all.
+
+    Args:
+        lecture: how to run.
+        task: the problem.
+        iterates: the metrics.
+
+    Returns:
+        The values by iterate, None where a run diverged, with the hash of the task and the cost.
+    """
+    cost, runs = Cost(), []
+    best: Mapping[str, Tensor] | None = None
+    if lecture.objective.reference is not None:
+        best, cost = lecture.objective.reference.run(task, task.init(), task.steps)
+    for iterate in iterates:
+        fit = lecture.fit(iterate, task)
+        run = run_inner(task, fit, exact=lecture.exact, reference=best)
+        cost = cost + run.cost
+        runs.append((fit, run))
+    finished = [run for _, run in runs if not run.diverged]
+    objective = lecture.objective
+    if finished and isinstance(objective, Regret) and best is None:
+        objective = objective.held(min(finished, key=_tail))
+    with torch.no_grad():
+        values = [None if run.diverged else float(objective.value(run, fit)) for fit, run in runs]
+    return {"task": config_hash(task.config), "values": values, "cost": cost}
+
+
+def _tail(run: Trajectory) -> float:
+    return float(run.losses[-max(1, round(TAIL * len(run.losses))) :].mean())
+
+
+def _unsettled(task: Task, run: Trajectory) -> float:
+    """|g| at the end relative to |g| at the start."""
+    norms = []
+    for params, step in ((run.start, 0), (run.end, run.steps)):
+        _, grads = gradient(task, params, task.batch(step))
+        norms.append(math.sqrt(sum(float(g.square().sum(dtype=torch.float64)) for g in grads.values())))
+    return norms[1] / norms[0] if norms[0] > 0 else 0.0
+
+
+def _finite(tensors: Mapping[str, Tensor]) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors.values())

@@ -1,0 +1,278 @@
+"""meta_train: learn the geometry of a family of tasks."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from metamd.hypergrad import ClosedForm, Estimator, Forward
+from metamd.journal import Journal, Log
+from metamd.learned import LearnedOptimiser, fingerprint
+from metamd.lessons import Lecture
+from metamd.objectives import FromLipschitz, Objective, PaperBound, Regret
+from metamd.outer import Adam, GradientDescent, Iterate, Outer, TrustRegion
+from metamd.outer_steps import OuterStep, Refine, Stopping
+from metamd.plan import Plan, StageName
+from metamd.potentials.base import Potential
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.probe import Findings, probe
+from metamd.state import State
+from metamd.tasks.base import TaskFamily, derive_seed
+from metamd.workers import Workers
+
+SETTLED = 1e-2
+"""A run has converged, for `PaperBound`, when its gradient has fallen to this share of the first."""
+
+
+class NotConvergedWarning(UserWarning):
+    """Runs end before they have converged, where the objective takes their ends for solutions."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the outer steps are made.
+
+    Args:
+        outer: the rule: `TrustRegion` for the closed form and `Adam` for gradients, if not given.
+        exact: False takes the paper's inner step.
+        keep: "best" judges the last metrics and the best of those before on fresh tasks; "last" does not.
+        stopping: when it has converged.
+        spread: of the logarithms of M_j at the start, so that several pieces are not all the same.
+    """
+
+    outer: Outer | None = None
+    exact: bool = True
+    keep: Literal["best", "last"] = "best"
+    stopping: Stopping = field(default_factory=Stopping)
+    spread: float = 0.1
+
+
+def meta_train(
+    family: TaskFamily,
+    potential: Potential,
+    *,
+    objective: Objective = Regret(),  # noqa: B008
+    estimator: Estimator = ClosedForm(),  # noqa: B008
+    outer_steps: int = 10,
+    tasks_per_step: int = 8,
+    seed: int = 0,
+    method: Method = Method(),  # noqa: B008
+    refine: Refine | None = None,
+    journal: Journal | None = None,
+    log: Log | None = None,
+) -> LearnedOptimiser:
+    """Learn metrics with which the tasks of a family are trained in fewer steps.
+
+    With `ClosedForm`, train the tasks and set D_i = sqrt(E sum_t g_ti^2 / E delta_i^2), in turn, within a trust region in
+    log D; then, for several pieces, build them from early, middle and late phases of the runs and keep them if the regret
+    falls on the same tasks. With any other estimator, follow the gradient. No validation data is used.
+
+    Under torchrun the tasks are spread over the processes, which all return the same.
+
+    Args:
+        family: the tasks; every outer step samples new ones, initialisations included.
+        potential: `Diagonal()` or `MaxDiagonal(pieces)`; learned metrics that it has are where the search starts.
+        objective: what is minimised.
+        estimator: how its gradient is had; `ClosedForm` goes to the minimum itself.
+        outer_steps: how many at most.
+        tasks_per_step: n.
+        seed: of everything random.
+        method: the rule of the outer step, and what is kept.
+        refine: outer steps along the hypergradient, afterwards.
+        journal: where to keep checkpoints and a log, so that the same call continues a run that was stopped.
+        log: called with the record of every outer step and its number.
+
+    Example:
+        >>> from metamd import Diagonal, tasks
+        >>> meta_train(tasks.quadratic(steps=50), Diagonal(), outer_steps=3, tasks_per_step=4)
+        LearnedOptimiser(max-diagonal, 1 piece, tying='parameter', centre='start', 1 tensor, 2 numbers, horizon=50)
+    """
+    learnable = _check(potential, objective, estimator, method, outer_steps, tasks_per_step)
+    workers = Workers.present()
+    with _opened(journal, workers):
+        found = probe(family, learnable, seed, tasks_per_step, workers)
+        lecture = Lecture(found.bound, objective, estimator, method.exact)
+        closed = isinstance(estimator, ClosedForm)
+        stages = _stages(closed, learnable.pieces, outer_steps, method.keep, refine)
+        outer = method.outer or (TrustRegion() if closed else Adam())
+        plan = Plan(family, lecture, outer, stages, learnable.pieces, tasks_per_step, seed, method.stopping, refine, workers)
+        state = _train(plan, _begin(found, plan, method), journal, log)
+        return _result(plan, state)
+
+
+def paper(
+    k: float | FromLipschitz = 10.0, *, rho: float = 0.1, pieces: int = 3, estimator: Estimator | None = None
+) -> dict[str, Any]:
+    """The options that make `meta_train` Algorithm 1 of the paper [GaoMetaMD2022].
+
+    M <- M - rho/n sum_i dE_i/dM with E = B(theta_{T+1}||theta_1) + k/lambda, N = 3 diagonals centred at the origin, the
+    paper's inner step, forward-mode gradients; the last M is kept. It needs runs that converge, see docs/limits.md.
+
+    Args:
+        k: of `PaperBound`; the paper leaves it open.
+        rho: the outer learning rate.
+        pieces: N.
+        estimator: of the gradient, if not `Forward()`.
+
+    Example:
+        >>> sorted(paper())
+        ['estimator', 'method', 'objective', 'potential']
+    """
+    return {
+        "potential": MaxDiagonal(pieces, centre="origin"),
+        "objective": PaperBound(k),
+        "estimator": estimator or Forward(),
+        "method": Method(GradientDescent(rho), exact=False, keep="last"),
+    }
+
+
+def _check(
+    potential: Potential, objective: Objective, estimator: Estimator, method: Method, outer_steps: int, tasks: int
+) -> MaxDiagonal:
+    if not isinstance(potential, MaxDiagonal):
+        raise ValueError(
+            f"meta_train needs a potential with metrics to learn, got {type(potential).__name__}. "
+            "Pass Diagonal() or MaxDiagonal(pieces=3)."
+        )
+    if outer_steps < 1:
+        raise ValueError(f"outer_steps must be at least 1, got {outer_steps}. Nothing is learned without one.")
+    if tasks < 1:
+        raise ValueError(f"tasks_per_step must be at least 1, got {tasks}. Every outer step trains that many tasks.")
+    closed = isinstance(estimator, ClosedForm)
+    if closed and not isinstance(objective, Regret):
+        name = type(objective).__name__
+        raise ValueError(f"ClosedForm minimises Regret, got {name}. Use estimator=Forward() or Reverse() for it.")
+    if method.outer is not None and isinstance(method.outer, TrustRegion) != closed:
+        raise ValueError(
+            f"{type(estimator).__name__} does not go with the outer rule {type(method.outer).__name__}. "
+            "TrustRegion is for ClosedForm, Adam and GradientDescent are for gradients."
+        )
+    return potential
+
+
+def _stages(closed: bool, pieces: int, steps: int, keep: str, refine: Refine | None) -> tuple[tuple[StageName, int], ...]:
+    stages: list[tuple[StageName, int]] = [("learn", steps)]
+    if keep == "best":
+        stages.append(("judge", 1))
+    if closed and pieces > 1:
+        stages.append(("pieces", 1))
+    if refine is not None:
+        stages.append(("refine", refine.steps))
+        if keep == "best":
+            stages.append(("judge", 1))
+    return tuple(stages)
+
+
+def _begin(found: Findings, plan: Plan, method: Method) -> State:
+    """The first state: one piece for the closed form, pieces that differ a little for gradients."""
+    now = Iterate.of(found.bound)
+    if isinstance(plan.lecture.estimator, ClosedForm):
+        # of several metrics, the geometric mean
+        now = Iterate({k: v.mean(0, keepdim=True) for k, v in now.log_d.items()}, torch.zeros(1, dtype=torch.float64))
+    elif plan.pieces > 1 and all(bool((v == v[:1]).all()) for v in now.log_d.values()):
+        generator = torch.Generator().manual_seed(derive_seed(plan.seed, "pieces"))
+        noise = {k: torch.randn(v.shape, generator=generator, dtype=torch.float64) for k, v in now.log_d.items()}
+        now = Iterate({k: v + 2 * method.spread * noise[k].to(v) for k, v in now.log_d.items()}, now.offsets)
+    return State(now, cost=found.cost, scale=found.scale, shapes=found.shapes)
+
+
+def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -> State:
+    """All outer steps that are left, with a checkpoint after every few and when something interrupts."""
+    writes = journal is not None and plan.workers.rank == 0
+    identity, saved = _identity(plan, state), -1
+    state = _resumed(plan, state, journal, identity)
+    saved = state.step
+    try:
+        while not plan.finished(state):
+            state, record = plan.advance(state)
+            _warn(plan, record)
+            if journal is not None and writes:
+                journal.note(record.to_dict(), record.step)
+                if record.step - saved >= journal.every or plan.finished(state):
+                    journal.save(state, identity)
+                    saved = state.step
+            if log is not None and plan.workers.rank == 0:
+                log(record.to_dict(), record.step)
+    except BaseException:
+        if journal is not None and writes and state.step > saved:
+            journal.save(state, identity)
+        raise
+    return state
+
+
+def _resumed(plan: Plan, state: State, journal: Journal | None, identity: Mapping[str, Any]) -> State:
+    """The state of the checkpoint on all processes, or the one given; what refuses it on one is raised on all."""
+    if journal is None:
+        return state
+    found: Any = None
+    if plan.workers.rank == 0:
+        try:
+            found = journal.resume(identity)
+        except (ValueError, OSError) as error:
+            found = error
+    found = plan.workers.share(found)
+    if isinstance(found, Exception):
+        raise found
+    return state if found is None else found
+
+
+def _opened(journal: Journal | None, workers: Workers) -> AbstractContextManager[None]:
+    return journal.opened() if journal is not None and workers.rank == 0 else nullcontext()
+
+
+def _identity(plan: Plan, state: State) -> dict[str, Any]:
+    """What two runs must have in common for one to continue the other."""
+    return {
+        "family": {"name": plan.family.name, **plan.family.describe()},
+        "potential": fingerprint(plan.lecture.potential),
+        "start": fingerprint(state.now.apply(plan.lecture.potential)),
+        "objective": repr(plan.lecture.objective),
+        "estimator": repr(plan.lecture.estimator),
+        "outer": repr(plan.outer),
+        "exact": plan.lecture.exact,
+        "stages": [list(s) for s in plan.stages],
+        "tasks_per_step": plan.tasks_per_step,
+        "seed": plan.seed,
+        "stopping": repr(plan.stopping),
+        "refine": repr(plan.refine),
+    }
+
+
+def _warn(plan: Plan, record: OuterStep) -> None:
+    if isinstance(plan.lecture.objective, PaperBound) and record.unsettled > SETTLED:
+        warnings.warn(
+            f"under PaperBound the end of a run stands for the solution, but in outer step {record.step} the gradients at "
+            f"the ends are still {record.unsettled:.2g} times the first ones: the objective then rewards not moving at "
+            "all. Give the tasks more steps, or use objective=Regret().",
+            NotConvergedWarning,
+            stacklevel=4,
+        )
+
+
+def _result(plan: Plan, state: State) -> LearnedOptimiser:
+    described = plan.family.describe()
+    size = described.get("batch_size")
+    cost: dict[str, float] = {
+        "gradient_evaluations": state.cost.gradients,
+        "hessian_vector_products": state.cost.hvps,
+        "outer_steps": state.step,
+        "seconds": state.cost.seconds,
+    }
+    potential = state.now.apply(plan.lecture.potential)
+    return LearnedOptimiser.from_potential(
+        potential.requires_grad_(True),
+        model=dict(state.shapes),
+        family={"name": plan.family.name, **described},
+        horizon=plan.family.steps,
+        batch_size=size if isinstance(size, int) and size > 0 else None,
+        gradient_scale={k: v for k, v in state.scale.items() if math.isfinite(v)},
+        objective=repr(plan.lecture.objective),
+        estimator=repr(plan.lecture.estimator) + (f", then {plan.refine!r}" if plan.refine else ""),
+        seeds=(plan.seed,),
+        cost=cost,
+        task_hashes=state.tasks,
+    )

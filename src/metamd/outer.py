@@ -1,0 +1,180 @@
+"""How an outer step moves the metrics: to the closed form's minimiser, or along a gradient."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from metamd.hypergrad import Moments
+from metamd.potentials.diagonal import MaxDiagonal
+
+Sums = Mapping[str, Tensor]
+"""Tensors by name, summed over tasks and processes."""
+
+
+@dataclass(frozen=True)
+class Iterate:
+    """Metrics on the way, and how they did on the tasks they were first tried on.
+
+    Args:
+        log_d: logarithms of the metrics by key, (N, ...) each.
+        offsets: b.
+        step: the outer step that tried them; 0 before that.
+        loss: mean training loss over its runs, infinite if some of them diverged.
+    """
+
+    log_d: dict[str, Tensor]
+    offsets: Tensor
+    step: int = 0
+    loss: float = math.inf
+
+    @classmethod
+    def of(cls, potential: MaxDiagonal) -> "Iterate":
+        """The metrics of a potential."""
+        return cls({k: v.detach().clone() for k, v in potential.log_d.items()}, potential.offsets.detach().clone())
+
+    def apply(self, potential: MaxDiagonal) -> MaxDiagonal:
+        """The potential with these metrics, and as many pieces as they have; not bound yet."""
+        new = MaxDiagonal(len(self.offsets), tying=potential.tying, centre=potential.centre)
+        new.basis = potential.basis
+        return new.with_metrics(self.log_d, self.offsets).requires_grad_(False)
+
+    def shifted(self, by: float) -> "Iterate":
+        """All metrics multiplied by exp(by)."""
+        return Iterate({k: v + by for k, v in self.log_d.items()}, self.offsets)
+
+    def halfway(self, other: "Iterate") -> "Iterate":
+        """The geometric mean of two metrics."""
+        log_d = {k: torch.lerp(v, other.log_d[k], 0.5) for k, v in self.log_d.items()}
+        return Iterate(log_d, torch.lerp(self.offsets, other.offsets, 0.5))
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an outer step led to.
+
+    Args:
+        iterate: the new metrics.
+        carried: what the next update needs to know, by name.
+        change: by how much the objective fell on the very runs of this step, relative to what it was, if that is known.
+    """
+
+    iterate: Iterate
+    carried: dict[str, Tensor] = field(default_factory=dict)
+    change: float | None = None
+
+
+class Outer(ABC):
+    """A rule for the outer step."""
+
+    retreats = True
+    """Whether metrics under which a task diverges are taken back half way."""
+
+    @abstractmethod
+    def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
+        """The metrics of the next outer step.
+
+        Args:
+            now: the metrics of this one.
+            potential: the same, as a potential.
+            sums: over the tasks that did not diverge, with their number under "tasks".
+            carried: from the update before.
+            factor: how much smaller the step shall be, 1 unless tasks have diverged.
+        """
+
+
+@dataclass(frozen=True)
+class TrustRegion(Outer):
+    """log D moves to the minimiser of the regret of this step's runs, by at most `radius` in every coordinate.
+
+    Args:
+        radius: in log D; halved whenever a task diverges.
+        memory: the share with which the runs of earlier outer steps count again, 0 to forget them.
+    """
+
+    radius: float = math.log(10.0)
+    memory: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.radius > 0:
+            raise ValueError(f"radius must be positive, got {self.radius}. It bounds the change of log D in an outer step.")
+        if not 0 <= self.memory < 1:
+            raise ValueError(f"memory must lie in [0, 1), got {self.memory}. 0 learns from the last runs alone.")
+
+    def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
+        """To the closed form's minimiser, or as far as the region reaches."""
+        kept = {n: v + self.memory * carried.get(n, torch.zeros_like(v)) for n, v in sums.items() if n != "tasks"}
+        moments = Moments({k: kept[f"x/{k}"] for k in now.log_d}, {k: kept[f"y/{k}"] for k in now.log_d})
+        reach = factor * self.radius
+        best = moments.minimiser(potential)
+        log_d = {k: v + (best[k] - v).clamp(-reach, reach) for k, v in now.log_d.items()}
+        before, after = _bound(now.log_d, moments), _bound(log_d, moments)
+        change = (before - after) / before if before > 0 else 0.0
+        return Update(Iterate(log_d, now.offsets), kept if self.memory else {}, change)
+
+
+@dataclass(frozen=True)
+class Adam(Outer):
+    """Adam on log D and on the offsets: no metric can turn negative, and all move at the same pace.
+
+    Args:
+        lr: the change of log D in an outer step, roughly.
+        betas: of the averages of gradients and of their squares.
+    """
+
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"lr of the outer optimiser must be positive, got {self.lr}. 0.1 changes D by a tenth.")
+
+    def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
+        """One step of Adam along the mean gradient of the tasks."""
+        count = carried.get("count", torch.zeros((), dtype=torch.float64)) + 1
+        kept, moved = {"count": count}, {}
+        for name, x in {**{f"log_d/{k}": v for k, v in now.log_d.items()}, "offsets": now.offsets}.items():
+            g = sums[f"gradient/{name}"] / sums["tasks"]
+            m = torch.lerp(g, carried.get(f"m/{name}", torch.zeros_like(g)), self.betas[0])
+            v = torch.lerp(g.square(), carried.get(f"v/{name}", torch.zeros_like(g)), self.betas[1])
+            kept |= {f"m/{name}": m, f"v/{name}": v}
+            scale = (v / (1 - self.betas[1] ** count)).sqrt() + 1e-12
+            moved[name] = x - (factor * self.lr * m / (1 - self.betas[0] ** count) / scale).to(x.dtype)
+        return Update(Iterate({k: moved[f"log_d/{k}"] for k in now.log_d}, moved["offsets"]), kept)
+
+
+@dataclass(frozen=True)
+class GradientDescent(Outer):
+    """M <- M - rho/n sum_i dE_i/dM with D = M^2: Algorithm 1 of the paper [GaoMetaMD2022].
+
+    An entry that crosses zero counts by its absolute value: only its square matters. Offsets stay as they are.
+
+    Args:
+        rho: the outer learning rate.
+    """
+
+    rho: float = 0.1
+    retreats = False
+
+    def __post_init__(self) -> None:
+        if not self.rho > 0:
+            raise ValueError(f"rho must be positive, got {self.rho}. It is the outer learning rate of M.")
+
+    def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
+        """One plain gradient step on M."""
+        log_d = {}
+        for k, v in now.log_d.items():
+            m = (0.5 * v.double()).exp()
+            # dE/dM = dE/dlog D dlog D/dM = 2/M dE/dlog D
+            m = m - self.rho * 2 / m * sums[f"gradient/log_d/{k}"] / sums["tasks"]
+            log_d[k] = (2 * m.abs().clamp_min(1e-18).log()).to(v.dtype)
+        return Update(Iterate(log_d, now.offsets))
+
+
+def _bound(log_d: Mapping[str, Tensor], moments: Moments) -> float:
+    """sum_i (D_i x_i + y_i / D_i) / 2."""
+    d = {k: v[0].double().exp() for k, v in log_d.items()}
+    return sum(0.5 * float((d[k] * moments.x[k] + moments.y[k] / d[k]).sum()) for k in d)

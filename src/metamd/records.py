@@ -10,7 +10,7 @@ from metamd.container import shown, strict_json, write_atomically
 FORMAT = 1
 
 Result = dict[str, Any]
-"""What a cell holds, in JSON's own types; a number that does not exist, such as that of a run that never arrived, is None."""
+"""What a cell holds, in JSON's own types; the count of a run that never arrived, say, is None."""
 
 
 class Records:
@@ -41,6 +41,16 @@ class Records:
             raise ValueError(
                 f"{shown(str(folder))} holds a run with other settings: {was}, not {now}. Choose another --out or delete it."
             )
+
+    @staticmethod
+    def settings(folder: Path) -> dict[str, Any]:
+        """What the run in a folder was made with.
+
+        Args:
+            folder: of the run.
+        """
+        found: dict[str, Any] = read_json(folder / "run.json")["settings"]
+        return found
 
     def cell(self, name: str, compute: Callable[[], Result]) -> Result:
         """The result of that name: read if it is there, else computed and written.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
@@ -109,11 +109,31 @@ class Data:
     )
 
 
-Options = Data | Demo | Inspect
+@dataclass(frozen=True)
+class Reproduce:
+    """Run one of the paper's experiments; what is computed stays in records, and the same command continues it.
+
+    Args:
+        name: of the experiment.
+        scale: smoke takes seconds, cpu minutes on two cores.
+        out: directory for records and figures; runs/NAME-SCALE if not given.
+        seed: of everything random.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[Literal["quadratic", "rosenbrock"]]
+    scale: Literal["smoke", "cpu"] = "cpu"
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    seed: int = 0
+    json: bool = False
+
+
+Options = Data | Demo | Inspect | Reproduce
 
 HOMES: dict[type, str] = {
     Data: "metamd.commands.data",
     Demo: "metamd.commands.demo",
     Inspect: "metamd.commands.inspect",
+    Reproduce: "metamd.commands.reproduce",
 }
 """Where each command is carried out: a module with `run(options) -> int`, imported when the command is called."""

@@ -7,7 +7,7 @@ family and has nothing tuned. The best diagonal, found by brute force on the tes
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -127,52 +127,39 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
     places = [(row, start) for row in scale.rows for start in scale.starts]
     for row, start in places:
         for name, tolerance in TOLERANCES.items():
-            yield Cell(f"{row}-{start}-{name}-best-diagonal", _brute(scale, seed, row, start, tolerance))
+            yield Cell(f"{row}-{start}-{name}-best-diagonal", partial(_brute, scale, seed, row, start, tolerance))
             for key, rival in RIVALS.items():
                 for everything in (False, True) if scale.everything and rival.others else (False,):
                     label = f"{row}-{start}-{name}-{key}-{'all' if everything else 'rate'}"
-                    yield Cell(label, _rival(scale, seed, (row, start), tolerance, key, everything))
+                    yield Cell(label, partial(_rival, scale, seed, (row, start), tolerance, key, everything))
     for row, start in places:
         for number in range(scale.trainings):
-            yield Cell(f"{row}-{start}-metamd-{number}", _ours(scale, seed, row, start, number))
-        yield Cell(f"{row}-{start}-paper", _preset(scale, seed, row, start))
+            yield Cell(f"{row}-{start}-metamd-{number}", partial(_ours, scale, seed, row, start, number))
+        yield Cell(f"{row}-{start}-paper", partial(_preset, scale, seed, row, start))
 
 
-def _brute(scale: Scale, seed: int, row: str, start: str, tolerance: float) -> Any:
-    def compute() -> Result:
-        problems = _problems(row, start, scale.problems, seed)
-        return _entry(race.best_diagonal(problems, tolerance, scale.limit, points=scale.grid))
-
-    return compute
+def _brute(scale: Scale, seed: int, row: str, start: str, tolerance: float) -> Result:
+    problems = _problems(row, start, scale.problems, seed)
+    return _entry(race.best_diagonal(problems, tolerance, scale.limit, points=scale.grid))
 
 
-def _rival(scale: Scale, seed: int, place: tuple[str, str], tolerance: float, key: str, everything: bool) -> Any:
-    def compute() -> Result:
-        settings = RIVALS[key].grid(RATES, everything=everything)
-        entry = race.tuned(_problems(*place, scale.problems, seed), RIVALS[key], settings, tolerance, scale.limit)
-        return _entry(entry) | {"tried": len(settings)}
-
-    return compute
+def _rival(scale: Scale, seed: int, place: tuple[str, str], tolerance: float, key: str, everything: bool) -> Result:
+    settings = RIVALS[key].grid(RATES, everything=everything)
+    entry = race.tuned(_problems(*place, scale.problems, seed), RIVALS[key], settings, tolerance, scale.limit)
+    return _entry(entry) | {"tried": len(settings)}
 
 
-def _ours(scale: Scale, seed: int, row: str, start: str, number: int) -> Any:
-    def compute() -> Result:
-        options = {"outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
-        return _learned(scale, seed, (row, start), number, {"potential": Diagonal(), **options})
-
-    return compute
+def _ours(scale: Scale, seed: int, row: str, start: str, number: int) -> Result:
+    options = {"outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
+    return _learned(scale, seed, (row, start), number, {"potential": Diagonal(), **options})
 
 
-def _preset(scale: Scale, seed: int, row: str, start: str) -> Any:
-    def compute() -> Result:
-        given = dict(scale.paper)
-        # Reverse gives Forward's gradient to rounding, which the tests of the estimators check, in a fraction of the time
-        options = paper(given["k"], rho=given["rho"], estimator=Reverse())
-        counts = {k: int(given[k]) for k in ("outer_steps", "tasks_per_step")}
-        found = _learned(scale, seed, (row, start), 0, options | counts, steps=int(given["T"]))
-        return found | {"setting": given}
-
-    return compute
+def _preset(scale: Scale, seed: int, row: str, start: str) -> Result:
+    given = dict(scale.paper)
+    # Reverse gives Forward's gradient to rounding, in a fraction of the time
+    options = paper(given["k"], rho=given["rho"], estimator=Reverse())
+    counts = {k: int(given[k]) for k in ("outer_steps", "tasks_per_step")}
+    return _learned(scale, seed, (row, start), 0, options | counts, steps=int(given["T"])) | {"setting": given}
 
 
 def _learned(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from warnings import WarningMessage
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -47,3 +48,12 @@ def fill(records: Records, cells: Iterable[Cell], *, title: str) -> dict[str, Re
             bar.advance(task)
         bar.update(task, description=title)
     return results
+
+
+def own_warnings(caught: Iterable[WarningMessage]) -> list[str]:
+    """The kinds of MetaMD's own warnings among those caught: they belong to a result.
+
+    Args:
+        caught: by `warnings.catch_warnings(record=True)`.
+    """
+    return sorted({w.category.__name__ for w in caught if w.category.__module__.startswith("metamd")})

@@ -236,34 +236,37 @@ def best_diagonal(problems: Problems, tolerance: float, limit: int, *, points: i
     return tuned(problems, DIAGONAL, [best[1]], tolerance, limit)
 
 
-def learned(problems: Problems, geometry: LearnedOptimiser, tolerance: float, limit: int, *, exact: bool = True) -> Entry:
-    """What `MetaMD` does with a learned geometry, as its users run it: lr = 1, nothing tuned.
+def learned(
+    problems: Problems, geometry: LearnedOptimiser, tolerances: Sequence[float], limit: int, *, exact: bool = True
+) -> list[Entry]:
+    """What `MetaMD` does with a learned geometry, as its users run it: lr = 1, nothing tuned; an entry for each tolerance.
 
     Args:
         problems: P of them.
         geometry: as `meta_train` returns it.
-        tolerance: as for `iterations`.
+        tolerances: as for `iterations`.
         limit: the most steps.
         exact: False takes the paper's step.
     """
-    counts: list[int | None] = []
+    counts: list[list[int | None]] = [[None] * len(problems) for _ in tolerances]
     points: list[list[float]] = []
     for number, task in enumerate(problems.tasks):
         theta = torch.nn.Parameter(task.init()["theta"])
         optimiser = MetaMD([("theta", theta)], geometry, exact=exact, check_finite=False)
-        counts.append(None)
         for t in range(limit + 1):
             if number == 0:
                 points.append(theta.detach().tolist())
             (theta.grad,) = torch.autograd.grad(task.loss({"theta": theta}, task.batch(t)), theta)
             norm = float(theta.grad.norm())
-            if norm < tolerance:
-                counts[-1] = t
-            if norm < tolerance or not norm < math.inf:
+            for found, tolerance in zip(counts, tolerances, strict=True):
+                if found[number] is None and norm < tolerance:
+                    found[number] = t
+            if norm < min(tolerances) or not norm < math.inf:
                 break
             optimiser.step()
     wanted = thinned(len(points) - 1)
-    return Entry({}, counts, [x for t, x in enumerate(points) if t in wanted])
+    path = [x for t, x in enumerate(points) if t in wanted]
+    return [Entry({}, found, path) for found in counts]
 
 
 def _counts(counts: Tensor) -> list[int | None]:

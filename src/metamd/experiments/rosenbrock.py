@@ -1,7 +1,7 @@
 """`metamd reproduce rosenbrock`: 500 iterations in the Rosenbrock valley, an experiment that the paper's authors cut.
 
 The paper says that only MetaMD reaches the minimum, with the rates of all rivals tuned. It publishes neither numbers nor the
-starting point, and trains and tests on the same function. Here every optimiser is tuned for the loss after 500 iterations, on
+starting point, and trains and tests on the same function. Here every rival is tuned for the loss after 500 iterations, on
 the very function it is measured on; the best diagonal is what any single learned metric could reach at most.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from metamd import tasks
-from metamd.experiments.cells import Cell, fill
+from metamd.experiments.cells import Cell, fill, own_warnings
 from metamd.experiments.race import NEVER, Problems, path, start, thinned
 from metamd.experiments.rivals import DIAGONAL, RIVALS, Rival, Setting, State
 from metamd.hypergrad import Reverse
@@ -155,7 +155,7 @@ def _learned(scale: Scale, seed: int, name: str, options: Mapping[str, Any]) -> 
                 seed=derive_seed(seed, name),
             )
         except ValueError as error:  # a training that diverges for good is a result
-            return {"failed": str(error), "warnings": sorted({w.category.__name__ for w in caught})}
+            return {"failed": str(error), "warnings": own_warnings(caught)}
         task = problems.tasks[0]
         theta = torch.nn.Parameter(task.init()["theta"])
         optimiser = MetaMD([("theta", theta)], training, exact="method" not in options, check_finite=False)
@@ -167,7 +167,7 @@ def _learned(scale: Scale, seed: int, name: str, options: Mapping[str, Any]) -> 
     shown = sorted(thinned(STEPS))
     found = _outcome(problems, [points[t] for t in shown], shown)
     metrics = next(v.detach().exp().tolist() for v in training.potential.log_d.values())
-    return found | {"metrics": metrics, "warnings": sorted({w.category.__name__ for w in caught})}
+    return found | {"metrics": metrics, "warnings": own_warnings(caught)}
 
 
 def _outcome(problems: Problems, points: list[list[float]], steps: list[int]) -> Result:
@@ -256,7 +256,8 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
     def surface(x: Any, y: Any) -> Any:
         return 100 * (y - x**2) ** 2 + (1 - x) ** 2
 
-    rows, panels = {}, {}
+    rows: dict[str, list[figures.Panel]] = {}
+    panels: dict[str, list[figures.Curve]] = {}
     for name, place in STARTS.items():
         here = {
             label: results[f"{name}-{key}"]

@@ -53,9 +53,9 @@ class Spread:
         draws = np.random.default_rng(seed).integers(len(x), size=(RESAMPLES, len(x)))
         medians = _quantile(x[draws], 0.5)
         low, high = _quantile(medians, 0.025), _quantile(medians, 0.975)
-        ends = [float(_quantile(x, q)) for q in (0.5, 0.25, 0.75)]
+        median, lower, upper = (float(_quantile(x, q)) for q in (0.5, 0.25, 0.75))
         finite = int(np.isfinite(x).sum())
-        return cls(*ends, float(low), float(high), float(x.mean()), float(x.max()), finite, len(x))
+        return cls(median, lower, upper, float(low), float(high), float(x.mean()), float(x.max()), finite, len(x))
 
     def to_json(self) -> dict[str, Any]:
         """With None for what is infinite."""

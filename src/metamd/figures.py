@@ -18,8 +18,14 @@ COLOURS = {
     "Adam": "#2166ac",
     "RMSprop": "#7b3294",
     "best diagonal": "#000000",
+    "MetaMD (3 pieces)": "#f4a582",
+    "MetaMD, paper (Adam on log D)": "#fdb863",
 }
 """One colour per optimiser in all figures."""
+
+
+def _colour(label: str) -> str:
+    return COLOURS.get(label) or COLOURS.get(label.split(" (")[0], "#c1272d")
 
 
 def blank(width: float, height: float) -> Any:
@@ -81,7 +87,7 @@ def trajectories(rows: Mapping[str, Sequence[Panel]], path: Path) -> None:
         for axes, panel in zip(axes_row, panels, strict=False):
             _contours(axes, panel, box)
             points = np.asarray(panel.path, dtype=np.float64)
-            colour = COLOURS.get(panel.title.split("\n")[0], "#c1272d")
+            colour = _colour(panel.title.split("\n")[0])
             axes.plot(points[:, 0], points[:, 1], "-", color=colour, linewidth=1.1)
             axes.plot(points[:, 0], points[:, 1], ".", color=colour, markersize=2.6)
             axes.plot(*points[0], "o", color="#2ca02c", markersize=6, markeredgecolor="white")
@@ -98,9 +104,9 @@ def _box(panels: Sequence[Panel]) -> tuple[float, float, float, float]:
     """Around start, optimum and the runs; one that shoots out of the picture does not decide its size."""
     ends = np.array([p for panel in panels for p in (panel.path[0], panel.optimum)], dtype=np.float64)
     low, high = ends.min(0), ends.max(0)
-    size = np.maximum(high - low, 0.5)
+    size = np.maximum(high - low, max(0.5, 0.5 * float((high - low).max())))
     points = np.concatenate([np.asarray(panel.path, dtype=np.float64) for panel in panels])
-    low = np.maximum(points.min(0), low - 0.6 * size)
+    low = np.maximum(points.min(0), low - size)
     high = np.minimum(points.max(0), high + 0.6 * size)
     margin = 0.08 * np.maximum(high - low, 0.5)
     (x0, y0), (x1, y1) = low - margin, high + margin
@@ -147,7 +153,7 @@ def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str) ->
         labels = []
         for place, strip in enumerate(members):
             values = np.array([np.nan if c is None else max(c, 0.8) for c in strip.counts], dtype=np.float64)
-            colour = COLOURS.get(strip.label.split(" (")[0], "#c1272d")
+            colour = _colour(strip.label)
             offsets = place + 0.28 * (np.arange(len(values)) % 7 - 3) / 3
             face = colour if strip.filled else "none"
             axes.scatter(values, offsets, s=9, facecolors=face, edgecolors=colour, linewidths=0.6, alpha=0.7)
@@ -198,11 +204,11 @@ def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, yl
         xlabel: of all panels.
         ylabel: of the first.
     """
-    figure = blank(4.4 * len(panels) + 0.4, 3.4)
+    figure = blank(3.9 * len(panels) + 1.6, 3.4)
     grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (title, members) in zip(grid, panels.items(), strict=True):
         for curve in members:
-            colour = COLOURS.get(curve.label.split(" (")[0], "#c1272d")
+            colour = _colour(curve.label)
             axes.plot(curve.x, curve.y, "--" if curve.dashed else "-", color=colour, linewidth=1.4, label=curve.label)
             if curve.low is not None and curve.high is not None:
                 axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
@@ -212,6 +218,8 @@ def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, yl
         axes.tick_params(labelsize=7)
         axes.grid(color="0.92")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=7, frameon=False)
     grid[0].set_ylabel(ylabel, fontsize=8)
+    most = max(panels, key=lambda title: len(panels[title]))
+    handles, labels = grid[list(panels).index(most)].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
     save(figure, path)

@@ -118,10 +118,7 @@ def compare(plan: Plan, seed: int, say: Say) -> tuple[Result, LearnedOptimiser]:
     """
     known, unseen = families(plan, seed)
     say("learning from " + ", ".join(str(a) for a in plan.angles) + " degrees")
-    objective = Regret(comparator=Reference(Adam, lr=1e-2, factor=2.0))
-    learned = meta_train(
-        known, Diagonal(), objective=objective, outer_steps=plan.outer_steps, tasks_per_step=plan.tasks_per_step, seed=seed
-    )
+    learned = meta_train(known, Diagonal(), outer_steps=plan.outer_steps, tasks_per_step=plan.tasks_per_step, seed=seed)
     generator = torch.Generator().manual_seed(derive_seed(seed, "held out"))
     held_out = [unseen.build(unseen.sample(generator)) for _ in range(plan.seeds)]
     say("MetaMD on the held-out rotation")

@@ -31,6 +31,8 @@ STEPS = 500
 REACHED = 1e-6
 """The minimum, 0, counts as reached when the loss is below this after the last iteration."""
 
+KEPT = ("loss", "distance", "reached", "setting", "metrics", "failed")
+
 STARTS = {"customary": (-1.2, 1.0), "origin": (0.0, 0.0), "far": (-2.0, 2.0)}
 RATES = {"low": -6, "high": 2, "per_decade": 16}
 
@@ -209,7 +211,7 @@ def table(results: Mapping[str, Result]) -> list[Result]:
         for key, label in labels().items():
             found = results.get(f"{name}-{key}")
             if found is not None:
-                kept = {k: found[k] for k in ("loss", "distance", "reached", "setting", "metrics", "failed") if k in found}
+                kept: Result = {k: found[k] for k in KEPT if k in found}
                 rows.append({"start": name, "optimiser": label, **kept})
     return rows
 

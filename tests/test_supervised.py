@@ -259,6 +259,27 @@ def test_evaluation_uses_the_statistics_of_the_whole_training_split() -> None:
     assert found.loss != pytest.approx(float(F.cross_entropy(model(inputs), targets)), rel=1e-3)
 
 
+def test_evaluation_forgets_statistics_that_came_with_the_model() -> None:
+    def stale() -> nn.Module:
+        model = norm_model()
+        model[1].running_mean.fill_(9.0)  # type: ignore[index, union-attr, operator]
+        model[1].num_batches_tracked.fill_(5)  # type: ignore[index, union-attr, operator]
+        return model
+
+    clean, used = draw(images(norm_model)), draw(images(stale))
+    assert used.evaluate(clean.init()) == clean.evaluate(clean.init())
+
+
+def test_evaluation_of_many_examples_is_their_mean() -> None:
+    inputs, targets = labelled(2501)
+    task = draw(supervised(plain_model, {"a": {"train": (inputs, targets)}}, batch_size=8))
+    model = plain_model().requires_grad_(False)
+    model.load_state_dict(task.init())
+    outputs, found = model(inputs), task.evaluate(task.init(), "train")
+    assert found.loss == pytest.approx(float(F.cross_entropy(outputs, targets)), rel=1e-6)
+    assert found.accuracy == int((outputs.argmax(1) == targets).sum()) / 2501
+
+
 def test_norms_that_make_model_froze_stay_frozen() -> None:
     def frozen() -> nn.Module:
         model = norm_model()

@@ -2,9 +2,7 @@
 
 import json
 import math
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -321,11 +319,3 @@ def test_tasks_are_reached_through_the_package() -> None:
 def test_bad_input_is_a_sentence(wrong: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         wrong()
-
-
-def test_the_blocks_of_the_page_run() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "tasks.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, "docs/tasks.md", "exec"), {})

@@ -164,7 +164,7 @@ class Walk:
     ) -> None:
         self._began = time.perf_counter()
         self.steps = task.steps if steps is None else steps
-        _check(potential, lr, self.steps, phases)
+        check_run(potential, lr, self.steps, phases)
         self.task, self.lr, self.exact, self.phases = task, lr, exact, phases
         self.start = {n: x.detach() for n, x in task.init().items()}
         self.potential = bound(potential, self.start)
@@ -187,8 +187,11 @@ class Walk:
     @torch.no_grad()
     def advance(self, loss: Tensor, grads: Params) -> None:
         """Take one step along these gradients; a loss or gradient that is not finite, or an explosion, ends the run."""
-        value, norm = float(loss), float(torch.stack(torch._foreach_norm(list(grads.values()))).norm())
-        self.diverged = self._trouble(value, norm)
+        value, norm = (
+            float(loss.detach()),
+            float(torch.stack(torch._foreach_norm([g.detach() for g in grads.values()])).norm()),
+        )
+        self.diverged = trouble(self.step, self._losses[0] if self._losses else value, value, norm)
         if self.diverged:
             return
         self._losses.append(value)
@@ -203,18 +206,6 @@ class Walk:
         self._before, self.params, self.active = self.params, taken.params, taken.active or self.active
         self._gaps.append(taken.gap)
         self.step += 1
-
-    def _trouble(self, loss: float, norm: float) -> str:
-        first = self._losses[0] if self._losses else loss
-        advice = "Lower lr or start from larger metrics."
-        if not np.isfinite(loss):
-            where = f"at step {self.step}" if self._losses else "at the start, before any step was taken"
-            return f"The loss became {loss} {where}. {advice if self._losses else 'Check the data and the initialisation.'}"
-        if not np.isfinite(norm):
-            return f"The gradient became {norm} at step {self.step}. {advice}"
-        if loss - first > BLOW_UP * (1 + abs(first)):
-            return f"The loss rose from {first:g} to {loss:g} by step {self.step}. {advice}"
-        return ""
 
     def finish(self, reference: ReferenceRun | Params | None = None) -> Trajectory:
         """The record of the run so far.
@@ -340,11 +331,32 @@ def bound(potential: Potential, start: Params) -> MaxDiagonal:
         return fit.fixed({n: fit.metric(n) for n in start})
 
 
+def trouble(step: int, first: float, loss: float, norm: float) -> str:
+    """Why a run cannot go on, in a sentence; empty if it can.
+
+    Args:
+        step: t, counted from 0.
+        first: the loss at the start.
+        loss: the loss now.
+        norm: the gradient's norm now.
+    """
+    advice = "Lower lr or start from larger metrics."
+    if not np.isfinite(loss):
+        where = f"at step {step}" if step else "at the start, before any step was taken"
+        return f"The loss became {loss} {where}. {advice if step else 'Check the data and the initialisation.'}"
+    if not np.isfinite(norm):
+        return f"The gradient became {norm} at step {step}. {advice}"
+    if loss - first > BLOW_UP * (1 + abs(first)):
+        return f"The loss rose from {first:g} to {loss:g} by step {step}. {advice}"
+    return ""
+
+
 def _finite(params: Params) -> bool:
     return all(bool(x.isfinite().all()) for x in params.values())
 
 
-def _check(potential: Potential, lr: float, steps: int, phases: int) -> None:
+def check_run(potential: Potential, lr: float, steps: int, phases: int) -> None:
+    """Refuse, with a sentence, what no run can be made with."""
     if not isinstance(potential, MaxDiagonal):
         raise ValueError(
             f"run_inner needs a potential with metrics to learn, got {type(potential).__name__}. "

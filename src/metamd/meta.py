@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -199,7 +199,8 @@ def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -
                 log(record.to_dict(), record.step)
     except BaseException:
         if journal is not None and writes and state.step > saved:
-            journal.save(state, identity)
+            with suppress(OSError):  # a full disk may be why we are here
+                journal.save(state, identity)
         raise
     return state
 

@@ -30,13 +30,13 @@ class Point:
 
     Args:
         loss: the loss at theta_t.
-        energy: g_t' D(w_t)^-1 g_t.
+        energy: g_t' D(w_t)^-1 g_t, evaluated when asked for.
         lr: eta.
         steps: T.
     """
 
     loss: Tensor
-    energy: Tensor
+    energy: Callable[[], Tensor]
     lr: float
     steps: int
 
@@ -169,8 +169,10 @@ class Regret(Objective):
     Args:
         comparator: u: `End()`, `Reference(...)`, or `Fixed(point)` where the solution is known.
         prior: strength s of a prior: every coordinate is given, on top of its own displacement and gradients, s times the
-            mean over the model of the squared displacement and of the summed squared gradient. No metric can then
-            exceed sqrt((sum_t g^2 + s mean) / (s mean)), however little its coordinate moves.
+            mean x over the model of delta^2, and s times the mean y of sum_t g_t^2. No metric of the closed form can then
+            exceed eta sqrt((sum_t g_t^2 + s y) / (s x)), however little its coordinate moves.
+
+    Where u lies on a kink of a mixture, B has no derivative by D, and the gradient is that of one of the active forms.
     """
 
     comparator: End | Reference | Fixed = End()
@@ -187,7 +189,7 @@ class Regret(Objective):
 
     def running(self, point: Point) -> Tensor:
         """eta/2 g'D(w)^-1 g."""
-        return 0.5 * point.lr * point.energy
+        return 0.5 * point.lr * point.energy()
 
     def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
         """eta/2 times the local-norm sum."""
@@ -243,7 +245,7 @@ class FromLipschitz:
 
 @dataclass(frozen=True)
 class PaperBound(Objective):
-    """The meta-objective as published [GaoMetaMD]: E = B(theta_{T+1}||theta_1) + k/lambda.
+    """The meta-objective as published [GaoMetaMD2022]: E = B(theta_{T+1}||theta_1) + k/lambda.
 
     The end of the run stands for the solution, and its dependence on the metrics counts (the paper's "indirect" gradient),
     so that not moving at all has the value k/lambda -> 0: it needs runs that converge, see docs/limits.md.
@@ -273,7 +275,7 @@ class PaperBound(Objective):
 
     def running(self, point: Point) -> Tensor:
         """Nothing."""
-        return 0.0 * point.energy
+        return 0.0 * point.loss
 
     def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
         """Nothing."""

@@ -92,11 +92,12 @@ class TrustRegion(Outer):
 
     Args:
         radius: in log D; halved whenever a task diverges.
-        memory: the share with which the runs of earlier outer steps count again, 0 to forget them.
+        memory: the share with which the runs of the steps before count again, less where the metrics have changed since;
+            0 learns from the last runs alone.
     """
 
     radius: float = math.log(10.0)
-    memory: float = 0.0
+    memory: float = 0.9
 
     def __post_init__(self) -> None:
         if not self.radius > 0:
@@ -106,14 +107,20 @@ class TrustRegion(Outer):
 
     def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
         """To the closed form's minimiser, or as far as the region reaches."""
-        kept = {n: v + self.memory * carried.get(n, torch.zeros_like(v)) for n, v in sums.items() if n != "tasks"}
+        kept = {n: v + carried[n] if n in carried else v for n, v in sums.items() if n != "tasks"}
         moments = Moments({k: kept[f"x/{k}"] for k in now.log_d}, {k: kept[f"y/{k}"] for k in now.log_d})
         reach = factor * self.radius
         best = moments.minimiser(potential)
         log_d = {k: v + (best[k] - v).clamp(-reach, reach) for k, v in now.log_d.items()}
         before, after = _bound(now.log_d, moments), _bound(log_d, moments)
         change = (before - after) / before if before > 0 else 0.0
-        return Update(Iterate(log_d, now.offsets), kept if self.memory else {}, change)
+        # What runs with another metric say about a coordinate is stale: all of it once the metric has doubled or halved.
+        shares = {
+            k: self.memory * (1 - (v - log_d[k]).abs()[0].double() / math.log(2.0)).clamp_min(0)
+            for k, v in now.log_d.items()
+        }
+        carried = {n: v * shares[n[2:]] for n, v in kept.items()} if self.memory else {}
+        return Update(Iterate(log_d, now.offsets), carried, change)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Stopping:
         window: outer steps in a row.
     """
 
-    tolerance: float = 1e-2
+    tolerance: float = 1e-3
     window: int = 3
 
     def __post_init__(self) -> None:

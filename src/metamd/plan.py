@@ -1,6 +1,7 @@
 """The stages of a meta-training, and one outer step of each: a pure function from a state to the next."""
 
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -163,7 +164,7 @@ class Plan:
     def _judge(self, state: State) -> tuple[State, OuterStep]:
         """The last metrics and the best of those before, on fresh tasks and against common comparators."""
         entrants = [*state.candidates, state.now]
-        best, value, record = self._contest(entrants, self._class("judge", state), state)
+        best, value, record = self._contest(entrants, self._class("judge", state), default=len(entrants) - 1, errors=2.0)
         which = f"of outer step {best.step}" if best.step else "of the last update"
         note = f"kept the metrics {which}: the objective is {value:.4g} on {self.tasks_per_step} fresh tasks"
         return self._settle(state, best, replace(record, note=note))
@@ -175,15 +176,23 @@ class Plan:
         new = replace(state, now=best, good=best, candidates=(best,), tasks=_joined(state.tasks, hashes))
         return self._next(new, record.note), record
 
-    def _contest(self, entrants: list[Iterate], room: Class, state: State) -> tuple[Iterate, float, OuterStep]:
-        """The entrant that diverges least often, and of these the one of the smallest mean objective."""
+    def _contest(
+        self, entrants: list[Iterate], room: Class, *, default: int = 0, errors: float = 0.0
+    ) -> tuple[Iterate, float, OuterStep]:
+        """The entrant that diverges least often, and of these the one of the smallest mean objective.
+
+        The default gives way only to one whose mean is lower by so many standard errors of the differences by task.
+        """
         rows = {i: contest(self.lecture, task, entrants) for i, task in room.tasks().items()}
         found = room.workers.gather(rows, room.count)
         finishable = [r["values"] for r in found if any(v is not None for v in r["values"])]
         if not finishable:
             raise ValueError(f"all {room.count} tasks of outer step {room.step} diverged, so that nothing can be judged.")
-        scores = [_score([values[j] for values in finishable]) for j in range(len(entrants))]
+        columns = [[values[j] for values in finishable] for j in range(len(entrants))]
+        scores = [_score(column) for column in columns]
         winner = min(range(len(entrants)), key=lambda j: scores[j])
+        if scores[default][0] == scores[winner][0] and not _significant(columns[default], columns[winner], errors):
+            winner = default
         cost = sum((r["cost"] for r in found), Cost())
         lost = room.count - len(finishable)
         record = OuterStep(
@@ -211,8 +220,9 @@ class Plan:
         count = sum(fine for fine, _ in ran)
         entrants = [state.now]
         if count:
-            entrants += [build_pieces(state.now, sums, count, strength) for strength in (0.5, 1.0)]
-        best, value, record = self._contest(entrants, room, state)
+            built = [build_pieces(state.now, sums, count, strength) for strength in (0.5, 1.0)]
+            entrants += [pieces for pieces in built if _differ(pieces)]
+        best, value, record = self._contest(entrants, room)
         taken = best is not state.now
         note = (
             f"{self.pieces} pieces lower the regret to {value:.4g}"
@@ -220,12 +230,27 @@ class Plan:
             else f"kept one piece: {self.pieces} do not lower the regret below {value:.4g} on the same tasks"
         )
         gradients = record.gradients + sum(cost.gradients for _, cost in ran)
-        return self._settle(state, best, replace(record, note=note, gradients=gradients))
+        new, record = self._settle(state, best, replace(record, note=note, gradients=gradients))
+        if self.refine is not None and not taken and len(entrants) > 1:
+            # Refinement may still make something of them; the judge after it decides between them and the one piece.
+            new = replace(new, now=entrants[-1], good=entrants[-1])
+        return new, record
+
+
+def _differ(iterate: Iterate) -> bool:
+    return any(bool((v != v[:1]).any()) for v in iterate.log_d.values())
 
 
 def _score(values: list[float | None]) -> tuple[int, float]:
     finished = [v for v in values if v is not None]
     return len(values) - len(finished), math.fsum(finished) / len(finished) if finished else math.inf
+
+
+def _significant(default: list[float | None], other: list[float | None], errors: float) -> bool:
+    gains = [a - b for a, b in zip(default, other, strict=True) if a is not None and b is not None]
+    mean = math.fsum(gains) / len(gains) if gains else 0.0
+    spread = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+    return mean > errors * spread
 
 
 def _joined(known: tuple[str, ...], seen: Iterable[str]) -> tuple[str, ...]:

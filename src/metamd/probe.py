@@ -74,7 +74,7 @@ def _first(family: TaskFamily, seed: int) -> Task:
         raise ValueError(f"the family {family.name!r} is empty. Give it at least one task to sample.")
     try:
         task = draw(family, seed, "train", 1, 0)
-    except (LookupError, StopIteration) as error:
+    except (LookupError, StopIteration, RuntimeError) as error:
         raise ValueError(f"the family {family.name!r} has no task to sample ({error!r}). Give it at least one.") from error
     if not task.init():
         raise ValueError(f"the tasks of {family.name!r} have no parameters. task.init() must return at least one tensor.")

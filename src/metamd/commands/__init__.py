@@ -128,12 +128,58 @@ class Reproduce:
     json: bool = False
 
 
-Options = Data | Demo | Inspect | Reproduce
+@dataclass(frozen=True)
+class Train:
+    """Learn an optimiser for a family of tasks; the same command continues a run that was stopped.
+
+    Args:
+        family: quadratic, rosenbrock, logistic, tabular, or a family of images.
+        out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
+        pieces: metrics in the mixture.
+        tying: which coordinates share a metric: parameter, channel, column, tensor or role.
+        steps: training steps of one run; the family's own if not given.
+        outer_steps: rounds of training tasks and setting the metrics, at most.
+        tasks: tasks in each of them.
+        prior: strength of the prior that keeps coordinates from starving that move little.
+        tolerance: stop when the objective changes by less than this; 0 never stops early.
+        refine: outer steps along the hypergradient, afterwards.
+        estimator: of that hypergradient: reverse, forward, forward-diagonal or forward-random.
+        preset: default, or paper for the published algorithm.
+        k: the constant of the paper's objective.
+        rho: the outer learning rate of the paper's algorithm.
+        every: outer steps between checkpoints.
+        seed: of everything random.
+        tensorboard: write event files beside the log.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    family: Annotated[Positional[str], arg(metavar="FAMILY")]
+    out: Annotated[Path, arg(metavar="FILE")] = Path("learned.safetensors")
+    pieces: int = 1
+    tying: str = "parameter"
+    steps: int | None = None
+    outer_steps: int = 10
+    tasks: int = 8
+    prior: float = 0.0
+    tolerance: float = 1e-3
+    refine: int = 0
+    estimator: str = "reverse"
+    preset: str = "default"
+    k: float = 10.0
+    rho: float = 0.1
+    every: int = 1
+    seed: int = 0
+    tensorboard: bool = False
+    json: bool = False
+
+
+Options = Data | Demo | Inspect | Reproduce | Train
 
 HOMES: dict[type, str] = {
     Data: "metamd.commands.data",
     Demo: "metamd.commands.demo",
     Inspect: "metamd.commands.inspect",
     Reproduce: "metamd.commands.reproduce",
+    Train: "metamd.commands.train",
 }
 """Where each command is carried out: a module with `run(options) -> int`, imported when the command is called."""

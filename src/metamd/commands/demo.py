@@ -46,7 +46,7 @@ class Size:
     plans: Mapping[str, digits.Plan] = field(
         default_factory=lambda: {
             "every task starts from the same network": digits.Plan(),
-            "every task starts from a new network": digits.Plan(start_angle=None, angles=(15, 30, 45, 60, 75)),
+            "every task starts from a new network": digits.Plan(start_angle=None, angles=(0, 15, 45, 60, 75)),
         }
     )
 

@@ -46,8 +46,8 @@ class Plan:
         rates: learning rates to try, per rival.
     """
 
-    angles: tuple[int, ...] = (15, 30, 60, 75)
-    held_out: int = 0
+    angles: tuple[int, ...] = (0, 15, 60, 75, 90)
+    held_out: int = 30
     start_angle: int | None = 45
     steps: int = 200
     batch_size: int = 50

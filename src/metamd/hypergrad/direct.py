@@ -38,4 +38,4 @@ class Direct(Estimator):
             return given_up(run, leaf, run.cost)
         value = objective.value(run, leaf)
         grads, offsets, _ = differentiate(value, leaf)
-        return Hypergradient(grads, offsets, float(value), run, run.cost)
+        return Hypergradient(grads, offsets, float(value.detach()), run, run.cost)

@@ -72,7 +72,7 @@ class Evolution(Estimator):
                     ends.append(float(held.value(run, there)))
             found += (ends[0] - ends[1]) / (2 * self.sigma * self.pairs) * v
         grads, offsets = layout.split(found, leaf)
-        return Hypergradient(grads, offsets, float(objective.value(centre, leaf)), centre, cost)
+        return Hypergradient(grads, offsets, float(objective.value(centre, leaf).detach()), centre, cost)
 
 
 @torch.no_grad()

@@ -63,7 +63,7 @@ class ForwardDiagonal(Estimator):
         by_log, by_offset, by_end = differentiate(objective.final(run, leaf, ends), leaf, *ends.values())
         grads = carried.total(by_log, dict(zip(ends, by_end, strict=True)))
         cost = replace(run.cost, hvps=hvps, seconds=time.perf_counter() - began)
-        return Hypergradient(grads, by_offset, float(objective.value(run, leaf)), run, cost)
+        return Hypergradient(grads, by_offset, float(objective.value(run, leaf).detach()), run, cost)
 
 
 class _Responses:
@@ -78,13 +78,9 @@ class _Responses:
         self.recursion, pieces = recursion, recursion.pieces
         self.z = {n: x.new_zeros(pieces, *x.shape) for n, x in start.items()}
         self._gathered = {n: torch.zeros_like(z) for n, z in self.z.items()}
-        self._direct = {k: torch.zeros_like(v) for k, v in recursion.log_d.items()}
+        self._direct = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
         # Direction j moves every coordinate's own log D_j at once: in these coordinates nothing mixes.
-        eye = torch.eye(pieces, dtype=recursion.offsets.dtype)
-        self._directions = {
-            k: eye.to(v.dtype).reshape(pieces, pieces, *[1] * (v.ndim - 1)).expand(pieces, *v.shape)
-            for k, v in recursion.log_d.items()
-        }
+        self._directions = {n: _each_piece(d) for n, d in recursion.metrics.items()}
         self._still = torch.zeros(pieces, pieces, dtype=recursion.offsets.dtype)
 
     def outwards(self, signs: Params) -> dict[str, Tensor]:
@@ -120,16 +116,22 @@ class _Responses:
         for n, z in self.z.items():
             by_theta = pulled.loss * into(n, passage.grads[n])
             self._gathered[n] += by_theta * z + into(n, pulled.grads[n]) * responses[n]
-        self._direct = {k: v + pulled.log_d[k] for k, v in self._direct.items()}
+        self._direct = {n: v + pulled.metrics[n] for n, v in self._direct.items()}
 
     def total(self, by_log: Params, by_end: Params) -> dict[str, Tensor]:
         """The gradient by key: the direct part, and every coordinate's response added up over those it is tied to."""
-        grads = {k: v + by_log[k] for k, v in self._direct.items()}
+        grads = {k: v + by_log[k] for k, v in self.recursion.by_key(self._direct).items()}
         for n, slot in self.recursion.slots.items():
             here = self._gathered[n] + self.recursion.basis.into(n, by_end[n]) * self.z[n]
             tied = torch.stack([row.sum_to_size(slot.shape) for row in here])
             grads[slot.key] = grads[slot.key] + tied.reshape(grads[slot.key].shape)
         return grads
+
+
+def _each_piece(d: Tensor) -> Tensor:
+    """The directions d D = D_j, one for every piece: (N, N, ...)."""
+    eye = torch.eye(len(d), dtype=d.dtype, device=d.device)
+    return eye.reshape(len(d), len(d), *[1] * (d.ndim - 1)) * d
 
 
 def _signs(x: Tensor, generator: torch.Generator) -> Tensor:

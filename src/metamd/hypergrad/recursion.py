@@ -51,18 +51,29 @@ class Recursion:
         self.potential, self.lr, self.exact, self.steps = potential, walk.lr, walk.exact, walk.steps
         self.slots, self.pieces, self.basis = potential.slots, potential.pieces, potential.basis
         self.centre: Mapping[str, Tensor] = walk.potential.start
-        self.log_d = {k: v.detach() for k, v in potential.log_d.items()}
+        self.metrics = {n: potential.metric(n).detach() for n in self.slots}
         self.offsets = potential.offsets.detach()
 
-    def metrics(self, log_d: Params) -> dict[str, Tensor]:
-        """D by tensor, (N, ...)."""
-        return {n: log_d[s.key].reshape(self.pieces, *s.shape).exp() for n, s in self.slots.items()}
+    # metrics and their logarithms
+
+    def directions(self, log_d: Params) -> dict[str, Tensor]:
+        """Directions in log_d, (k, N, ...) by key, as directions in the metrics by tensor: dD = D d log D."""
+        shaped = {n: log_d[s.key].reshape(-1, self.pieces, *s.shape) for n, s in self.slots.items()}
+        return {n: self.metrics[n] * v for n, v in shaped.items()}
+
+    def by_key(self, by_metric: Params) -> dict[str, Tensor]:
+        """A derivative by the metrics of every tensor as one by log_d; tensors that share a key add up."""
+        found: dict[str, Tensor] = {}
+        for n, s in self.slots.items():
+            here = (self.metrics[n] * by_metric[n]).reshape(self.pieces, *s.stored)
+            found[s.key] = found[s.key] + here if s.key in found else here
+        return found
 
     # the step
 
     def step(
         self,
-        log_d: Params,
+        d: Params,
         offsets: Tensor,
         params: Params,
         weights: Tensor,
@@ -73,7 +84,7 @@ class Recursion:
         """(theta_{t+1}, w_{t+1}) as a function of everything before `passage`, which says which pieces it goes between.
 
         Args:
-            log_d: logarithms of the metrics, by key.
+            d: the metrics, by tensor.
             offsets: b.
             params: theta_t.
             weights: w_t.
@@ -81,11 +92,10 @@ class Recursion:
             passage: the step taken.
             newton: P, for implicit differentiation of the weights; without it they are constants.
         """
-        d = self.metrics(log_d)
         after = torch.as_tensor(passage.after, dtype=offsets.dtype, device=offsets.device)
         if self._stays(passage):
             j = int(np.argmax(passage.before))
-            moved = {n: g / d[n][j] for n, g in self._into(grads).items()}
+            moved = {n: g / piece(d[n], j) for n, g in self._into(grads).items()}
             return {n: params[n] - self.lr * self.basis.out_of(n, m) for n, m in moved.items()}, after
         y = self._dual(d, params, weights, grads)
         if newton is not None:
@@ -102,7 +112,7 @@ class Recursion:
         support = np.flatnonzero(passage.after)
         if len(support) == 1 or self._stays(passage):
             return None
-        d = self.metrics(self.log_d)
+        d = self.metrics
         before = torch.as_tensor(passage.before, dtype=self.offsets.dtype)
         y = self._dual(d, passage.params, before, passage.grads)
         hessian = np.zeros((self.pieces, self.pieces))
@@ -136,13 +146,21 @@ class Recursion:
 
     # the objective along the way
 
-    def running(self, objective: Objective, log_d: Params, weights: Tensor, loss: Tensor, grads: Params) -> Tensor:
+    def running(self, objective: Objective, d: Params, weights: Tensor, loss: Tensor, grads: Params) -> Tensor:
         """What the step adds to the objective, as a function of metrics, weights, loss and gradient."""
-        d = self.metrics(log_d)
-        parts = [(g * g / mix(d[n], weights)).sum(dtype=torch.float64) for n, g in self._into(grads).items()]
-        return objective.running(Point(loss.double(), torch.stack(parts).sum(), self.lr, self.steps))
+
+        def energy() -> Tensor:
+            parts = [(g * g / mix(d[n], weights)).sum(dtype=torch.float64) for n, g in self._into(grads).items()]
+            return torch.stack(parts).sum()
+
+        return objective.running(Point(loss.double(), energy, self.lr, self.steps))
 
 
 def mix(d: Tensor, weights: Tensor) -> Tensor:
     """D(w), differentiable in both."""
-    return d[0] if len(d) == 1 else torch.tensordot(weights.to(d.dtype), d, dims=1)
+    return piece(d, 0) if len(d) == 1 else torch.tensordot(weights.to(d.dtype), d, dims=1)
+
+
+def piece(d: Tensor, j: int) -> Tensor:
+    """D_j; a view where it is the only one, whose derivative is then one as well."""
+    return d.reshape(d.shape[1:]) if len(d) == 1 else d[j]

@@ -71,7 +71,7 @@ class Reverse(Estimator):
             hvps=walk.steps,
             seconds=time.perf_counter() - began,
         )
-        value = float(objective.value(run, leaf))
+        value = float(objective.value(run, leaf).detach())
         return Hypergradient(adjoint.log_d, adjoint.offsets, value, run, cost)
 
 
@@ -143,8 +143,14 @@ class Adjoint:
         self.recursion, self.objective = recursion, objective
         ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
         final = objective.final(run, recursion.potential, ends)
-        self.log_d, self.offsets, self.params = differentiate(final, recursion.potential, *ends.values())
+        self._final, self.offsets, self.params = differentiate(final, recursion.potential, *ends.values())
+        self._metrics = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
         self.weights = torch.zeros_like(self.offsets)
+
+    @property
+    def log_d(self) -> dict[str, Tensor]:
+        """The gradient by the logarithms of the metrics, gathered so far."""
+        return {k: v + self._final[k] for k, v in self.recursion.by_key(self._metrics).items()}
 
     def back_over(self, tape: Sequence[Taped]) -> None:
         """Pull the cotangents back over the steps of a segment, which is consumed."""
@@ -154,22 +160,23 @@ class Adjoint:
 
     def _back(self, taped: Taped) -> None:
         r, passage = self.recursion, taped.passage
-        log_d, params, grads = _leaves(r.log_d), _leaves(passage.params), _leaves(passage.grads)
+        metrics, params, grads = _leaves(r.metrics), _leaves(passage.params), _leaves(passage.grads)
         offsets, loss = r.offsets.detach().requires_grad_(), passage.loss.detach().requires_grad_()
         weights = torch.tensor(passage.before, dtype=offsets.dtype, requires_grad=True)
-        moved, after = r.step(log_d, offsets, params, weights, grads, passage, r.newton(passage))
+        moved, after = r.step(metrics, offsets, params, weights, grads, passage, r.newton(passage))
         outputs, cotangents = list(moved.values()), list(self.params)
         if after.requires_grad:
             outputs, cotangents = [*outputs, after], [*cotangents, self.weights]
         if self.objective.runs:
-            term = r.running(self.objective, log_d, weights, loss, grads)
+            term = r.running(self.objective, metrics, weights, loss, grads)
             outputs, cotangents = [*outputs, term], [*cotangents, torch.ones_like(term)]
-        leaves = [offsets, weights, loss, *log_d.values(), *params.values(), *grads.values()]
+        leaves = [offsets, weights, loss, *metrics.values(), *params.values(), *grads.values()]
         by = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, materialize_grads=True)
         self.offsets = self.offsets + by[0]
         self.weights = by[1]
-        by_log, by_params, by_grads = _cut(by[3:], len(log_d), len(params))
-        self.log_d = {k: v + b for (k, v), b in zip(self.log_d.items(), by_log, strict=True)}
+        by_metric, by_params, by_grads = _cut(by[3:], len(metrics), len(params))
+        for gathered, b in zip(self._metrics.values(), by_metric, strict=True):
+            gathered += b
         # Through the gradient: one product with the Hessian, H c.
         through = _through(taped, [by[2], *by_grads])
         self.params = [p + t for p, t in zip(by_params, through, strict=True)]

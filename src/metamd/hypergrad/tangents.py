@@ -7,13 +7,14 @@ For a direction v in the space of (log_d, offsets), z_t = d theta_t . v obeys z_
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from metamd.hypergrad.base import differentiate, learnable
 from metamd.hypergrad.recursion import Passage, Recursion
-from metamd.inner import Cost, Trajectory, Walk
+from metamd.inner import Cost, Trajectory, Walk, gradient
 from metamd.objectives import Objective
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
@@ -96,6 +97,7 @@ def carry(
     leaf = learnable(potential, walk.start)
     recursion = Recursion(walk, leaf)
     logs, offsets = Layout.of(leaf).split(directions, leaf)
+    metrics = recursion.directions(logs)
     count = len(directions)
     z = {n: x.new_zeros(count, *x.shape) for n, x in walk.start.items()}
     zw = torch.zeros(count, leaf.pieces, dtype=offsets.dtype)
@@ -111,15 +113,15 @@ def carry(
         passage = Passage(before, grads, loss, weights, walk.active.weights)
         if objective.runs:
             pulled = pull(recursion, objective, passage)
-            along += pulled.loss * dot(z, grads) + dot(zg, pulled.grads) + zw @ pulled.weights + dot(logs, pulled.log_d)
-        z, zw = push(recursion, passage, logs, offsets, z, zw, zg, recursion.newton(passage))
+            along += pulled.loss * dot(z, grads) + dot(zg, pulled.grads) + zw @ pulled.weights + dot(metrics, pulled.metrics)
+        z, zw = push(recursion, passage, metrics, offsets, z, zw, zg, recursion.newton(passage))
     run = walk.finish(objective.reference)
     if not run.diverged:
         ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
         final = objective.final(run, leaf, ends)
         by_log, by_offset, by_end = differentiate(final, leaf, *ends.values())
         along += dot(logs, by_log) + offsets @ by_offset + dot(z, dict(zip(ends, by_end, strict=True)))
-    value = math.inf if run.diverged else float(objective.value(run, leaf))
+    value = math.inf if run.diverged else float(objective.value(run, leaf).detach())
     cost = replace(run.cost, hvps=hvps, seconds=time.perf_counter() - began)
     return Derivatives(along, value, run, cost)
 
@@ -127,20 +129,31 @@ def carry(
 def hessian_products(
     task: Task, params: Params, batch: object, tangents: Params
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss, its gradient, and the Hessian times every tangent, in one vmapped pass.
+    """The loss, its gradient, and the Hessian times every tangent.
 
-    Forward over reverse: forward over forward is silently wrong through batch norm.
+    Reverse over reverse, with the second pass vmapped over tangents: H is symmetric, so that z'H serves. (Forward over
+    forward would be silently wrong through batch norm; forward over reverse is right, and slower.)
     """
-    evaluate = torch.func.grad_and_value(lambda p: task.loss(p, batch))
-    point = dict(params)
+    leaves = {n: x.detach().requires_grad_() for n, x in params.items()}
+    loss, grads = gradient(task, leaves, batch, graph=True)
+    products = batched(grads, leaves, tangents)
+    return loss.detach(), {n: g.detach() for n, g in grads.items()}, products
 
-    def along(z: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        primal, tangent = torch.func.jvp(evaluate, (point,), (z,))[:2]
-        return primal[1], primal[0], tangent[0]
 
-    loss, grads, products = torch.func.vmap(along, randomness="same")(dict(tangents))
-    # The same for every tangent: torch has computed them once and expanded them.
-    return loss[0], {n: g[0] for n, g in grads.items()}, products
+def batched(outputs: Params, inputs: Params, rows: Params) -> dict[str, Tensor]:
+    """sum over outputs of <row, d output / d input>, for every input and all rows of cotangents at once."""
+    live = [n for n, y in outputs.items() if y.requires_grad]  # a gradient can be constant
+    count = len(next(iter(rows.values())))
+    found: tuple[Tensor | None, ...] = (None,) * len(inputs)
+    if live:
+        found = torch.autograd.grad(
+            [outputs[n] for n in live],
+            list(inputs.values()),
+            [rows[n].contiguous() for n in live],
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+    return {n: x.new_zeros(count, *x.shape) if f is None else f for (n, x), f in zip(inputs.items(), found, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -151,33 +164,33 @@ class Pulled:
         loss: by the loss.
         grads: by the gradient.
         weights: by w.
-        log_d: by the logarithms of the metrics.
+        metrics: by the metrics, by tensor.
     """
 
     loss: Tensor
     grads: dict[str, Tensor]
     weights: Tensor
-    log_d: dict[str, Tensor]
+    metrics: dict[str, Tensor]
 
 
 def pull(recursion: Recursion, objective: Objective, passage: Passage) -> Pulled:
     """Differentiate what one step adds to the objective."""
     loss = passage.loss.detach().requires_grad_()
     grads = {n: g.detach().requires_grad_() for n, g in passage.grads.items()}
-    weights = torch.tensor(passage.before, dtype=recursion.offsets.dtype, requires_grad=True)
-    log_d = {k: v.detach().requires_grad_() for k, v in recursion.log_d.items()}
+    weights = _weights(recursion, passage).requires_grad_()
+    metrics = {n: v.detach().requires_grad_() for n, v in recursion.metrics.items()}
     with torch.enable_grad():
-        term = recursion.running(objective, log_d, weights, loss, grads)
-        leaves = [loss, weights, *grads.values(), *log_d.values()]
+        term = recursion.running(objective, metrics, weights, loss, grads)
+        leaves = [loss, weights, *grads.values(), *metrics.values()]
         found = torch.autograd.grad(term, leaves, allow_unused=True, materialize_grads=True)
     by_grad = dict(zip(grads, found[2:], strict=False))
-    return Pulled(found[0], by_grad, found[1], dict(zip(log_d, found[2 + len(grads) :], strict=True)))
+    return Pulled(found[0], by_grad, found[1], dict(zip(metrics, found[2 + len(grads) :], strict=True)))
 
 
 def push(
     recursion: Recursion,
     passage: Passage,
-    logs: Params,
+    metrics: Params,
     offsets: Tensor,
     z: Params,
     zw: Tensor,
@@ -189,23 +202,45 @@ def push(
     Args:
         recursion: the differentiable step.
         passage: where it is differentiated.
-        logs: the directions in log_d.
+        metrics: the directions in D, by tensor.
         offsets: the directions in b.
         z: tangents of theta.
         zw: tangents of w.
         zg: tangents of the gradient, H z.
         newton: as `Recursion.step` has it.
     """
-    weights = torch.as_tensor(passage.before, dtype=recursion.offsets.dtype)
-    primals = (recursion.log_d, recursion.offsets, passage.params, weights, passage.grads)
+    leaves = _gather(recursion.metrics, recursion.offsets, passage.params, _weights(recursion, passage), passage.grads)
+    leaves = {n: x.detach().requires_grad_() for n, x in leaves.items()}
+    part = partial(_part, leaves)
+    with torch.enable_grad():
+        moved, after = recursion.step(
+            part("metrics"), leaves["offsets"], part("params"), leaves["weights"], part("grads"), passage, newton
+        )
+        outputs = {n: y for n, y in {**moved, "": after}.items() if y.requires_grad}
+        # J z from two reverse passes, u -> J'u -> J: a forward pass through torch.func costs several times as much.
+        u = {n: torch.zeros_like(y, requires_grad=True) for n, y in outputs.items()}
+        pulled = torch.autograd.grad(
+            list(outputs.values()), list(leaves.values()), list(u.values()), create_graph=True, allow_unused=True
+        )
+    used = {n: p for n, p in zip(leaves, pulled, strict=True) if p is not None}
+    pushed = batched(used, u, _gather(metrics, offsets, z, zw, zg))
+    still = zw.new_zeros(zw.shape)
+    return {n: pushed[n] for n in moved}, pushed.get("", still)
 
-    def step(*arguments: object) -> tuple[dict[str, Tensor], Tensor]:
-        return recursion.step(*arguments, passage=passage, newton=newton)  # type: ignore[arg-type]
 
-    def one(*tangents: object) -> tuple[dict[str, Tensor], Tensor]:
-        return torch.func.jvp(step, primals, tangents)[1]
+def _gather(metrics: Params, offsets: Tensor, params: Params, weights: Tensor, grads: Params) -> dict[str, Tensor]:
+    """All arguments of a step under one mapping; tensors by group and name."""
+    groups = {"metrics": metrics, "params": params, "grads": grads}
+    named = {f"{group}/{n}": x for group, tensors in groups.items() for n, x in tensors.items()}
+    return {"offsets": offsets, "weights": weights, **named}
 
-    return torch.func.vmap(one)(dict(logs), offsets, dict(z), zw, dict(zg))
+
+def _part(arguments: Params, group: str) -> dict[str, Tensor]:
+    return {n.removeprefix(f"{group}/"): x for n, x in arguments.items() if n.startswith(f"{group}/")}
+
+
+def _weights(recursion: Recursion, passage: Passage) -> Tensor:
+    return torch.tensor(passage.before, dtype=recursion.offsets.dtype)
 
 
 def dot(rows: Params, by: Params) -> Tensor:

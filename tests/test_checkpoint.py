@@ -1,0 +1,197 @@
+"""Processes that are really killed, at several points, and continue to the very same result."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from metamd import Diagonal, Journal, load, meta_train
+from metamd.container import read
+from metamd.state import State
+from tests.meta_families import small
+from tests.meta_worker import STEPS, train
+
+ROOT = Path(__file__).parents[1]
+
+
+def worker(folder, point="", **options):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.meta_worker", str(folder), point]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+
+
+def finish(process):
+    output = process.communicate(timeout=240)[0]
+    return process.returncode, output.decode()
+
+
+def header_without_time(learned):
+    plain = learned.header.to_dict()
+    return plain | {"cost": {k: v for k, v in plain["cost"].items() if k != "seconds"}}
+
+
+def log_without_time(folder):
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nothing interrupts, in a process of its own as the others are."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, output = finish(worker(folder))
+    assert code == 0, output
+    return folder, load(folder / "learned.safetensors")
+
+
+POINTS = ["log:4", "loss:150", "loss:700", "write:1", "write:6", "renamed:2"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_killed_run_continues_to_the_very_same_result(point, tmp_path, whole):
+    code, output = finish(worker(tmp_path, point))
+    assert code == -signal.SIGKILL, output
+    assert not (tmp_path / "learned.safetensors").exists()
+    before = State.restore(*_parts(tmp_path)).step if (tmp_path / "checkpoint.safetensors").exists() else 0
+    noted = len(log_without_time(tmp_path))
+    assert noted - before in (0, 1), "more than the outer step under way was lost"
+    code, output = finish(worker(tmp_path))
+    assert code == 0, output
+    learned = load(tmp_path / "learned.safetensors")
+    assert learned.fingerprint() == whole[1].fingerprint()
+    assert header_without_time(learned) == header_without_time(whole[1])
+    assert log_without_time(tmp_path) == log_without_time(whole[0])
+    assert not list(tmp_path.glob(".*.tmp")), "what a kill left behind is cleaned up"
+
+
+def _parts(folder):
+    container = read(folder / "checkpoint.safetensors")
+    return container.tensors, json.loads(container.metadata["metamd.checkpoint"])["state"]
+
+
+def test_kills_hit_while_a_checkpoint_was_written(tmp_path):
+    """The points named write: really leave a half-made file, so that the law above is about something."""
+    finish(worker(tmp_path, "write:2"))
+    assert list(tmp_path.glob(".*.tmp"))
+
+
+def test_every_k_steps_loses_at_most_k(tmp_path, whole):
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(record, step):
+        if step == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(tmp_path, stop, every=3)
+    assert State.restore(*_parts(tmp_path)).step == 5, "an exception, unlike a kill, leaves time for a checkpoint"
+    assert train(tmp_path, every=3).fingerprint() == whole[1].fingerprint()
+    assert [line["step"] for line in log_without_time(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def test_a_finished_run_is_not_run_again(tmp_path, whole):
+    calls = []
+    first = train(whole[0], lambda r, s: calls.append(s))
+    assert calls == []
+    assert first.fingerprint() == whole[1].fingerprint()
+
+
+def test_resumption_that_forgets_something_would_be_seen(tmp_path, whole):
+    """The comparison can fail: without Adam's averages the continued run ends elsewhere."""
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(record, step):
+        if step == 6:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(tmp_path, stop)
+    restore = State.restore
+
+    def forgetful(tensors, facts):
+        return replace(restore(tensors, facts), carried={})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(State, "restore", forgetful)
+        train(tmp_path)
+    assert log_without_time(tmp_path) != log_without_time(whole[0])
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, whole):
+    code = f"""
+import resource, sys
+from tests.meta_worker import train
+def log(record, step):
+    if step == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+train({str(tmp_path)!r}, log)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "OSError" in done.stderr
+    assert State.restore(*_parts(tmp_path)).step == 2
+    assert train(tmp_path).fingerprint() == whole[1].fingerprint()
+
+
+def test_two_runs_on_one_folder_are_refused(tmp_path):
+    first = worker(tmp_path, "hang:1")
+    try:
+        for _ in range(600):
+            if (tmp_path / "log.jsonl").exists():
+                break
+            time.sleep(0.1)
+        with pytest.raises(OSError, match="another run is writing"):
+            train(tmp_path)
+    finally:
+        first.kill()
+        first.communicate()
+    assert train(tmp_path).header.cost["outer_steps"] == STEPS, "the lock dies with its holder"
+
+
+@pytest.mark.parametrize(("changes", "name"), [({"seed": 1}, "seed"), ({"tasks_per_step": 2}, "tasks_per_step")])
+def test_a_checkpoint_of_another_configuration_is_refused(changes, name, whole):
+    with pytest.raises(ValueError, match=f"another configuration: {name} is"):
+        train(whole[0], **changes)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    journal = Journal(tmp_path)
+    options = {"outer_steps": 1, "tasks_per_step": 2, "journal": journal}
+    meta_train(small(20), Diagonal(), **options)
+    data = bytearray(journal.checkpoint.read_bytes())
+    data[-3] ^= 1
+    journal.checkpoint.write_bytes(data)
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        meta_train(small(20), Diagonal(), **options)
+    journal.checkpoint.write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(ValueError, match="cannot be used"):
+        meta_train(small(20), Diagonal(), **options)
+
+
+def test_an_unwritable_folder_is_a_sentence_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot be written"):
+        meta_train(small(20), Diagonal(), journal=Journal(tmp_path / "file" / "run"))
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        Journal(tmp_path, every=0)
+
+
+def test_a_torn_line_of_the_log_is_dropped(tmp_path):
+    journal = Journal(tmp_path)
+    options = {"outer_steps": 1, "tasks_per_step": 2, "journal": journal}
+    meta_train(small(20), Diagonal(), **options)
+    with journal.log.open("a") as file:
+        file.write('{"step": 9, "obj')
+    meta_train(small(20), Diagonal(), **options)
+    assert [json.loads(line)["step"] for line in journal.log.read_text().splitlines()] == [1, 2]

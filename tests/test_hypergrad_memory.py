@@ -1,0 +1,53 @@
+"""Peak memory in live tensors: flat in the number of steps going forwards, its square root going back."""
+
+import pytest
+import torch
+
+from metamd import Direct, Forward, ForwardDiagonal, ForwardRandom, Regret, Reverse
+from tests.live_memory import peak_of
+from tests.small_tasks import Separable, potential_for
+
+
+def peak(estimator, steps, size=2):
+    """Bytes beyond the record of the losses, 8 for every step."""
+    task = Separable(0, steps, curvatures=(1.0, 2.0) * (size // 2))
+    phi = potential_for(task, log=3.0, spread=0.1)
+    return peak_of(lambda: estimator(task, phi, Regret(), generator=torch.Generator())) - 8 * steps
+
+
+def is_flat(estimator, lengths):
+    peaks = [peak(estimator, steps) for steps in lengths]
+    return max(peaks) <= 1.02 * min(peaks)
+
+
+def test_live_memory_counts_what_is_alive():
+    def compute():
+        first = [torch.ones(1000) for _ in range(10)]
+        del first
+        return [torch.ones(1000) for _ in range(5)]
+
+    assert peak_of(compute) == 40_000
+
+
+@pytest.mark.parametrize("estimator", [Direct(), ForwardDiagonal(), ForwardRandom(2)], ids=lambda e: type(e).__name__)
+def test_forward_estimators_are_flat_in_the_number_of_steps(estimator):
+    assert is_flat(estimator, (50, 500))
+
+
+def test_forward_is_flat_over_thousands_of_steps():
+    assert is_flat(Forward(), (50, 500, 5000))
+
+
+def test_a_tape_is_not_flat():
+    assert not is_flat(Reverse(checkpoints=1), (50, 100))
+
+
+def growth(estimator):
+    """How the peak grows with the number of steps: 2 if like its root, 4 if in proportion."""
+    first, second, third = (peak(estimator, steps, size=64) for steps in (64, 256, 1024))
+    return (third - second) / (second - first)
+
+
+def test_reverse_grows_like_the_square_root():
+    assert growth(Reverse()) == pytest.approx(2.0, rel=0.1)
+    assert growth(Reverse(checkpoints=1)) == pytest.approx(4.0, rel=0.1)

@@ -1,0 +1,437 @@
+import warnings
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from metamd import (
+    ClosedForm,
+    Diagonal,
+    Euclidean,
+    Forward,
+    MaxDiagonal,
+    Method,
+    NotConvergedWarning,
+    PaperBound,
+    Refine,
+    Regret,
+    Stopping,
+    TrainingLoss,
+    TrustRegion,
+    meta_train,
+    paper,
+    tasks,
+)
+from metamd.hypergrad import Moments
+from metamd.inner import run_inner
+from metamd.lessons import draw
+from metamd.outer import Adam, GradientDescent, Iterate, Update
+from metamd.phases import build_pieces, rising, run_phases
+from tests.meta_families import Mixed, jealous, poisoned, small
+
+SMALL = {"outer_steps": 6, "tasks_per_step": 4, "seed": 0}
+
+
+def metrics(learned, piece=0):
+    return {k: v.detach()[piece].exp() for k, v in learned.potential.log_d.items()}
+
+
+def iterations(potential, family, count=200, tolerance=1e-6, limit=1000):
+    """Mean number of steps until the gradient is small, on test tasks that no meta-training saw, all at once."""
+    d = potential if isinstance(potential, torch.Tensor) else metrics_of(potential)
+    problems = [draw(family, "test", i) for i in range(count)]
+    q, b = torch.stack([p.q for p in problems]), torch.stack([p.b for p in problems])
+    x = torch.stack([p.start for p in problems])
+    steps = torch.full((count,), limit)
+    for t in range(limit):
+        g = 2 * torch.einsum("nij,nj->ni", q, x) - b
+        steps = torch.where((g.norm(dim=1) < tolerance) & (steps == limit), t, steps)
+        if int(steps.max()) < limit:
+            break
+        x = x - g / d
+    return float(steps.double().mean())
+
+
+def metrics_of(potential):
+    return potential.log_d["theta"].detach()[0].exp()
+
+
+@pytest.fixture(scope="module")
+def learned():
+    records = []
+    result = meta_train(tasks.quadratic(), Diagonal(), log=lambda r, s: records.append(r))
+    return result, records
+
+
+# the closed form
+
+
+def test_closed_form_comes_near_the_best_diagonal(learned):
+    """Oracle: all diagonals of a grid, on the test tasks themselves. Issue 3 asks for 1.3."""
+    family = tasks.quadratic()
+    grid = [torch.tensor([a, b]).double() for a in (0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2) for b in (22, 25, 28, 31, 35)]
+    best = min(iterations(d, family) for d in grid)
+    ours = iterations(learned[0].potential, family)
+    plain = iterations(torch.full((2,), 32.0).double(), family)
+    assert best <= ours <= 1.3 * best
+    assert plain > 15 * ours, "the Euclidean geometry with the best power of two as rate"
+
+
+def test_a_separable_family_leads_to_newtons_metric():
+    family = tasks.quadratic((0.5, 8.0, 2.0), coupling=0.0, spread=0.0, steps=40)
+    method = Method(TrustRegion(memory=0.0), stopping=Stopping(0.0))
+    found = metrics(meta_train(family, Diagonal(), outer_steps=8, tasks_per_step=3, method=method))["theta"]
+    torch.testing.assert_close(found, torch.tensor([1.0, 16.0, 4.0]).double(), rtol=1e-3, atol=0)
+
+
+def test_records_say_what_happened(learned):
+    result, records = learned
+    steps = [r["step"] for r in records]
+    assert steps == list(range(1, len(steps) + 1))
+    assert [r["stage"] for r in records] == ["learn"] * (len(steps) - 1) + ["judge"]
+    assert records[0]["objective"] > 1.5 * records[-2]["objective"]
+    assert records[0]["bound"] == records[0]["objective"], "Regret is the certified bound"
+    assert "converged" in records[-2]["note"]
+    assert "kept" in records[-1]["note"]
+    cost = result.header.cost
+    assert cost["gradient_evaluations"] == sum(r["gradients"] for r in records) + 8
+    assert cost["outer_steps"] == len(steps)
+
+
+def test_the_limit_of_outer_steps_is_told_from_convergence():
+    records = []
+    meta_train(small(), Diagonal(), outer_steps=2, tasks_per_step=2, log=lambda r, s: records.append(r))
+    assert "limit of 2" in records[1]["note"]
+
+
+def test_the_header_says_where_from(learned):
+    header = learned[0].header
+    family = tasks.quadratic()
+    assert header.horizon == 200
+    assert header.family["means"] == [0.3, 14.0]
+    assert header.objective == repr(Regret())
+    assert header.estimator == "ClosedForm()"
+    assert header.seeds == (0,)
+    assert header.model == {"theta": (2,)}
+    first = tasks.config_hash(draw(family, 0, "train", 1, 0).config)
+    assert first in header.task_hashes
+    judged = tasks.config_hash(draw(family, 0, "judge", header.cost["outer_steps"], 0).config)
+    assert judged in header.task_hashes
+    unseen = tasks.config_hash(draw(family, 0, "test", 0).config)
+    assert unseen not in header.task_hashes
+
+
+def test_gradient_scale_is_that_of_the_first_gradients():
+    found = meta_train(small(), Diagonal(), **SMALL).header.gradient_scale["theta"]
+    squares = []
+    for i in range(4):
+        task = draw(small(), 0, "train", 1, i)
+        squares.append((2 * task.q @ task.start - task.b).square())
+    assert found == pytest.approx(float(torch.cat(squares).mean().sqrt()))
+
+
+def test_one_update_is_the_closed_form_of_its_runs():
+    """A second way to the same number: run the tasks by hand and call ClosedForm."""
+    start = Diagonal().bind({"theta": torch.zeros(2).double()}).with_metrics({"theta": torch.tensor([[0.0, 3.0]]).double()})
+    method = Method(TrustRegion(radius=50.0), keep="last")
+    found = meta_train(small(), start, outer_steps=1, tasks_per_step=3, method=method).potential.log_d["theta"]
+    runs = [run_inner(draw(small(), 0, "train", 1, i), start) for i in range(3)]
+    assert not any(run.diverged for run in runs)
+    bound = start.bind(runs[0].start)
+    torch.testing.assert_close(found.detach(), ClosedForm().minimise(runs, bound, Regret())["theta"], rtol=1e-12, atol=0)
+
+
+def test_the_trust_region_bounds_a_step():
+    start = Diagonal().with_metrics({"theta": torch.tensor([[9.0, 9.0]]).double()})
+    method = Method(TrustRegion(radius=0.25), keep="last")
+    found = meta_train(small(), start, outer_steps=1, tasks_per_step=2, method=method).potential.log_d["theta"]
+    torch.testing.assert_close(found.detach(), torch.tensor([[8.75, 8.75]]).double())
+
+
+def test_memory_averages_the_runs_of_earlier_steps():
+    potential = Diagonal().bind({"x": torch.zeros(1).double()})
+    now = Iterate.of(potential)
+    rule = TrustRegion(radius=50.0, memory=0.5)
+    one = {"x/x": torch.tensor([1.0]).double(), "y/x": torch.tensor([4.0]).double(), "tasks": torch.ones(())}
+    two = {"x/x": torch.tensor([1.0]).double(), "y/x": torch.tensor([16.0]).double(), "tasks": torch.ones(())}
+    still = replace(now, log_d={"x": torch.full((1, 1), 2.0).double().log()})
+    first = rule.update(still, potential, one, {}, 1.0)
+    assert float(first.iterate.log_d["x"].exp()) == pytest.approx(2), "nothing moved, so nothing is stale"
+    second = rule.update(first.iterate, potential, two, first.carried, 1.0)
+    assert float(second.iterate.log_d["x"].exp()) == pytest.approx(((16 + 2) / 1.5) ** 0.5)
+    stale = rule.update(now, potential, one, {}, 1.0)
+    assert float(stale.carried["x/x"]) == 0, "the metric has doubled"
+    assert not replace(rule, memory=0.0).update(still, potential, one, {}, 1.0).carried
+
+
+# randomness
+
+
+def test_the_seed_alone_decides():
+    torch.manual_seed(1)
+    one = meta_train(small(), Diagonal(), **SMALL)
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    two = meta_train(small(), Diagonal(), **SMALL)
+    other = meta_train(small(), Diagonal(), **(SMALL | {"seed": 1}))
+    assert one.fingerprint() == two.fingerprint() != other.fingerprint()
+    assert torch.equal(before, torch.get_rng_state())
+    assert one.header.task_hashes == two.header.task_hashes
+    assert not set(one.header.task_hashes) & set(other.header.task_hashes)
+
+
+def test_tasks_are_new_in_every_outer_step():
+    found = meta_train(small(), Diagonal(), outer_steps=3, tasks_per_step=4, method=Method(stopping=Stopping(0.0)))
+    assert len(found.header.task_hashes) == 4 * 3 + 4
+
+
+# what is kept
+
+
+@dataclass(frozen=True)
+class Spoiling(TrustRegion):
+    """From the third update on, metrics under which nothing moves."""
+
+    def update(self, now, potential, sums, carried, factor):
+        found = super().update(now, potential, sums, carried, factor)
+        count = carried.get("count", torch.zeros(()).double()) + 1
+        iterate = found.iterate.shifted(9.0) if count > 2 else found.iterate
+        return Update(iterate, {"count": count}, 1.0)
+
+
+def test_the_best_iterate_is_kept_not_the_last():
+    records = []
+    options = SMALL | {"outer_steps": 3, "log": lambda r, s: records.append(r)}
+    best = meta_train(small(), Diagonal(), method=Method(Spoiling()), **options)
+    last = meta_train(small(), Diagonal(), method=Method(Spoiling(), keep="last"), **options)
+    assert metrics(best)["theta"][1] < 100
+    assert metrics(last)["theta"][1] > 1000, "the double spoils nothing, so the test above says nothing"
+
+
+def test_judging_by_the_bound_of_ones_own_end_would_keep_what_does_not_move():
+    """Why the judge compares against one common point: the bound against one's own end is best for not moving."""
+    task = draw(small(), 0, "judge", 1, 0)
+    frozen = Diagonal().with_metrics({"theta": torch.tensor([[14.0, 14.0]]).double()}).bind(task.init())
+    good = Diagonal().with_metrics({"theta": torch.tensor([[0.7, 28.0]]).double().log()}).bind(task.init())
+    runs = {name: run_inner(task, phi) for name, phi in (("frozen", frozen), ("good", good))}
+    own = {n: float(Regret().value(run, phi).detach()) for (n, run), phi in zip(runs.items(), (frozen, good), strict=True)}
+    common = Regret().held(runs["good"])
+    fair = {n: float(common.value(run, phi).detach()) for (n, run), phi in zip(runs.items(), (frozen, good), strict=True)}
+    assert own["frozen"] < own["good"]
+    assert fair["frozen"] > fair["good"]
+
+
+# trouble
+
+
+def test_a_poisoned_task_does_not_spoil_the_result():
+    records = []
+    clean = meta_train(small(), Diagonal(), **SMALL)
+    family = poisoned(small())
+    found = meta_train(family, Diagonal(), **SMALL, log=lambda r, s: records.append(r))
+    sentences = [s for r in records for s in r["diverged"]]
+    assert sentences, "no task was poisoned, so the test says nothing"
+    assert all("nan" in s for s in sentences if s.startswith("task"))
+    assert all(bool(v.isfinite().all()) for v in found.potential.log_d.values())
+    assert iterations(found.potential, small()) <= 1.5 * iterations(clean.potential, small())
+
+
+def test_metrics_that_make_tasks_diverge_are_taken_back_half_way():
+    """A first step that goes much too far: the tasks diverge, finish under the metrics before, and the step is halved."""
+
+    leaps = iter([-8.0])
+
+    @dataclass(frozen=True)
+    class Reckless(TrustRegion):
+        def update(self, *arguments):
+            found = super().update(*arguments)
+            return replace(found, iterate=found.iterate.shifted(next(leaps, 0.0)))
+
+    records = []
+    options = SMALL | {"log": lambda r, s: records.append(r)}
+    found = meta_train(small(), Diagonal(), method=Method(Reckless(), stopping=Stopping(0.0)), **options)
+    assert records[1]["diverged"]
+    assert not records[3]["diverged"]
+    assert iterations(found.potential, small()) < 100
+
+
+def test_all_tasks_diverging_is_a_sentence():
+    with pytest.raises(ValueError, match="all 3 tasks of outer step 1 diverged"):
+        meta_train(poisoned(small(), share=1000), Diagonal(), outer_steps=2, tasks_per_step=3)
+
+
+def test_no_validation_data_is_touched():
+    found = meta_train(jealous(small()), MaxDiagonal(2), **SMALL, refine=Refine(1))
+    assert iterations(found.potential, small()) < 100
+    with pytest.raises(AssertionError, match="validation"):
+        draw(jealous(small()), 0).evaluate({}, "validation")
+
+
+@pytest.mark.parametrize(
+    ("family", "potential", "options", "message"),
+    [
+        (Mixed(), Diagonal(), {}, 'tying "parameter"'),
+        (Mixed((2,), ignores=True), Diagonal(), {}, "ignores 'unused'"),
+        (Mixed((2,), bad=True), Diagonal(), {}, "not finite"),
+        (Mixed((0,)[:0]), Diagonal(), {}, "."),
+        (Mixed((2,)), Diagonal(), {"outer_steps": 0}, "outer_steps must be at least 1, got 0"),
+        (Mixed((2,)), Diagonal(), {"tasks_per_step": 0}, "tasks_per_step must be at least 1"),
+        (Mixed((2,)), Euclidean(), {}, "got Euclidean"),
+        (Mixed((2,)), Diagonal(), {"objective": TrainingLoss()}, "ClosedForm minimises Regret"),
+        (Mixed((2,)), Diagonal(), {"method": Method(Adam())}, "does not go with"),
+        (Mixed((2,)), Diagonal(), {"estimator": Forward(), "method": Method(TrustRegion())}, "does not go with"),
+    ],
+    ids=["shapes", "ignored", "nan", "empty", "no steps", "no tasks", "euclidean", "objective", "adam", "region"],
+)
+def test_bad_input_is_a_sentence(family, potential, options, message):
+    with pytest.raises(ValueError, match=message):
+        meta_train(family, potential, **options)
+
+
+def test_bad_options_are_sentences():
+    for make in (
+        lambda: TrustRegion(0.0),
+        lambda: TrustRegion(memory=1.0),
+        lambda: Adam(lr=-1.0),
+        lambda: GradientDescent(0.0),
+        lambda: Stopping(window=0),
+        lambda: Refine(0),
+        lambda: Refine(estimator=ClosedForm()),
+    ):
+        with pytest.raises(ValueError, match=r"got|Refine"):
+            make()
+    with pytest.raises(TypeError, match="TaskFamily"):
+        meta_train([], Diagonal())
+
+
+def test_tasks_of_different_shapes_share_a_metric_by_tensor():
+    method = Method(TrustRegion(memory=0.0), stopping=Stopping(0.0))
+    found = meta_train(Mixed(steps=20), Diagonal(tying="tensor"), **SMALL, method=method)
+    assert float(metrics(found)["theta"]) == pytest.approx(10.0, rel=1e-3), "Newton's metric: the curvature is 10"
+
+
+# gradients
+
+
+def test_hypergradients_with_adam_find_the_metric_too():
+    """From four times Newton's metric, TrainingLoss by Forward and Adam: D falls to where the loss falls fastest."""
+    start = Diagonal(tying="tensor").with_metrics({"theta": torch.tensor([40.0]).double().log()})
+    options = {"objective": TrainingLoss(), "estimator": Forward(), "tasks_per_step": 2}
+    found = meta_train(Mixed(steps=20), start, outer_steps=25, method=Method(Adam(0.15)), **options)
+    assert float(metrics(found)["theta"]) == pytest.approx(10.0, rel=0.2)
+
+
+def test_gradient_descent_moves_m_as_algorithm_1_says():
+    """M - rho/n sum dE/dM, with dE/dM by finite differences of the objective in M."""
+    phi = Diagonal(centre="origin").with_metrics({"theta": torch.tensor([[1.0, 30.0]]).double().log()})
+    rho = 1e-3
+    method = Method(GradientDescent(rho), exact=False, keep="last")
+    objective = PaperBound(10.0)
+    options = {"estimator": Forward(), "outer_steps": 1, "tasks_per_step": 2, "method": method}
+    found = meta_train(small(20), phi, objective=objective, **options)
+    m, h = torch.tensor([1.0, 30.0]).double().sqrt(), 1e-6
+
+    def mean(m):
+        phi = Diagonal(centre="origin").with_metrics({"theta": (2 * m.log())[None]})
+        values = []
+        for i in range(2):
+            run = run_inner(draw(small(20), 0, "train", 1, i), phi, exact=False)
+            values.append(float(objective.value(run, phi.bind(run.start)).detach()))
+        return sum(values) / 2
+
+    slopes = [(mean(m + h * e) - mean(m - h * e)) / (2 * h) for e in torch.eye(2).double()]
+    expected = m - rho * torch.tensor(slopes).double()
+    torch.testing.assert_close(metrics(found)["theta"].sqrt(), expected, rtol=1e-6, atol=0)
+
+
+def test_the_paper_preset_runs_and_learns_on_the_quadratics():
+    records = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotConvergedWarning)
+        found = meta_train(
+            tasks.quadratic(steps=100),
+            **paper(k=10.0, rho=0.01),
+            outer_steps=3,
+            tasks_per_step=2,
+            log=lambda r, s: records.append(r),
+        )
+    assert found.header.pieces == 3
+    assert found.header.centre == "origin"
+    assert "PaperBound" in found.header.objective
+    assert records[-1]["objective"] < records[0]["objective"]
+    assert all(r["bound"] is None for r in records), "the paper's step certifies nothing"
+    assert not bool((found.potential.log_d["theta"][0] == found.potential.log_d["theta"][1]).all())
+
+
+def test_the_paper_preset_warns_when_runs_have_not_converged():
+    with pytest.warns(NotConvergedWarning, match="Give the tasks more steps"):
+        meta_train(tasks.quadratic(steps=10), **paper(), outer_steps=1, tasks_per_step=2)
+
+
+# several pieces
+
+
+def test_factors_rise_and_join():
+    import numpy as np
+
+    assert rising(np.array([1.0, 4.0, 9.0]), np.ones(3)).tolist() == [1, 2, 3]
+    assert rising(np.array([9.0, 1.0]), np.ones(2)).tolist() == [5**0.5] * 2
+    assert rising(np.array([1.0, 4.0]), np.array([1.0, -0.5])).tolist() == [10**0.5] * 2, "moved back: joined"
+
+
+def test_pieces_meet_where_phases_end_and_take_over_in_order():
+    """Gradients that stay large while the distance still grows: the later pieces are stiffer, and active further out."""
+    one = Iterate({"x": torch.zeros(1, 1).double()}, torch.zeros(1).double())
+    sums = {"r/x": torch.tensor([[1.0], [2.0], [2.5]]).double(), "y/x": torch.tensor([[1.0], [4.0], [4.5]]).double()}
+    built = build_pieces(one, sums, 1.0)
+    d = built.log_d["x"].exp()[:, 0]
+    torch.testing.assert_close(d, torch.tensor([1.0, 2.0, 3.0]).double())
+
+    def form(r):
+        return 0.5 * d * r + built.offsets
+
+    assert float(form(1.0)[0]) == pytest.approx(float(form(1.0)[1]))
+    assert float(form(2.0)[1]) == pytest.approx(float(form(2.0)[2]))
+    assert [int(form(r).argmax()) for r in (0.5, 1.5, 2.2)] == [0, 1, 2]
+    copies = build_pieces(one, sums, 1.0, strength=0.0)
+    assert bool((copies.log_d["x"] == 0).all())
+    assert bool((copies.offsets == 0).all())
+
+
+def test_phase_sums_agree_with_the_closed_forms_moments():
+    task = draw(small(), 0)
+    phi = Diagonal().with_metrics({"theta": torch.tensor([[2.0, 30.0]]).double().log()}).bind(task.init())
+    sums = run_phases(task, phi, Regret(), 3, True).sums
+    moments = Moments.of(run_inner(task, phi), phi, Regret())
+    torch.testing.assert_close(sums["y/theta"].sum(0), moments.y["theta"])
+    torch.testing.assert_close(sums["r/theta"][-1], moments.x["theta"])
+    assert bool((sums["r/theta"][0] != sums["r/theta"][1]).any())
+
+
+def test_one_piece_stays_where_the_phases_want_no_decay():
+    """Noiseless quadratics: gradients fall faster than the distance grows."""
+    records = []
+    found = meta_train(small(), MaxDiagonal(3), **SMALL, log=lambda r, s: records.append(r))
+    assert [r["stage"] for r in records][-1] == "pieces"
+    assert "kept one piece" in records[-1]["note"]
+    assert found.header.pieces == 1
+
+
+def test_pieces_that_lower_the_regret_are_taken():
+    """Noisy regressions travel on while gradients stay as they are: the last phase wants smaller steps."""
+    records = []
+    found = meta_train(tasks.logistic(steps=100), MaxDiagonal(3), **SMALL, log=lambda r, s: records.append(r))
+    assert "3 pieces lower the regret" in records[-1]["note"]
+    assert found.header.pieces == 3
+    d = found.potential.log_d["weight"]
+    assert bool((d[2] > d[0]).all())
+    assert float(found.potential.offsets[2]) < 0
+
+
+def test_refinement_is_judged_against_what_it_started_from():
+    records = []
+    found = meta_train(small(), Diagonal(), **SMALL, refine=Refine(2, Forward()), log=lambda r, s: records.append(r))
+    assert [r["stage"] for r in records][-3:] == ["refine", "refine", "judge"]
+    assert records[-2]["hvps"] > 0
+    assert "Refine" in found.header.estimator
+    assert found.header.cost["hessian_vector_products"] > 0

@@ -1,0 +1,185 @@
+"""Objectives by hand, their direct gradients against differences, comparators, and the starving of coordinates."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import metamd
+from metamd import ClosedForm, Diagonal, PaperBound, Regret, TrainingLoss
+from metamd.inner import run_inner
+from metamd.objectives import End, Fixed, FromLipschitz, Reference
+from tests.small_tasks import F64, NoisyCoordinate, Quadratic, Separable, TanhNet, potential_for
+
+ELSEWHERE = Fixed({"a": torch.tensor([1.0, 2.0], dtype=F64), "b": torch.tensor([0.3, -1.0, 2.0], dtype=F64)})
+
+OBJECTIVES = {
+    "regret": Regret(ELSEWHERE),
+    "regret, end": Regret(),
+    "regret, reference": Regret(Reference(lr=0.05)),
+    "regret, prior": Regret(ELSEWHERE, prior=0.3),
+    "paper": PaperBound(3.0),
+    "paper, exact": PaperBound(3.0, "exact"),
+    "paper, theory": PaperBound(FromLipschitz()),
+    "loss": TrainingLoss(),
+}
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def differences(value, potential, eps=1e-5):
+    """Central differences of a function of the potential, by every metric and offset."""
+    found = []
+    for leaf in [*potential.log_d.values(), potential.offsets]:
+        flat = leaf.data.view(-1)
+        for i in range(flat.numel()):
+            flat[i] += eps
+            up = float(value().detach())
+            flat[i] -= 2 * eps
+            down = float(value().detach())
+            flat[i] += eps
+            found.append((up - down) / (2 * eps))
+    return torch.tensor(found, dtype=F64)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_the_direct_gradient_is_that_of_the_value(name, pieces):
+    task, objective = Quadratic(1, 8), OBJECTIVES[name]
+    phi = potential_for(task, pieces, offsets=0.5)
+    run = run_inner(task, phi, lr=0.5, reference=objective.reference)
+    # A run can end on a kink, where phi has no derivative by D: the direct gradient is compared beside it.
+    run = replace(run, end={n: x + 0.1 for n, x in run.end.items()})
+    value = objective.value(run, phi)
+    leaves = [*phi.log_d.values(), phi.offsets]
+    if name == "loss":
+        assert not value.requires_grad
+        return
+    exact = torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, leaves)])
+    assert relative(exact, differences(lambda: objective.value(run, phi), phi)) < 1e-7
+
+
+def test_regret_by_hand():
+    task = Quadratic(1, 8)
+    phi = potential_for(task)
+    run = run_inner(task, phi, lr=0.5)
+    d = {n: phi.metric(n)[0].detach() for n in run.start}
+    far = sum(0.5 * (d[n] * (run.end[n] - run.start[n]) ** 2).sum() for n in d)
+    near = sum((run.squares[n].sum(0) / d[n]).sum() for n in d)
+    assert float(Regret().value(run, phi).detach()) == pytest.approx(float(far / 0.5 + 0.25 * near))
+
+
+def test_the_paper_by_hand():
+    task = Quadratic(1, 8)
+    phi = potential_for(task)
+    run = run_inner(task, phi, lr=0.5)
+    m = {n: phi.metric(n)[0].detach().sqrt() for n in run.start}
+    divergence = float(sum(0.5 * ((m[n] * (run.end[n] - run.start[n])) ** 2).sum() for n in m))
+    smallest = min(float(v.min()) for v in m.values())
+    k = 0.5**2 * 8 * run.largest_gradient**2 / 2
+    assert float(PaperBound(3.0).value(run, phi).detach()) == pytest.approx(divergence + 3 / smallest)
+    assert float(PaperBound(3.0, "exact").value(run, phi).detach()) == pytest.approx(divergence + 3 / smallest**2)
+    assert float(PaperBound(FromLipschitz()).value(run, phi).detach()) == pytest.approx(divergence + k / smallest)
+
+
+def test_training_loss_by_hand():
+    task = Quadratic(1, 8)
+    run = run_inner(task, potential_for(task), lr=0.5)
+    assert float(TrainingLoss().value(run, potential_for(task))) == pytest.approx(float(run.losses.mean()))
+
+
+def test_smallest_entries_that_tie_share_the_gradient_equally():
+    task = Quadratic(1, 3)
+    phi = Diagonal().bind(task.init())  # all metrics are one: five ties over two tensors
+    run = run_inner(task, phi, lr=0.1)
+    still = replace(run, end=run.start)  # no divergence, so that k / lambda is all there is
+    by = torch.autograd.grad(PaperBound(2.0).value(still, phi), list(phi.log_d.values()))
+    # lambda = exp(min log_d / 2): d (k / lambda) = -k/2, in five equal parts
+    assert torch.allclose(torch.cat([g.reshape(-1) for g in by]), torch.full((5,), -0.2, dtype=F64))
+
+
+def test_what_is_held_fixed_has_the_value_of_the_run():
+    task = Quadratic(1, 8)
+    phi = potential_for(task)
+    run, other = run_inner(task, phi, lr=0.5), run_inner(task, phi, lr=0.4)
+    for objective in OBJECTIVES.values():
+        run, other = replace(run, reference=run.end), replace(other, reference=run.start)
+        held = objective.held(run)
+        assert float(held.value(run, phi).detach()) == pytest.approx(float(objective.value(run, phi).detach()), rel=1e-12)
+    held = Regret(prior=0.5).held(run)
+    assert held.comparator.of(other) is run.end
+    assert held.prior_of(other, run.end) == held.prior_of(run, run.end)
+    assert PaperBound(FromLipschitz()).held(run).k == FromLipschitz().of(run)
+
+
+def test_the_reference_is_a_longer_run_that_metrics_do_not_move():
+    task = TanhNet(0, 20)
+    objective = Regret(Reference(torch.optim.Adam, lr=0.05, factor=3))
+    runs = [run_inner(task, potential_for(task, seed=s), lr=0.1, reference=objective.reference) for s in (0, 1)]
+    assert all(torch.equal(runs[0].reference[n], runs[1].reference[n]) for n in runs[0].start)
+    assert runs[0].cost.gradients == 20 + 60
+    assert task.loss(runs[0].reference, task.batch(0)) < task.loss(runs[0].end, task.batch(0))
+    assert repr(objective) == "Regret(comparator=Reference(Adam, lr=0.05, factor=3), prior=0.0)"
+
+
+def test_a_given_point_can_be_the_reference():
+    task = Quadratic(0, 5)
+    run = run_inner(task, Diagonal(), lr=0.1, reference=task.solution())
+    assert torch.equal(run.reference["a"], task.solution()["a"])
+
+
+def test_a_reference_that_diverges_is_reported():
+    task = Separable(0, 200)
+    run = run_inner(task, Diagonal(), lr=0.01, reference=Reference(torch.optim.SGD, lr=1e9))
+    assert "reference run diverged" in run.diverged
+
+
+def test_bad_objectives_are_refused():
+    task = Quadratic(0, 5)
+    with pytest.raises(ValueError, match="has no reference point"):
+        Regret(Reference()).value(run_inner(task, Diagonal(), lr=0.1), potential_for(task))
+    for wrong in (
+        lambda: Regret(prior=-1.0),
+        lambda: PaperBound(-1.0),
+        lambda: PaperBound(1.0, "other"),
+        lambda: Reference(lr=0.0),
+        lambda: Reference(factor=math.nan),
+    ):
+        with pytest.raises(ValueError, match=r"must|needs"):
+            wrong()
+
+
+# starving
+
+
+def rate_of_noise(objective, rounds):
+    """The step size that the closed form gives a coordinate of pure noise, relative to that of a real one."""
+    family = [NoisyCoordinate(seed) for seed in range(4)]
+    phi = Diagonal().bind(family[0].init())
+    for _ in range(rounds):
+        runs = [run_inner(task, phi, reference=objective.reference) for task in family]
+        phi = phi.with_metrics(ClosedForm().minimise(runs, phi, objective)).bind(family[0].init())
+    return float((phi.metric("signal") / phi.metric("noise")).detach().sum())
+
+
+def test_coordinates_starve_under_the_end_of_the_run():
+    # Noise moves the coordinate by |sum g| / D, so that every round multiplies its D by sqrt(S) / |sum g| = 1 / 0.3:
+    # nothing pulls back.
+    rates = [rate_of_noise(Regret(End()), rounds) for rounds in (2, 4)]
+    assert rates[1] == pytest.approx(0.3**2 * rates[0], rel=0.15)
+
+
+@pytest.mark.parametrize("objective", [Regret(prior=0.1), Regret(Reference(lr=0.1, factor=2))], ids=["prior", "reference"])
+def test_a_prior_or_a_reference_prevents_starving(objective):
+    rates = [rate_of_noise(objective, rounds) for rounds in (4, 8, 12)]
+    assert rates[1] == pytest.approx(rates[0], rel=0.1)
+    assert rates[2] == pytest.approx(rates[1], rel=0.02)
+
+
+def test_the_names_are_exported():
+    for name in ("Regret", "PaperBound", "TrainingLoss", "ClosedForm", "Direct", "Forward", "ForwardDiagonal"):
+        assert name in metamd.__all__
+        assert getattr(metamd, name).__name__ == name

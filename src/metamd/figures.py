@@ -18,6 +18,7 @@ COLOURS = {
     "Adam": "#2166ac",
     "RMSprop": "#7b3294",
     "best diagonal": "#000000",
+    "Adam, untuned": "#92c5de",
     "MetaMD (3 pieces)": "#f4a582",
     "MetaMD, paper (Adam on log D)": "#fdb863",
 }

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ def _digit_section(title: str, found: Result, shown: list[tuple[Path, str]]) -> 
             f"{m['mean_loss']:.3f} +- {m['deviation']:.3f}",
             f"{m['train_loss']:.3f}",
             f"{100 * m['accuracy']:.1f} %",
-            "1" if "rate" not in m else str(len(plan["rates"])),
+            str(m.get("tried", 1)),
         ]
         for name, m in members.items()
     ]
@@ -207,7 +208,7 @@ def _certificate(found: Result) -> str:
 def _text(sections: list[Section]) -> str:
     lines: list[str] = []
     for section in sections:
-        lines += ["", section.title, "-" * len(section.title), *section.texts, ""]
+        lines += ["", section.title, "-" * len(section.title), *(fill(text, 110) for text in section.texts), ""]
         table = [list(section.heads), *(list(r) for r in section.rows)]
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         for row in table:

@@ -129,10 +129,15 @@ def compare(plan: Plan, seed: int, say: Say) -> tuple[Result, LearnedOptimiser]:
             say(f"{name} on the held-out rotation, rate {rate:g}")
             found[rate] = _summary([train(task, lambda named, m=maker, r=rate: m(named, r)) for task in held_out])  # type: ignore[misc]
         best = min(found, key=lambda rate: found[rate]["mean_loss"])
-        members[name] = found[best] | {"rate": best}
+        members[name] = found[best] | {"rate": best, "tried": len(plan.rates)}
+        if name == "Adam" and UNTUNED in found:
+            members["Adam, untuned"] = found[UNTUNED] | {"rate": UNTUNED, "tried": 1}
     say("the certificate")
     return {"members": members, "certificate": certificate(held_out[0], learned)}, learned
 
+
+UNTUNED = 0.001
+"""Adam's default rate in torch: what a run costs no search for."""
 
 RIVALS: dict[str, Callable[[Named, float], Optimizer]] = {
     "SGD": lambda named, rate: SGD([p for _, p in named], lr=rate),

@@ -77,7 +77,7 @@ class Scale:
     outer_steps: int = 20
     tasks_per_step: int = 16
     published: Numbers = (("k", 10), ("rho", 0.001), ("outer_steps", 20), ("tasks_per_step", 4), ("T", 200))
-    adam: Numbers = (("k", 10), ("lr", 0.1), ("outer_steps", 50), ("tasks_per_step", 4), ("T", 200))
+    adam: Numbers = (("k", 10), ("lr", 0.1), ("outer_steps", 150), ("tasks_per_step", 4), ("T", 200))
     grid: int = 25
     everything: bool = True
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -290,3 +291,11 @@ def test_the_losses_of_a_valley_are_those_of_torch():
 def test_a_rival_is_a_plain_record():
     assert isinstance(RIVALS["sgd"], Rival)
     assert quadratic.PUBLISHED["published"]["SGD"] == 928
+
+
+@pytest.mark.parametrize("experiment", [quadratic, rosenbrock], ids=["quadratic", "rosenbrock"])
+def test_the_results_page_shows_what_the_records_say(experiment):
+    root = Path(__file__).parents[1]
+    folder = root / "results" / experiment.__name__.rpartition(".")[2]
+    results = {p.stem: read_json(p) for p in sorted((folder / "cells").glob("*.json"))}
+    assert experiment.markdown(experiment.table(results)).strip() in (root / "docs" / "results.md").read_text()

@@ -31,7 +31,6 @@ class Rival:
         name: for tables.
         rule: its step.
         optimiser: its namesake.
-        rates: of the learning rate, per decade; how far they reach is `grid`'s matter.
         others: the further hyperparameters by name: torch's default first, then what else is tried.
     """
 

@@ -84,6 +84,7 @@ def full_header() -> Header:
         objective="Regret()",
         estimator="ClosedForm()",
         seeds=(0, 7),
+        task_hashes=("0" * 31 + "f",),
         cost={"gradient_evaluations": 1000, "seconds": 1.5},
         held_out={"loss": {"mean": 0.1, "tasks": 20}},
     ).header

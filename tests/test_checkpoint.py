@@ -50,7 +50,7 @@ def whole(tmp_path_factory):
     return folder, load(folder / "learned.safetensors")
 
 
-POINTS = ["log:4", "loss:150", "loss:700", "write:1", "write:6", "renamed:2"]
+POINTS = ["log:4", "loss:70", "loss:300", "write:1", "write:6", "renamed:2"]
 
 
 @pytest.mark.parametrize("point", POINTS)

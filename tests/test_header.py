@@ -71,6 +71,7 @@ def test_any_value_of_any_field_is_read_or_refused_with_a_sentence(name, value):
         ({"family": {"object": object()}}, "family must hold only texts"),
         ({"versions": {"torch": 2}}, "versions must map names to texts"),
         ({"seeds": (1.5,)}, "seeds must be a list of integers"),
+        ({"task_hashes": ("0",)}, "task_hashes must be a list of hashes"),
         ({"objective": 3}, r"objective must be a text, got 3\. Pass repr"),
     ],
 )

@@ -239,7 +239,7 @@ def test_a_poisoned_task_does_not_spoil_the_result():
 def test_metrics_that_make_tasks_diverge_are_taken_back_half_way():
     """A first step that goes much too far: the tasks diverge, finish under the metrics before, and the step is halved."""
 
-    leaps = iter([-8.0])
+    leaps = iter([-4.0])
 
     @dataclass(frozen=True)
     class Reckless(TrustRegion):
@@ -248,10 +248,12 @@ def test_metrics_that_make_tasks_diverge_are_taken_back_half_way():
             return replace(found, iterate=found.iterate.shifted(next(leaps, 0.0)))
 
     records = []
-    options = SMALL | {"log": lambda r, s: records.append(r)}
+    options = SMALL | {"outer_steps": 9, "log": lambda r, s: records.append(r)}
     found = meta_train(small(), Diagonal(), method=Method(Reckless(), stopping=Stopping(0.0)), **options)
     assert records[1]["diverged"]
-    assert not records[3]["diverged"]
+    learning = [bool(r["diverged"]) for r in records if r["stage"] == "learn"]
+    assert learning[1:] == sorted(learning[1:], reverse=True), "first they diverge, then no more"
+    assert not learning[-1]
     assert iterations(found.potential, small()) < 100
 
 
@@ -425,7 +427,7 @@ def test_pieces_that_lower_the_regret_are_taken():
     assert found.header.pieces == 3
     d = found.potential.log_d["weight"]
     assert bool((d[2] > d[0]).all())
-    assert float(found.potential.offsets[2]) < 0
+    assert float(found.potential.offsets.detach()[2]) < 0
 
 
 def test_refinement_is_judged_against_what_it_started_from():

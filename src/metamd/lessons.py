@@ -1,7 +1,7 @@
 """What one task teaches in an outer step: its run, and the sums that the update of the metrics needs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from metamd.hypergrad import ClosedForm, Estimator, Moments
 from metamd.inner import Cost, Trajectory, gradient, run_inner
+from metamd.lockstep import run_many
 from metamd.objectives import Objective, PaperBound, Regret
 from metamd.outer import Iterate
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
+
+Generators = Callable[[int], torch.Generator]
 
 TAIL = 0.1
 """The last part of a run over which its losses are averaged to tell which end is best."""
@@ -44,6 +47,10 @@ class Lesson:
     cost: Cost
 
 
+Attempt = tuple[Lesson, dict[str, Tensor]]
+"""A lesson, and what it adds to the sums of the outer step."""
+
+
 @dataclass(frozen=True)
 class Lecture:
     """How a task is run and what is kept of it.
@@ -53,12 +60,14 @@ class Lecture:
         objective: what is minimised.
         estimator: how.
         exact: False takes the paper's step.
+        together: whether one task's loss serves all, so that small ones can run side by side.
     """
 
     potential: MaxDiagonal
     objective: Objective
     estimator: Estimator
     exact: bool
+    together: bool = False
 
     def fit(self, iterate: Iterate, task: Task) -> MaxDiagonal:
         """The potential with these metrics for the tensors of a task."""
@@ -73,22 +82,46 @@ class Lecture:
             sums = {f"gradient/{n}": torch.zeros(v.shape).double() for n, v in names.items()}
         return sums | {"tasks": torch.zeros((), dtype=torch.float64)}
 
-    def learn(self, task: Task, iterate: Iterate, generator: torch.Generator) -> tuple[Lesson, dict[str, Tensor]]:
-        """Run the task, and bring the sums of its own; none if it diverged."""
-        fit = self.fit(iterate, task)
-        if isinstance(self.estimator, ClosedForm):
-            run = run_inner(task, fit, exact=self.exact, reference=self.objective.reference)
+    def learn(self, tasks: Mapping[int, Task], iterate: Iterate, generator: Generators) -> dict[int, Attempt]:
+        """Run tasks, and bring the sums of each; none of those that diverged.
+
+        Args:
+            tasks: by number.
+            iterate: the metrics.
+            generator: a source of randomness for every task.
+        """
+        if not isinstance(self.estimator, ClosedForm):
+            return {i: self._differentiate(task, iterate, generator(i)) for i, task in tasks.items()}
+        attempts = {}
+        for (i, task), (fit, run) in zip(tasks.items(), self.runs(list(tasks.values()), iterate), strict=True):
             lesson, sums = self._lesson(task, fit, run), {}
             if not run.diverged:
                 assert isinstance(self.objective, Regret)
                 moments = Moments.of(run, fit, self.objective)
                 sums = {f"x/{k}": v for k, v in moments.x.items()} | {f"y/{k}": v for k, v in moments.y.items()}
-        else:
-            found = self.estimator(task, fit, self.objective, exact=self.exact, generator=generator)
-            lesson = replace(self._lesson(task, fit, found.trajectory), cost=found.cost)
-            if not lesson.diverged and not _finite(found.grads):
-                lesson = replace(lesson, diverged="The hypergradient is not finite. Start from larger metrics.")
-            sums = {f"gradient/log_d/{k}": v for k, v in found.grads.items()} | {"gradient/offsets": found.offsets}
+                sums["tasks"] = torch.ones((), dtype=torch.float64)
+            attempts[i] = lesson, sums
+        return attempts
+
+    def runs(self, tasks: list[Task], iterate: Iterate) -> list[tuple[MaxDiagonal, Trajectory]]:
+        """Plain runs, side by side where that is faster, each with its potential."""
+        reference = self.objective.reference
+        if self.together and len(tasks) > 1:
+            fit = self.fit(iterate, tasks[0])
+            found = run_many(tasks, fit, together=True, exact=self.exact, reference=reference)
+            return [(fit, run) for run in found]
+        fits = [self.fit(iterate, task) for task in tasks]
+        return [
+            (fit, run_inner(task, fit, exact=self.exact, reference=reference)) for fit, task in zip(fits, tasks, strict=True)
+        ]
+
+    def _differentiate(self, task: Task, iterate: Iterate, generator: torch.Generator) -> Attempt:
+        fit = self.fit(iterate, task)
+        found = self.estimator(task, fit, self.objective, exact=self.exact, generator=generator)
+        lesson = replace(self._lesson(task, fit, found.trajectory), cost=found.cost)
+        if not lesson.diverged and not _finite(found.grads):
+            lesson = replace(lesson, diverged="The hypergradient is not finite. Start from larger metrics.")
+        sums = {f"gradient/log_d/{k}": v for k, v in found.grads.items()} | {"gradient/offsets": found.offsets}
         return lesson, {} if lesson.diverged else {**sums, "tasks": torch.ones((), dtype=torch.float64)}
 
     @torch.no_grad()
@@ -126,36 +159,33 @@ def draw(family: TaskFamily, *purpose: int | str) -> Task:
     return family.build(family.sample(torch.Generator().manual_seed(derive_seed(*purpose))))
 
 
-def contest(lecture: Lecture, task: Task, iterates: list[Iterate]) -> dict[str, Any]:
-    """Run a task with several metrics and value all of them against one comparator.
+def contest(lecture: Lecture, tasks: Mapping[int, Task], iterates: list[Iterate]) -> dict[int, dict[str, Any]]:
+    """Run tasks with several metrics and value all of them against one comparator per task.
 
     The bound against the end of one's own run is smallest for metrics that hardly move. So all are compared with one point:
     the reference run's, if the objective has one, else the end with the lowest loss of all.
 
     Args:
         lecture: how to run.
-        task: the problem.
+        tasks: the problems, by number.
         iterates: the metrics.
 
     Returns:
-        The values by iterate, None where a run diverged, with the hash of the task and the cost.
+        By task: the values by iterate, None where a run diverged, the hash of the task and the cost.
     """
-    cost, runs = Cost(), []
-    best: Mapping[str, Tensor] | None = None
-    if lecture.objective.reference is not None:
-        best, cost = lecture.objective.reference.run(task, task.init(), task.steps)
-    for iterate in iterates:
-        fit = lecture.fit(iterate, task)
-        run = run_inner(task, fit, exact=lecture.exact, reference=best)
-        cost = cost + run.cost
-        runs.append((fit, run))
-    finished = [run for _, run in runs if not run.diverged]
-    objective = lecture.objective
-    if finished and isinstance(objective, Regret) and best is None:
-        objective = objective.held(min(finished, key=_tail))
-    with torch.no_grad():
-        values = [None if run.diverged else float(objective.value(run, fit)) for fit, run in runs]
-    return {"task": config_hash(task.config), "values": values, "cost": cost}
+    by_iterate = [lecture.runs(list(tasks.values()), iterate) if tasks else [] for iterate in iterates]
+    found = {}
+    for row, (i, task) in enumerate(tasks.items()):
+        entries = [runs[row] for runs in by_iterate]
+        finished = [run for _, run in entries if not run.diverged]
+        objective = lecture.objective
+        if finished and isinstance(objective, Regret) and objective.reference is None:
+            objective = objective.held(min(finished, key=_tail))
+        with torch.no_grad():
+            values = [None if run.diverged else float(objective.value(run, fit)) for fit, run in entries]
+        cost = sum((run.cost for _, run in entries), Cost())
+        found[i] = {"task": config_hash(task.config), "values": values, "cost": cost}
+    return found
 
 
 def _tail(run: Trajectory) -> float:

@@ -110,7 +110,7 @@ class _Lockstep:
     def _watch(self, step: int, losses: Tensor, grads: Params) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Note losses and norms; which tasks are still going. One that is not cannot touch the others."""
         values = losses.double().cpu().numpy()
-        squares = torch.stack([g.double().square().flatten(1).sum(1) for g in grads.values()]).sum(0)
+        squares = torch.stack([g.double().square().reshape(len(g), -1).sum(1) for g in grads.values()]).sum(0)
         norms = squares.sqrt().cpu().numpy()
         first = self._losses[0] if step else values
         suspicious = ~np.isfinite(values) | ~np.isfinite(norms) | (values - first > 0)

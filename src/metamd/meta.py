@@ -95,7 +95,7 @@ def meta_train(
     workers = Workers.present()
     with _opened(journal, workers):
         found = probe(family, learnable, seed, tasks_per_step, workers)
-        lecture = Lecture(found.bound, objective, estimator, method.exact)
+        lecture = Lecture(found.bound, objective, estimator, method.exact, family.shared_loss)
         closed = isinstance(estimator, ClosedForm)
         stages = _stages(closed, learnable.pieces, outer_steps, method.keep, refine)
         outer = method.outer or (TrustRegion() if closed else Adam())

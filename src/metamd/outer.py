@@ -71,7 +71,7 @@ class Outer(ABC):
     """A rule for the outer step."""
 
     retreats = True
-    """Whether metrics under which a task diverges are taken back half way."""
+    """Whether metrics under which some task diverges are taken back half way; if all diverge, they always are."""
 
     @abstractmethod
     def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
@@ -157,7 +157,8 @@ class Adam(Outer):
 class GradientDescent(Outer):
     """M <- M - rho/n sum_i dE_i/dM with D = M^2: Algorithm 1 of the paper [GaoMetaMD2022].
 
-    An entry that crosses zero counts by its absolute value: only its square matters. Offsets stay as they are.
+    An entry that crosses zero counts by its absolute value: only its square matters. Offsets stay as they are. Where every
+    task diverges, the algorithm as published has no gradient left: M goes half way back, and the next steps are smaller.
 
     Args:
         rho: the outer learning rate.
@@ -176,7 +177,7 @@ class GradientDescent(Outer):
         for k, v in now.log_d.items():
             m = (0.5 * v.double()).exp()
             # dE/dM = dE/dlog D dlog D/dM = 2/M dE/dlog D
-            m = m - self.rho * 2 / m * sums[f"gradient/log_d/{k}"] / sums["tasks"]
+            m = m - factor * self.rho * 2 / m * sums[f"gradient/log_d/{k}"] / sums["tasks"]
             log_d[k] = (2 * m.abs().clamp_min(1e-18).log()).to(v.dtype)
         return Update(Iterate(log_d, now.offsets))
 

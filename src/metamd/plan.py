@@ -151,7 +151,8 @@ class Plan:
         if len(recent) == stop.window and max(abs(c) for c in recent) <= stop.tolerance and stop.tolerance > 0:
             return f"converged: the objective changed by at most {stop.tolerance:g} in {stop.window} outer steps in a row"
         if state.done >= limit:
-            return f"stopped at the limit of {limit} outer steps, the objective still changing by {recent[-1]:.2g}"
+            last = f", the objective still changing by {recent[-1]:.2g}" if math.isfinite(recent[-1]) else ""
+            return f"stopped at the limit of {limit} outer step{'s' * (limit > 1)}{last}"
         return ""
 
     def _next(self, state: State, note: str) -> State:
@@ -183,7 +184,7 @@ class Plan:
 
         The default gives way only to one whose mean is lower by so many standard errors of the differences by task.
         """
-        rows = {i: contest(self.lecture, task, entrants) for i, task in room.tasks().items()}
+        rows = contest(self.lecture, room.tasks(), entrants)
         found = room.workers.gather(rows, room.count)
         finishable = [r["values"] for r in found if any(v is not None for v in r["values"])]
         if not finishable:

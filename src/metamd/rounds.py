@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metamd.hypergrad import ClosedForm
 from metamd.inner import Cost
-from metamd.lessons import Lecture, Lesson, draw
+from metamd.lessons import Attempt, Lecture, Lesson, draw
 from metamd.outer import Iterate
 from metamd.state import State
 from metamd.tasks.base import Task, TaskFamily, derive_seed
@@ -17,8 +17,6 @@ from metamd.workers import Workers
 
 RAISES = 12
 """How often the metrics of the first outer step are multiplied by four to find where no task diverges."""
-
-Attempt = tuple[Lesson, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -100,19 +98,17 @@ def hold(room: Class, lecture: Lecture, state: State, *, retreats: bool) -> Roun
         room: the tasks.
         lecture: how they are run.
         state: with what metrics.
-        retreats: whether to ask of tasks that diverge if the last step was to blame.
+        retreats: whether to ask of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
     """
     tasks, now, cost = room.tasks(), state.now, Cost()
     attempts: dict[int, Attempt] = {}
     if state.good is None:
         now, attempts, cost = _find_scale(room, tasks, lecture, now)
-    for i, task in tasks.items():
-        if i not in attempts:
-            attempts[i] = lecture.learn(task, now, room.generator(i))
+    attempts |= lecture.learn({i: task for i, task in tasks.items() if i not in attempts}, now, room.generator)
     lessons = room.workers.gather({i: lesson for i, (lesson, _) in attempts.items()}, room.count)
     sums = room.total({i: sums for i, (_, sums) in attempts.items()}, lecture.blank(now))
     too_far = 0
-    if retreats and state.good is not None:
+    if state.good is not None and (retreats or all(lesson.diverged for lesson in lessons)):
         too_far, extra = _too_far(room, tasks, lecture, lessons, state.good)
         cost = cost + extra
     found = Round(now, lessons, sums, too_far, sum((lesson.cost for lesson in lessons), cost))
@@ -128,31 +124,26 @@ def _find_scale(
     room: Class, tasks: Mapping[int, Task], lecture: Lecture, start: Iterate
 ) -> tuple[Iterate, dict[int, Attempt], Cost]:
     """The smallest power of four by which the metrics are multiplied so that every task finishes that can."""
-    powers: dict[int, tuple[int | None, Cost]] = {}
+    powers: dict[int, int | None] = dict.fromkeys(tasks)
+    costs = dict.fromkeys(tasks, Cost())
     kept: dict[int, Attempt] = {}
-    for i, task in tasks.items():
-        cost, power = Cost(), None
-        for raised in range(RAISES + 1):
-            trial = start.shifted(raised * math.log(4.0))
-            if isinstance(lecture.estimator, ClosedForm):
-                kept[i] = lecture.learn(task, trial, room.generator(i))
-                fine, extra = not kept[i][0].diverged, kept[i][0].cost
-            else:
-                fine, extra = lecture.survives(task, trial)
-            cost = cost + extra
-            if fine:
-                power = raised
-                break
-        powers[i] = (power, cost)
-    found = room.workers.gather(powers, room.count)
-    largest = max((p for p, _ in found if p is not None), default=0)
-    # A run that was made at this very scale already is not made again, nor that of a task which nothing helps.
-    same = {i: a for i, a in kept.items() if found[i][0] in (largest, None)}
-    spent = sum((c for _, c in found), Cost())
-    for i, row in enumerate(found):  # the cost of the lessons kept is counted with them
-        if isinstance(lecture.estimator, ClosedForm) and row[0] in (largest, None) and i in same:
-            same[i] = (replace(same[i][0], cost=Cost()), same[i][1])
-    return start.shifted(largest * math.log(4.0)), same, spent
+    for power in range(RAISES + 1):
+        left = {i: task for i, task in tasks.items() if powers[i] is None}
+        trial = start.shifted(power * math.log(4.0))
+        if isinstance(lecture.estimator, ClosedForm):
+            attempts = lecture.learn(left, trial, room.generator)
+            kept |= attempts
+            answers = {i: (not lesson.diverged, lesson.cost) for i, (lesson, _) in attempts.items()}
+        else:
+            answers = {i: lecture.survives(task, trial) for i, task in left.items()}
+        for i, (fine, cost) in answers.items():
+            costs[i] = costs[i] + cost
+            powers[i] = power if fine else None
+    found = room.workers.gather({i: (powers[i], costs[i]) for i in tasks}, room.count)
+    largest = max((power for power, _ in found if power is not None), default=0)
+    # A run that was made at this very scale is not made again, nor that of a task which nothing helps; it is paid for.
+    same = {i: (replace(lesson, cost=Cost()), sums) for i, (lesson, sums) in kept.items() if powers[i] in (largest, None)}
+    return start.shifted(largest * math.log(4.0)), same, sum((cost for _, cost in found), Cost())
 
 
 def _too_far(

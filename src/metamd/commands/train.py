@@ -85,7 +85,7 @@ def tensorboard(folder: Path) -> Log:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError("--tensorboard needs the tensorboard package: pip install metamd[tensorboard].") from None
-    writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    writer: Any = SummaryWriter(str(folder))
 
     def log(record: dict[str, Any], step: int) -> None:
         for name, value in record.items():

@@ -1,0 +1,121 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from metamd import cli, load
+from metamd.commands.train import FAMILIES, tensorboard
+
+QUICK = ["--steps", "20", "--outer-steps", "2", "--tasks", "2"]
+
+
+def process(*args):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "metamd", "train", *map(str, args)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_to_a_file_that_loads(family, tmp_path, capsys):
+    out = tmp_path / "new" / "learned.safetensors"
+    assert cli.run(["train", family, "--out", str(out), "--prior", "0.01", *QUICK]) == 0
+    said = capsys.readouterr()
+    assert "Learned 1 piece from" in said.out
+    assert "objective" in said.err
+    learned = load(out)
+    assert learned.header.family["name"] == family
+    assert learned.header.horizon == 20
+    log = (tmp_path / "new" / "learned.safetensors.run" / "log.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in log.splitlines()] == [1, 2, 3]
+
+
+def test_json_is_one_object_and_progress_goes_to_standard_error(tmp_path, capsys):
+    out = tmp_path / "x.safetensors"
+    assert cli.run(["train", "quadratic", "--out", str(out), "--json", "--pieces", "2", "--refine", "1", *QUICK]) == 0
+    said = capsys.readouterr()
+    record = json.loads(said.out)
+    assert record["fingerprint"] == load(out).fingerprint()
+    assert record["header"]["cost"]["outer_steps"] == 6
+    assert any("kept" in note for note in record["notes"])
+    assert "learn 1" in said.err
+
+
+@pytest.mark.filterwarnings("ignore::metamd.NotConvergedWarning")
+def test_the_paper_preset_from_the_command_line(tmp_path):
+    out = tmp_path / "x.safetensors"
+    assert cli.run(["train", "quadratic", "--out", str(out), "--preset", "paper", "--rho", "0.01", *QUICK]) == 0
+    assert load(out).header.pieces == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nothing"], "there is no family 'nothing'. There are"),
+        (["quadratic", "--outer-steps", "0"], "outer_steps must be at least 1"),
+        (["quadratic", "--steps", "0"], "steps must be at least 1"),
+        (["quadratic", "--preset", "mine"], "preset must be"),
+        (["quadratic", "--estimator", "mine"], "estimator must be one of"),
+        (["quadratic", "--tying", "mine"], "tying must be one of"),
+        (["quadratic", "--pieces", "0"], "pieces must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2(args, message, tmp_path, capsys):
+    out = tmp_path / "x.safetensors"
+    assert cli.run(["train", *args, "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not out.exists()
+
+
+def test_places_that_cannot_be_written_are_refused(tmp_path, capsys):
+    assert cli.run(["train", "quadratic", "--out", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert cli.run(["train", "quadratic", "--out", str(tmp_path / "file" / "x")]) == 2
+    capsys.readouterr()
+
+
+def test_another_configuration_on_the_same_file_is_refused(tmp_path, capsys):
+    out = str(tmp_path / "x.safetensors")
+    assert cli.run(["train", "quadratic", "--out", out, *QUICK]) == 0
+    assert cli.run(["train", "quadratic", "--out", out, *QUICK, "--seed", "7"]) == 2
+    assert "another configuration: seed is 0 there and 7 here" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_a_run_that_the_same_command_continues(tmp_path):
+    options = ["--steps", "300", "--outer-steps", "4", "--tasks", "4", "--tolerance", "0", "--every", "3"]
+    out, whole = tmp_path / "x.safetensors", tmp_path / "whole.safetensors"
+    first = process("quadratic", "--out", out, *options)
+    log = tmp_path / "x.safetensors.run" / "log.jsonl"
+    for _ in range(1200):
+        if log.exists() and log.read_text().count("\n") >= 1:
+            break
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == 130, err
+    assert "the same command continues" in err
+    assert not out.exists()
+    assert (log.parent / "checkpoint.safetensors").exists(), "between two checkpoints, Ctrl-C makes one"
+    second, third = process("quadratic", "--out", out, *options), process("quadratic", "--out", whole, *options)
+    for run in (second, third):
+        _, err = run.communicate(timeout=120)
+        assert run.returncode == 0, err
+    assert load(out).fingerprint() == load(whole).fingerprint()
+
+
+def test_tensorboard_gets_the_numbers(monkeypatch, tmp_path):
+    calls = []
+    writer = SimpleNamespace(add_scalar=lambda *a: calls.append(a), flush=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: writer))
+    tensorboard(tmp_path)({"stage": "learn", "step": 1, "objective": 2.5, "bound": None, "note": "x"}, 1)
+    assert calls == [("learn/objective", 2.5, 1)]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="pip install"):
+        tensorboard(tmp_path)

@@ -105,7 +105,8 @@ def _box(panels: Sequence[Panel]) -> tuple[float, float, float, float]:
     """Around start, optimum and the runs; one that shoots out of the picture does not decide its size."""
     ends = np.array([p for panel in panels for p in (panel.path[0], panel.optimum)], dtype=np.float64)
     low, high = ends.min(0), ends.max(0)
-    size = np.maximum(high - low, max(0.5, 0.5 * float((high - low).max())))
+    size, longest = high - low, float((high - low).max())
+    size = np.where(size > 0.02 * longest, size, max(0.5, 0.5 * longest))  # start and optimum at one height say nothing
     points = np.concatenate([np.asarray(panel.path, dtype=np.float64) for panel in panels])
     low = np.maximum(points.min(0), low - size)
     high = np.minimum(points.max(0), high + 0.6 * size)

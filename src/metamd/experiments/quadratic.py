@@ -354,4 +354,5 @@ def _panels(results: Mapping[str, Result], row: str, problems: Problems) -> Iter
             continue
         counts = found["iterations"]
         count = (counts["tight"] if isinstance(counts, dict) else counts)[0]
-        yield Panel(f"{label}\n{'not' if count is None else f'{count:,}'} iterations", surface, found["path"], optimum)
+        arrived = "did not arrive" if count is None else f"{count:,} iterations"
+        yield Panel(f"{label}\n{arrived}", surface, found["path"], optimum)

@@ -7,7 +7,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint c
 
 .PHONY: demo test lint bench clean
 
-demo: $(VENV)/.dev
+demo: $(VENV)/.demo
 	$(BIN)/metamd demo
 
 test: lint $(VENV)/.clients
@@ -23,6 +23,10 @@ bench: $(VENV)/.dev
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable ".[demo]"
+	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable ".[dev]"

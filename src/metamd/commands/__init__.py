@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
@@ -110,6 +110,25 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Reproduce:
+    """Run one of the paper's experiments; what is computed stays in records, and the same command continues it.
+
+    Args:
+        name: of the experiment.
+        scale: smoke takes seconds, cpu minutes on two cores.
+        out: directory for records and figures; runs/NAME-SCALE if not given.
+        seed: of everything random.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[Literal["quadratic", "rosenbrock"]]
+    scale: Literal["smoke", "cpu"] = "cpu"
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    seed: int = 0
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Train:
     """Learn an optimiser for a family of tasks; the same command continues a run that was stopped.
 
@@ -175,13 +194,14 @@ class Update:
     json: bool = False
 
 
-Options = Data | Demo | Inspect | Train | Update
+Options = Data | Demo | Inspect | Reproduce | Train | Update
 
 HOMES: dict[type, str] = {
     Data: "metamd.commands.data",
     Demo: "metamd.commands.demo",
     Inspect: "metamd.commands.inspect",
     Update: "metamd.commands.update",
+    Reproduce: "metamd.commands.reproduce",
     Train: "metamd.commands.train",
 }
 """Where each command is carried out: a module with `run(options) -> int`, imported when the command is called."""

@@ -1,0 +1,1 @@
+"""The paper's experiments, one module for each; `metamd reproduce` runs them."""

@@ -1,0 +1,358 @@
+"""`metamd reproduce quadratic`: iterations on random 2-D quadratics, the paper's first figure [GaoMetaMD2022].
+
+Every rival is tuned on the test problems themselves, on a grid fixed beforehand; MetaMD is learned on other problems of the
+family and has nothing tuned. The best diagonal, found by brute force on the test problems, is what one metric can reach.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from metamd import tasks
+from metamd.experiments import race
+from metamd.experiments.cells import Cell, fill, own_warnings
+from metamd.experiments.race import Entry, Problems
+from metamd.experiments.rivals import RIVALS
+from metamd.experiments.spread import Spread
+from metamd.hypergrad import Reverse
+from metamd.meta import Method, meta_train, paper
+from metamd.outer import Adam
+from metamd.potentials import Diagonal
+from metamd.records import Records, Result
+from metamd.tasks.base import TaskFamily, derive_seed
+
+ROWS = {"published": (0.3, 14.0), "ill": (0.01, 14.0)}
+"""The means of Q's diagonal. Those of the paper's second row are not published; (0.01, 14) is ours."""
+
+PAPER = {"paper-published": "MetaMD, paper", "paper-adam": "MetaMD, paper (Adam on log D)"}
+"""Algorithm 1 as published, and its objective with another outer rule."""
+
+STARTS = {"far": 3.0, "near": 0.1}
+TOLERANCES = {"tight": 1e-6, "loose": 1e-2}
+PUBLISHED = {
+    "published": {"MetaMD, paper": 23, "SGD": 928, "SGD-M": 104, "Adam": 45},
+    "ill": {"MetaMD, paper": 280, "SGD": 27_328, "SGD-M": 1_838, "Adam": 324},
+}
+"""The paper's iterations. Its threshold, its starting point and the second row's means are not given there."""
+
+PAPER_PLACES = (("published", "far"), ("published", "near"), ("ill", "far"))
+"""Where the paper's objective is tried: it needs second derivatives, and is slow."""
+
+RATES = {"low": -5, "high": 2, "per_decade": 8}
+
+
+Numbers = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is computed.
+
+    Args:
+        rows: names in `ROWS`.
+        starts: names in `STARTS`.
+        problems: test problems.
+        limit: the most iterations of a rival.
+        learned_limit: the most iterations of a learned geometry.
+        trainings: meta-trainings of our default, with different seeds.
+        outer_steps: at most, of our default.
+        tasks_per_step: of our default.
+        published: k, rho, outer_steps, tasks_per_step and T of the preset `paper`, which is plain gradient descent on M.
+        adam: the same for the paper's objective followed by Adam on log D, with its lr.
+        grid: points per coordinate of the brute force.
+        everything: whether rivals are also tuned in more than the rate.
+    """
+
+    rows: tuple[str, ...] = ("published", "ill")
+    starts: tuple[str, ...] = ("far", "near")
+    problems: int = 50
+    limit: int = 50_000
+    learned_limit: int = 2_000
+    trainings: int = 3
+    outer_steps: int = 20
+    tasks_per_step: int = 16
+    published: Numbers = (("k", 10), ("rho", 0.001), ("outer_steps", 20), ("tasks_per_step", 4), ("T", 200))
+    adam: Numbers = (("k", 10), ("lr", 0.1), ("outer_steps", 150), ("tasks_per_step", 4), ("T", 200))
+    grid: int = 25
+    everything: bool = True
+
+
+SCALES = {
+    "smoke": Scale(
+        ("published",),
+        ("far",),
+        problems=5,
+        limit=2_000,
+        learned_limit=500,
+        trainings=1,
+        outer_steps=2,
+        tasks_per_step=2,
+        published=(("k", 10), ("rho", 0.001), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 100)),
+        adam=(("k", 10), ("lr", 0.1), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 100)),
+        grid=7,
+        everything=False,
+    ),
+    "cpu": Scale(),
+}
+
+
+def run(scale: str, folder: Path, seed: int) -> Result:
+    """Fill the table and draw the figures; what is in the folder already is kept.
+
+    Args:
+        scale: a name in `SCALES`.
+        folder: for records and figures.
+        seed: of the test problems and of the meta-trainings.
+    """
+    settings = {"experiment": "quadratic", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
+    records = Records(folder, settings)
+    results = fill(records, cells(SCALES[scale], seed), title="quadratic")
+    rows = table(results)
+    draw(results, folder)
+    return {"experiment": "quadratic", "scale": scale, "seed": seed, "rows": rows}
+
+
+def family(row: str, start: str, steps: int = 200) -> TaskFamily:
+    """The quadratics of one row and start.
+
+    Args:
+        row: a name in `ROWS`.
+        start: a name in `STARTS`.
+        steps: T of the meta-training.
+    """
+    return tasks.quadratic(ROWS[row], start=STARTS[start], steps=steps)
+
+
+@lru_cache
+def _problems(row: str, start: str, count: int, seed: int) -> Problems:
+    return Problems.draw(family(row, start), count, derive_seed(seed, "test problems"))
+
+
+def cells(scale: Scale, seed: int) -> Iterator[Cell]:
+    """What there is to compute, the quick ones first.
+
+    Args:
+        scale: how much.
+        seed: of everything random.
+    """
+    places = [(row, start) for row in scale.rows for start in scale.starts]
+    for row, start in places:
+        for name, tolerance in TOLERANCES.items():
+            yield Cell(f"{row}-{start}-{name}-best-diagonal", partial(_brute, scale, seed, row, start, tolerance))
+            for key, rival in RIVALS.items():
+                for everything in (False, True) if scale.everything and rival.others else (False,):
+                    label = f"{row}-{start}-{name}-{key}-{'all' if everything else 'rate'}"
+                    yield Cell(label, partial(_rival, scale, seed, (row, start), tolerance, key, everything))
+    for row, start in places:
+        for number in range(scale.trainings):
+            yield Cell(f"{row}-{start}-metamd-{number}", partial(_ours, scale, seed, row, start, number))
+        for name in ("published", "adam") if (row, start) in PAPER_PLACES else ():
+            yield Cell(f"{row}-{start}-paper-{name}", partial(_preset, scale, seed, row, start, name))
+
+
+def _brute(scale: Scale, seed: int, row: str, start: str, tolerance: float) -> Result:
+    problems = _problems(row, start, scale.problems, seed)
+    return _entry(race.best_diagonal(problems, tolerance, scale.limit, points=scale.grid))
+
+
+def _rival(scale: Scale, seed: int, place: tuple[str, str], tolerance: float, key: str, everything: bool) -> Result:
+    settings = RIVALS[key].grid(RATES, everything=everything)
+    entry = race.tuned(_problems(*place, scale.problems, seed), RIVALS[key], settings, tolerance, scale.limit)
+    return _entry(entry) | {"tried": len(settings)}
+
+
+def _ours(scale: Scale, seed: int, row: str, start: str, number: int) -> Result:
+    options = {"outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
+    return _learned(scale, seed, (row, start), number, {"potential": Diagonal(), **options})
+
+
+def _preset(scale: Scale, seed: int, row: str, start: str, name: str) -> Result:
+    given = dict(scale.published if name == "published" else scale.adam)
+    # Reverse gives Forward's gradient to rounding, in a fraction of the time
+    options = paper(given["k"], rho=given.get("rho", 1.0), estimator=Reverse())
+    if name == "adam":
+        options["method"] = Method(Adam(given["lr"]), exact=False, keep="last")
+    counts = {k: int(given[k]) for k in ("outer_steps", "tasks_per_step")}
+    return _learned(scale, seed, (row, start), 0, options | counts, steps=int(given["T"])) | {"setting": given}
+
+
+def _learned(
+    scale: Scale, seed: int, place: tuple[str, str], number: int, options: Mapping[str, Any], steps: int = 200
+) -> Result:
+    """Meta-train, then run on the test problems; what was warned about is part of the result."""
+    problems = _problems(*place, scale.problems, seed)
+    exact = "method" not in options
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            training = meta_train(family(*place, steps), **options, seed=derive_seed(seed, "training", number))
+        except ValueError as error:  # the preset may diverge for good: a result, not a failure
+            return {"failed": str(error), "warnings": own_warnings(caught)}
+        entries = race.learned(problems, training, list(TOLERANCES.values()), scale.learned_limit, exact=exact)
+    metrics = next(v.detach().exp().tolist() for v in training.potential.log_d.values())
+    return {
+        "iterations": {name: entry.counts for name, entry in zip(TOLERANCES, entries, strict=True)},
+        "metrics": metrics,
+        "cost": {k: v for k, v in (training.header.cost or {}).items() if k != "seconds"},
+        "warnings": own_warnings(caught),
+        "path": entries[0].path,
+    }
+
+
+def _entry(entry: Entry) -> Result:
+    return {"setting": entry.setting, "iterations": entry.counts, "path": entry.path}
+
+
+# the table
+
+
+def table(results: Mapping[str, Result]) -> list[Result]:
+    """One row for every optimiser, family, start and tolerance: the spread of its iterations.
+
+    Args:
+        results: of all cells.
+    """
+    rows = []
+    for row in ROWS:
+        for start in STARTS:
+            for name in TOLERANCES:
+                for label, counts, extra in _members(results, row, start, name):
+                    where = {"row": row, "start": start, "tolerance": TOLERANCES[name], "optimiser": label}
+                    rows.append(where | Spread.of(counts).to_json() | extra)
+    return rows
+
+
+def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> Iterator[tuple[str, list[Any], Result]]:
+    trainings = [r for k, r in results.items() if k.startswith(f"{row}-{start}-metamd-") and "failed" not in r]
+    if trainings:
+        each = [
+            {"metrics": r["metrics"], "mean": Spread.of(r["iterations"][name]).to_json()["mean"], **r["cost"]}
+            for r in trainings
+        ]
+        yield "MetaMD", [c for r in trainings for c in r["iterations"][name]], {"trainings": each}
+    for key, label in PAPER.items():
+        preset = results.get(f"{row}-{start}-{key}", {"failed": ""})
+        if "failed" not in preset:
+            yield label, preset["iterations"][name], {"metrics": preset["metrics"], "setting": preset["setting"]}
+    labels = {"best-diagonal": "best diagonal"}
+    for key, rival in RIVALS.items():
+        labels |= {f"{key}-rate": f"{rival.name} (rate)", f"{key}-all": f"{rival.name} (all)"}
+    for key, label in labels.items():
+        found = results.get(f"{row}-{start}-{name}-{key}")
+        if found is not None:
+            yield label, found["iterations"], {"setting": found["setting"]}
+
+
+def markdown(rows: list[Result]) -> str:
+    """The tables of the results page.
+
+    Args:
+        rows: as `table` makes them.
+    """
+    parts = []
+    for row, means in ROWS.items():
+        for start, place in STARTS.items():
+            here = [r for r in rows if (r["row"], r["start"]) == (row, start)]
+            if here:
+                parts.append(
+                    f"**Means {means[0]:g} and {means[1]:g}, start ({place:g}, {place:g})**\n\n{_table(here, row, start)}"
+                )
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: list[Result], row: str, start: str) -> str:
+    tight, loose = ({r["optimiser"]: r for r in rows if r["tolerance"] == t} for t in TOLERANCES.values())
+    heads = ["1e-6: median (quartiles)", "95 % interval", "mean", "arrived", "MetaMD is faster by"]
+    lines = [" | ".join(["| optimiser", *heads, "1e-2: median (quartiles)", "by", "paper |"]), "|---" * 9 + "|"]
+    for label, found in tight.items():
+        published = PUBLISHED[row].get(label.removesuffix(" (rate)")) if start == "far" else None
+        fields = [
+            label,
+            _middle(found),
+            f"{_number(found['low'])} to {_number(found['high'])}",
+            _number(found["mean"], 1),
+            f"{found['arrived']}/{found['count']}",
+            _ratio(found, tight),
+            _middle(loose[label]),
+            _ratio(loose[label], loose),
+            "" if published is None else f"{published:,}",
+        ]
+        lines.append(f"| {' | '.join(fields)} |")
+    means = [t["mean"] for t in tight.get("MetaMD", {}).get("trainings", [])]
+    best = tight["best diagonal"]["mean"]
+    if means and best:
+        each = ", ".join("not all arrived" if m is None else f"{m / best:.2f}" for m in means)
+        lines.append(f"\nMean iterations of each meta-training over those of the best diagonal, at 1e-6: {each}.")
+    return "\n".join(lines)
+
+
+def _middle(found: Result) -> str:
+    return f"{_number(found['median'])} ({_number(found['lower'])} to {_number(found['upper'])})"
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    if value is None:
+        return "never"
+    return f"{value:,.{digits}f}" if digits else f"{value:,.1f}".removesuffix(".0")
+
+
+def _ratio(found: Result, members: Mapping[str, Result]) -> str:
+    """Of the medians."""
+    ours = members.get("MetaMD", {}).get("median")
+    return "" if not ours or found["optimiser"] == "MetaMD" or found["median"] is None else f"{found['median'] / ours:.1f} x"
+
+
+# the figures
+
+
+def draw(results: Mapping[str, Result], folder: Path) -> None:
+    """The trajectories on the first test problem, and all iterations.
+
+    Args:
+        results: of all cells.
+        folder: where the images go.
+    """
+    from metamd import figures
+
+    settings = Records.settings(folder)
+    rows = {}
+    for row in settings["rows"]:
+        problems = _problems(row, "far", settings["problems"], settings["seed"])
+        panels = list(_panels(results, row, problems))
+        rows[f"means {ROWS[row][0]:g}, {ROWS[row][1]:g}"] = panels
+    figures.trajectories(rows, folder / "trajectories.png")
+    groups = {}
+    for row in settings["rows"]:
+        for start in settings["starts"]:
+            members = [
+                figures.Strip(label, counts, not label.endswith("(all)"))
+                for label, counts, _ in _members(results, row, start, "tight")
+            ]
+            groups[f"means {ROWS[row][0]:g}, {ROWS[row][1]:g}; start {STARTS[start]:g}"] = members
+    figures.strips(groups, folder / "iterations.png", xlabel="iterations until the gradient is below 1e-6")
+
+
+def _panels(results: Mapping[str, Result], row: str, problems: Problems) -> Iterator[Any]:
+    from metamd.figures import Panel
+
+    q, b = (problems.batch[k][0].numpy() for k in ("Q", "b"))
+    optimum = torch.linalg.solve(2 * problems.batch["Q"][0], problems.batch["b"][0]).tolist()
+
+    def surface(x: Any, y: Any) -> Any:
+        return q[0, 0] * x**2 + 2 * q[0, 1] * x * y + q[1, 1] * y**2 - b[0] * x - b[1] * y
+
+    shown = {"MetaMD": "metamd-0", **{label: key for key, label in PAPER.items()}}
+    shown |= {rival.name: f"tight-{key}-rate" for key, rival in RIVALS.items()}
+    for label, key in shown.items():
+        found = results.get(f"{row}-far-{key}", {"failed": ""})
+        if "failed" in found:
+            continue
+        counts = found["iterations"]
+        count = (counts["tight"] if isinstance(counts, dict) else counts)[0]
+        arrived = "did not arrive" if count is None else f"{count:,} iterations"
+        yield Panel(f"{label}\n{arrived}", surface, found["path"], optimum)

@@ -1,0 +1,70 @@
+"""Counts over problems in a few numbers: median, quartiles, and how sure the median is."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The distribution of one quantity over problems; infinite values stand for runs that never arrived.
+
+    Args:
+        median: of all values.
+        lower: first quartile.
+        upper: third quartile.
+        low: lower end of the 95 % bootstrap interval of the median (percentiles of 2,000 resamples).
+        high: upper end.
+        mean: infinite if one run never arrived.
+        worst: the largest value.
+        arrived: how many are finite.
+        count: how many there are.
+    """
+
+    median: float
+    lower: float
+    upper: float
+    low: float
+    high: float
+    mean: float
+    worst: float
+    arrived: int
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float | None], seed: int = 0) -> "Spread":
+        """The spread of values, None for a run that never arrived.
+
+        Args:
+            values: one per problem.
+            seed: of the bootstrap.
+
+        Example:
+            >>> Spread.of([3, 1, 2, None]).median
+            2.5
+        """
+        x = np.array([np.inf if v is None else v for v in values], dtype=np.float64)
+        if not x.size:
+            raise ValueError("a spread needs at least one value, got none.")
+        draws = np.random.default_rng(seed).integers(len(x), size=(RESAMPLES, len(x)))
+        medians = _quantile(x[draws], 0.5)
+        low, high = _quantile(medians, 0.025), _quantile(medians, 0.975)
+        median, lower, upper = (float(_quantile(x, q)) for q in (0.5, 0.25, 0.75))
+        finite = int(np.isfinite(x).sum())
+        return cls(median, lower, upper, float(low), float(high), float(x.mean()), float(x.max()), finite, len(x))
+
+    def to_json(self) -> dict[str, Any]:
+        """With None for what is infinite."""
+        return {k: None if v == np.inf else v for k, v in asdict(self).items()}
+
+
+def _quantile(x: "np.ndarray[Any, np.dtype[np.float64]]", q: float) -> Any:
+    """The mean of the two order statistics around a quantile: numpy's own interpolation makes NaN of two infinities."""
+    ordered = np.sort(x, axis=-1)
+    place = q * (ordered.shape[-1] - 1)
+    below, above = ordered[..., int(np.floor(place))], ordered[..., int(np.ceil(place))]
+    return np.where(below == above, below, 0.5 * (below + above))

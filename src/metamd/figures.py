@@ -1,0 +1,227 @@
+"""Figures from records: nothing is computed here. matplotlib is imported when a figure is drawn."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+COLOURS = {
+    "MetaMD": "#c1272d",
+    "MetaMD, paper": "#e08214",
+    "SGD": "#555555",
+    "SGD-M": "#1b7837",
+    "Adam": "#2166ac",
+    "RMSprop": "#7b3294",
+    "best diagonal": "#000000",
+    "Adam, untuned": "#92c5de",
+    "MetaMD (3 pieces)": "#f4a582",
+    "MetaMD, paper (Adam on log D)": "#fdb863",
+}
+"""One colour per optimiser in all figures."""
+
+
+def _colour(label: str) -> str:
+    return COLOURS.get(label) or COLOURS.get(label.split(" (")[0], "#c1272d")
+
+
+def blank(width: float, height: float) -> Any:
+    """An empty figure that needs no display.
+
+    Args:
+        width: in inches.
+        height: in inches.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError("figures need matplotlib, which is not installed. Run: pip install 'metamd[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; the ending chooses the format.
+
+    Args:
+        figure: as `blank` makes it.
+        path: where.
+    """
+    # no creation date and no version, so that the same records give the same bytes
+    figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A run in the plane.
+
+    Args:
+        title: above it; its first line is the optimiser's name.
+        surface: the function of (x, y), on arrays.
+        path: the points of the run, (points, 2).
+        optimum: where it should end.
+    """
+
+    title: str
+    surface: Callable[[Array, Array], Array]
+    path: Sequence[Sequence[float]]
+    optimum: Sequence[float]
+
+
+def trajectories(rows: Mapping[str, Sequence[Panel]], path: Path) -> None:
+    """Runs over the contours of what they minimise, a column per optimiser; all panels of a row show the same region.
+
+    Args:
+        rows: the panels of each row by its label.
+        path: the image to write.
+    """
+    columns = max(len(panels) for panels in rows.values())
+    figure = blank(2.15 * columns + 0.3, 2.35 * len(rows) + 0.2)
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    for axes_row, (label, panels) in zip(grid, rows.items(), strict=True):
+        box = _box(panels)
+        for axes in axes_row[len(panels) :]:
+            axes.set_axis_off()
+        for axes, panel in zip(axes_row, panels, strict=False):
+            _contours(axes, panel, box)
+            points = np.asarray(panel.path, dtype=np.float64)
+            colour = _colour(panel.title.split("\n")[0])
+            axes.plot(points[:, 0], points[:, 1], "-", color=colour, linewidth=1.1)
+            axes.plot(points[:, 0], points[:, 1], ".", color=colour, markersize=2.6)
+            axes.plot(*points[0], "o", color="#2ca02c", markersize=6, markeredgecolor="white")
+            axes.plot(*panel.optimum, "*", color="#ff9900", markersize=11, markeredgecolor="black", markeredgewidth=0.5)
+            axes.set_xlim(box[0], box[1])
+            axes.set_ylim(box[2], box[3])
+            axes.set_title(panel.title, fontsize=8)
+            axes.tick_params(labelsize=6)
+        axes_row[0].set_ylabel(label, fontsize=8)
+    save(figure, path)
+
+
+def _box(panels: Sequence[Panel]) -> tuple[float, float, float, float]:
+    """Around start, optimum and the runs; one that shoots out of the picture does not decide its size."""
+    ends = np.array([p for panel in panels for p in (panel.path[0], panel.optimum)], dtype=np.float64)
+    low, high = ends.min(0), ends.max(0)
+    size, longest = high - low, float((high - low).max())
+    size = np.where(size > 0.02 * longest, size, max(0.5, 0.5 * longest))  # start and optimum at one height say nothing
+    points = np.concatenate([np.asarray(panel.path, dtype=np.float64) for panel in panels])
+    low = np.maximum(points.min(0), low - size)
+    high = np.minimum(points.max(0), high + 0.6 * size)
+    margin = 0.08 * np.maximum(high - low, 0.5)
+    (x0, y0), (x1, y1) = low - margin, high + margin
+    return float(x0), float(x1), float(y0), float(y1)
+
+
+def _contours(axes: Any, panel: Panel, box: tuple[float, float, float, float]) -> None:
+    x, y = np.meshgrid(np.linspace(box[0], box[1], 160), np.linspace(box[2], box[3], 160))
+    z = panel.surface(x, y)
+    bottom = panel.surface(*(np.array([v], dtype=np.float64) for v in panel.optimum))[0]
+    height = np.log10(np.maximum(z - bottom, 1e-6))  # a linear scale shows nothing of a flat valley
+    levels = np.linspace(np.quantile(height, 0.02), height.max(), 12)
+    axes.contourf(x, y, height, levels=levels, cmap="Blues_r", alpha=0.45, extend="min")
+    axes.contour(x, y, height, levels=levels, colors="0.6", linewidths=0.4)
+
+
+@dataclass(frozen=True)
+class Strip:
+    """The counts of one optimiser.
+
+    Args:
+        label: on the axis.
+        counts: one per problem, None for a run that never arrived.
+        filled: whether the dots are full.
+    """
+
+    label: str
+    counts: Sequence[float | None]
+    filled: bool = True
+
+
+def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str) -> None:
+    """One row of dots per optimiser on a logarithmic axis, a bar at the median; one panel per group.
+
+    Args:
+        groups: the strips of each panel by its title.
+        path: the image to write.
+        xlabel: what is counted.
+    """
+    tallest = max(len(s) for s in groups.values())
+    figure = blank(4.2 * len(groups) + 0.6, 0.27 * tallest + 1.1)
+    grid = figure.subplots(1, len(groups), squeeze=False, sharey=False)[0]
+    for axes, (title, members) in zip(grid, groups.items(), strict=True):
+        labels = []
+        for place, strip in enumerate(members):
+            values = np.array([np.nan if c is None else max(c, 0.8) for c in strip.counts], dtype=np.float64)
+            colour = _colour(strip.label)
+            offsets = place + 0.28 * (np.arange(len(values)) % 7 - 3) / 3
+            face = colour if strip.filled else "none"
+            axes.scatter(values, offsets, s=9, facecolors=face, edgecolors=colour, linewidths=0.6, alpha=0.7)
+            missing = int(np.isnan(values).sum())
+            if missing < len(values) / 2:
+                middle = float(np.median(np.where(np.isnan(values), np.inf, values)))
+                axes.vlines(middle, place - 0.42, place + 0.42, color="black", linewidth=1.6)
+            labels.append(strip.label + (f", {missing} never" if missing else ""))
+        axes.set_yticks(range(len(labels)), labels, fontsize=8)
+        axes.set_ylim(len(labels) - 0.4, -0.6)
+        axes.set_xscale("log")
+        axes.set_xlabel(xlabel, fontsize=8)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.set_title(title, fontsize=9)
+        axes.grid(axis="x", color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity over the steps.
+
+    Args:
+        label: in the legend; the colour goes by what stands before " (".
+        x: the steps.
+        y: the values.
+        low: lower edge of a band, if there is one.
+        high: its upper edge.
+        dashed: how the line is drawn.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    dashed: bool = False
+
+
+def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, ylabel: str) -> None:
+    """Lines with bands, on a logarithmic vertical axis; one panel per group.
+
+    Args:
+        panels: the curves of each panel by its title.
+        path: the image to write.
+        xlabel: of all panels.
+        ylabel: of the first.
+    """
+    figure = blank(3.9 * len(panels) + 1.6, 3.4)
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (title, members) in zip(grid, panels.items(), strict=True):
+        for curve in members:
+            colour = _colour(curve.label)
+            axes.plot(curve.x, curve.y, "--" if curve.dashed else "-", color=colour, linewidth=1.4, label=curve.label)
+            if curve.low is not None and curve.high is not None:
+                axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+        axes.set_yscale("log")
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel(xlabel, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.grid(color="0.92")
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel(ylabel, fontsize=8)
+    most = max(panels, key=lambda title: len(panels[title]))
+    handles, labels = grid[list(panels).index(most)].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    save(figure, path)

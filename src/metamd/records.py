@@ -1,0 +1,104 @@
+"""Results on disk: one small JSON file per cell of a table, written whole, so that an interrupted run continues."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from metamd.container import shown, strict_json, write_atomically
+
+FORMAT = 1
+
+Result = dict[str, Any]
+"""What a cell holds, in JSON's own types; the count of a run that never arrived, say, is None."""
+
+
+class Records:
+    """The cells of one run in a folder, together with the settings that they were made with.
+
+    Args:
+        folder: made if it is not there.
+        settings: all that the results depend on, in JSON's types. A folder with other settings is refused.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     first = Records(Path(folder), {"seed": 0}).cell("a", lambda: {"iterations": 3})
+        ...     second = Records(Path(folder), {"seed": 0}).cell("a", lambda: {"iterations": 4})
+        >>> second
+        {'iterations': 3}
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = folder
+        (folder / "cells").mkdir(parents=True, exist_ok=True)
+        about = {"format": FORMAT, "settings": _plain(settings)}
+        path = folder / "run.json"
+        if not path.exists():
+            write_json(path, about)
+        elif (found := read_json(path)) != about:
+            was, now = (json.dumps(x.get("settings") if isinstance(x, dict) else x) for x in (found, about))
+            raise ValueError(
+                f"{shown(str(folder))} holds a run with other settings: {was}, not {now}. Choose another --out or delete it."
+            )
+
+    @staticmethod
+    def settings(folder: Path) -> dict[str, Any]:
+        """What the run in a folder was made with.
+
+        Args:
+            folder: of the run.
+        """
+        found: dict[str, Any] = read_json(folder / "run.json")["settings"]
+        return found
+
+    def cell(self, name: str, compute: Callable[[], Result]) -> Result:
+        """The result of that name: read if it is there, else computed and written.
+
+        Args:
+            name: a file name without its ending.
+            compute: makes the result.
+        """
+        path = self.path(name)
+        if not path.exists():
+            write_json(path, _plain(compute()))
+        found = read_json(path)
+        if not isinstance(found, dict):
+            raise ValueError(f"{shown(str(path))} must hold a JSON object. Delete it, and it is computed again.")
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether the cell is there."""
+        return self.path(name).exists()
+
+    def path(self, name: str) -> Path:
+        """Where the cell is kept."""
+        return self.folder / "cells" / f"{name}.json"
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an object as JSON, whole or not at all, one line for each of its keys.
+
+    Args:
+        path: the file; its folder exists.
+        value: in JSON's types, without NaN and infinity.
+    """
+    lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in value.items())
+    write_atomically(path, f"{{\n{lines}\n}}\n".encode())
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file, or a sentence that names the file.
+
+    Args:
+        path: the file.
+    """
+    try:
+        return strict_json(path.read_bytes(), shown(str(path)))
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}. Delete the file, and it is computed again.") from None
+
+
+def _plain(value: Any) -> Any:
+    """As it will be read back: tuples become lists."""
+    return json.loads(json.dumps(value, allow_nan=False))

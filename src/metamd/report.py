@@ -1,0 +1,92 @@
+"""A report page: one HTML file with its figures inside, that needs nothing beside it. Nothing is computed here."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from metamd.container import write_atomically
+
+TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child { text-align: left; }
+tr.ours { background: #fdf0ee; font-weight: 600; }
+figure { margin: 1rem 0; } img { max-width: 100%; height: auto; } figcaption { color: #555; font-size: .9rem; }
+code { background: #f4f4f4; padding: .1rem .3rem; }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+{% for section in sections %}
+<h2>{{ section.title }}</h2>
+{% for text in section.texts %}<p>{{ text }}</p>
+{% endfor %}
+{% if section.rows %}<table>
+<tr>{% for head in section.heads %}<th>{{ head }}</th>{% endfor %}</tr>
+{% for row in section.rows %}<tr{% if row[0].startswith("MetaMD") %} class="ours"{% endif %}>
+{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>
+{% endfor %}</table>{% endif %}
+{% for image, caption in section.images %}<figure>
+<img src="data:image/png;base64,{{ image }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption>
+</figure>
+{% endfor %}
+{% endfor %}
+<p>Made by <code>{{ command }}</code></p>
+</body>
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of a page.
+
+    Args:
+        title: its heading.
+        texts: its paragraphs.
+        heads: the table's header.
+        rows: the table's rows, as text; rows whose first field begins with MetaMD stand out.
+        figures: the images, PNG, each with its caption.
+    """
+
+    title: str
+    texts: Sequence[str] = ()
+    heads: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    figures: Sequence[tuple[Path, str]] = field(default_factory=tuple)
+
+
+def write_page(path: Path, title: str, sections: Sequence[Section], *, command: str) -> None:
+    """Write the page.
+
+    Args:
+        path: the HTML file.
+        title: of the page.
+        sections: its parts.
+        command: what made it, for the last line.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ModuleNotFoundError:
+        raise ValueError("a report page needs jinja2, which is not installed. Run: pip install 'metamd[demo]'") from None
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE)
+    parts = [
+        {
+            "title": s.title,
+            "texts": list(s.texts),
+            "heads": list(s.heads),
+            "rows": [list(row) for row in s.rows],
+            "images": [(base64.b64encode(image.read_bytes()).decode(), caption) for image, caption in s.figures],
+        }
+        for s in sections
+    ]
+    write_atomically(path, template.render(title=title, sections=parts, command=command).encode())

@@ -1,0 +1,301 @@
+"""Rivals against torch.optim, races against loops, records that resume, and the experiments at their smallest scale."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from metamd import Diagonal, LearnedOptimiser, cli
+from metamd.experiments import quadratic, race, rosenbrock
+from metamd.experiments.cells import Cell, fill, own_warnings
+from metamd.experiments.race import NEVER, Problems
+from metamd.experiments.rivals import DIAGONAL, RIVALS, Rival
+from metamd.experiments.spread import Spread
+from metamd.guard import OffFamilyWarning
+from metamd.records import Records, read_json, write_json
+from metamd.tasks import quadratic as quadratics
+from metamd.tasks import rosenbrock as valleys
+
+FAMILIES = {"quadratic": quadratics((0.5, 4.0)), "rosenbrock": valleys(3, shift=0.3, scale=0.2, start=0.5)}
+SETTINGS = {
+    "sgd": [{"lr": 0.05}, {"lr": 0.1}],
+    "sgd-m": [{"lr": 0.02, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.5}],
+    "adam": [{"lr": 0.1, "beta1": 0.9, "beta2": 0.999}, {"lr": 0.3, "beta1": 0.0, "beta2": 0.9}],
+    "rmsprop": [{"lr": 0.01, "alpha": 0.99, "momentum": 0.0}, {"lr": 0.05, "alpha": 0.9, "momentum": 0.5}],
+}
+RATES = {"low": -3, "high": 0, "per_decade": 2}
+
+
+def one_by_one(task, rival, setting, tolerance, limit):
+    """The slow obvious race: torch.optim on one problem."""
+    theta = torch.nn.Parameter(task.init()["theta"])
+    optimiser = rival.torch([theta], setting)
+    for t in range(limit + 1):
+        (theta.grad,) = torch.autograd.grad(task.loss({"theta": theta}, task.batch(t)), theta)
+        if theta.grad.norm() < tolerance:
+            return t
+        optimiser.step()
+    return NEVER
+
+
+# rivals
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_by_hand_are_those_of_the_tasks(name):
+    problems = Problems.draw(FAMILIES[name], 4, 0)
+    theta = torch.randn(4, problems.start.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = problems.gradient(theta, problems.batch)
+    for task, x, g in zip(problems.tasks, theta, found, strict=True):
+        x = x.requires_grad_()
+        (wanted,) = torch.autograd.grad(task.loss({"theta": x}, task.batch(0)), x)
+        torch.testing.assert_close(g, wanted, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize("key", RIVALS)
+def test_a_rival_takes_the_steps_of_its_namesake(key):
+    problems, rival = Problems.draw(FAMILIES["quadratic"], 3, 0), RIVALS[key]
+    theta, batch, options = race.start(problems, SETTINGS[key])
+    state = {}
+    for t in range(30):
+        theta = theta - rival.rule(problems.gradient(theta, batch), state, options, t)
+    for row, (setting, task) in enumerate((s, task) for s in SETTINGS[key] for task in problems.tasks):
+        x = torch.nn.Parameter(task.init()["theta"])
+        optimiser = rival.torch([x], setting)
+        for t in range(30):
+            (x.grad,) = torch.autograd.grad(task.loss({"theta": x}, task.batch(t)), x)
+            optimiser.step()
+        torch.testing.assert_close(theta[row], x.detach(), rtol=1e-9, atol=1e-11)
+
+
+def test_the_law_of_namesakes_rejects_adam_without_bias_correction():
+    def lazy(grad, state, setting, steps):
+        return RIVALS["adam"].rule(grad, state, setting, 10**6)
+
+    problems = Problems.draw(FAMILIES["quadratic"], 1, 0)
+    theta, batch, options = race.start(problems, SETTINGS["adam"][:1])
+    right = RIVALS["adam"].rule(problems.gradient(theta, batch), {}, options, 0)
+    assert not torch.allclose(right, lazy(problems.gradient(theta, batch), {}, options, 0))
+
+
+@pytest.mark.parametrize("key", RIVALS)
+def test_races_count_as_a_loop_does_and_the_best_setting_is_the_best(key):
+    problems, rival = Problems.draw(FAMILIES["quadratic"], 3, 0), RIVALS[key]
+    settings = rival.grid(RATES, everything=False)
+    wanted = torch.tensor([[one_by_one(task, rival, s, 1e-3, 300) for task in problems.tasks] for s in settings])
+    means = race.means(wanted, 300)
+    counts = race.iterations(problems, rival, settings, 1e-3, 300)
+    finished = (counts != NEVER).all(1)
+    assert torch.equal(counts[finished], wanted[finished])
+    assert float(race.means(counts, 300).min()) == float(means.min())
+    entry = race.tuned(problems, rival, settings, 1e-3, 300)
+    assert entry.counts == [None if c == NEVER else c for c in wanted[int(means.argmin())].tolist()]
+    if entry.counts[0] is not None:
+        assert len(entry.path) == len(race.thinned(entry.counts[0]))
+
+
+def test_grids_hold_the_default_first_and_every_combination():
+    adam = RIVALS["adam"]
+    assert len(adam.grid(RATES, everything=False)) == 7
+    assert {(s["beta1"], s["beta2"]) for s in adam.grid(RATES, everything=False)} == {(0.9, 0.999)}
+    assert len(adam.grid(RATES, everything=True)) == 7 * 25
+    with pytest.raises(ValueError, match="no namesake"):
+        DIAGONAL.torch([], {})
+
+
+def test_divergence_counts_as_never():
+    problems = Problems.draw(FAMILIES["quadratic"], 2, 0)
+    assert race.iterations(problems, RIVALS["sgd"], [{"lr": 10.0}], 1e-6, 2000).tolist() == [[NEVER, NEVER]]
+    assert race.tuned(problems, RIVALS["sgd"], [{"lr": 10.0}], 1e-6, 50).counts == [None, None]
+
+
+# the best diagonal
+
+
+def test_the_best_diagonal_of_one_separable_quadratic_is_newtons():
+    family = quadratics((0.5, 4.0), coupling=0.0, spread=0.0)
+    entry = race.best_diagonal(Problems.draw(family, 1, 0), 1e-6, 500)
+    # D = 2Q arrives in one step; the grid comes within a fraction of a per cent of it
+    assert entry.counts[0] <= 4
+    assert entry.setting["d0"] == pytest.approx(1.0, rel=0.05)
+    assert entry.setting["d1"] == pytest.approx(8.0, rel=0.05)
+
+
+def test_no_diagonal_nearby_beats_the_best_one():
+    problems = Problems.draw(quadratics((0.3, 14.0)), 10, 0)
+    entry = race.best_diagonal(problems, 1e-6, 500)
+    best = np.mean(entry.counts)
+    generator = torch.Generator().manual_seed(0)
+    factors = (0.5 * torch.randn(300, 2, generator=generator, dtype=torch.float64)).exp()
+    others = [{"d0": entry.setting["d0"] * float(a), "d1": entry.setting["d1"] * float(b)} for a, b in factors]
+    assert best <= float(race.means(race.iterations(problems, DIAGONAL, others, 1e-6, 500), 500).min()) + 0.3
+
+
+def test_a_learned_geometry_runs_as_the_diagonal_it_is():
+    problems = Problems.draw(FAMILIES["quadratic"], 3, 0)
+    metrics = torch.tensor([[1.1, 9.0]], dtype=torch.float64)
+    geometry = LearnedOptimiser.from_potential(Diagonal().with_metrics({"theta": metrics.log()}))
+    tight, loose = race.learned(problems, geometry, [1e-6, 1e-2], 500)
+    wanted = race.iterations(problems, DIAGONAL, [{"d0": 1.1, "d1": 9.0}], 1e-6, 500)[0]
+    assert tight.counts == wanted.tolist()
+    assert all(a < b for a, b in zip(loose.counts, tight.counts, strict=True))
+
+
+# spreads
+
+
+def test_a_spread_knows_what_never_arrived():
+    spread = Spread.of([1, 2, 3, None, None])
+    assert (spread.median, spread.arrived, spread.count) == (3, 3, 5)
+    assert spread.to_json()["mean"] is None
+    assert Spread.of([4.0]).low == Spread.of([4.0]).high == 4.0
+    with pytest.raises(ValueError, match="at least one"):
+        Spread.of([])
+
+
+def test_the_interval_of_the_median_covers():
+    """300 draws of 30 normals: 95 % nominal; the bootstrap covers 90 to 97 % here, so below 85 % something is wrong."""
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(300):
+        spread = Spread.of(rng.normal(size=30).tolist())
+        hits += spread.low <= 0 <= spread.high
+    assert 0.85 <= hits / 300 <= 1.0
+
+
+# records
+
+
+def test_records_resume_and_refuse_other_settings(tmp_path):
+    made = []
+
+    def compute(name):
+        return Cell(name, lambda: made.append(name) or {"value": [1, None, 2.5]})
+
+    first = fill(Records(tmp_path, {"seed": 0, "pair": (1, 2)}), [compute("a")], title="x")
+    second = fill(Records(tmp_path, {"seed": 0, "pair": (1, 2)}), [compute("a"), compute("b")], title="x")
+    assert made == ["a", "b"]
+    assert first["a"] == second["a"] == {"value": [1, None, 2.5]}
+    assert Records.settings(tmp_path)["seed"] == 0
+    with pytest.raises(ValueError, match=r"other settings.*--out"):
+        Records(tmp_path, {"seed": 1})
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    records = Records(tmp_path, {})
+    records.path("a").write_text('{"value": ')
+    with pytest.raises(ValueError, match=r"a\.json.*Delete"):
+        records.cell("a", dict)
+    records.path("a").write_text("[1]")
+    with pytest.raises(ValueError, match="JSON object"):
+        records.cell("a", dict)
+    with pytest.raises(ValueError):
+        write_json(tmp_path / "x.json", {"a": float("nan")})
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_only_our_own_warnings_belong_to_a_result(recwarn):
+    import warnings
+
+    warnings.warn("ours", OffFamilyWarning, stacklevel=1)
+    warnings.warn("theirs", UserWarning, stacklevel=1)
+    assert own_warnings(recwarn) == ["OffFamilyWarning"]
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from metamd.experiments.cells import Cell, fill
+from metamd.records import Records
+
+def cell(i):
+    def compute():
+        time.sleep(0.2)
+        return {"value": i}
+    return Cell(f"cell-{i}", compute)
+
+fill(Records(Path(sys.argv[1]), {"n": 6}), [cell(i) for i in range(6)], title="slow")
+"""
+
+
+def test_a_killed_run_continues(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", SLOW, tmp_path], env=environment, stderr=subprocess.DEVNULL)
+    folder = tmp_path / "cells"
+    while len(list(folder.glob("cell-*.json")) if folder.exists() else []) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = {p.name: p.stat().st_mtime_ns for p in folder.glob("cell-*.json")}
+    assert 2 <= len(before) < 6
+    subprocess.run([sys.executable, "-c", SLOW, tmp_path], env=environment, check=True, stderr=subprocess.DEVNULL)
+    after = {p.name: p.stat().st_mtime_ns for p in folder.glob("cell-*.json")}
+    assert [read_json(folder / f"cell-{i}.json")["value"] for i in range(6)] == list(range(6))
+    assert all(after[name] == stamp for name, stamp in before.items())
+
+
+# the experiments
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Both experiments as small as they go."""
+    numbers = (("k", 10), ("rho", 0.001), ("lr", 0.1), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 20))
+    scale = quadratic.Scale(("published",), ("far",), 3, 500, 50, 1, 1, 1, numbers, numbers, 5, False)
+    monkeypatch.setitem(quadratic.SCALES, "smoke", scale)
+    monkeypatch.setitem(rosenbrock.SCALES, "smoke", rosenbrock.Scale(("customary",), 1, 1, 4, False))
+    monkeypatch.setattr(rosenbrock, "RATES", RATES)
+
+
+@pytest.mark.parametrize("name", ["quadratic", "rosenbrock"])
+def test_reproduce_runs_end_to_end_and_again_from_its_records(name, tmp_path, capsys, tiny, monkeypatch):
+    args = ["reproduce", name, "--scale", "smoke", "--out", str(tmp_path), "--json"]
+    assert cli.run(args) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert {r["optimiser"] for r in first["rows"]} >= {"SGD (rate)", "Adam (rate)", "best diagonal"}
+    assert sorted(p.suffix for p in tmp_path.iterdir() if p.is_file()) == [".json", ".json", ".md", ".png", ".png"]
+
+    def forbidden(*args, **options):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(race, "tuned", forbidden)
+    monkeypatch.setattr(rosenbrock, "tuned", forbidden)
+    assert cli.run(args) == 0
+    assert json.loads(capsys.readouterr().out) == first
+    assert cli.run([*args, "--seed", "1"]) == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_the_losses_of_a_valley_are_those_of_torch():
+    problems = Problems.draw(valleys(), 1, 0)
+    rival, setting = RIVALS["sgd-m"], {"lr": 0.001, "momentum": 0.9}
+    found = rosenbrock.final_losses(problems, rival, [setting, {"lr": 10.0, "momentum": 0.9}], steps=40)
+    task = problems.tasks[0]
+    x = torch.nn.Parameter(task.init()["theta"])
+    optimiser = rival.torch([x], setting)
+    for t in range(40):
+        (x.grad,) = torch.autograd.grad(task.loss({"theta": x}, task.batch(t)), x)
+        optimiser.step()
+    assert float(found[0]) == pytest.approx(task.evaluate({"theta": x.detach()}).loss, rel=1e-9)
+    assert float(found[1]) == float("inf")
+
+
+def test_a_rival_is_a_plain_record():
+    assert isinstance(RIVALS["sgd"], Rival)
+    assert quadratic.PUBLISHED["published"]["SGD"] == 928
+
+
+@pytest.mark.parametrize("experiment", [quadratic, rosenbrock], ids=["quadratic", "rosenbrock"])
+def test_the_results_page_shows_what_the_records_say(experiment):
+    root = Path(__file__).parents[1]
+    folder = root / "results" / experiment.__name__.rpartition(".")[2]
+    results = {p.stem: read_json(p) for p in sorted((folder / "cells").glob("*.json"))}
+    assert experiment.markdown(experiment.table(results)).strip() in (root / "docs" / "results.md").read_text()

@@ -133,11 +133,14 @@ class Train:
     """Learn an optimiser for a family of tasks; the same command continues a run that was stopped.
 
     Args:
-        family: quadratic, rosenbrock, logistic, tabular, or a family of images.
+        family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits or images.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
         pieces: metrics in the mixture.
         tying: which coordinates share a metric: parameter, channel, column, tensor or role.
         steps: training steps of one run; the family's own if not given.
+        model: of a family of images: linear, mlp, lenet or resnet18.
+        hold_out: the domain of a family of images that is left out: an angle, or a dataset.
+        images: per domain, at most.
         outer_steps: rounds of training tasks and setting the metrics, at most.
         tasks: tasks in each of them.
         prior: strength of the prior that keeps coordinates from starving that move little.
@@ -158,6 +161,9 @@ class Train:
     pieces: int = 1
     tying: str = "parameter"
     steps: int | None = None
+    model: str | None = None
+    hold_out: str | None = None
+    images: int | None = None
     outer_steps: int = 10
     tasks: int = 8
     prior: float = 0.0

@@ -1,5 +1,6 @@
 """`metamd train`: meta-training from the command line, with live progress and a run that Ctrl-C leaves resumable."""
 
+import inspect
 import json
 import os
 import sys
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from metamd import tasks
 from metamd.cli import one_line
 from metamd.commands import Train
 from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
@@ -25,14 +25,7 @@ from metamd.objectives import Regret
 from metamd.outer_steps import Refine, Stopping
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import TaskFamily
-
-FAMILIES: dict[str, Callable[..., TaskFamily]] = {
-    "quadratic": tasks.quadratic,
-    "rosenbrock": tasks.rosenbrock,
-    "logistic": tasks.logistic,
-    "tabular": tasks.tabular,
-}
-"""The names that the command line knows."""
+from metamd.tasks.catalogue import FAMILIES
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward": Forward,
@@ -97,19 +90,20 @@ def tensorboard(folder: Path) -> Log:
 
 
 def _family(options: Train) -> TaskFamily:
-    known = FAMILIES | _catalogue()
-    if options.family not in known:
-        raise ValueError(f"there is no family {options.family!r}. There are {', '.join(sorted(known))}.")
-    return known[options.family](**({} if options.steps is None else {"steps": options.steps}))
-
-
-def _catalogue() -> dict[str, Callable[..., TaskFamily]]:
-    """The families that need data, where they are part of the package."""
-    try:
-        from metamd.tasks import catalogue  # type: ignore[attr-defined, unused-ignore]
-    except ImportError:
-        return {}
-    return dict(catalogue.FAMILIES)
+    if options.family not in FAMILIES:
+        raise ValueError(f"there is no family {options.family!r}. There are {', '.join(sorted(FAMILIES))}.")
+    build = FAMILIES[options.family]
+    asked = {"steps": options.steps, "model": options.model, "hold_out": options.hold_out, "images": options.images}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    for name in given:
+        if name not in inspect.signature(build).parameters:
+            raise ValueError(f"the family {options.family!r} has no option --{name.replace('_', '-')}. Leave it out.")
+    if options.family == "rotated-mnist" and options.hold_out is not None:
+        try:
+            given["hold_out"] = float(options.hold_out)
+        except ValueError:
+            raise ValueError(f"--hold-out must be an angle such as 30, got {options.hold_out!r}.") from None
+    return build(**given)
 
 
 def _method(options: Train) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from metamd.hypergrad.base import Estimator, Hypergradient, differentiate, given_up, learnable
 from metamd.hypergrad.recursion import Passage, Recursion
+from metamd.hypergrad.straight import Straight
 from metamd.inner import State, Trajectory, Walk, gradient
 from metamd.objectives import Objective
 from metamd.optimiser import mirror_step
@@ -144,13 +145,14 @@ class Adjoint:
         ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
         final = objective.final(run, recursion.potential, ends)
         self._final, self.offsets, self.params = differentiate(final, recursion.potential, *ends.values())
-        self._metrics = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
+        self._straight = Straight(recursion, objective)
+        self._logs = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
         self.weights = torch.zeros_like(self.offsets)
 
     @property
     def log_d(self) -> dict[str, Tensor]:
         """The gradient by the logarithms of the metrics, gathered so far."""
-        return {k: v + self._final[k] for k, v in self.recursion.by_key(self._metrics).items()}
+        return {k: v + self._final[k] for k, v in self.recursion.added_up(self._logs).items()}
 
     def back_over(self, tape: Sequence[Taped]) -> None:
         """Pull the cotangents back over the steps of a segment, which is consumed."""
@@ -159,6 +161,19 @@ class Adjoint:
             self._back(tape.pop())
 
     def _back(self, taped: Taped) -> None:
+        piece = self.recursion.stays(taped.passage)
+        if piece is None:
+            self._back_between(taped)
+            return
+        slopes = self._straight.slopes(taped.passage, piece)
+        by_grads = self._straight.back(taped.passage, piece, slopes, self.params, self._logs)
+        # Through the gradient: one product with the Hessian, H c.
+        through = _through(taped, [taped.passage.loss.new_tensor(slopes.loss), *by_grads])
+        self.params = torch._foreach_add(self.params, through)
+        self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
+
+    def _back_between(self, taped: Taped) -> None:
+        """Back over a step onto, along or off a kink."""
         r, passage = self.recursion, taped.passage
         metrics, params, grads = _leaves(r.metrics), _leaves(passage.params), _leaves(passage.grads)
         offsets, loss = r.offsets.detach().requires_grad_(), passage.loss.detach().requires_grad_()
@@ -175,9 +190,8 @@ class Adjoint:
         self.offsets = self.offsets + by[0]
         self.weights = by[1]
         by_metric, by_params, by_grads = _cut(by[3:], len(metrics), len(params))
-        for gathered, b in zip(self._metrics.values(), by_metric, strict=True):
-            gathered += b
-        # Through the gradient: one product with the Hessian, H c.
+        for gathered, d, b in zip(self._logs.values(), r.metrics.values(), by_metric, strict=True):
+            gathered.addcmul_(d, b)
         through = _through(taped, [by[2], *by_grads])
         self.params = [p + t for p, t in zip(by_params, through, strict=True)]
 

@@ -1,0 +1,107 @@
+"""Steps that stay on one piece, theta+ = theta - eta D_j^-1 g, differentiated by hand: a few passes over the model.
+
+Most steps are of this kind, all of them with one piece; the others go through `Recursion.step`. With r = eta / D_j and
+e = g'D_j^-1 g the derivatives are
+
+    d theta+ = dz - r (dg - g d log D_j),    de = 2/eta r g dg - 1/eta r g^2 d log D_j.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metamd.hypergrad.recursion import Passage, Recursion
+from metamd.objectives import Objective, Point
+from metamd.potentials.base import Params
+from metamd.potentials.mixture import grouped_squares
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """The derivatives of what a step adds to the objective.
+
+    Args:
+        loss: by the loss.
+        energy: by e.
+    """
+
+    loss: float = 0.0
+    energy: float = 0.0
+
+
+class Straight:
+    """The derivatives of steps on one piece, both ways.
+
+    Args:
+        recursion: the run's constants.
+        objective: E.
+    """
+
+    def __init__(self, recursion: Recursion, objective: Objective) -> None:
+        self.recursion, self.objective = recursion, objective
+        self._rates: dict[int, dict[str, Tensor]] = {}
+
+    def rates(self, piece: int) -> dict[str, Tensor]:
+        """Eta / D_j by tensor, divided once."""
+        if piece not in self._rates:
+            r = self.recursion
+            self._rates[piece] = {n: r.lr / d[piece] for n, d in r.metrics.items()}
+        return self._rates[piece]
+
+    def slopes(self, passage: Passage, piece: int) -> Slopes:
+        """How the step's contribution to the objective changes with its loss and energy, which is found if asked for."""
+        if not self.objective.runs:
+            return Slopes()
+        loss = passage.loss.detach().double().requires_grad_()
+        leaves = [loss]
+
+        def energy() -> Tensor:
+            if len(leaves) == 1:
+                leaves.append(self._energy(passage, piece).requires_grad_())
+            return leaves[1]
+
+        with torch.enable_grad():
+            term = self.objective.running(Point(loss, energy, self.recursion.lr, self.recursion.steps))
+            found = torch.autograd.grad(term, leaves, allow_unused=True, materialize_grads=True)
+        return Slopes(*(float(f) for f in found))
+
+    def _energy(self, passage: Passage, piece: int) -> Tensor:
+        parts = []
+        for n, g in self.recursion.into(passage.grads).items():
+            d = self.recursion.metrics[n][piece]
+            parts.append((grouped_squares(g, tuple(d.shape)) / d).sum(dtype=torch.float64))
+        return torch.stack(parts).sum()
+
+    def back(
+        self, passage: Passage, piece: int, slopes: Slopes, cotangents: Sequence[Tensor], logs: Params
+    ) -> list[Tensor]:
+        """The cotangents of the gradient from those of theta_{t+1}; those of log D are added to `logs`.
+
+        Args:
+            passage: the step.
+            piece: j.
+            slopes: of the objective.
+            cotangents: of theta_{t+1}, in the order of the gradients.
+            logs: by tensor, (N, ...).
+        """
+        basis, rates, found = self.recursion.basis, self.rates(piece), []
+        s = slopes.energy / self.recursion.lr
+        for (n, grad), cotangent in zip(passage.grads.items(), cotangents, strict=True):
+            g, p, r = basis.into(n, grad), basis.into(n, cotangent), rates[n]
+            c = (torch.sub(p, g, alpha=s) if s else p) * r
+            _gather(logs[n][piece], c, g)
+            c = torch.addcmul(c, g, r, value=-s) if s else c
+            found.append(basis.out_of(n, c).neg_().to(grad.dtype))
+        return found
+
+
+def _gather(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the sums of a b over tied coordinates."""
+    if into.numel() == 1:
+        into += torch.dot(a.reshape(-1), b.reshape(-1).to(a.dtype))
+    elif into.shape == a.shape:
+        into.addcmul_(a, b)
+    else:
+        into += (a * b).sum_to_size(into.shape)

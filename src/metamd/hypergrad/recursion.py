@@ -97,7 +97,7 @@ class Recursion:
             newton: P, for implicit differentiation of the weights; without it they are constants.
         """
         after = torch.as_tensor(passage.after, dtype=offsets.dtype, device=offsets.device)
-        j = self.stays(passage)
+        j = stays(passage.before, passage.after, exact=self.exact)
         if j is not None:
             moved = {n: g / piece(d[n], j) for n, g in self.into(grads).items()}
             return {n: params[n] - self.lr * self.basis.out_of(n, m) for n, m in moved.items()}, after
@@ -106,19 +106,11 @@ class Recursion:
             after = after + newton @ self._forms(d, offsets, {n: v / mix(d[n], after) for n, v in y.items()})
         return {n: self._out_of(n, v / mix(d[n], after)) for n, v in y.items()}, after
 
-    def stays(self, passage: Passage) -> int | None:
-        """The piece j if the step is theta - eta D_j^-1 g, which needs no dual point; None if it is not."""
-        if self.pieces == 1:
-            return 0
-        if not self.exact or (passage.before.max() == 1 and (passage.before == passage.after).all()):
-            return int(np.argmax(passage.before))
-        return None
-
     @torch.no_grad()
     def newton(self, passage: Passage) -> Tensor | None:
         """P of the face that w_{t+1} lies on; None on a vertex, where the weights are constant."""
         support = np.flatnonzero(passage.after)
-        if len(support) == 1 or self.stays(passage) is not None:
+        if len(support) == 1 or stays(passage.before, passage.after, exact=self.exact) is not None:
             return None
         d = self.metrics
         before = torch.as_tensor(passage.before, dtype=self.offsets.dtype)
@@ -163,6 +155,21 @@ class Recursion:
             return torch.stack(parts).sum()
 
         return objective.running(Point(loss.double(), energy, self.lr, self.steps))
+
+
+def stays(before: Array, after: Array, *, exact: bool) -> int | None:
+    """The piece j if a step is theta - eta D_j^-1 g, which needs no dual point; None if it is not.
+
+    Args:
+        before: w_t.
+        after: w_{t+1}.
+        exact: whether it is not the paper's step.
+    """
+    if len(before) == 1:
+        return 0
+    if not exact or (before.max() == 1 and (before == after).all()):
+        return int(np.argmax(before))
+    return None
 
 
 def mix(d: Tensor, weights: Tensor) -> Tensor:

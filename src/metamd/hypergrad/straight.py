@@ -7,28 +7,15 @@ e = g'D_j^-1 g the derivatives are
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from metamd.hypergrad.recursion import Passage, Recursion
-from metamd.objectives import Objective, Point
+from metamd.objectives import Objective, Point, Slopes
 from metamd.potentials.base import Params
 from metamd.potentials.mixture import grouped_squares
-
-
-@dataclass(frozen=True)
-class Slopes:
-    """The derivatives of what a step adds to the objective.
-
-    Args:
-        loss: by the loss.
-        energy: by e.
-    """
-
-    loss: float = 0.0
-    energy: float = 0.0
 
 
 class Straight:
@@ -44,28 +31,16 @@ class Straight:
         self._rates: dict[int, dict[str, Tensor]] = {}
 
     def rates(self, piece: int) -> dict[str, Tensor]:
-        """Eta / D_j by tensor, divided once."""
+        """-eta / D_j by tensor, divided once."""
         if piece not in self._rates:
             r = self.recursion
-            self._rates[piece] = {n: r.lr / d[piece] for n, d in r.metrics.items()}
+            self._rates[piece] = {n: -r.lr / d[piece] for n, d in r.metrics.items()}
         return self._rates[piece]
 
     def slopes(self, passage: Passage, piece: int) -> Slopes:
         """How the step's contribution to the objective changes with its loss and energy, which is found if asked for."""
-        if not self.objective.runs:
-            return Slopes()
-        loss = passage.loss.detach().double().requires_grad_()
-        leaves = [loss]
-
-        def energy() -> Tensor:
-            if len(leaves) == 1:
-                leaves.append(self._energy(passage, piece).requires_grad_())
-            return leaves[1]
-
-        with torch.enable_grad():
-            term = self.objective.running(Point(loss, energy, self.recursion.lr, self.recursion.steps))
-            found = torch.autograd.grad(term, leaves, allow_unused=True, materialize_grads=True)
-        return Slopes(*(float(f) for f in found))
+        r = self.recursion
+        return self.objective.slopes(Point(passage.loss.double(), partial(self._energy, passage, piece), r.lr, r.steps))
 
     def _energy(self, passage: Passage, piece: int) -> Tensor:
         parts = []
@@ -91,17 +66,17 @@ class Straight:
         for (n, grad), cotangent in zip(passage.grads.items(), cotangents, strict=True):
             g, p, r = basis.into(n, grad), basis.into(n, cotangent), rates[n]
             c = (torch.sub(p, g, alpha=s) if s else p) * r
-            _gather(logs[n][piece], c, g)
+            _subtract(logs[n][piece], c, g)
             c = torch.addcmul(c, g, r, value=-s) if s else c
-            found.append(basis.out_of(n, c).neg_().to(grad.dtype))
+            found.append(basis.out_of(n, c).to(grad.dtype))
         return found
 
 
-def _gather(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the sums of a b over tied coordinates."""
-    if into.numel() == 1:
-        into += torch.dot(a.reshape(-1), b.reshape(-1).to(a.dtype))
-    elif into.shape == a.shape:
-        into.addcmul_(a, b)
+def _subtract(from_: Tensor, a: Tensor, b: Tensor) -> None:
+    """Take away the sums of a b over tied coordinates."""
+    if from_.numel() == 1:
+        from_ -= torch.dot(a.reshape(-1), b.reshape(-1).to(a.dtype))
+    elif from_.shape == a.shape:
+        from_.addcmul_(a, b, value=-1)
     else:
-        into += (a * b).sum_to_size(into.shape)
+        from_ -= (a * b).sum_to_size(from_.shape)

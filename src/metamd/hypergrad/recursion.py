@@ -58,8 +58,11 @@ class Recursion:
 
     def directions(self, log_d: Params) -> dict[str, Tensor]:
         """Directions in log_d, (k, N, ...) by key, as directions in the metrics by tensor: dD = D d log D."""
-        shaped = {n: log_d[s.key].reshape(-1, self.pieces, *s.shape) for n, s in self.slots.items()}
-        return {n: self.metrics[n] * v for n, v in shaped.items()}
+        return {n: self.metrics[n] * v for n, v in self.by_tensor(log_d).items()}
+
+    def by_tensor(self, log_d: Params) -> dict[str, Tensor]:
+        """Directions in log_d by key as (k, N, ...) by tensor."""
+        return {n: log_d[s.key].reshape(-1, self.pieces, *s.shape) for n, s in self.slots.items()}
 
     def by_key(self, by_metric: Params) -> dict[str, Tensor]:
         """A derivative by the metrics of every tensor as one by log_d; tensors that share a key add up."""

@@ -72,6 +72,52 @@ class Straight:
         return found
 
 
+    def along(self, passage: Passage, piece: int, logs: Params, z: Params, zg: Params) -> Tensor:
+        """The derivatives of what the step adds to the objective, for all directions at once.
+
+        Args:
+            passage: the step.
+            piece: j.
+            logs: the directions in log D, (k, N, ...) by tensor.
+            z: tangents of theta_t, (k, ...).
+            zg: tangents of the gradient, H z.
+        """
+        slopes = self.slopes(passage, piece)
+        count = len(next(iter(z.values())))
+        found = torch.zeros(count, dtype=torch.float64)
+        if slopes.loss:
+            found += slopes.loss * dot(z, passage.grads)
+        if slopes.energy:
+            s, rates, basis = slopes.energy / self.recursion.lr, self.rates(piece), self.recursion.basis
+            grads = self.recursion.into(passage.grads)
+            pull = {n: basis.out_of(n, rates[n] * g) for n, g in grads.items()}
+            energy = {n: rates[n] * grouped_squares(g, tuple(rates[n].shape)) for n, g in grads.items()}
+            found += s * dot({n: v[:, piece] for n, v in logs.items()}, energy) - 2 * s * dot(zg, pull)
+        return found
+
+    def forth(self, passage: Passage, piece: int, logs: Params, z: Params, zg: Params) -> None:
+        """The tangents of theta_{t+1}, written over those of theta_t.
+
+        Args:
+            passage: the step.
+            piece: j.
+            logs: as for `along`, and so are the others.
+            z: is overwritten.
+            zg: H z.
+        """
+        basis, rates = self.recursion.basis, self.rates(piece)
+        for n, grad in passage.grads.items():
+            if basis.kind == "identity":
+                z[n].addcmul_(zg[n], rates[n])
+            else:
+                z[n] += torch.func.vmap(lambda h, n=n: basis.out_of(n, rates[n] * basis.into(n, h)))(zg[n])
+            moves = rates[n] * basis.into(n, grad)
+            directions = logs[n][:, piece]
+            # Of directions that each change one metric, most leave this tensor's alone.
+            for i in directions.flatten(1).any(1).nonzero().flatten().tolist():
+                z[n][i].sub_(basis.out_of(n, moves * directions[i]))
+
+
 def _subtract(from_: Tensor, a: Tensor, b: Tensor) -> None:
     """Take away the sums of a b over tied coordinates."""
     if from_.numel() == 1:
@@ -80,3 +126,9 @@ def _subtract(from_: Tensor, a: Tensor, b: Tensor) -> None:
         from_.addcmul_(a, b, value=-1)
     else:
         from_ -= (a * b).sum_to_size(from_.shape)
+
+
+def dot(rows: Params, by: Params) -> Tensor:
+    """sum over tensors of <row, by> for every row, in float64."""
+    products = [r.reshape(len(r), -1) @ by[n].reshape(-1).to(r.dtype) for n, r in rows.items()]
+    return torch.stack([p.double() for p in products]).sum(0)

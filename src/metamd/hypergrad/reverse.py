@@ -135,7 +135,7 @@ def _replay(walk: Walk, head: State, steps: range) -> list[Taped]:
 
 def _graph(walk: Walk, params: Params, step: int) -> tuple[tuple[GradientEdge, ...], Tensor, dict[str, Tensor]]:
     """The loss and its gradient with a graph, and where the parameters enter it."""
-    key = torch.zeros((), requires_grad=True)
+    key = next(iter(params.values())).new_zeros((), requires_grad=True)
     points = _Enter.apply(key, *params.values())  # type: ignore[no-untyped-call]
     loss, grads = gradient(walk.task, dict(zip(params, points, strict=True)), walk.task.batch(step), graph=True)
     return tuple(map(get_gradient_edge, points)), loss, grads

@@ -17,9 +17,12 @@ from metamd.objectives import Objective, Point, Slopes
 from metamd.potentials.base import Params
 from metamd.potentials.mixture import grouped_squares
 
+FEW = 4
+"""Tangents up to which a loop over those that a metric concerns is faster than one pass over all."""
+
 
 class Straight:
-    """The derivatives of steps on one piece, both ways.
+    """The derivatives of steps on one piece, both ways; forwards, in the same directions at every step.
 
     Args:
         recursion: the run's constants.
@@ -29,6 +32,7 @@ class Straight:
     def __init__(self, recursion: Recursion, objective: Objective) -> None:
         self.recursion, self.objective = recursion, objective
         self._rates: dict[int, dict[str, Tensor]] = {}
+        self._touched: dict[tuple[str, int], list[int]] = {}
 
     def rates(self, piece: int) -> dict[str, Tensor]:
         """-eta / D_j by tensor, divided once."""
@@ -49,9 +53,7 @@ class Straight:
             parts.append((grouped_squares(g, tuple(d.shape)) / d).sum(dtype=torch.float64))
         return torch.stack(parts).sum()
 
-    def back(
-        self, passage: Passage, piece: int, slopes: Slopes, cotangents: Sequence[Tensor], logs: Params
-    ) -> list[Tensor]:
+    def back(self, passage: Passage, piece: int, slopes: Slopes, cotangents: Sequence[Tensor], logs: Params) -> list[Tensor]:
         """The cotangents of the gradient from those of theta_{t+1}; those of log D are added to `logs`.
 
         Args:
@@ -70,7 +72,6 @@ class Straight:
             c = torch.addcmul(c, g, r, value=-s) if s else c
             found.append(basis.out_of(n, c).to(grad.dtype))
         return found
-
 
     def along(self, passage: Passage, piece: int, logs: Params, z: Params, zg: Params) -> Tensor:
         """The derivatives of what the step adds to the objective, for all directions at once.
@@ -111,11 +112,19 @@ class Straight:
                 z[n].addcmul_(zg[n], rates[n])
             else:
                 z[n] += torch.func.vmap(lambda h, n=n: basis.out_of(n, rates[n] * basis.into(n, h)))(zg[n])
-            moves = rates[n] * basis.into(n, grad)
-            directions = logs[n][:, piece]
-            # Of directions that each change one metric, most leave this tensor's alone.
-            for i in directions.flatten(1).any(1).nonzero().flatten().tolist():
+            moves, directions = rates[n] * basis.into(n, grad), logs[n][:, piece]
+            rows = self._rows(n, piece, directions)
+            if len(rows) > FEW and basis.kind == "identity":
+                z[n].addcmul_(moves, directions, value=-1)
+                continue
+            for i in rows:
                 z[n][i].sub_(basis.out_of(n, moves * directions[i]))
+
+    def _rows(self, name: str, piece: int, directions: Tensor) -> list[int]:
+        """The directions that change this metric: of those that change one each, most leave it alone."""
+        if (name, piece) not in self._touched:
+            self._touched[name, piece] = directions.flatten(1).any(1).nonzero().flatten().tolist()
+        return self._touched[name, piece]
 
 
 def _subtract(from_: Tensor, a: Tensor, b: Tensor) -> None:

@@ -449,9 +449,8 @@ def draw(rows: list[Row], goals: list[dict[str, Any]], path: Path) -> None:
         spread = np.abs(np.array([r.ratio_quartiles for r in shown]).T - middle)
         bars(axis, shown, middle, label, spread)
         if goal is not None:
-            axis.axvline(goal, color="#2a6f4e", lw=1.2, ls="--", label=f"target {goal:.3g}")
-            axis.legend(frameon=False, fontsize=8, loc="lower right")
-        axis.set_title(question, fontsize=11)
+            axis.axvline(goal, color="#2a6f4e", lw=1.2, ls="--")
+        axis.set_title(question if goal is None else f"{question} (dashed: target {goal:.3g})", fontsize=11)
     shown = [r for r in rows if r.live_mb is not None][::-1]
     bars(axes[1, 1], shown, np.array([r.live_mb for r in shown]), "peak megabytes in live tensors", None)
     axes[1, 1].set_title("reverse mode, memory", fontsize=11)

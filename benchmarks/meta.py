@@ -476,7 +476,7 @@ def bars(axis: Any, rows: list[Row], values: np.ndarray, label: str, spread: np.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where meta.json and meta.png go")
     parser.add_argument("--memory", nargs=2, metavar=("CONTENDER", "TYING"), help="measure one peak in this process")
     args = parser.parse_args()

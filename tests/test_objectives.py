@@ -9,7 +9,7 @@ import torch
 import metamd
 from metamd import ClosedForm, Diagonal, PaperBound, Regret, TrainingLoss
 from metamd.inner import run_inner
-from metamd.objectives import End, Fixed, FromLipschitz, Reference
+from metamd.objectives import End, Fixed, FromLipschitz, Objective, Point, Reference
 from tests.small_tasks import F64, NoisyCoordinate, Quadratic, Separable, TanhNet, potential_for
 
 ELSEWHERE = Fixed({"a": torch.tensor([1.0, 2.0], dtype=F64), "b": torch.tensor([0.3, -1.0, 2.0], dtype=F64)})
@@ -183,3 +183,9 @@ def test_the_names_are_exported():
     for name in ("Regret", "PaperBound", "TrainingLoss", "ClosedForm", "Direct", "Forward", "ForwardDiagonal"):
         assert name in metamd.__all__
         assert getattr(metamd, name).__name__ == name
+
+
+@pytest.mark.parametrize("objective", [Regret(), PaperBound(), TrainingLoss()], ids=lambda o: type(o).__name__)
+def test_slopes_by_hand_are_those_of_autograd(objective):
+    point = Point(torch.tensor(1.5, dtype=torch.float64), lambda: torch.tensor(0.7, dtype=torch.float64), 0.3, 20)
+    assert objective.slopes(point) == Objective.slopes(objective, point)

@@ -189,7 +189,7 @@ class Walk:
         """Take one step along these gradients; a loss or gradient that is not finite, or an explosion, ends the run."""
         value, norm = (
             float(loss.detach()),
-            float(torch.stack(torch._foreach_norm([g.detach() for g in grads.values()])).norm()),
+            float(torch.stack(torch._foreach_norm(list(grads.values()))).norm()),
         )
         self.diverged = trouble(self.step, self._losses[0] if self._losses else value, value, norm)
         if self.diverged:
@@ -267,6 +267,9 @@ class GradientSums:
             g, into = self.potential.basis.into(n, grad), self._phases[n][phase]
             if self._pieces is None and into.shape == g.shape and into.dtype == g.dtype:
                 into.addcmul_(g, g)
+                continue
+            if self._pieces is None and into.numel() == 1 and into.dtype == g.dtype:
+                into += torch.dot(g.reshape(-1), g.reshape(-1))
                 continue
             square = grouped_squares(g, tuple(into.shape))
             into += square

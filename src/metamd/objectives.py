@@ -41,6 +41,19 @@ class Point:
     steps: int
 
 
+@dataclass(frozen=True)
+class Slopes:
+    """The derivatives of what a step adds.
+
+    Args:
+        loss: by the loss.
+        energy: by g'D(w)^-1 g.
+    """
+
+    loss: float = 0.0
+    energy: float = 0.0
+
+
 class Objective(ABC):
     """A meta-objective; see the module's docstring for its two parts."""
 
@@ -53,6 +66,24 @@ class Objective(ABC):
     @abstractmethod
     def running(self, point: Point) -> Tensor:
         """What step t adds."""
+
+    def slopes(self, point: Point) -> Slopes:
+        """The derivatives of `running`, for objectives that can say them in less time than autograd takes to find them.
+
+        Args:
+            point: without graphs.
+        """
+        leaves = [point.loss.detach().requires_grad_()]
+
+        def energy() -> Tensor:
+            if len(leaves) == 1:
+                leaves.append(point.energy().detach().requires_grad_())
+            return leaves[1]
+
+        with torch.enable_grad():
+            term = self.running(replace(point, loss=leaves[0], energy=energy))
+            found = torch.autograd.grad(term, leaves, allow_unused=True, materialize_grads=True)
+        return Slopes(*(float(f) for f in found))
 
     @abstractmethod
     def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
@@ -191,6 +222,10 @@ class Regret(Objective):
         """eta/2 g'D(w)^-1 g."""
         return 0.5 * point.lr * point.energy()
 
+    def slopes(self, point: Point) -> Slopes:
+        """Of the energy alone."""
+        return Slopes(energy=0.5 * point.lr)
+
     def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
         """eta/2 times the local-norm sum."""
         return 0.5 * run.lr * local_norm(run.shares, potential)
@@ -277,6 +312,10 @@ class PaperBound(Objective):
         """Nothing."""
         return 0.0 * point.loss
 
+    def slopes(self, point: Point) -> Slopes:
+        """None."""
+        return Slopes()
+
     def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
         """Nothing."""
         return torch.zeros((), dtype=torch.float64)
@@ -297,6 +336,10 @@ class TrainingLoss(Objective):
     def running(self, point: Point) -> Tensor:
         """loss / T."""
         return point.loss / point.steps
+
+    def slopes(self, point: Point) -> Slopes:
+        """Of the loss alone."""
+        return Slopes(loss=1 / point.steps)
 
     def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
         """The mean of the recorded losses."""

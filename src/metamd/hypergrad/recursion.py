@@ -58,14 +58,21 @@ class Recursion:
 
     def directions(self, log_d: Params) -> dict[str, Tensor]:
         """Directions in log_d, (k, N, ...) by key, as directions in the metrics by tensor: dD = D d log D."""
-        shaped = {n: log_d[s.key].reshape(-1, self.pieces, *s.shape) for n, s in self.slots.items()}
-        return {n: self.metrics[n] * v for n, v in shaped.items()}
+        return {n: self.metrics[n] * v for n, v in self.by_tensor(log_d).items()}
+
+    def by_tensor(self, log_d: Params) -> dict[str, Tensor]:
+        """Directions in log_d by key as (k, N, ...) by tensor."""
+        return {n: log_d[s.key].reshape(-1, self.pieces, *s.shape) for n, s in self.slots.items()}
 
     def by_key(self, by_metric: Params) -> dict[str, Tensor]:
         """A derivative by the metrics of every tensor as one by log_d; tensors that share a key add up."""
+        return self.added_up({n: d * by_metric[n] for n, d in self.metrics.items()})
+
+    def added_up(self, by_log: Params) -> dict[str, Tensor]:
+        """A derivative by the logarithms of the metrics of every tensor, by key."""
         found: dict[str, Tensor] = {}
         for n, s in self.slots.items():
-            here = (self.metrics[n] * by_metric[n]).reshape(self.pieces, *s.stored)
+            here = by_log[n].reshape(self.pieces, *s.stored)
             found[s.key] = found[s.key] + here if s.key in found else here
         return found
 
@@ -93,24 +100,20 @@ class Recursion:
             newton: P, for implicit differentiation of the weights; without it they are constants.
         """
         after = torch.as_tensor(passage.after, dtype=offsets.dtype, device=offsets.device)
-        if self._stays(passage):
-            j = int(np.argmax(passage.before))
-            moved = {n: g / piece(d[n], j) for n, g in self._into(grads).items()}
+        j = stays(passage.before, passage.after, exact=self.exact)
+        if j is not None:
+            moved = {n: g / piece(d[n], j) for n, g in self.into(grads).items()}
             return {n: params[n] - self.lr * self.basis.out_of(n, m) for n, m in moved.items()}, after
         y = self._dual(d, params, weights, grads)
         if newton is not None:
             after = after + newton @ self._forms(d, offsets, {n: v / mix(d[n], after) for n, v in y.items()})
         return {n: self._out_of(n, v / mix(d[n], after)) for n, v in y.items()}, after
 
-    def _stays(self, passage: Passage) -> bool:
-        """Whether the step is theta - eta D_j^-1 g, which needs no dual point."""
-        return not self.exact or bool(passage.before.max() == 1 and (passage.before == passage.after).all())
-
     @torch.no_grad()
     def newton(self, passage: Passage) -> Tensor | None:
         """P of the face that w_{t+1} lies on; None on a vertex, where the weights are constant."""
         support = np.flatnonzero(passage.after)
-        if len(support) == 1 or self._stays(passage):
+        if len(support) == 1 or stays(passage.before, passage.after, exact=self.exact) is not None:
             return None
         d = self.metrics
         before = torch.as_tensor(passage.before, dtype=self.offsets.dtype)
@@ -130,14 +133,15 @@ class Recursion:
 
     def _dual(self, d: Params, params: Params, weights: Tensor, grads: Params) -> dict[str, Tensor]:
         shifted = {n: x - self.centre[n] if n in self.centre else x for n, x in params.items()}
-        x, g = self._into(shifted), self._into(grads)
+        x, g = self.into(shifted), self.into(grads)
         return {n: mix(d[n], weights) * x[n] - self.lr * g[n] for n in x}
 
     def _forms(self, d: Params, offsets: Tensor, x: Params) -> Tensor:
         halves = [0.5 * (d[n] * v * v).reshape(self.pieces, -1).sum(1).to(offsets.dtype) for n, v in x.items()]
         return torch.stack(halves).sum(0) + offsets
 
-    def _into(self, x: Params) -> dict[str, Tensor]:
+    def into(self, x: Params) -> dict[str, Tensor]:
+        """Displacements in the coordinates of the basis."""
         return {n: self.basis.into(n, v) for n, v in x.items()}
 
     def _out_of(self, name: str, x: Tensor) -> Tensor:
@@ -150,10 +154,25 @@ class Recursion:
         """What the step adds to the objective, as a function of metrics, weights, loss and gradient."""
 
         def energy() -> Tensor:
-            parts = [(g * g / mix(d[n], weights)).sum(dtype=torch.float64) for n, g in self._into(grads).items()]
+            parts = [(g * g / mix(d[n], weights)).sum(dtype=torch.float64) for n, g in self.into(grads).items()]
             return torch.stack(parts).sum()
 
         return objective.running(Point(loss.double(), energy, self.lr, self.steps))
+
+
+def stays(before: Array, after: Array, *, exact: bool) -> int | None:
+    """The piece j if a step is theta - eta D_j^-1 g, which needs no dual point; None if it is not.
+
+    Args:
+        before: w_t.
+        after: w_{t+1}.
+        exact: whether it is not the paper's step.
+    """
+    if len(before) == 1:
+        return 0
+    if not exact or (before.max() == 1 and (before == after).all()):
+        return int(np.argmax(before))
+    return None
 
 
 def mix(d: Tensor, weights: Tensor) -> Tensor:

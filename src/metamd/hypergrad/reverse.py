@@ -4,15 +4,19 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from metamd.hypergrad.base import Estimator, Hypergradient, differentiate, given_up, learnable
-from metamd.hypergrad.recursion import Passage, Recursion
+from metamd.hypergrad.recursion import Passage, Recursion, stays
+from metamd.hypergrad.straight import Straight
 from metamd.inner import State, Trajectory, Walk, gradient
 from metamd.objectives import Objective
 from metamd.optimiser import mirror_step
+from metamd.potentials.base import Active, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task
 
@@ -80,14 +84,22 @@ class Taped:
     """A step with the graph of its gradient.
 
     Args:
-        passage: the step.
-        leaves: theta_t, which the graph starts from.
+        passage: the step; without theta_t where it stays on one piece, because nothing needs it then.
+        entries: where theta_t enters the graph. The graph itself keeps of theta_t what it needs, which can be little.
         outputs: loss and gradients with their graph.
     """
 
     passage: Passage
-    leaves: list[Tensor]
+    entries: tuple[GradientEdge, ...]
     outputs: list[Tensor]
+
+
+class _Enter(torch.autograd.Function):
+    """Points that a graph starts from and that it does not keep alive, as it would keep leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, *point: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in point)
 
 
 def _forwards(walk: Walk, length: int) -> tuple[list[State], list[Taped]]:
@@ -98,14 +110,13 @@ def _forwards(walk: Walk, length: int) -> tuple[list[State], list[Taped]]:
     while walk.going:
         if walk.step % length == 0:
             heads.append((walk.params, walk.active))
-        before, weights, batch = walk.params, walk.active.weights, walk.task.batch(walk.step)
         if walk.step < last:
-            walk.advance(*gradient(walk.task, before, batch))
+            walk.advance(*gradient(walk.task, walk.params, walk.task.batch(walk.step)))
             continue
-        leaves = {n: x.detach().requires_grad_() for n, x in before.items()}
-        loss, grads = gradient(walk.task, leaves, batch, graph=True)
+        before, active = walk.params, walk.active
+        entries, loss, grads = _graph(walk, before, walk.step)
         walk.advance(loss, grads)
-        tape.append(_taped(leaves, loss, grads, weights, walk.active.weights))
+        tape.append(_taped(walk, before, entries, [loss, *grads.values()], (active, walk.active)))
     return heads, tape
 
 
@@ -113,21 +124,30 @@ def _replay(walk: Walk, head: State, steps: range) -> list[Taped]:
     """One segment again, with the graphs of its gradients."""
     (params, active), tape = head, []
     for t in steps:
-        leaves = {n: x.detach().requires_grad_() for n, x in params.items()}
-        loss, grads = gradient(walk.task, leaves, walk.task.batch(t), graph=True)
+        entries, loss, grads = _graph(walk, params, t)
         with torch.no_grad():
             taken = mirror_step(params, grads, walk.potential, walk.lr, active=active, exact=walk.exact)
         after = taken.active or active
-        tape.append(_taped(leaves, loss, grads, active.weights, after.weights))
-        params, active = {n: x.detach() for n, x in taken.params.items()}, after
+        tape.append(_taped(walk, params, entries, [loss, *grads.values()], (active, after)))
+        params, active = taken.params, after
     return tape
 
 
-def _taped(leaves: dict[str, Tensor], loss: Tensor, grads: dict[str, Tensor], before: object, after: object) -> Taped:
-    constants = {n: g.detach() for n, g in grads.items()}
-    point = {n: x.detach() for n, x in leaves.items()}
-    passage = Passage(point, constants, loss.detach(), before, after)  # type: ignore[arg-type]
-    return Taped(passage, list(leaves.values()), [loss, *grads.values()])
+def _graph(walk: Walk, params: Params, step: int) -> tuple[tuple[GradientEdge, ...], Tensor, dict[str, Tensor]]:
+    """The loss and its gradient with a graph, and where the parameters enter it."""
+    key = next(iter(params.values())).new_zeros((), requires_grad=True)
+    points = _Enter.apply(key, *params.values())  # type: ignore[no-untyped-call]
+    loss, grads = gradient(walk.task, dict(zip(params, points, strict=True)), walk.task.batch(step), graph=True)
+    return tuple(map(get_gradient_edge, points)), loss, grads
+
+
+def _taped(
+    walk: Walk, params: Params, entries: tuple[GradientEdge, ...], outputs: list[Tensor], active: tuple[Active, Active]
+) -> Taped:
+    before, after = (a.weights for a in active)
+    grads = {n: g.detach() for n, g in zip(params, outputs[1:], strict=True)}
+    kept = {} if stays(before, after, exact=walk.exact) is not None else dict(params)
+    return Taped(Passage(kept, grads, outputs[0].detach(), before, after), entries, outputs)
 
 
 class Adjoint:
@@ -143,14 +163,16 @@ class Adjoint:
         self.recursion, self.objective = recursion, objective
         ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
         final = objective.final(run, recursion.potential, ends)
-        self._final, self.offsets, self.params = differentiate(final, recursion.potential, *ends.values())
-        self._metrics = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
+        self._final, self.offsets, by_end = differentiate(final, recursion.potential, *ends.values())
+        self.params = [torch.empty_like(x).copy_(by) for x, by in zip(ends.values(), by_end, strict=True)]
+        self._straight = Straight(recursion, objective)
+        self._logs = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
         self.weights = torch.zeros_like(self.offsets)
 
     @property
     def log_d(self) -> dict[str, Tensor]:
         """The gradient by the logarithms of the metrics, gathered so far."""
-        return {k: v + self._final[k] for k, v in self.recursion.by_key(self._metrics).items()}
+        return {k: v + self._final[k] for k, v in self.recursion.added_up(self._logs).items()}
 
     def back_over(self, tape: Sequence[Taped]) -> None:
         """Pull the cotangents back over the steps of a segment, which is consumed."""
@@ -159,6 +181,19 @@ class Adjoint:
             self._back(tape.pop())
 
     def _back(self, taped: Taped) -> None:
+        piece = stays(taped.passage.before, taped.passage.after, exact=self.recursion.exact)
+        if piece is None:
+            self._back_between(taped)
+            return
+        slopes = self._straight.slopes(taped.passage, piece)
+        by_grads = self._straight.back(taped.passage, piece, slopes, self.params, self._logs)
+        # Through the gradient: one product with the Hessian, H c.
+        through = _through(taped, [taped.passage.loss.new_tensor(slopes.loss), *by_grads])
+        torch._foreach_add_(self.params, through)
+        self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
+
+    def _back_between(self, taped: Taped) -> None:
+        """Back over a step onto, along or off a kink."""
         r, passage = self.recursion, taped.passage
         metrics, params, grads = _leaves(r.metrics), _leaves(passage.params), _leaves(passage.grads)
         offsets, loss = r.offsets.detach().requires_grad_(), passage.loss.detach().requires_grad_()
@@ -175,9 +210,8 @@ class Adjoint:
         self.offsets = self.offsets + by[0]
         self.weights = by[1]
         by_metric, by_params, by_grads = _cut(by[3:], len(metrics), len(params))
-        for gathered, b in zip(self._metrics.values(), by_metric, strict=True):
-            gathered += b
-        # Through the gradient: one product with the Hessian, H c.
+        for gathered, d, b in zip(self._logs.values(), r.metrics.values(), by_metric, strict=True):
+            gathered.addcmul_(d, b)
         through = _through(taped, [by[2], *by_grads])
         self.params = [p + t for p, t in zip(by_params, through, strict=True)]
 
@@ -186,7 +220,7 @@ def _through(taped: Taped, cotangents: list[Tensor]) -> list[Tensor]:
     # A gradient that is constant in the parameters has no graph.
     live = [(o, c) for o, c in zip(taped.outputs, cotangents, strict=True) if o.requires_grad]
     outputs, weights = [o for o, _ in live], [c for _, c in live]
-    return list(torch.autograd.grad(outputs, taped.leaves, weights, allow_unused=True, materialize_grads=True))
+    return list(torch.autograd.grad(outputs, taped.entries, weights, allow_unused=True, materialize_grads=True))
 
 
 def _leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

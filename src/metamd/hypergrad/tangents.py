@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from metamd.hypergrad.base import differentiate, learnable
-from metamd.hypergrad.recursion import Passage, Recursion
+from metamd.hypergrad.recursion import Passage, Recursion, stays
+from metamd.hypergrad.straight import Straight, dot
 from metamd.inner import Cost, Trajectory, Walk, gradient
 from metamd.objectives import Objective
 from metamd.potentials.base import Params
@@ -96,8 +97,9 @@ def carry(
     walk = Walk(task, potential, lr=lr, exact=exact, steps=steps)
     leaf = learnable(potential, walk.start)
     recursion = Recursion(walk, leaf)
-    logs, offsets = Layout.of(leaf).split(directions, leaf)
-    metrics = recursion.directions(logs)
+    by_key, offsets = Layout.of(leaf).split(directions, leaf)
+    logs, metrics = recursion.by_tensor(by_key), recursion.directions(by_key)
+    straight = Straight(recursion, objective)
     count = len(directions)
     z = {n: x.new_zeros(count, *x.shape) for n, x in walk.start.items()}
     zw = torch.zeros(count, leaf.pieces, dtype=offsets.dtype)
@@ -111,6 +113,12 @@ def carry(
         if walk.diverged:
             break
         passage = Passage(before, grads, loss, weights, walk.active.weights)
+        piece = stays(passage.before, passage.after, exact=exact)
+        if piece is not None:
+            along += straight.along(passage, piece, logs, z, zg)
+            straight.forth(passage, piece, logs, z, zg)
+            zw = torch.zeros_like(zw)  # a vertex of the simplex is constant
+            continue
         if objective.runs:
             pulled = pull(recursion, objective, passage)
             along += pulled.loss * dot(z, grads) + dot(zg, pulled.grads) + zw @ pulled.weights + dot(metrics, pulled.metrics)
@@ -120,7 +128,7 @@ def carry(
         ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
         final = objective.final(run, leaf, ends)
         by_log, by_offset, by_end = differentiate(final, leaf, *ends.values())
-        along += dot(logs, by_log) + offsets @ by_offset + dot(z, dict(zip(ends, by_end, strict=True)))
+        along += dot(by_key, by_log) + offsets @ by_offset + dot(z, dict(zip(ends, by_end, strict=True)))
     value = math.inf if run.diverged else float(objective.value(run, leaf).detach())
     cost = replace(run.cost, hvps=hvps, seconds=time.perf_counter() - began)
     return Derivatives(along, value, run, cost)
@@ -241,9 +249,3 @@ def _part(arguments: Params, group: str) -> dict[str, Tensor]:
 
 def _weights(recursion: Recursion, passage: Passage) -> Tensor:
     return torch.tensor(passage.before, dtype=recursion.offsets.dtype)
-
-
-def dot(rows: Params, by: Params) -> Tensor:
-    """sum over tensors of <row, by> for every row, in float64."""
-    products = [r.reshape(len(r), -1) @ by[n].reshape(-1).to(r.dtype) for n, r in rows.items()]
-    return torch.stack([p.double() for p in products]).sum(0)

@@ -1,0 +1,143 @@
+"""Steps that stay on one piece, theta+ = theta - eta D_j^-1 g, differentiated by hand: a few passes over the model.
+
+Most steps are of this kind, all of them with one piece; the others go through `Recursion.step`. With r = eta / D_j and
+e = g'D_j^-1 g the derivatives are
+
+    d theta+ = dz - r (dg - g d log D_j),    de = 2/eta r g dg - 1/eta r g^2 d log D_j.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from metamd.hypergrad.recursion import Passage, Recursion
+from metamd.objectives import Objective, Point, Slopes
+from metamd.potentials.base import Params
+from metamd.potentials.mixture import grouped_squares
+
+FEW = 4
+"""Tangents up to which a loop over those that a metric concerns is faster than one pass over all."""
+
+
+class Straight:
+    """The derivatives of steps on one piece, both ways; forwards, in the same directions at every step.
+
+    Args:
+        recursion: the run's constants.
+        objective: E.
+    """
+
+    def __init__(self, recursion: Recursion, objective: Objective) -> None:
+        self.recursion, self.objective = recursion, objective
+        self._rates: dict[int, dict[str, Tensor]] = {}
+        self._touched: dict[tuple[str, int], list[int]] = {}
+
+    def rates(self, piece: int) -> dict[str, Tensor]:
+        """-eta / D_j by tensor, divided once."""
+        if piece not in self._rates:
+            r = self.recursion
+            self._rates[piece] = {n: -r.lr / d[piece] for n, d in r.metrics.items()}
+        return self._rates[piece]
+
+    def slopes(self, passage: Passage, piece: int) -> Slopes:
+        """How the step's contribution to the objective changes with its loss and energy, which is found if asked for."""
+        r = self.recursion
+        return self.objective.slopes(Point(passage.loss.double(), partial(self._energy, passage, piece), r.lr, r.steps))
+
+    def _energy(self, passage: Passage, piece: int) -> Tensor:
+        parts = []
+        for n, g in self.recursion.into(passage.grads).items():
+            d = self.recursion.metrics[n][piece]
+            parts.append((grouped_squares(g, tuple(d.shape)) / d).sum(dtype=torch.float64))
+        return torch.stack(parts).sum()
+
+    def back(self, passage: Passage, piece: int, slopes: Slopes, cotangents: Sequence[Tensor], logs: Params) -> list[Tensor]:
+        """The cotangents of the gradient from those of theta_{t+1}; those of log D are added to `logs`.
+
+        Args:
+            passage: the step.
+            piece: j.
+            slopes: of the objective.
+            cotangents: of theta_{t+1}, in the order of the gradients.
+            logs: by tensor, (N, ...).
+        """
+        basis, rates, found = self.recursion.basis, self.rates(piece), []
+        s = slopes.energy / self.recursion.lr
+        for (n, grad), cotangent in zip(passage.grads.items(), cotangents, strict=True):
+            g, p, r = basis.into(n, grad), basis.into(n, cotangent), rates[n]
+            c = (torch.sub(p, g, alpha=s) if s else p) * r
+            _subtract(logs[n][piece], c, g)
+            c = torch.addcmul(c, g, r, value=-s) if s else c
+            found.append(basis.out_of(n, c).to(grad.dtype))
+        return found
+
+    def along(self, passage: Passage, piece: int, logs: Params, z: Params, zg: Params) -> Tensor:
+        """The derivatives of what the step adds to the objective, for all directions at once.
+
+        Args:
+            passage: the step.
+            piece: j.
+            logs: the directions in log D, (k, N, ...) by tensor.
+            z: tangents of theta_t, (k, ...).
+            zg: tangents of the gradient, H z.
+        """
+        slopes = self.slopes(passage, piece)
+        count = len(next(iter(z.values())))
+        found = torch.zeros(count, dtype=torch.float64)
+        if slopes.loss:
+            found += slopes.loss * dot(z, passage.grads)
+        if slopes.energy:
+            s, rates, basis = slopes.energy / self.recursion.lr, self.rates(piece), self.recursion.basis
+            grads = self.recursion.into(passage.grads)
+            pull = {n: basis.out_of(n, rates[n] * g) for n, g in grads.items()}
+            energy = {n: rates[n] * grouped_squares(g, tuple(rates[n].shape)) for n, g in grads.items()}
+            found += s * dot({n: v[:, piece] for n, v in logs.items()}, energy) - 2 * s * dot(zg, pull)
+        return found
+
+    def forth(self, passage: Passage, piece: int, logs: Params, z: Params, zg: Params) -> None:
+        """The tangents of theta_{t+1}, written over those of theta_t.
+
+        Args:
+            passage: the step.
+            piece: j.
+            logs: as for `along`, and so are the others.
+            z: is overwritten.
+            zg: H z.
+        """
+        basis, rates = self.recursion.basis, self.rates(piece)
+        for n, grad in passage.grads.items():
+            if basis.kind == "identity":
+                z[n].addcmul_(zg[n], rates[n])
+            else:
+                z[n] += torch.func.vmap(lambda h, n=n: basis.out_of(n, rates[n] * basis.into(n, h)))(zg[n])
+            moves, directions = rates[n] * basis.into(n, grad), logs[n][:, piece]
+            rows = self._rows(n, piece, directions)
+            if len(rows) > FEW and basis.kind == "identity":
+                z[n].addcmul_(moves, directions, value=-1)
+                continue
+            for i in rows:
+                z[n][i].sub_(basis.out_of(n, moves * directions[i]))
+
+    def _rows(self, name: str, piece: int, directions: Tensor) -> list[int]:
+        """The directions that change this metric: of those that change one each, most leave it alone."""
+        if (name, piece) not in self._touched:
+            self._touched[name, piece] = directions.flatten(1).any(1).nonzero().flatten().tolist()
+        return self._touched[name, piece]
+
+
+def _subtract(from_: Tensor, a: Tensor, b: Tensor) -> None:
+    """Take away the sums of a b over tied coordinates."""
+    if from_.numel() == 1:
+        from_ -= torch.dot(a.reshape(-1), b.reshape(-1).to(a.dtype))
+    elif from_.shape == a.shape:
+        from_.addcmul_(a, b, value=-1)
+    else:
+        from_ -= (a * b).sum_to_size(from_.shape)
+
+
+def dot(rows: Params, by: Params) -> Tensor:
+    """sum over tensors of <row, by> for every row, in float64."""
+    products = [r.reshape(len(r), -1) @ by[n].reshape(-1).to(r.dtype) for n, r in rows.items()]
+    return torch.stack([p.double() for p in products]).sum(0)

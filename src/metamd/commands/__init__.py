@@ -141,6 +141,7 @@ class Train:
         model: of a family of images: linear, mlp, lenet or resnet18.
         hold_out: the domain of a family of images that is left out: an angle, or a dataset.
         images: per domain, at most.
+        width: of a resnet18; 64 is the published one, 16 runs on a small CPU.
         outer_steps: rounds of training tasks and setting the metrics, at most.
         tasks: tasks in each of them.
         prior: strength of the prior that keeps coordinates from starving that move little.
@@ -164,6 +165,7 @@ class Train:
     model: str | None = None
     hold_out: str | None = None
     images: int | None = None
+    width: int | None = None
     outer_steps: int = 10
     tasks: int = 8
     prior: float = 0.0

@@ -93,8 +93,8 @@ def _family(options: Train) -> TaskFamily:
     if options.family not in FAMILIES:
         raise ValueError(f"there is no family {options.family!r}. There are {', '.join(sorted(FAMILIES))}.")
     build = FAMILIES[options.family]
-    asked = {"steps": options.steps, "model": options.model, "hold_out": options.hold_out, "images": options.images}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    asked = {name: getattr(options, name) for name in ("steps", "model", "hold_out", "images", "width")}
+    given = {name: value for name, value in asked.items() if value is not None}
     for name in given:
         if name not in inspect.signature(build).parameters:
             raise ValueError(f"the family {options.family!r} has no option --{name.replace('_', '-')}. Leave it out.")

@@ -1,7 +1,7 @@
 """Which memory layout and which compiler the paper's models gain from: `python benchmarks/models.py [--rounds N]`.
 
-Time of loss and gradient at batch 100 on one thread, over the plain model's, medians of interleaved rounds. The first call of a
-compiled model is not counted; its seconds are in the record.
+Time of loss and gradient at batch 100 on one thread, over the plain model's, medians of interleaved rounds. The first
+call of a compiled model is not counted; its seconds are in the record.
 """
 
 import argparse

@@ -64,7 +64,8 @@ def test_far_beyond_the_horizon_is_noticed_once():
 def test_a_little_beyond_the_horizon_is_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(geometry=learned(horizon=15), steps=25)
+        losses, _ = run(geometry=learned(horizon=15), steps=25)
+    assert len(losses) == 25
 
 
 @pytest.mark.filterwarnings("ignore::metamd.OffFamilyWarning")
@@ -95,3 +96,5 @@ def test_watch_ignores_keys_it_does_not_know():
         warnings.simplefilter("error")
         for t in range(1, 7):
             watch.observe(t, {"y": torch.full((2,), 1e6)}, {"y": "y"})
+    with pytest.warns(OffFamilyWarning):
+        watch.observe(1, {"x": torch.full((2,), 1e6)}, {"x": "x"})

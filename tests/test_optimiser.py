@@ -386,4 +386,5 @@ def test_learned_optimiser_needs_no_warning_in_ordinary_use():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = small_model()
-        train(model, metamd.MetaMD(model.named_parameters(), MaxDiagonal(3), lr=0.1), 3)
+        losses = train(model, metamd.MetaMD(model.named_parameters(), MaxDiagonal(3), lr=0.1), 3)
+    assert len(losses) == 3

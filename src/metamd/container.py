@@ -213,11 +213,11 @@ def read_checked(path: Path) -> Container:
         check_regular(path)
         return read(path)
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {shown(str(path))}. Check the path.") from None
+        raise FileNotFoundError(f"there is no file {str(path)!r}. Check the path.") from None
     except OSError as error:
-        raise type(error)(f"{shown(str(path))} cannot be read: {error.strerror or error}".rstrip(".") + ".") from None
+        raise type(error)(f"{str(path)!r} cannot be read: {error.strerror or error}".rstrip(".") + ".") from None
     except ValueError as error:
-        raise ValueError(f"{shown(str(path))} cannot be loaded: {error}") from None
+        raise ValueError(f"{str(path)!r} cannot be loaded: {error}") from None
 
 
 def check_regular(path: Path) -> None:
@@ -261,9 +261,9 @@ def write_atomically(path: Path, data: bytes) -> None:
     """
     path = path.resolve()
     if path.is_dir():
-        raise IsADirectoryError(f"{shown(str(path))} is a directory. Name a file inside it, such as learned.safetensors.")
+        raise IsADirectoryError(f"{str(path)!r} is a directory. Name a file inside it, such as learned.safetensors.")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {shown(str(path.parent))} to save into. Create it first.")
+        raise FileNotFoundError(f"there is no directory {str(path.parent)!r} to save into. Create it first.")
     temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
     try:
         with temporary.open("xb") as file:

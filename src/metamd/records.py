@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from metamd.container import shown, strict_json, write_atomically
+from metamd.container import strict_json, write_atomically
 
 FORMAT = 1
 
@@ -39,7 +39,7 @@ class Records:
         elif (found := read_json(path)) != about:
             was, now = (json.dumps(x.get("settings") if isinstance(x, dict) else x) for x in (found, about))
             raise ValueError(
-                f"{shown(str(folder))} holds a run with other settings: {was}, not {now}. Choose another --out or delete it."
+                f"{str(folder)!r} holds a run with other settings: {was}, not {now}. Choose another --out or delete it."
             )
 
     @staticmethod
@@ -64,7 +64,7 @@ class Records:
             write_json(path, _plain(compute()))
         found = read_json(path)
         if not isinstance(found, dict):
-            raise ValueError(f"{shown(str(path))} must hold a JSON object. Delete it, and it is computed again.")
+            raise ValueError(f"{str(path)!r} must hold a JSON object. Delete it, and it is computed again.")
         return found
 
     def has(self, name: str) -> bool:
@@ -94,7 +94,7 @@ def read_json(path: Path) -> Any:
         path: the file.
     """
     try:
-        return strict_json(path.read_bytes(), shown(str(path)))
+        return strict_json(path.read_bytes(), repr(str(path)))
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}. Delete the file, and it is computed again.") from None
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from metamd.binding import check_group, fit, named_parameters, refuse_nonfinite, refuse_unusual
 from metamd.guard import FamilyWatch, Safeguard
 from metamd.learned import LearnedOptimiser, fingerprint
 from metamd.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.mixture import combine, widen
-from metamd.sharding import any_process, is_sharded, local, local_metric, total_for
-from metamd.tying import clean_names
+from metamd.potentials.mixture import combine
+from metamd.sharding import local
 
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
 """Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
@@ -126,48 +126,18 @@ class MetaMD(Optimizer):
         """Add parameters, with options of their own; those added during a run start where they are then."""
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1])
             if self._bound is not None:
                 self._bind()
         except ValueError:
             self.param_groups.pop()  # refused: the optimiser is as it was
             raise
 
-    def _named(self) -> dict[str, Tensor]:
-        """All parameters by cleaned name; unnamed ones are counted through, where names do not matter."""
-        pairs: list[tuple[str, Tensor]] = []
-        for group in self.param_groups:
-            names = group.get("param_names")
-            if names is None and isinstance(self._potential, MaxDiagonal) and len(self._potential.table):
-                raise ValueError(
-                    "a learned geometry finds its metrics by the names of the parameters, but these have none. "
-                    "Pass model.named_parameters(), or groups whose params are (name, parameter) pairs."
-                )
-            pairs += zip(names or [str(len(pairs) + i) for i in range(len(group["params"]))], group["params"], strict=True)
-        rename = self._potential.rename if isinstance(self._potential, MaxDiagonal) else None
-        return clean_names(pairs, rename)
-
     def _bind(self) -> None:
-        named = self._named()
+        named = named_parameters(self.param_groups, self._potential)
         self._places = {id(p): (n, p, p.device) for n, p in named.items()}
-        if not isinstance(self._potential, MaxDiagonal):
-            self._bound = self._potential.bind(named)
-            return
-        bound = self._potential.bind(named, missing=self._potential.missing)
-        with torch.no_grad():
-            metrics = {n: local_metric(bound.metric(n).to(widen(p).dtype), p) for n, p in named.items()}
         starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
-        fused = None
-        if self.fused and bound.pieces > 1:
-            from metamd.fused import FusedDiagonals
-
-            if any(is_sharded(p) for p in named.values()):
-                raise ValueError(
-                    "fused=True needs whole tensors on one process, but these are sharded. Leave fused=False: the plain "
-                    "step adds up over processes."
-                )
-            fused = FusedDiagonals(metrics, starts, bound.offsets.detach().cpu().numpy())
-        self._bound = bound.centred_at(starts).fixed(metrics, total_for(named), fused)
+        self._bound = fit(self._potential, named, starts, fused=self.fused)
 
     # the step
 
@@ -198,7 +168,7 @@ class MetaMD(Optimizer):
         if not grads:
             return loss
         if self.check_finite:
-            self._refuse_nonfinite(named, grads)
+            refuse_nonfinite(named, grads)
         self._begin(named, grads, loss)
         params = {n: local(p) for n, p in named.items() if n in grads or self._stands_off_centre(n)}
         moves = {n: self._move(grads[n], groups[n]) for n in grads}
@@ -219,27 +189,9 @@ class MetaMD(Optimizer):
                 named[name] = p
                 if p.grad is None:
                     continue
-                if p.grad.is_sparse or p.grad.is_complex():
-                    kind = "sparse" if p.grad.is_sparse else "complex"
-                    raise RuntimeError(
-                        f"MetaMD needs dense real gradients, but that of {name!r} is {kind}. "
-                        "Build the layer without sparse=True, or give this parameter to torch.optim.SparseAdam."
-                    )
+                refuse_unusual(name, p.grad)
                 grads[name], groups[name] = local(p.grad), group
         return named, grads, groups
-
-    def _refuse_nonfinite(self, named: Params, grads: Params) -> None:
-        # The Euclidean norm is the fastest look at every number; it may overflow, so that a second look decides.
-        norms = [torch.linalg.vector_norm(g).float() for g in grads.values()]
-        names = []
-        if not bool(torch.isfinite(torch.stack([n.to(norms[0].device) for n in norms])).all()):
-            names = [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]
-        if any_process(bool(names), named):
-            where = f"the gradient of {names[0]!r} (and of {len(names) - 1} more)" if names else "a gradient elsewhere"
-            raise RuntimeError(
-                f"{where} is not finite; nothing was changed. Lower lr or clip the gradients; under mixed precision step "
-                "through a GradScaler, which skips such steps. check_finite=False turns this check off."
-            )
 
     def _begin(self, named: Params, grads: Params, loss: float | None) -> None:
         """What a step needs before it is taken: domain, start, the watch over the family, damping."""
@@ -379,19 +331,3 @@ class MetaMD(Optimizer):
 
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = ("_active", "_hash", "_potential", "_record", "_safeguard", "_steps", "_watch", "check_finite", "exact", "fused")
-
-
-def _check_group(group: Mapping[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}. Give each group its own lr instead.")
-    if not 0 <= float(lr) < float("inf"):
-        raise ValueError(
-            f"Invalid learning rate: lr must be finite and not negative, got {float(lr)}. "
-            "Pass lr=1.0 to use the learned step sizes as they are."
-        )
-    if not 0 <= group["weight_decay"] < float("inf"):
-        raise ValueError(
-            f"Invalid weight_decay value: it must be finite and not negative, got {group['weight_decay']}. "
-            "Pass weight_decay=0.0 for none."
-        )

@@ -1,0 +1,97 @@
+"""How an optimiser's parameters meet a geometry: names, options of groups, metrics where the parameters are."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metamd.potentials.base import Params, Potential
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.mixture import widen
+from metamd.sharding import any_process, is_sharded, local_metric, total_for
+from metamd.tying import clean_names
+
+
+def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Potential) -> dict[str, Tensor]:
+    """All parameters by cleaned name; unnamed ones are counted through, where names do not matter."""
+    pairs: list[tuple[str, Tensor]] = []
+    for group in param_groups:
+        names = group.get("param_names")
+        if names is None and isinstance(potential, MaxDiagonal) and len(potential.table):
+            raise ValueError(
+                "a learned geometry finds its metrics by the names of the parameters, but these have none. "
+                "Pass model.named_parameters(), or groups whose params are (name, parameter) pairs."
+            )
+        pairs += zip(names or [str(len(pairs) + i) for i in range(len(group["params"]))], group["params"], strict=True)
+    rename = potential.rename if isinstance(potential, MaxDiagonal) else None
+    return clean_names(pairs, rename)
+
+
+def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = False) -> Potential:
+    """The potential with its metrics evaluated for these parameters, on their devices and in their shards.
+
+    Args:
+        potential: phi.
+        named: the parameters.
+        starts: where those that have moved started, the local part of each.
+        fused: whether the compiled kernel takes the steps.
+    """
+    if not isinstance(potential, MaxDiagonal):
+        return potential.bind(named)
+    bound = potential.bind(named, missing=potential.missing)
+    with torch.no_grad():
+        metrics = {n: local_metric(bound.metric(n).to(widen(p).dtype), p) for n, p in named.items()}
+    kernel = None
+    if fused and bound.pieces > 1:
+        from metamd.fused import FusedDiagonals
+
+        if any(is_sharded(p) for p in named.values()):
+            raise ValueError(
+                "fused=True needs whole tensors on one process, but these are sharded. Leave fused=False: the plain "
+                "step adds up over processes."
+            )
+        kernel = FusedDiagonals(metrics, starts, bound.offsets.detach().cpu().numpy())
+    return bound.centred_at(starts).fixed(metrics, total_for(named), kernel)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Refuse options of a group that no step can be taken with."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}. Give each group its own lr instead.")
+    if not 0 <= float(lr) < float("inf"):
+        raise ValueError(
+            f"Invalid learning rate: lr must be finite and not negative, got {float(lr)}. "
+            "Pass lr=1.0 to use the learned step sizes as they are."
+        )
+    if not 0 <= group["weight_decay"] < float("inf"):
+        raise ValueError(
+            f"Invalid weight_decay value: it must be finite and not negative, got {group['weight_decay']}. "
+            "Pass weight_decay=0.0 for none."
+        )
+
+
+def refuse_unusual(name: str, grad: Tensor) -> None:
+    """Refuse a sparse or complex gradient."""
+    if grad.is_sparse or grad.is_complex():
+        kind = "sparse" if grad.is_sparse else "complex"
+        raise RuntimeError(
+            f"MetaMD needs dense real gradients, but that of {name!r} is {kind}. "
+            "Build the layer without sparse=True, or give this parameter to torch.optim.SparseAdam."
+        )
+
+
+def refuse_nonfinite(named: Params, grads: Params) -> None:
+    """Refuse NaN and infinite gradients, on all processes if one has them."""
+    # The Euclidean norm is the fastest look at every number; it may overflow, so that a second look decides.
+    norms = [torch.linalg.vector_norm(g).float() for g in grads.values()]
+    names = []
+    if not bool(torch.isfinite(torch.stack([n.to(norms[0].device) for n in norms])).all()):
+        names = [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]
+    if any_process(bool(names), named):
+        where = f"the gradient of {names[0]!r} (and of {len(names) - 1} more)" if names else "a gradient elsewhere"
+        raise RuntimeError(
+            f"{where} is not finite; nothing was changed. Lower lr or clip the gradients; under mixed precision step "
+            "through a GradScaler, which skips such steps. check_finite=False turns this check off."
+        )

@@ -58,12 +58,12 @@ def ddp_nonfinite(rank, world, folder):
     return {"error": None}
 
 
-def sharded(**options):
+def sharded(momentum=0.0, **options):
     geometry, model = geometry_and_model(**options)
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-    return geometry, model, MetaMD(model.named_parameters(), geometry, lr=0.1)
+    return geometry, model, MetaMD(model.named_parameters(), geometry, lr=0.1, momentum=momentum)
 
 
 def whole(model):
@@ -82,6 +82,10 @@ def fsdp_channel(rank, world, folder):
 
 def fsdp_column(rank, world, folder):
     return fsdp(rank, world, folder, tying="column")
+
+
+def fsdp_momentum(rank, world, folder):
+    return fsdp(rank, world, folder, momentum=0.8)
 
 
 def fsdp_after(rank, world, folder):

@@ -27,9 +27,9 @@ def launch(case, folder, world=2):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def single(**options):
+def single(momentum=0.0, **options):
     geometry, model = geometry_and_model(**options)
-    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1)
+    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1, momentum=momentum)
     fit(model, optimiser, 0, 1)
     return model.state_dict(), optimiser
 
@@ -66,6 +66,7 @@ def test_data_parallel_refuses_a_nonfinite_gradient_on_all_ranks(tmp_path):
         ("fsdp_channel", {"tying": "channel", "centre": "origin"}),
         ("fsdp_column", {"tying": "column"}),
         ("fsdp_after", {}),
+        ("fsdp_momentum", {"momentum": 0.8}),
     ],
 )
 def test_fully_sharded_gives_the_unsharded_result(tmp_path, case, options):

@@ -1,5 +1,6 @@
 """How an optimiser's parameters meet a geometry: names, options of groups, metrics where the parameters are."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.mixture import widen
 from metamd.sharding import any_process, is_sharded, local_metric, total_for
 from metamd.tying import clean_names
+
+SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
+"""Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
 
 
 def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Potential) -> dict[str, Tensor]:
@@ -94,4 +98,32 @@ def refuse_nonfinite(named: Params, grads: Params) -> None:
         raise RuntimeError(
             f"{where} is not finite; nothing was changed. Lower lr or clip the gradients; under mixed precision step "
             "through a GradScaler, which skips such steps. check_finite=False turns this check off."
+        )
+
+
+def refuse_foreign(state_dict: Mapping[str, Any], pieces: int, geometry: str) -> None:
+    """Refuse the state_dict of another optimiser or of other pieces; warn of one of another geometry.
+
+    Args:
+        state_dict: what is to be loaded.
+        pieces: N of the optimiser's geometry, 0 for one without pieces.
+        geometry: its fingerprint.
+    """
+    saved = state_dict["param_groups"][0] if state_dict.get("param_groups") else {}
+    missing = [key for key in SHARED if key not in saved]
+    if missing:
+        raise ValueError(
+            f"this is not a state_dict of MetaMD: its param groups lack {', '.join(missing)}. "
+            "Load it into the optimiser that it was taken from."
+        )
+    if len(saved["weights"]) != pieces:
+        raise ValueError(
+            f"this state_dict is of a run with {len(saved['weights'])} pieces, but this optimiser's geometry has "
+            f"{pieces}. Build MetaMD with the geometry that the run used."
+        )
+    if saved["geometry"] != geometry:
+        warnings.warn(
+            "this state_dict is of a run in another geometry: the continued run will not be the one that was "
+            "interrupted. Build MetaMD with the geometry that the run used, if that was meant.",
+            stacklevel=3,
         )

@@ -6,7 +6,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
+
+from metamd.potentials.base import Active, Params, Potential
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.mixture import combine
 
 _SCALE_FACTOR = 5.0
 _HORIZON_FACTOR = 2
@@ -97,3 +102,12 @@ class Safeguard:
         self.damping = self.damping / 2 if blown else min(1.0, self.damping * 1.02)
         self.log_reference += 0.05 * min(excess, math.log(10.0))
         return self.damping
+
+
+def energy(potential: Potential, active: Active | None, grads: Params) -> float:
+    """g'D^-1 g; |g|^2 without metrics."""
+    if not isinstance(potential, MaxDiagonal):
+        return float(sum(g.double().square().sum() for g in grads.values()))
+    weights = active.weights if active is not None else np.eye(potential.pieces)[0]
+    parts = {n: (g.square() / combine(potential.metric(n), weights)).sum().double().reshape(1) for n, g in grads.items()}
+    return float(potential.add_up(parts)[0])

@@ -1,6 +1,5 @@
 """`mirror_step`, the pure function, and `MetaMD`, the `torch.optim.Optimizer` around it."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -9,17 +8,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from metamd.binding import check_group, fit, named_parameters, refuse_nonfinite, refuse_unusual
-from metamd.guard import FamilyWatch, Safeguard
+from metamd.averaging import (
+    AveragingName,
+    blend,
+    check_averaging,
+    is_averaged,
+    lift,
+    rate_of_iterate,
+    to_average,
+    to_gradient_point,
+)
+from metamd.binding import check_group, fit, named_parameters, refuse_foreign, refuse_nonfinite, refuse_unusual
+from metamd.guard import FamilyWatch, Safeguard, energy
 from metamd.learned import LearnedOptimiser, fingerprint
 from metamd.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.mixture import combine
 from metamd.sharding import local
-
-SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
-"""Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
 
 
 def mirror_step(
@@ -62,13 +67,17 @@ class MetaMD(Optimizer):
         params: as for any torch optimiser; `model.named_parameters()` for a learned geometry.
         geometry: a `LearnedOptimiser`, or a potential.
         lr: a factor on the learned step sizes; the learning rate for a potential that was not learned. Of a group, it
-            scales that group's gradient.
+            scales that group's gradient. Its default takes the learned step sizes as they are: 1 - momentum.
+        momentum: gradients are taken at an average of the iterates, which keeps this share of itself in every step; for
+            `Euclidean()` that is SGD with momentum, and lr means the same.
         weight_decay: decoupled, towards zero.
         maximize: ascend instead.
         exact: False takes the paper's step.
         fused: one pass over memory by a compiled kernel (CPU).
         check_finite: refuse a step with NaN or infinite gradients before anything is written.
         safeguard: halve the step while the run blows up.
+        averaging: the weights of the average: "constant" ones (momentum), "anytime" (1/t), or "schedule-free", which needs
+            `opt.eval()` before the model is used and `opt.train()` after.
 
     Example:
         >>> x = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
@@ -84,21 +93,23 @@ class MetaMD(Optimizer):
         self,
         params: Iterable[Any],
         geometry: LearnedOptimiser | Potential,
-        lr: float | Tensor = 1.0,
+        lr: float | Tensor | None = None,
         *,
+        momentum: float = 0.0,
         weight_decay: float = 0.0,
         maximize: bool = False,
         exact: bool = True,
         fused: bool = False,
         check_finite: bool = True,
         safeguard: bool = False,
+        averaging: AveragingName = "constant",
     ) -> None:
         if not isinstance(geometry, LearnedOptimiser | Potential):
             raise TypeError(
                 f"geometry must be a LearnedOptimiser or a Potential, got {type(geometry).__name__}. "
                 "Use metamd.load(path), or a potential such as metamd.Euclidean()."
             )
-        self.exact, self.fused, self.check_finite = exact, fused, check_finite
+        self.exact, self.fused, self.check_finite, self.averaging = exact, fused, check_finite, averaging
         self._safeguard = Safeguard() if safeguard else None
         self._watch: FamilyWatch | None = None
         self._potential: Potential = geometry if isinstance(geometry, Potential) else geometry.potential
@@ -111,8 +122,13 @@ class MetaMD(Optimizer):
         self._active: Active | None = None
         self._versions: dict[str, int] = {}
         self._steps = 0
+        self._restart = 0
+        self._training = True
         self._record = PieceRecord()
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "maximize": maximize})
+        if lr is None:
+            check_averaging(averaging, momentum)
+            lr = 1.0 - momentum if averaging == "constant" else 1.0
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize})
         self._bind()
 
     # names and geometry
@@ -127,6 +143,7 @@ class MetaMD(Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
+            check_averaging(self.averaging, self.param_groups[-1]["momentum"])
             if self._bound is not None:
                 self._bind()
         except ValueError:
@@ -164,16 +181,27 @@ class MetaMD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._training:
+            raise RuntimeError("this optimiser is in eval mode: its parameters are averages now. Call opt.train() first.")
         named, grads, groups = self._gather()
         if not grads:
             return loss
         if self.check_finite:
             refuse_nonfinite(named, grads)
+        self._notice_edits(named)
         self._begin(named, grads, loss)
         params = {n: local(p) for n, p in named.items() if n in grads or self._stands_off_centre(n)}
+        points = {n: local(self.state.get(named[n], {}).get("z", x)) for n, x in params.items()}
         moves = {n: self._move(grads[n], groups[n]) for n in grads}
-        step = self.potential.step(params, moves, active=self._current(params), exact=self.exact, into=params)
-        self._finish(step, params)
+        averaged = {n: groups[n]["momentum"] for n in grads if points[n] is not params[n]}
+        count = self._steps - self._restart
+        if self.averaging == "schedule-free":
+            for n, momentum in averaged.items():
+                lift(params[n], points[n], count, momentum)
+        step = self.potential.step(points, moves, active=self._current(points), exact=self.exact, into=points)
+        for n, momentum in averaged.items():
+            blend(params[n], points[n], count, momentum, self.averaging)
+        self._finish(step, named)
         return loss
 
     def _gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
@@ -193,10 +221,23 @@ class MetaMD(Optimizer):
                 grads[name], groups[name] = local(p.grad), group
         return named, grads, groups
 
+    def _notice_edits(self, named: Params) -> None:
+        """After somebody else changed a parameter, pieces and averages begin again at the new point."""
+        if self._versions and any(local(p)._version != self._versions.get(n) for n, p in named.items()):
+            self._versions, self._restart = {}, self._steps
+            for p in named.values():
+                self.state[p].pop("z", None)
+
     def _begin(self, named: Params, grads: Params, loss: float | None) -> None:
         """What a step needs before it is taken: domain, start, the watch over the family, damping."""
         self._steps += 1
         bound = self.potential
+        for group in self.param_groups:
+            if is_averaged(group, self.averaging):
+                for p in group["params"]:
+                    if p.grad is not None:
+                        kept = self.state[p].get("z")
+                        self.state[p]["z"] = p.detach().clone() if kept is None else kept.to(p.device)
         if self._steps == 1:
             bound.check({n: local(p) for n, p in named.items()})
         if isinstance(bound, MaxDiagonal):
@@ -207,24 +248,16 @@ class MetaMD(Optimizer):
             if self._watch is not None:
                 self._watch.observe(self._steps, grads, {n: s.key for n, s in bound.slots.items()})
         if self._safeguard is not None:
-            self._safeguard.update(self._energy(grads), None if loss is None else float(loss))
+            self._safeguard.update(energy(bound, self._active, grads), None if loss is None else float(loss))
 
     def _stands_off_centre(self, name: str) -> bool:
         """Whether a tensor that does not move contributes to the forms."""
         bound = self.potential
         return not (isinstance(bound, MaxDiagonal) and bound.keeps_start) or name in bound.start
 
-    def _energy(self, grads: Params) -> float:
-        """g'D^-1 g; |g|^2 without metrics."""
-        bound = self.potential
-        if not isinstance(bound, MaxDiagonal):
-            return float(sum(g.double().square().sum() for g in grads.values()))
-        weights = self._active.weights if self._active is not None else np.eye(bound.pieces)[0]
-        parts = {n: (g.square() / combine(bound.metric(n), weights)).sum().double().reshape(1) for n, g in grads.items()}
-        return float(bound.add_up(parts)[0])
-
     def _move(self, grad: Tensor, group: Mapping[str, Any]) -> Move:
-        lr = float(group["lr"]) * (self._safeguard.damping if self._safeguard is not None else 1.0)
+        lr = rate_of_iterate(float(group["lr"]), group["momentum"], self.averaging)
+        lr *= self._safeguard.damping if self._safeguard is not None else 1.0
         return Move(grad, -lr if group["maximize"] else lr, lr * group["weight_decay"])
 
     def _current(self, params: Params) -> Active | None:
@@ -232,17 +265,38 @@ class MetaMD(Optimizer):
         bound = self.potential
         if not isinstance(bound, MaxDiagonal) or bound.pieces == 1:
             return None
-        if self._versions != {n: x._version for n, x in params.items()}:
+        if not self._versions.keys() >= params.keys():
             self._active = bound.activate(params, self._active)
         return self._active
 
-    def _finish(self, step: Step, params: Params) -> None:
-        if step.active is None:
+    def _finish(self, step: Step, named: Params) -> None:
+        if step.active is not None:
+            self._active = step.active
+            self._record.append(step.active.piece)
+        self._versions = {n: local(p)._version for n, p in named.items()}
+
+    # the modes of schedule-free averaging
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Put the average into the parameters, to evaluate or save the model; only "schedule-free" needs it."""
+        self._swap(to_average, training=False)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Put the point where gradients are taken into the parameters, to go on."""
+        self._swap(to_gradient_point, training=True)
+
+    def _swap(self, swap: Callable[[Tensor, Tensor, float], None], *, training: bool) -> None:
+        if self.averaging != "schedule-free" or self._training == training:
             return
-        self._active = step.active
-        self._record.append(step.active.piece)
-        if len(step.active.weights) > 1:
-            self._versions = {n: x._version for n, x in params.items()}
+        self._training = training
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    swap(local(p), local(self.state[p]["z"]), group["momentum"])
+        if self._versions:
+            self._versions = {n: local(p)._version for n, p, _ in self._places.values()}
 
     # what can be read off it
 
@@ -268,6 +322,8 @@ class MetaMD(Optimizer):
             "safeguard": torch.tensor([guard.damping, guard.log_reference], dtype=torch.float64),
             "pieces": self._record.encode(),
             "geometry": self._fingerprint(),
+            "restart": torch.tensor(self._restart),
+            "training": self._training,
         }
         for group in self.param_groups:
             group.update(shared)
@@ -275,27 +331,11 @@ class MetaMD(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state_dict was taken, in the same geometry."""
-        saved = state_dict["param_groups"][0] if state_dict.get("param_groups") else {}
-        missing = [key for key in SHARED if key not in saved]
-        if missing:
-            raise ValueError(
-                f"this is not a state_dict of MetaMD: its param groups lack {', '.join(missing)}. "
-                "Load it into the optimiser that it was taken from."
-            )
-        if len(saved["weights"]) != self._piece_count:
-            raise ValueError(
-                f"this state_dict is of a run with {len(saved['weights'])} pieces, but this optimiser's geometry has "
-                f"{self._piece_count}. Build MetaMD with the geometry that the run used."
-            )
-        if saved["geometry"] != self._fingerprint():
-            warnings.warn(
-                "this state_dict is of a run in another geometry: the continued run will not be the one that was "
-                "interrupted. Build MetaMD with the geometry that the run used, if that was meant.",
-                stacklevel=2,
-            )
+        refuse_foreign(state_dict, self._piece_count, self._fingerprint())
         super().load_state_dict(state_dict)
         group = self.param_groups[0]
-        self._steps = int(group["step"])
+        self._steps, self._restart = int(group["step"]), int(group.get("restart", 0))
+        self._training = bool(group.get("training", True))
         self._record = PieceRecord.decode(group["pieces"])
         weights = group["weights"].cpu().double().numpy()
         # The forms are found again at the next step: the versions say that nothing is known of the parameters.
@@ -311,6 +351,8 @@ class MetaMD(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("momentum", 0.0)  # taken before there was any
         if "_potential" in state:
             self._versions = {}
             self._bound = None
@@ -330,4 +372,7 @@ class MetaMD(Optimizer):
 
 
 # what pickle and deepcopy keep; the rest is bound anew
-_COPIED = ("_active", "_hash", "_potential", "_record", "_safeguard", "_steps", "_watch", "check_finite", "exact", "fused")
+_COPIED = (
+    *("_active", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_training", "_watch"),
+    *("averaging", "check_finite", "exact", "fused"),
+)

@@ -1,0 +1,78 @@
+"""Momentum that keeps the guarantee: gradients are taken at an average x of the mirror-descent iterates z.
+
+    z_{t+1} = argmin <g(x_t), z> + B(z||z_t)/eta,    x_{t+1} = (1 - c_t) x_t + c_t z_{t+1},    x_1 = z_1.
+
+With a constant c and one quadratic piece this is heavy-ball momentum; with c_t = 1/(t + 1) the last x is the average of
+an online-to-batch conversion, at any time; Schedule-Free takes its gradients between x and z. See docs/optimiser.md.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+AveragingName = Literal["constant", "anytime", "schedule-free"]
+
+
+def check_averaging(averaging: str, momentum: float) -> None:
+    """Refuse what no average can be made of."""
+    if averaging not in get_args(AveragingName):
+        raise ValueError(f"averaging must be one of {', '.join(get_args(AveragingName))}; got {averaging!r}.")
+    if not 0 <= momentum < 1:
+        raise ValueError(
+            f"Invalid momentum value: it must be at least 0 and below 1, got {momentum}. Pass momentum=0.0 for none."
+        )
+    if averaging == "schedule-free" and momentum == 0:
+        raise ValueError(
+            'averaging="schedule-free" takes gradients between the average and the iterate, momentum being the weight of '
+            "the average: it must be above 0. Pass momentum=0.9."
+        )
+    if averaging == "anytime" and momentum != 0:
+        raise ValueError(
+            f'averaging="anytime" has no momentum: the weights of its average are 1/t. Got momentum={momentum}; leave it 0.'
+        )
+
+
+def is_averaged(group: Mapping[str, Any], averaging: AveragingName) -> bool:
+    """Whether the parameters of a group are averages."""
+    return averaging != "constant" or group["momentum"] > 0
+
+
+def rate_of_iterate(lr: float, momentum: float, averaging: AveragingName) -> float:
+    """The rate at which z moves. Under constant momentum lr has torch's meaning: that of the first step of x."""
+    return lr / (1 - momentum) if averaging == "constant" else lr
+
+
+def lift(x: Tensor, z: Tensor, step: int, momentum: float) -> None:
+    """Before step t of Schedule-Free: the part of the next gradient point that the present one carries, in place of it.
+
+    With y = (1 - m) z + m x the next point is (1 - c) y - (1 - c)(1 - m) z + (1 - m + m c) z+, c = 1/(t + 1).
+    """
+    c = 1 / (step + 1)
+    x.mul_(1 - c).sub_(z, alpha=(1 - c) * (1 - momentum))
+
+
+def blend(x: Tensor, z: Tensor, step: int, momentum: float, averaging: AveragingName) -> None:
+    """After step t: x moves towards the new z, in place.
+
+    Args:
+        x: the parameter.
+        z: the iterate after the step.
+        step: t, from 1.
+        momentum: the weight that the average keeps; of Schedule-Free, where between z and x gradients are taken.
+        averaging: the kind of weights.
+    """
+    if averaging == "schedule-free":
+        x.add_(z, alpha=1 - momentum + momentum / (step + 1))
+    else:
+        x.lerp_(z, 1 - momentum if averaging == "constant" else 1 / (step + 1))
+
+
+def to_average(y: Tensor, z: Tensor, momentum: float) -> None:
+    """From Schedule-Free's gradient point y = (1 - m) z + m x to x, in place."""
+    y.lerp_(z, 1 - 1 / momentum)
+
+
+def to_gradient_point(x: Tensor, z: Tensor, momentum: float) -> None:
+    """The way back, in place."""
+    x.lerp_(z, 1 - momentum)

@@ -117,3 +117,29 @@ def test_the_table_names_every_model():
         "lenet": "LeNet",
     }
     assert MODELS["resnet18"] is ResNet18
+
+
+@pytest.mark.parametrize("name", ["lenet", "resnet18"])
+def test_the_faster_layout_changes_no_value_and_no_parameters_layout(name, monkeypatch):
+    build = {"lenet": LeNet, "resnet18": lambda: ResNet18(width=4)}[name]
+    images = torch.rand(6, 3 if name == "resnet18" else 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = build()
+    fast = model(images)
+    fast.square().sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    assert all(g.is_contiguous() for g in grads)
+    monkeypatch.setattr("metamd.models.channels_last", lambda images: images)
+    model.zero_grad()
+    plain = model(images)
+    plain.square().sum().backward()
+    torch.testing.assert_close(fast, plain, rtol=1e-4, atol=1e-5)
+    for g, p in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(g, p.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_models_run_under_vmap_over_images():
+    model = LeNet()
+    images = torch.rand(3, 2, 1, 28, 28)
+    each = torch.stack([model(x) for x in images])
+    torch.testing.assert_close(torch.vmap(model)(images), each, rtol=1e-4, atol=1e-5)

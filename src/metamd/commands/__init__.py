@@ -133,7 +133,8 @@ class Train:
     """Learn an optimiser for a family of tasks; the same command continues a run that was stopped.
 
     Args:
-        family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits or images.
+        family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images
+            or adapt-rotated-mnist.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
         pieces: metrics in the mixture.
         tying: which coordinates share a metric: parameter, channel, column, tensor or role.
@@ -142,6 +143,7 @@ class Train:
         hold_out: the domain of a family of images that is left out: an angle, or a dataset.
         images: per domain, at most.
         width: of a resnet18; 64 is the published one, 16 runs on a small CPU.
+        start: a checkpoint with the parameters that every task begins at; otherwise each has its own initialisation.
         outer_steps: rounds of training tasks and setting the metrics, at most.
         tasks: tasks in each of them.
         prior: strength of the prior that keeps coordinates from starving that move little.
@@ -166,6 +168,7 @@ class Train:
     hold_out: str | None = None
     images: int | None = None
     width: int | None = None
+    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
     outer_steps: int = 10
     tasks: int = 8
     prior: float = 0.0

@@ -26,6 +26,7 @@ from metamd.outer_steps import Refine, Stopping
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.catalogue import FAMILIES
+from metamd.tasks.shared_start import starting_at
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward": Forward,
@@ -98,12 +99,13 @@ def _family(options: Train) -> TaskFamily:
     for name in given:
         if name not in inspect.signature(build).parameters:
             raise ValueError(f"the family {options.family!r} has no option --{name.replace('_', '-')}. Leave it out.")
-    if options.family == "rotated-mnist" and options.hold_out is not None:
+    if options.family in ("rotated-mnist", "adapt-rotated-mnist") and options.hold_out is not None:
         try:
             given["hold_out"] = float(options.hold_out)
         except ValueError:
             raise ValueError(f"--hold-out must be an angle such as 30, got {options.hold_out!r}.") from None
-    return build(**given)
+    family = build(**given)
+    return family if options.start is None else starting_at(family, options.start)
 
 
 def _method(options: Train) -> dict[str, Any]:

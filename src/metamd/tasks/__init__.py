@@ -1,10 +1,12 @@
 """Families of training problems."""
 
+from metamd.tasks.adaptation import adapt_rotated_mnist
 from metamd.tasks.base import Config, Evaluation, SolvedTask, Split, Task, TaskFamily, config_hash
 from metamd.tasks.continuous import rotated_mnist_continuous
 from metamd.tasks.held_out import leave_one_out
 from metamd.tasks.images import diverse_digits, images, rotated_mnist
 from metamd.tasks.logistic import logistic
+from metamd.tasks.shared_start import starting_at
 from metamd.tasks.supervised import supervised
 from metamd.tasks.synthetic import quadratic, rosenbrock
 from metamd.tasks.tabular import tabular
@@ -16,6 +18,7 @@ __all__ = [
     "Split",
     "Task",
     "TaskFamily",
+    "adapt_rotated_mnist",
     "config_hash",
     "diverse_digits",
     "images",
@@ -25,6 +28,7 @@ __all__ = [
     "rosenbrock",
     "rotated_mnist",
     "rotated_mnist_continuous",
+    "starting_at",
     "supervised",
     "tabular",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from metamd.tasks.adaptation import adapt_rotated_mnist
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.continuous import rotated_mnist_continuous
 from metamd.tasks.images import diverse_digits, images, rotated_mnist
@@ -16,6 +17,7 @@ FAMILIES: dict[str, Callable[..., TaskFamily]] = {
     "tabular": tabular,
     "rotated-mnist": rotated_mnist,
     "rotated-mnist-continuous": rotated_mnist_continuous,
+    "adapt-rotated-mnist": adapt_rotated_mnist,
     "diverse-digits": diverse_digits,
     "images": images,
 }

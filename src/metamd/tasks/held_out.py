@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from metamd.models import MODELS
 from metamd.tasks.base import Config, TaskFamily, check_config, draw_seed
 from metamd.tasks.domains import Collection
 from metamd.tasks.recipe import Recipe
+from metamd.tasks.shared_start import SharedStart
 from metamd.tasks.supervised import SupervisedTask
 
 
@@ -119,14 +120,21 @@ class ImageFamily(TaskFamily):
         return ImageFamily(self.name, self.collection, self.training, self.how, hold_out=hold_out, held=held)
 
 
-def leave_one_out(family: ImageFamily) -> Iterator[ImageFamily]:
-    """The family with each of its domains held out in turn; all of them share the images in memory.
+Domains = TypeVar("Domains", ImageFamily, SharedStart)
+
+
+def leave_one_out(family: Domains) -> Iterator[Domains]:
+    """The family with each of its domains held out in turn; all of them share the images in memory, and the start.
 
     Args:
-        family: whatever it holds out itself.
+        family: of image domains, whatever it holds out itself.
     """
-    for domain in family.collection.preparations:
-        yield family._side(domain, held=False)
+    inner = family.family if isinstance(family, SharedStart) else family
+    if not isinstance(inner, ImageFamily):
+        raise TypeError(f"leave_one_out needs a family of image domains, got {inner.name!r}.")
+    for domain in inner.collection.preparations:
+        side = inner._side(domain, held=False)
+        yield SharedStart(side, family.start) if isinstance(family, SharedStart) else side
 
 
 def check_batch_size(batch_size: int, images: int, name: str) -> None:

@@ -25,23 +25,17 @@ class Recipe:
         loss_fn: of (outputs, targets), averaged over the batch.
         batch_size: examples per step.
         steps: T.
-        start: parameters that every task starts from; None where each draws its own.
     """
 
     make_model: Callable[[], nn.Module]
     loss_fn: LossFn
     batch_size: int
     steps: int
-    start: Mapping[str, Tensor] | None = None
 
     def make(self, seed: int) -> nn.Module:
         """A new model, initialised from a seed; the caller's generators are left alone."""
         with seeded(seed):
             return self.make_model()
-
-    def start_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """theta_1: the shared start, or the model's own parameters."""
-        return {n: p if self.start is None else self.start[n] for n, p in trained(model).items()}
 
     def loss(self, model: nn.Module, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of a model as a function of its parameters."""
@@ -80,7 +74,6 @@ def inspect(recipe: Recipe, data: Mapping[str, Splits]) -> Findings:
     """Make models and run one on a few examples, so that whatever does not fit is said before any training."""
     model, other = _make_checked(recipe)
     params = trained(model)
-    _check_start(recipe, params)
     dtype = next(iter(params.values())).dtype
     same = all(torch.equal(a, b) for a, b in zip(_fixed(model), _fixed(other), strict=True))
     splits = next(iter(data.values()))
@@ -120,18 +113,6 @@ def _make_checked(recipe: Recipe) -> tuple[nn.Module, nn.Module]:
             "Do not pass a generator of your own, nor draw from numpy."
         )
     return model, other
-
-
-def _check_start(recipe: Recipe, params: Mapping[str, Tensor]) -> None:
-    if recipe.start is None:
-        return
-    wanted, got = ({n: tuple(p.shape) for n, p in part.items()} for part in (params, recipe.start))
-    missing = [n for n, shape in wanted.items() if got.get(n) != shape]
-    if missing:
-        raise ValueError(
-            f"start must have every trained parameter of the model in its shape; {missing[0]!r} should be "
-            f"{wanted[missing[0]]} and is {got.get(missing[0], 'missing')}. Pass dict(model.named_parameters())."
-        )
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Any model on any data."""
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from metamd.tasks.base import Config, Evaluation, Split, Task, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.batches import Shuffle, chunks
 from metamd.tasks.recipe import LossFn, Recipe, inspect, trained
+from metamd.tasks.shared_start import starting_at
 from metamd.tasks.sources import Arrays, Rows, Shares, Source, Splits, fingerprint, read_all
 from metamd.tasks.stochastic import calibrate, use_batch_statistics
 
@@ -23,7 +25,7 @@ def supervised(
     *,
     batch_size: int = 100,
     steps: int = 500,
-    start: Mapping[str, Tensor] | None = None,
+    start: Mapping[str, Tensor] | str | Path | None = None,
     shares: Shares = (0.8, 0.1, 0.1),
     split_seed: int = 0,
     name: str = "supervised",
@@ -44,7 +46,8 @@ def supervised(
         loss_fn: of (outputs, targets), averaged over the batch.
         batch_size: examples per step.
         steps: T.
-        start: parameters that every task starts from, by name; without it every task has its own initialisation.
+        start: parameters that every task starts from, by name, or the path of a checkpoint; without it every task has its
+            own initialisation. See `starting_at`.
         shares: of training, validation and test in datasets that come without splits.
         split_seed: decides which examples these are.
         name: of the family, for tables and configs.
@@ -56,7 +59,7 @@ def supervised(
         >>> {name: tuple(p.shape) for name, p in task.init().items()}
         {'weight': (3, 4), 'bias': (3,)}
     """
-    recipe = Recipe(make_model, loss_fn, batch_size, steps, start)
+    recipe = Recipe(make_model, loss_fn, batch_size, steps)
     data = read_all(datasets, shares, split_seed)
     for key, splits in data.items():
         examples = len(splits["train"][0])
@@ -65,7 +68,8 @@ def supervised(
                 f"batch_size must lie between 1 and the {examples} training examples of {key!r}, got {batch_size}. "
                 f"Pass batch_size={min(examples, 32)}, say."
             )
-    return Supervised(name, recipe, data)
+    family = Supervised(name, recipe, data)
+    return family if start is None else starting_at(family, start)
 
 
 class Supervised(TaskFamily):
@@ -101,8 +105,7 @@ class Supervised(TaskFamily):
             for key, splits in self.data.items()
         }
         shapes = {name: list(p.shape) for name, p in self.example().items()}
-        start = "fresh" if self.recipe.start is None else "shared"
-        settings = {"batch_size": self.recipe.batch_size, "steps": self.steps, "start": start}
+        settings = {"batch_size": self.recipe.batch_size, "steps": self.steps, "start": "fresh"}
         return {"family": self.name, "datasets": data, "shapes": shapes, **settings}
 
 
@@ -126,8 +129,8 @@ class SupervisedTask(Task):
         self.shuffle = Shuffle(len(splits["train"][0]), recipe.batch_size, derive_seed(config["batch_seed"], "order"))
 
     def init(self) -> dict[str, Tensor]:
-        """What `make_model` draws under the config's seed, or the shared start."""
-        return {name: p.detach().clone() for name, p in self.recipe.start_of(self.model).items()}
+        """What `make_model` draws under the config's seed."""
+        return {name: p.detach().clone() for name, p in trained(self.model).items()}
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Some of the training examples."""

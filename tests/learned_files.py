@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from metamd import LearnedOptimiser, MaxDiagonal
+from metamd import Kronecker, LearnedOptimiser, MaxDiagonal
 from metamd.header import Header
 
 SHAPES = {"fc1.weight": (4, 3), "fc1.bias": (4,), "fc2.weight": (2, 4), "fc2.bias": (2,)}
@@ -29,9 +29,29 @@ def learned(
     return LearnedOptimiser.from_potential(bound.with_metrics(log_d, offsets), **fields)
 
 
+def turned(
+    pieces: int = 2, sides: Any = "right", rank: int | None = None, seed: int = 0, tying: Any = "tensor", **fields: Any
+) -> LearnedOptimiser:
+    """A learned optimiser in a random basis, with random metrics."""
+    generator = torch.Generator().manual_seed(seed)
+    blank = Kronecker(pieces, sides=sides, tying=tying).bind(model())
+    factors = {}
+    for name, turning in blank.basis.turning().items():
+        place = blank.basis.places[name]
+        for side in turning:
+            n = place.sizes[side]
+            q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
+            factors[f"{side}/{place.key}"] = q[:, : rank or n].float().contiguous()
+    basis = blank.basis.with_factors(factors)
+    bound = MaxDiagonal(pieces, tying=tying, basis=basis).bind(model())
+    log_d = {k: torch.randn(v.shape, generator=generator) for k, v in bound.log_d.items()}
+    offsets = torch.randn(pieces, generator=generator, dtype=torch.float64)
+    return LearnedOptimiser.from_potential(bound.with_metrics(log_d, offsets), **fields)
+
+
 def same(a: LearnedOptimiser, b: LearnedOptimiser) -> bool:
     """Equal headers, and metrics and offsets equal bit by bit. (Compared here without the library's fingerprint.)"""
-    left, right = ({**x.potential.log_d, "offsets/": x.potential.offsets} for x in (a, b))
+    left, right = ({**x.potential.log_d, "offsets/": x.potential.offsets, **x.potential.basis.factors()} for x in (a, b))
     return (
         a.header == b.header
         and list(left) == list(right)
@@ -75,7 +95,7 @@ def file_bytes(path: Path, optimiser: LearnedOptimiser) -> bytes:
 
 def full_header() -> Header:
     """A header with every field filled."""
-    return learned(
+    return turned(
         model=SHAPES,
         family={"name": "quadratic", "dimensions": [2, 3], "noise": None},
         horizon=100,

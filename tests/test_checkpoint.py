@@ -117,8 +117,8 @@ def test_resumption_that_forgets_something_would_be_seen(tmp_path, whole):
         train(tmp_path, stop)
     restore = State.restore
 
-    def forgetful(tensors, facts):
-        return replace(restore(tensors, facts), carried={})
+    def forgetful(*parts):
+        return replace(restore(*parts), carried={})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(State, "restore", forgetful)

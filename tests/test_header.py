@@ -49,13 +49,13 @@ def test_any_value_of_any_field_is_read_or_refused_with_a_sentence(name, value):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"schema_version": 3}, r"schema_version must be 1 or 2, .* got 3\. A newer metamd"),
+        ({"schema_version": 4}, r"schema_version must be 1 or 2 or 3, .* got 4\. A newer metamd"),
         ({"schema_version": True}, "schema_version must be 1"),
         ({"pieces": 0}, "pieces must be an integer of at least 1, got 0"),
         ({"pieces": True}, "pieces must be an integer"),
         ({"tying": "diagonal"}, "tying must be 'parameter' or .* got 'diagonal'"),
         ({"centre": ["start"]}, "centre must be 'start' or 'origin'"),
-        ({"basis": "kronecker"}, "basis must be 'identity', got 'kronecker'"),
+        ({"basis": "kronecker"}, "basis must be 'identity' or 'right' or 'both', got 'kronecker'"),
         ({"potential": "entropy"}, "potential must be 'max-diagonal'"),
         ({"tensors": {}}, "tensors must name at least one metric"),
         ({"tensors": {"x": (3, 4)}}, "one row for each of the 2 pieces"),

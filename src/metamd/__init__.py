@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from metamd.ordinary import learn
     from metamd.outer import GradientDescent, TrustRegion
     from metamd.outer_steps import Refine, Stopping
-    from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
+    from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
     from metamd.recorder import Recorder
     from metamd.runs import Run
 
 _HOME = {
     "Diagonal": "potentials",
     "Euclidean": "potentials",
+    "Kronecker": "potentials",
     "LearnedOptimiser": "learned",
     "MaxDiagonal": "potentials",
     "NegativeEntropy": "potentials",
@@ -72,6 +73,7 @@ __all__ = [
     "ForwardRandom",
     "GradientDescent",
     "Journal",
+    "Kronecker",
     "LearnedOptimiser",
     "MaxDiagonal",
     "MetaMD",

@@ -10,7 +10,7 @@ from torch import Tensor
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.mixture import widen
-from metamd.sharding import any_process, is_sharded, local_metric, total_for
+from metamd.sharding import any_process, is_sharded, local_metric, shard_dims, total_for
 from metamd.tying import clean_names
 
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
@@ -46,6 +46,8 @@ def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = Fa
     bound = potential.bind(named, missing=potential.missing)
     with torch.no_grad():
         metrics = {n: local_metric(bound.metric(n).to(widen(p).dtype), p) for n, p in named.items()}
+    if bound.basis.kind != "identity":
+        _check_basis(bound, named, fused=fused)
     kernel = None
     if fused and bound.pieces > 1:
         from metamd.fused import FusedDiagonals
@@ -57,6 +59,22 @@ def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = Fa
             )
         kernel = FusedDiagonals(metrics, starts, bound.offsets.detach().cpu().numpy())
     return bound.centred_at(starts).fixed(metrics, total_for(named), kernel)
+
+
+def _check_basis(bound: MaxDiagonal, named: Params, *, fused: bool) -> None:
+    """Refuse what steps in a learned basis cannot do: the kernel, and shards that cut through what a factor acts on."""
+    if fused:
+        raise ValueError(
+            "fused=True is for diagonal metrics, but this geometry has a learned basis, whose steps are matrix products. "
+            "Leave fused=False."
+        )
+    for name, p in named.items():
+        cut = shard_dims(p)
+        if cut and (bound.basis.kind == "both" or cut != {0}) and p.ndim > 1:
+            raise ValueError(
+                f"the basis of {name!r} needs whole {'tensors' if bound.basis.kind == 'both' else 'rows'} on one process, "
+                f'but its dimensions {sorted(cut)} are sharded. Shard dimension 0 alone with sides="right", or not at all.'
+            )
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -109,5 +109,6 @@ def energy(potential: Potential, active: Active | None, grads: Params) -> float:
     if not isinstance(potential, MaxDiagonal):
         return float(sum(g.double().square().sum() for g in grads.values()))
     weights = active.weights if active is not None else np.eye(potential.pieces)[0]
-    parts = {n: (g.square() / combine(potential.metric(n), weights)).sum().double().reshape(1) for n, g in grads.items()}
+    turned = {n: potential.basis.into(n, g) for n, g in grads.items()}
+    parts = {n: (g.square() / combine(potential.metric(n), weights)).sum().double().reshape(1) for n, g in turned.items()}
     return float(potential.add_up(parts)[0])

@@ -7,20 +7,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_args
 
+import torch
+
 from metamd._version import __version__
 from metamd.container import naturals, shown, strict_json
 from metamd.potentials.base import Centre
+from metamd.potentials.basis import Basis, Identity
+from metamd.potentials.kronecker import Learned
 from metamd.tying import Shape, TyingName, match, some
 
-SCHEMA_VERSIONS = (1, 2)
+SCHEMA_VERSIONS = (1, 2, 3)
 """The versions of the header this library reads; it writes the last."""
 
-SINCE = {"learned_from": 2, "task_hashes": 2}
+SINCE = {"learned_from": 2, "task_hashes": 2, "factors": 3}
 """Fields that older versions do not have."""
 
 POTENTIALS = ("max-diagonal",)
-BASES = ("identity",)
-TABLES = {"tensors": "key", "model": "name"}
+BASES = ("identity", "right", "both")
+TABLES = {"tensors": "key", "model": "name", "factors": "key"}
 """Fields that map names to shapes; in JSON they are lists, since the order of a model's layers matters."""
 
 
@@ -34,7 +38,7 @@ class Header:
         centre: what the metrics measure distances from.
         tensors: the shape of the logarithms of the metrics by key, (N, ...) each.
         potential: the kind of potential.
-        basis: the coordinates in which it is diagonal.
+        basis: the coordinates in which it is diagonal: "identity", or learned on the "right" or on "both" sides of weights.
         schema_version: the version of this list of fields.
         model: names and shapes of the tensors it was learned on, in the order of the layers.
         family: the family of tasks it was learned on.
@@ -50,6 +54,7 @@ class Header:
         held_out: metrics on tasks that were not used to learn it.
         learned_from: for a geometry learned from recorded runs, the strength of the `prior` and the `runs`, each with its
             name, fingerprint, steps, batch size and weight.
+        factors: the shapes of the learned basis, (n, r) by "right/key" and "left/key": r orthonormal columns.
 
     Example:
         >>> header = Header(pieces=1, tying="parameter", centre="start", tensors={"x": (1, 2)}, horizon=100)
@@ -77,6 +82,7 @@ class Header:
     cost: dict[str, float] = field(default_factory=dict)
     held_out: dict[str, Any] = field(default_factory=dict)
     learned_from: dict[str, Any] | None = None
+    factors: dict[str, Shape] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_version(self.schema_version)
@@ -103,12 +109,41 @@ class Header:
             raise ValueError(f"gradient_scale has {shown(unknown[0])}, but the metrics are {some(self.tensors)}.")
         if any(v < 0 for v in self.gradient_scale.values()):
             raise ValueError(f"gradient_scale must not be negative, got {shown(self.gradient_scale)}.")
-        match(self.tying, self.model, {k: s[1:] for k, s in self.tensors.items()}, lenient=True)
+        self._check_basis()
+        stored = {k: s[1:] for k, s in self.tensors.items()}
+        match(self.tying, self._blank_basis().slots(self.tying, self.model), self.model, stored, lenient=True)
+
+    def _check_basis(self) -> None:
+        sides = {"identity": (), "right": ("right",), "both": ("left", "right")}[self.basis]
+        if sides and self.schema_version < SINCE["factors"]:
+            raise ValueError(f"the basis {self.basis!r} needs schema_version 3, got {self.schema_version}.")
+        for name, shape in self.factors.items():
+            side, _, key = name.partition("/")
+            if side not in sides or key not in self.tensors:
+                raise ValueError(f"the basis {self.basis!r} of these metrics cannot have the factor {shown(name)}.")
+            if len(shape) != 2 or not 0 <= shape[1] <= shape[0]:
+                raise ValueError(f"the factor {shown(name)} must have at most as many columns as rows, got shape {shape}.")
+        for key, shape in self.tensors.items():
+            known = [self.factors[f"{s}/{key}"] for s in sides if f"{s}/{key}" in self.factors]
+            numbers = sum(min(r + 1, n) for n, r in known)
+            if known and (len(shape) != 2 or (len(known) == len(sides) and shape[1] != numbers)):
+                raise ValueError(
+                    f"the metric {shown(key)} of shape {shape} does not fit its basis, for which each piece needs {numbers} "
+                    "numbers."
+                )
+
+    def _blank_basis(self) -> Basis:
+        """A basis of the factors' shapes, without their numbers."""
+        if self.basis == "identity":
+            return Identity()
+        return Learned(self.basis, factors={k: torch.empty(s, device="meta") for k, s in self.factors.items()})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """The header in plain JSON types, structural fields first."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if self.schema_version >= SINCE.get(f.name, 1)}
         for name, word in TABLES.items():
+            if name not in plain:
+                continue
             plain[name] = [{word: k, "shape": list(s)} for k, s in plain[name].items()]
         plain |= {name: list(plain[name]) for name in ("seeds", "task_hashes") if name in plain}
         return {"schema_version": plain.pop("schema_version"), **plain}
@@ -137,7 +172,8 @@ class Header:
         for name in sorted(required - set(plain)):
             raise ValueError(f"the header lacks the field {name!r}, which every learned optimiser needs.")
         for name, word in TABLES.items():
-            plain[name] = _table(name, word, plain.get(name, []))
+            if name in known:
+                plain[name] = _table(name, word, plain.get(name, []))
         return cls(**plain)
 
 
@@ -291,4 +327,5 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "cost": _numbers,
     "held_out": _plain,
     "learned_from": _optional(_learned_from),
+    "factors": _shapes,
 }

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from metamd.gradient_sums import GradientSums
 from metamd.optimiser import mirror_step
 from metamd.potentials.base import Active, Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.mixture import combine, grouped_squares
 from metamd.potentials.simplex import gap_of
 from metamd.tasks.base import Task
 
@@ -67,6 +67,8 @@ class Trajectory:
         steps: T as asked for.
         diverged: why the run was given up, in a sentence; empty if it was not.
         cost: gradients and time, those of a reference run included.
+        products: for a learned basis, if asked for: sum_t G_t'G_t of the weight matrices by phase, (phases, n, n), under
+            "right/name"; with factors on both sides L^-1 or R^-1 stands between, and "left/name" has G R^-1 G'.
     """
 
     losses: Tensor
@@ -86,6 +88,7 @@ class Trajectory:
     steps: int
     diverged: str
     cost: Cost
+    products: dict[str, Tensor] = field(default_factory=dict)
 
     def regret(self, u: Params) -> float:
         """sum_t <g_t, theta_t - u>: the linearised regret against u, which bounds that of convex losses."""
@@ -113,6 +116,7 @@ def run_inner(
     phases: int = 3,
     reference: ReferenceRun | Params | None = None,
     certify: bool = False,
+    products: bool = False,
 ) -> Trajectory:
     """Train a task by mirror descent and record what meta-learning needs.
 
@@ -125,6 +129,7 @@ def run_inner(
         phases: into how many parts of equal length the sums of squared gradients are divided.
         reference: a point to compare with, or what finds one.
         certify: whether to record the sum of the gradients, from which the regret against any point follows.
+        products: whether to record what a learned basis is computed from.
 
     Example:
         >>> from metamd import Diagonal
@@ -137,7 +142,7 @@ def run_inner(
         >>> run_inner(Parabola({}, steps=3), Diagonal(), lr=0.25).losses
         tensor([9.0000, 2.2500, 0.5625], dtype=torch.float64)
     """
-    walk = Walk(task, potential, lr=lr, exact=exact, steps=steps, phases=phases, certify=certify)
+    walk = Walk(task, potential, lr=lr, exact=exact, steps=steps, phases=phases, certify=certify, products=products)
     while walk.going:
         walk.advance(*gradient(task, walk.params, task.batch(walk.step)))
     return walk.finish(reference)
@@ -161,6 +166,7 @@ class Walk:
         steps: int | None = None,
         phases: int = 3,
         certify: bool = False,
+        products: bool = False,
     ) -> None:
         self._began = time.perf_counter()
         self.steps = task.steps if steps is None else steps
@@ -175,7 +181,7 @@ class Walk:
         self._weights: list[Array] = []
         self._gaps: list[float] = [max(gap_of(self.active.weights, self.active.forms), 0.0)]
         self._largest = 0.0
-        self._sums = GradientSums(self.potential, phases)
+        self._sums = GradientSums(self.potential, phases, products=products)
         self._gradient_sum = {n: torch.zeros_like(x) for n, x in self.start.items()} if certify else None
         self._linear = 0.0
 
@@ -244,56 +250,8 @@ class Walk:
             steps=self.steps,
             diverged=self.diverged,
             cost=cost,
+            products=self._sums.products(),
         )
-
-
-class GradientSums:
-    """Sums of squared gradients in the shape of a potential's metrics, by phase and by piece.
-
-    Args:
-        potential: the bound potential; sums of other products, such as G'G, are other classes of this shape.
-        phases: the number of phases.
-    """
-
-    def __init__(self, potential: MaxDiagonal, phases: int) -> None:
-        self.potential = potential
-        metrics = {n: potential.metric(n) for n in potential.slots}
-        self._phases = {n: d.new_zeros(phases, *d.shape[1:]) for n, d in metrics.items()}
-        self._pieces = {n: torch.zeros_like(d) for n, d in metrics.items()} if potential.pieces > 1 else None
-
-    def add(self, grads: Params, weights: Array, phase: int) -> None:
-        """Count one step's gradients, taken at these weights."""
-        for n, grad in grads.items():
-            g, into = self.potential.basis.into(n, grad), self._phases[n][phase]
-            if self._pieces is None and into.shape == g.shape and into.dtype == g.dtype:
-                into.addcmul_(g, g)
-                continue
-            if self._pieces is None and into.numel() == 1 and into.dtype == g.dtype:
-                into += torch.dot(g.reshape(-1), g.reshape(-1))
-                continue
-            square = grouped_squares(g, tuple(into.shape))
-            into += square
-            if self._pieces is not None:
-                self._share(n, square, weights)
-
-    def _share(self, name: str, square: Tensor, weights: Array) -> None:
-        assert self._pieces is not None
-        support = np.flatnonzero(weights)
-        if len(support) == 1:
-            self._pieces[name][int(support[0])] += square
-            return
-        d = self.potential.metric(name)
-        mixed = combine(d, weights)
-        for j in support:
-            self._pieces[name][j] += float(weights[j]) * (d[j] / mixed).square() * square
-
-    def by_phase(self) -> dict[str, Tensor]:
-        """sum_t g_t^2, (phases, ...) by tensor."""
-        return self._phases
-
-    def by_piece(self) -> dict[str, Tensor]:
-        """sum_t w_j D_j^2 / D(w_t)^2 g_t^2, (N, ...) by tensor."""
-        return self._pieces or {n: s.sum(0, keepdim=True) for n, s in self._phases.items()}
 
 
 def local_norm(shares: Params, potential: MaxDiagonal) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from metamd.container import pack, read, shown, strict_json, write_atomically
 from metamd.data.locks import locked
+from metamd.potentials.basis import Basis
 from metamd.state import State
 
 CHECKPOINT_VERSION = 1
@@ -86,13 +87,14 @@ class Journal:
         text, tensors = json.dumps(facts, allow_nan=False), state.tensors()
         write_atomically(self.checkpoint, pack(tensors, {FACTS_KEY: text, CHECKSUM_KEY: _checksum(text, tensors)}))
 
-    def resume(self, identity: Mapping[str, Any]) -> State | None:
+    def resume(self, identity: Mapping[str, Any], basis: Basis) -> State | None:
         """The state of the last checkpoint, if there is one; the log is cut to it.
 
         Args:
             identity: the present configuration; a checkpoint of another one is refused.
+            basis: that of the run.
         """
-        state = self._read(identity) if self.checkpoint.exists() else None
+        state = self._read(identity, basis) if self.checkpoint.exists() else None
         if self.log.exists():
             kept = [line for line in _lines(self.log) if state is not None and line["step"] <= state.step]
             write_atomically(self.log, "".join(json.dumps(line) + "\n" for line in kept).encode())
@@ -103,7 +105,7 @@ class Journal:
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | record) + "\n")
 
-    def _read(self, identity: Mapping[str, Any]) -> State:
+    def _read(self, identity: Mapping[str, Any], basis: Basis) -> State:
         where = shown(str(self.checkpoint))
         try:
             container = read(self.checkpoint)
@@ -113,7 +115,7 @@ class Journal:
             facts = strict_json(text, "its record")
             if facts["version"] != CHECKPOINT_VERSION:
                 raise ValueError(f"it has the version {facts['version']}, and this metamd reads {CHECKPOINT_VERSION}.")
-            state = State.restore(container.tensors, facts["state"])
+            state = State.restore(container.tensors, facts["state"], basis)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"the checkpoint {where} cannot be used: {error} Delete it to begin again.") from None
         _same(facts["identity"], identity, where)

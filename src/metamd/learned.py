@@ -19,12 +19,17 @@ from metamd.container import AGAIN, Container, pack, read_checked, shown, write_
 from metamd.header import Header
 from metamd.moments import Moments
 from metamd.potentials.base import Named
+from metamd.potentials.basis import Identity
 from metamd.potentials.diagonal import MaxDiagonal, Missing
+from metamd.potentials.kronecker import Learned
 from metamd.tying import Rename, Shape
 
 SHIPPED = Path(__file__).parent / "pretrained"
 HEADER_KEY, CHECKSUM_KEY = "metamd", "metamd.checksum"
 MOMENTS = ("moments/x/", "moments/y/")
+ORTHONORMAL = 1e-3
+"""How far the products of a basis's columns may be from those of orthonormal ones; float32 leaves about 1e-6."""
+
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -50,7 +55,7 @@ class LearnedOptimiser:
     moments: Moments | None = None
 
     def __post_init__(self) -> None:
-        held = _structure(self.potential) | {"tensors": _shapes(self.potential)}
+        held = _structure(self.potential) | _tables(self.potential)
         for name, value in held.items():
             said = getattr(self.header, name)
             if said != value:
@@ -70,7 +75,7 @@ class LearnedOptimiser:
             provenance: any other field of `Header`, such as `family`, `horizon` or `gradient_scale`.
         """
         known = {"model": _model(potential), "versions": versions()}
-        structure = _structure(potential) | {"tensors": _shapes(potential)}
+        structure = _structure(potential) | _tables(potential)
         return cls(Header(**{**known, **provenance, **structure}), potential)
 
     def bind(self, named: Named, *, rename: Rename | None = None, missing: Missing = "error") -> "LearnedOptimiser":
@@ -82,7 +87,8 @@ class LearnedOptimiser:
             missing: "euclidean" gives tensors without a metric plain gradient steps.
         """
         bound = self.potential.bind(named, rename=rename, missing=missing)
-        return LearnedOptimiser(replace(self.header, tensors=_shapes(bound)), bound, self.moments)
+        tables: dict[str, Any] = _tables(bound)
+        return LearnedOptimiser(replace(self.header, **tables), bound, self.moments)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file whole or not at all: a crash, a full disk or a kill leaves what was there before.
@@ -92,6 +98,7 @@ class LearnedOptimiser:
         """
         tensors, moments = _tensors(self.potential), _moment_tensors(self.moments)
         check_metrics(tensors)
+        check_factors(self.potential.basis.factors())
         _check_moments(self.header, moments)
         text = self.header.to_json()
         Header.from_json(text)  # what is saved can be loaded
@@ -169,7 +176,10 @@ def _assemble(container: Container) -> LearnedOptimiser:
     _check_moments(header, moments)
     log_d = {k: tensors[f"log_d/{k}"] for k in header.tensors}
     # The offsets have the shape (pieces,) by now, so that `pieces` is no larger than the file.
-    blank = MaxDiagonal(header.pieces, tying=header.tying, centre=header.centre)
+    factors = {k: tensors[f"basis/{k}"] for k in header.factors}
+    check_factors(factors)
+    basis = Identity() if header.basis == "identity" else Learned(header.basis, factors=factors)  # type: ignore[arg-type]
+    blank = MaxDiagonal(header.pieces, tying=header.tying, centre=header.centre, basis=basis)
     potential = blank.with_metrics(log_d, tensors["offsets"])
     if metadata[CHECKSUM_KEY] != _checksum(metadata[HEADER_KEY], fingerprint(potential), moments):
         raise ValueError(f"its content does not match its checksum. {AGAIN}")
@@ -179,6 +189,7 @@ def _assemble(container: Container) -> LearnedOptimiser:
 
 def _check_shapes(header: Header, tensors: Mapping[str, Tensor]) -> None:
     wanted = {"offsets": (header.pieces,)} | {f"log_d/{k}": s for k, s in header.tensors.items()}
+    wanted |= {f"basis/{k}": s for k, s in header.factors.items()}
     for name in sorted(set(wanted) - set(tensors)):
         raise ValueError(f"the tensor {shown(name)}, which its header announces, is missing. {AGAIN}")
     for name in sorted(set(tensors) - set(wanted)):
@@ -198,6 +209,8 @@ def check_metrics(tensors: Mapping[str, Tensor]) -> None:
         tensors: `offsets` and `log_d/<key>`, as in the file.
     """
     for name, value in tensors.items():
+        if name.startswith("basis/"):  # `check_factors` looks at them
+            continue
         if value.dtype not in DTYPES:
             raise ValueError(f"{shown(name)} must be float64, float32 or bfloat16, got {value.dtype}. Convert it first.")
         if name == "offsets" and value.dtype != torch.float64:
@@ -214,6 +227,20 @@ def check_metrics(tensors: Mapping[str, Tensor]) -> None:
                 f"{shown(name)} holds log D = {float(ends[~usable][0]):.4g}, for which the metric D = exp(log D) or the "
                 f"step size 1/D is zero or infinite in {DTYPES[value.dtype]}. Metrics must be positive and finite."
             )
+
+
+def check_factors(factors: Mapping[str, Tensor]) -> None:
+    """Refuse a basis whose columns are not orthonormal: its metrics would not be those that the file states.
+
+    Args:
+        factors: (n, r) each, by side and key.
+    """
+    for name, columns in factors.items():
+        if columns.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"the basis {shown(name)} must be float32 or float64, got {columns.dtype}.")
+        off = (columns.mT @ columns - torch.eye(columns.shape[1], dtype=columns.dtype)).abs()
+        if off.numel() and not float(off.max()) <= ORTHONORMAL:
+            raise ValueError(f"the columns of the basis {shown(name)} must be orthonormal, but they are not. {AGAIN}")
 
 
 def _check_moments(header: Header, moments: Mapping[str, Tensor]) -> None:
@@ -281,8 +308,13 @@ def _structure(potential: MaxDiagonal) -> dict[str, Any]:
     }
 
 
-def _shapes(potential: MaxDiagonal) -> dict[str, Shape]:
-    return {k: tuple(v.shape) for k, v in potential.log_d.items()}
+def _tables(potential: MaxDiagonal) -> dict[str, dict[str, Shape]]:
+    """The shapes of all that was learned."""
+    log_d, factors = potential.log_d, potential.basis.factors()
+    return {
+        "tensors": {k: tuple(v.shape) for k, v in log_d.items()},
+        "factors": {k: tuple(v.shape) for k, v in factors.items()},
+    }
 
 
 def _model(potential: MaxDiagonal) -> dict[str, Shape]:
@@ -295,6 +327,7 @@ def _model(potential: MaxDiagonal) -> dict[str, Shape]:
 def _tensors(potential: MaxDiagonal) -> dict[str, Tensor]:
     """What the file stores, on the CPU and with memory of its own."""
     held = {"offsets": potential.offsets.double()} | {f"log_d/{k}": v for k, v in potential.log_d.items()}
+    held |= {f"basis/{k}": v for k, v in potential.basis.factors().items()}
     return {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in held.items()}
 
 

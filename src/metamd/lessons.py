@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metamd.factors import moment_shapes
 from metamd.hypergrad import ClosedForm, Estimator, Moments
 from metamd.inner import Cost, Trajectory, gradient, run_inner
 from metamd.lockstep import run_many
-from metamd.objectives import Objective, PaperBound, Regret
+from metamd.objectives import Objective, PaperBound, Regret, TrainingLoss
 from metamd.outer import Iterate
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
@@ -77,7 +78,8 @@ class Lecture:
         """Sums of no task at all."""
         names = {"offsets": iterate.offsets} | {f"log_d/{k}": v for k, v in iterate.log_d.items()}
         if isinstance(self.estimator, ClosedForm):
-            sums = {f"{s}/{k}": torch.zeros(v.shape[1:]).double() for k, v in iterate.log_d.items() for s in ("x", "y")}
+            shapes = moment_shapes(iterate)
+            sums = {f"{s}/{k}": torch.zeros(v, dtype=torch.float64) for k, v in shapes.items() for s in ("x", "y")}
         else:
             sums = {f"gradient/{n}": torch.zeros(v.shape).double() for n, v in names.items()}
         return sums | {"tasks": torch.zeros((), dtype=torch.float64)}
@@ -93,7 +95,8 @@ class Lecture:
         if not isinstance(self.estimator, ClosedForm):
             return {i: self._differentiate(task, iterate, generator(i)) for i, task in tasks.items()}
         attempts = {}
-        for (i, task), (fit, run) in zip(tasks.items(), self.runs(list(tasks.values()), iterate), strict=True):
+        runs = self.runs(list(tasks.values()), iterate, products=iterate.basis.kind != "identity")
+        for (i, task), (fit, run) in zip(tasks.items(), runs, strict=True):
             lesson, sums = self._lesson(task, fit, run), {}
             if not run.diverged:
                 assert isinstance(self.objective, Regret)
@@ -103,17 +106,15 @@ class Lecture:
             attempts[i] = lesson, sums
         return attempts
 
-    def runs(self, tasks: list[Task], iterate: Iterate) -> list[tuple[MaxDiagonal, Trajectory]]:
-        """Plain runs, side by side where that is faster, each with its potential."""
-        reference = self.objective.reference
+    def runs(self, tasks: list[Task], iterate: Iterate, *, products: bool = False) -> list[tuple[MaxDiagonal, Trajectory]]:
+        """Plain runs, side by side where that is faster, each with its potential; with products for a learned basis."""
+        options: dict[str, Any] = {"exact": self.exact, "reference": self.objective.reference, "products": products}
         if self.together and len(tasks) > 1:
             fit = self.fit(iterate, tasks[0])
-            found = run_many(tasks, fit, together=True, exact=self.exact, reference=reference)
+            found = run_many(tasks, fit, together=True, **options)
             return [(fit, run) for run in found]
         fits = [self.fit(iterate, task) for task in tasks]
-        return [
-            (fit, run_inner(task, fit, exact=self.exact, reference=reference)) for fit, task in zip(fits, tasks, strict=True)
-        ]
+        return [(fit, run_inner(task, fit, **options)) for fit, task in zip(fits, tasks, strict=True)]
 
     def _differentiate(self, task: Task, iterate: Iterate, generator: torch.Generator) -> Attempt:
         fit = self.fit(iterate, task)
@@ -159,7 +160,9 @@ def draw(family: TaskFamily, *purpose: int | str) -> Task:
     return family.build(family.sample(torch.Generator().manual_seed(derive_seed(*purpose))))
 
 
-def contest(lecture: Lecture, tasks: Mapping[int, Task], iterates: list[Iterate]) -> dict[int, dict[str, Any]]:
+def contest(
+    lecture: Lecture, tasks: Mapping[int, Task], iterates: list[Iterate], *, by_loss: bool = False
+) -> dict[int, dict[str, Any]]:
     """Run tasks with several metrics and value all of them against one comparator per task.
 
     The bound against the end of one's own run is smallest for metrics that hardly move. So all are compared with one point:
@@ -169,10 +172,13 @@ def contest(lecture: Lecture, tasks: Mapping[int, Task], iterates: list[Iterate]
         lecture: how to run.
         tasks: the problems, by number.
         iterates: the metrics.
+        by_loss: value them by the mean training loss over the run instead.
 
     Returns:
         By task: the values by iterate, None where a run diverged, the hash of the task and the cost.
     """
+    if by_loss:
+        lecture = replace(lecture, objective=TrainingLoss())
     by_iterate = [lecture.runs(list(tasks.values()), iterate) if tasks else [] for iterate in iterates]
     found = {}
     for row, (i, task) in enumerate(tasks.items()):

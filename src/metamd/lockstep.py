@@ -31,6 +31,7 @@ def run_many(
     steps: int | None = None,
     phases: int = 3,
     reference: ReferenceRun | None = None,
+    products: bool = False,
 ) -> list[Trajectory]:
     """The records of many runs; those of small models are trained together under vmap.
 
@@ -45,15 +46,16 @@ def run_many(
         steps: T.
         phases: as for `run_inner`.
         reference: as for `run_inner`.
+        products: as for `run_inner`; such runs are made one after another, since their sums would be as many as the tasks.
     """
     if not tasks:
         raise ValueError("there must be at least one task to run, got none.")
     lengths = {t.steps if steps is None else steps for t in tasks}
     one_piece = isinstance(potential, MaxDiagonal) and potential.pieces == 1
     small = together and sum(x.numel() for x in tasks[0].init().values()) <= SMALL
-    if not small or not one_piece or len(lengths) > 1 or len(tasks) == 1:
+    if not small or not one_piece or products or len(lengths) > 1 or len(tasks) == 1:
         options: dict[str, Any] = {"lr": lr, "exact": exact, "steps": steps, "phases": phases, "reference": reference}
-        return [run_inner(task, potential, **options) for task in tasks]
+        return [run_inner(task, potential, **options, products=products) for task in tasks]
     check_run(potential, lr, max(lengths), phases)
     return _Lockstep(tasks, potential, lr, max(lengths), phases).run(reference)
 

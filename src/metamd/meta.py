@@ -42,6 +42,8 @@ class Method:
         keep: "best" judges the last metrics and the best of those before on fresh tasks; "last" does not.
         stopping: when it has converged.
         spread: of the logarithms of M_j at the start, so that several pieces are not all the same.
+        step_scales: factors such as (0.5, 0.7, 1.0, 1.4) that the learned steps are tried with at the end, on tasks of the
+            family; the one with the lowest mean training loss becomes part of the metrics. None are tried if empty.
     """
 
     outer: Outer | None = None
@@ -49,6 +51,11 @@ class Method:
     keep: Literal["best", "last"] = "best"
     stopping: Stopping = field(default_factory=Stopping)
     spread: float = 0.1
+    step_scales: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(0 < scale < math.inf for scale in self.step_scales):
+            raise ValueError(f"step_scales must be positive numbers, got {self.step_scales}. Pass () to try none.")
 
 
 def meta_train(
@@ -97,9 +104,10 @@ def meta_train(
         found = probe(family, learnable, seed, tasks_per_step, workers)
         lecture = Lecture(found.bound, objective, estimator, method.exact, family.shared_loss)
         closed = isinstance(estimator, ClosedForm)
-        stages = _stages(closed, learnable.pieces, outer_steps, method.keep, refine)
+        stages = _stages(closed, learnable.pieces, outer_steps, method, refine)
         outer = method.outer or (TrustRegion() if closed else Adam())
-        plan = Plan(family, lecture, outer, stages, learnable.pieces, tasks_per_step, seed, method.stopping, refine, workers)
+        shared = (tasks_per_step, seed, method.stopping, refine, workers, method.step_scales)
+        plan = Plan(family, lecture, outer, stages, learnable.pieces, *shared)
         state = _train(plan, _begin(found, plan, method), journal, log)
         return _result(plan, state)
 
@@ -154,8 +162,11 @@ def _check(
     return potential
 
 
-def _stages(closed: bool, pieces: int, steps: int, keep: str, refine: Refine | None) -> tuple[tuple[StageName, int], ...]:
+def _stages(
+    closed: bool, pieces: int, steps: int, method: Method, refine: Refine | None
+) -> tuple[tuple[StageName, int], ...]:
     stages: list[tuple[StageName, int]] = [("learn", steps)]
+    keep = method.keep
     if keep == "best":
         stages.append(("judge", 1))
     if closed and pieces > 1:
@@ -164,6 +175,8 @@ def _stages(closed: bool, pieces: int, steps: int, keep: str, refine: Refine | N
         stages.append(("refine", refine.steps))
         if keep == "best":
             stages.append(("judge", 1))
+    if method.step_scales:
+        stages.append(("scale", 1))
     return tuple(stages)
 
 
@@ -172,11 +185,11 @@ def _begin(found: Findings, plan: Plan, method: Method) -> State:
     now = Iterate.of(found.bound)
     if isinstance(plan.lecture.estimator, ClosedForm):
         # of several metrics, the geometric mean
-        now = Iterate({k: v.mean(0, keepdim=True) for k, v in now.log_d.items()}, torch.zeros(1, dtype=torch.float64))
+        now = now.moved({k: v.mean(0, keepdim=True) for k, v in now.log_d.items()}, torch.zeros(1, dtype=torch.float64))
     elif plan.pieces > 1 and all(bool((v == v[:1]).all()) for v in now.log_d.values()):
         generator = torch.Generator().manual_seed(derive_seed(plan.seed, "pieces"))
         noise = {k: torch.randn(v.shape, generator=generator, dtype=torch.float64) for k, v in now.log_d.items()}
-        now = Iterate({k: v + 2 * method.spread * noise[k].to(v) for k, v in now.log_d.items()}, now.offsets)
+        now = now.moved({k: v + 2 * method.spread * noise[k].to(v) for k, v in now.log_d.items()})
     return State(now, cost=found.cost, scale=found.scale, shapes=found.shapes)
 
 
@@ -212,7 +225,7 @@ def _resumed(plan: Plan, state: State, journal: Journal | None, identity: Mappin
     found: Any = None
     if plan.workers.rank == 0:
         try:
-            found = journal.resume(identity)
+            found = journal.resume(identity, state.now.basis)
         except (ValueError, OSError) as error:
             found = error
     found = plan.workers.share(found)
@@ -227,7 +240,9 @@ def _opened(journal: Journal | None, workers: Workers) -> AbstractContextManager
 
 def _identity(plan: Plan, state: State) -> dict[str, Any]:
     """What two runs must have in common for one to continue the other."""
+    basis = plan.lecture.potential.basis
     return {
+        **({} if basis.kind == "identity" else {"basis": repr(basis)}),
         "family": {"name": plan.family.name, **plan.family.describe()},
         "potential": fingerprint(plan.lecture.potential),
         "start": fingerprint(state.now.apply(plan.lecture.potential)),
@@ -240,6 +255,7 @@ def _identity(plan: Plan, state: State) -> dict[str, Any]:
         "seed": plan.seed,
         "stopping": repr(plan.stopping),
         "refine": repr(plan.refine),
+        **({"step_scales": list(plan.step_scales)} if plan.step_scales else {}),
     }
 
 

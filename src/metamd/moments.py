@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from metamd.gradient_sums import side_metrics
+from metamd.potentials.kronecker import Learned
 from metamd.potentials.mixture import grouped_squares
 
 if TYPE_CHECKING:
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Moments:
     """What one run says about every metric: E = sum_i (D_i x_i + y_i / D_i) / 2.
+
+    In a learned basis, weight matrices have matrices: E = (tr D X + tr D^-1 Y) / 2 under "right/key" with X = delta' delta /
+    eta and Y = eta sum_t G_t'G_t; with factors on both sides L or L^-1 stands between, and "left/key" has those of L.
 
     Args:
         x: the squared displacements delta_i^2 / eta, by key, summed over tied coordinates.
@@ -34,16 +39,20 @@ class Moments:
         means = objective.prior_of(run, u)
         x: dict[str, Tensor] = {}
         y: dict[str, Tensor] = {}
+        matrices = MatrixMoments(potential) if run.products else None
         for n, slot in potential.slots.items():
             start = run.start[n]
+            if matrices is not None and matrices.knows(n):
+                matrices.add(n, run, (u[n] - start).double(), means)
+                continue
             delta = potential.basis.into(n, (u[n] - start).double())
             squares = run.squares[n].double().sum(0)
             tied = start.numel() / max(squares.numel(), 1)
             here = (grouped_squares(delta, slot.shape) + tied * means[0]) / run.lr
             there = (squares + tied * means[1]) * run.lr
-            x[slot.key] = x.get(slot.key, 0) + here.reshape(slot.stored)
-            y[slot.key] = y.get(slot.key, 0) + there.reshape(slot.stored)
-        return cls(x, y)
+            x[slot.key] = x.get(slot.key, 0) + slot.gather(here)
+            y[slot.key] = y.get(slot.key, 0) + slot.gather(there)
+        return cls(x, y) if matrices is None else cls(x | matrices.x, y | matrices.y)
 
     @classmethod
     def total(cls, moments: "Sequence[Moments]", weights: Sequence[float]) -> "Moments":
@@ -70,8 +79,55 @@ class Moments:
         """
         found = {}
         for key, kept in present.items():
+            if key not in self.x:  # it has a matrix
+                continue
             x, y = self.x[key], self.y[key]
             known = (x > 0) & (y > 0)
             logs = 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log())
             found[key] = torch.where(known, logs, kept.detach()[0].to(logs.dtype)).to(kept.dtype).unsqueeze(0)
         return found
+
+
+class MatrixMoments:
+    """The matrices of a run by "side/key", added up over the tensors that share a basis.
+
+    Args:
+        potential: as the run was made with: bound, of one piece, in a learned basis.
+    """
+
+    def __init__(self, potential: "MaxDiagonal") -> None:
+        assert isinstance(potential.basis, Learned)
+        self.basis, self.metrics = potential.basis, side_metrics(potential)
+        self.x: dict[str, Tensor] = {}
+        self.y: dict[str, Tensor] = {}
+
+    def knows(self, name: str) -> bool:
+        """Whether a factor can be learned for this tensor."""
+        return bool(self.basis.turning().get(name))
+
+    def add(self, name: str, run: "Trajectory", delta: Tensor, means: tuple[float, float]) -> None:
+        """Count one tensor of a run.
+
+        Args:
+            name: of the tensor.
+            run: the record, with its products.
+            delta: u - theta_1, in float64.
+            means: what a prior adds to every coordinate's squares.
+        """
+        place = self.basis.places[name]
+        m = place.matrix(delta)
+        for side in self.basis.turning()[name]:
+            other = "left" if side == "right" else "right"
+            rows = m if side == "right" else m.mT
+            between, weight, weight_back = rows, float(len(rows)), float(len(rows))
+            if f"{other}/{name}" in self.metrics:
+                d = self.metrics[f"{other}/{name}"].double()
+                scaled = self.basis.scaled(name, other, m, d)
+                between = scaled if side == "right" else scaled.mT
+                weight, weight_back = float(d.sum()), float((1 / d).sum())
+            eye = torch.eye(place.sizes[side], dtype=torch.float64, device=m.device)
+            key = f"{side}/{place.key}"
+            x = (rows.mT @ between + weight * means[0] * eye) / run.lr
+            y = (run.products[f"{side}/{name}"].double().sum(0) + weight_back * means[1] * eye) * run.lr
+            self.x[key] = self.x[key] + x if key in self.x else x
+            self.y[key] = self.y[key] + y if key in self.y else y

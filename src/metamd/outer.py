@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from metamd.factors import halfway, learn_factors
 from metamd.hypergrad import Moments
+from metamd.potentials.basis import Basis, Identity
 from metamd.potentials.diagonal import MaxDiagonal
 
 Sums = Mapping[str, Tensor]
@@ -24,32 +26,40 @@ class Iterate:
         offsets: b.
         step: the outer step that tried them; 0 before that.
         loss: mean training loss over its runs, infinite if some of them diverged.
+        basis: the coordinates in which they are metrics.
     """
 
     log_d: dict[str, Tensor]
     offsets: Tensor
     step: int = 0
     loss: float = math.inf
+    basis: Basis = field(default_factory=Identity)
 
     @classmethod
     def of(cls, potential: MaxDiagonal) -> "Iterate":
         """The metrics of a potential."""
-        return cls({k: v.detach().clone() for k, v in potential.log_d.items()}, potential.offsets.detach().clone())
+        log_d = {k: v.detach().clone() for k, v in potential.log_d.items()}
+        return cls(log_d, potential.offsets.detach().clone(), basis=potential.basis)
 
     def apply(self, potential: MaxDiagonal) -> MaxDiagonal:
         """The potential with these metrics, and as many pieces as they have; not bound yet."""
-        new = MaxDiagonal(len(self.offsets), tying=potential.tying, centre=potential.centre)
-        new.basis = potential.basis
+        new = MaxDiagonal(len(self.offsets), tying=potential.tying, centre=potential.centre, basis=self.basis)
         return new.with_metrics(self.log_d, self.offsets).requires_grad_(False)
 
+    def moved(self, log_d: dict[str, Tensor], offsets: Tensor | None = None, basis: Basis | None = None) -> "Iterate":
+        """Other metrics, not tried yet, with the same offsets and in the same basis unless others are given."""
+        return Iterate(log_d, self.offsets if offsets is None else offsets, basis=basis or self.basis)
+
     def shifted(self, by: float) -> "Iterate":
-        """All metrics multiplied by exp(by)."""
-        return Iterate({k: v + by for k, v in self.log_d.items()}, self.offsets)
+        """All metrics, and the offsets with them, multiplied by exp(by): the same potential times a number."""
+        return self.moved({k: v + by / self.basis.terms(k) for k, v in self.log_d.items()}, self.offsets * math.exp(by))
 
     def halfway(self, other: "Iterate") -> "Iterate":
         """The geometric mean of two metrics."""
-        log_d = {k: torch.lerp(v, other.log_d[k], 0.5) for k, v in self.log_d.items()}
-        return Iterate(log_d, torch.lerp(self.offsets, other.offsets, 0.5))
+        offsets = torch.lerp(self.offsets, other.offsets, 0.5)
+        log_d = {k: torch.lerp(v, other.log_d[k], 0.5) for k, v in self.log_d.items() if v.shape == other.log_d[k].shape}
+        turned, basis = halfway(self, other)
+        return self.moved(log_d | turned, offsets, basis)
 
 
 @dataclass(frozen=True)
@@ -108,19 +118,19 @@ class TrustRegion(Outer):
     def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
         """To the closed form's minimiser, or as far as the region reaches."""
         kept = {n: v + carried[n] if n in carried else v for n, v in sums.items() if n != "tasks"}
-        moments = Moments({k: kept[f"x/{k}"] for k in now.log_d}, {k: kept[f"y/{k}"] for k in now.log_d})
+        moments = Moments(*({n[2:]: v for n, v in kept.items() if n.startswith(s)} for s in ("x/", "y/")))
         reach = factor * self.radius
-        best = moments.minimiser(potential.log_d)
-        log_d = {k: v + (best[k] - v).clamp(-reach, reach) for k, v in now.log_d.items()}
-        before, after = _bound(now.log_d, moments), _bound(log_d, moments)
+        turned = learn_factors(now, moments, reach)
+        best = moments.minimiser({k: v for k, v in potential.log_d.items() if k not in turned.log_d})
+        log_d = {k: v + (best[k] - v).clamp(-reach, reach) for k, v in now.log_d.items() if k in best}
+        before, after = _bound(now.log_d, moments) + turned.before, _bound(log_d, moments) + turned.after
         change = (before - after) / before if before > 0 else 0.0
         # What runs with another metric say about a coordinate is stale: all of it once the metric has doubled or halved.
-        shares = {
-            k: self.memory * (1 - (v - log_d[k]).abs()[0].double() / math.log(2.0)).clamp_min(0)
-            for k, v in now.log_d.items()
-        }
-        carried = {n: v * shares[n[2:]] for n, v in kept.items()} if self.memory else {}
-        return Update(Iterate(log_d, now.offsets), carried, change)
+        fresh = {k: 1 - (now.log_d[k] - v).abs()[0].double() / math.log(2.0) for k, v in log_d.items()}
+        fresh |= {k: torch.tensor(1 - v / math.log(2.0), dtype=torch.float64) for k, v in turned.changes.items()}
+        carried = {n: v * self.memory * fresh[n[2:]].clamp_min(0) for n, v in kept.items()} if self.memory else {}
+        ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in now.log_d}
+        return Update(now.moved(ordered, basis=turned.basis), carried, change)
 
 
 @dataclass(frozen=True)
@@ -150,7 +160,7 @@ class Adam(Outer):
             kept |= {f"m/{name}": m, f"v/{name}": v}
             scale = (v / (1 - self.betas[1] ** count)).sqrt() + 1e-12
             moved[name] = x - (factor * self.lr * m / (1 - self.betas[0] ** count) / scale).to(x.dtype)
-        return Update(Iterate({k: moved[f"log_d/{k}"] for k in now.log_d}, moved["offsets"]), kept)
+        return Update(now.moved({k: moved[f"log_d/{k}"] for k in now.log_d}, moved["offsets"]), kept)
 
 
 @dataclass(frozen=True)
@@ -179,10 +189,10 @@ class GradientDescent(Outer):
             # dE/dM = dE/dlog D dlog D/dM = 2/M dE/dlog D
             m = m - factor * self.rho * 2 / m * sums[f"gradient/log_d/{k}"] / sums["tasks"]
             log_d[k] = (2 * m.abs().clamp_min(1e-18).log()).to(v.dtype)
-        return Update(Iterate(log_d, now.offsets))
+        return Update(now.moved(log_d))
 
 
 def _bound(log_d: Mapping[str, Tensor], moments: Moments) -> float:
     """sum_i (D_i x_i + y_i / D_i) / 2."""
-    d = {k: v[0].double().exp() for k, v in log_d.items()}
+    d = {k: v[0].double().exp() for k, v in log_d.items() if k in moments.x}
     return sum(0.5 * float((d[k] * moments.x[k] + moments.y[k] / d[k]).sum()) for k in d)

@@ -65,8 +65,8 @@ def _add_up(run: Trajectory, potential: MaxDiagonal, objective: Regret, points: 
     sums: dict[str, Tensor] = {}
     for n, slot in potential.slots.items():
         moved = [potential.basis.into(n, (end[n] - run.start[n]).double()) for end in ends]
-        rows = torch.stack([grouped_squares(x, slot.shape).reshape(slot.stored) for x in moved])
-        squares = run.squares[n].double().reshape(len(rows), *slot.stored)
+        rows = torch.stack([slot.gather(grouped_squares(x, slot.shape)) for x in moved])
+        squares = slot.gather(run.squares[n].double())
         for name, value in ((f"r/{slot.key}", rows), (f"y/{slot.key}", squares)):
             sums[name] = sums[name] + value if name in sums else value
     return sums
@@ -95,10 +95,11 @@ def build_pieces(one: Iterate, sums: Mapping[str, Tensor], tasks: float, strengt
         held = (d * r).reshape(phases, -1).sum(1).numpy()
         spent = (y / d).reshape(phases, -1).sum(1).numpy()
         factors = rising(spent, np.diff(held, prepend=0.0)) ** strength
-        log_d[key] = torch.stack([log[0] + float(np.log(f)) for f in factors]).to(log.dtype)
+        terms = one.basis.terms(key)
+        log_d[key] = torch.stack([log[0] + float(np.log(f)) / terms for f in factors]).to(log.dtype)
         # b_{j+1} = b_j - 1/2 (D_{j+1} - D_j) R_j: the forms meet at the end of phase j
         offsets[1:] -= 0.5 * np.cumsum(np.diff(factors) * held[:-1])
-    return Iterate(log_d, torch.from_numpy(offsets))
+    return one.moved(log_d, torch.from_numpy(offsets))
 
 
 def rising(above: Array, below: Array) -> Array:

@@ -25,7 +25,7 @@ SHORTLIST = 2
 ALWAYS = -sys.float_info.max
 """The loss of metrics that are judged in any case."""
 
-StageName = Literal["learn", "judge", "pieces", "refine"]
+StageName = Literal["learn", "judge", "pieces", "refine", "scale"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Plan:
         stopping: when a stage has converged.
         refine: the second stage of learning.
         workers: the processes.
+        step_scales: factors on the learned steps, of which the one with the lowest training loss is kept.
     """
 
     family: TaskFamily
@@ -55,6 +56,7 @@ class Plan:
     stopping: Stopping
     refine: Refine | None
     workers: Workers
+    step_scales: tuple[float, ...] = ()
 
     def finished(self, state: State) -> bool:
         """Whether nothing is left to do."""
@@ -72,6 +74,8 @@ class Plan:
             new, record = self._judge(state)
         elif stage == "pieces":
             new, record = self._pieces(state)
+        elif stage == "scale":
+            new, record = self._scale(state)
         else:
             new, record = self._learn(state)
         seconds = time.perf_counter() - began
@@ -178,13 +182,19 @@ class Plan:
         return self._next(new, record.note), record
 
     def _contest(
-        self, entrants: list[Iterate], room: Class, *, default: int = 0, errors: float = 0.0
+        self,
+        entrants: list[Iterate],
+        room: Class,
+        *,
+        default: int = 0,
+        errors: float = 0.0,
+        by_loss: bool = False,
     ) -> tuple[Iterate, float, OuterStep]:
         """The entrant that diverges least often, and of these the one of the smallest mean objective.
 
         The default gives way only to one whose mean is lower by so many standard errors of the differences by task.
         """
-        rows = contest(self.lecture, room.tasks(), entrants)
+        rows = contest(self.lecture, room.tasks(), entrants, by_loss=by_loss)
         found = room.workers.gather(rows, room.count)
         finishable = [r["values"] for r in found if any(v is not None for v in r["values"])]
         if not finishable:
@@ -205,6 +215,14 @@ class Plan:
             gradients=cost.gradients,
         )
         return entrants[winner], scores[winner][1], record
+
+    def _scale(self, state: State) -> tuple[State, OuterStep]:
+        """One factor on all steps, the one with which training tasks have the lowest mean loss, folded into the metrics."""
+        entrants = [state.now.shifted(-math.log(scale)) for scale in self.step_scales]
+        best, value, record = self._contest(entrants, self._class("scale", state), by_loss=True)
+        scale = self.step_scales[next(i for i, entrant in enumerate(entrants) if entrant is best)]
+        note = f"steps times {scale:g}: the mean training loss is {value:.4g} on {self.tasks_per_step} fresh tasks"
+        return self._settle(state, best, replace(record, loss=value, objective=math.nan, note=note))
 
     # several pieces
 

@@ -17,6 +17,11 @@ def is_sharded(x: Tensor) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def shard_dims(x: Tensor) -> set[int]:
+    """The dimensions along which a tensor is cut over processes."""
+    return {p.dim for p in x.placements if p.is_shard()} if is_sharded(x) else set()  # type: ignore[attr-defined]
+
+
 def local(x: Tensor) -> Tensor:
     """The part of a tensor on this process, as a view of it; the tensor itself if it is not spread."""
     return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from metamd.inner import Cost
 from metamd.outer import Iterate
+from metamd.potentials.basis import Basis, Identity
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,15 @@ class State:
         return named if self.good is None else named | {"good": self.good}
 
     @classmethod
-    def restore(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> "State":
+    def restore(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], basis: Basis = Identity()) -> "State":  # noqa: B008
         """The state that was taken apart.
 
         Args:
             tensors: what `tensors` gave.
             facts: what `facts` gave.
+            basis: that of the run, whose learned factors are among the tensors.
         """
-        found = {n: _take(n, tensors, *about) for n, about in facts["iterates"].items()}
+        found = {n: _take(n, tensors, basis, *about) for n, about in facts["iterates"].items()}
         return cls(
             now=found["now"],
             stage=facts["stage"],
@@ -109,13 +111,17 @@ class State:
 
 
 def _put(name: str, iterate: Iterate) -> dict[str, Tensor]:
-    return {f"{name}/offsets": iterate.offsets} | {f"{name}/log_d/{k}": v for k, v in iterate.log_d.items()}
+    basis = {f"{name}/basis/{k}": v for k, v in iterate.basis.factors().items()}
+    return {f"{name}/offsets": iterate.offsets} | {f"{name}/log_d/{k}": v for k, v in iterate.log_d.items()} | basis
 
 
-def _take(name: str, tensors: Mapping[str, Tensor], step: int, loss: float | None) -> Iterate:
-    prefix = f"{name}/log_d/"
-    log_d = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
-    return Iterate(log_d, tensors[f"{name}/offsets"], step, _number(loss))
+def _take(name: str, tensors: Mapping[str, Tensor], basis: Basis, step: int, loss: float | None) -> Iterate:
+    log_d, factors = (_under(f"{name}/{part}/", tensors) for part in ("log_d", "basis"))
+    return Iterate(log_d, tensors[f"{name}/offsets"], step, _number(loss), basis.with_factors(factors))
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
 
 
 def _plain(value: float) -> float | None:

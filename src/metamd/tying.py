@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 TyingName = Literal["parameter", "channel", "column", "tensor", "role"]
@@ -21,12 +22,49 @@ class Slot:
     Args:
         key: the name of the metric in the table; several tensors share one under the tying "role".
         stored: the shape in the table, for one piece.
-        shape: the same numbers in a shape that broadcasts against the tensor.
+        shape: the shape that broadcasts against the coordinates of the tensor.
+        sides: where log D is a sum over the rows and the columns of a matrix, how many numbers each side stores; the last
+            of a side stands for all coordinates that are left. Without it, the stored numbers are the metric's own.
     """
 
     key: str
     stored: Shape
     shape: Shape
+    sides: tuple[int, int] | None = None
+
+    def spread(self, stored: Tensor) -> Tensor:
+        """Logarithms as they are stored, (..., *stored), in the shape of the metric, (..., *shape).
+
+        Example:
+            >>> Slot("w", (2,), (1, 4), (0, 2)).spread(torch.tensor([3.0, 5.0]))
+            tensor([[3., 5., 5., 5.]])
+        """
+        if self.sides is None:
+            return stored.reshape((*stored.shape[: stored.ndim - len(self.stored)], *self.shape))
+        left, right = self.split(stored)
+        return right.unsqueeze(-2) if left is None else left.unsqueeze(-1) + right.unsqueeze(-2)
+
+    def split(self, stored: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The logarithms of the rows, if they have any, and of the columns, of a metric that is their outer product."""
+        assert self.sides is not None
+        left, right = torch.split(stored, list(self.sides), -1)
+        return (_repeat_last(left, self.shape[0]) if self.sides[0] else None), _repeat_last(right, self.shape[1])
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The adjoint of `spread`: numbers in the metric's shape, added up over the coordinates that share one."""
+        if self.sides is None:
+            return values.reshape((*values.shape[: values.ndim - len(self.shape)], *self.stored))
+        sums = [_add_last(values.sum(-1 - i), n) for i, n in enumerate(self.sides) if n]
+        return torch.cat(sums, -1)
+
+
+def _repeat_last(x: Tensor, length: int) -> Tensor:
+    short = length - x.shape[-1]
+    return x if short == 0 else torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], -1)
+
+
+def _add_last(x: Tensor, count: int) -> Tensor:
+    return x if x.shape[-1] == count else torch.cat([x[..., : count - 1], x[..., count - 1 :].sum(-1, keepdim=True)], -1)
 
 
 def stored_shape(tying: TyingName, shape: Shape) -> Shape:
@@ -96,16 +134,23 @@ def roles(shapes: Mapping[str, Shape]) -> dict[str, str]:
     return found
 
 
-def match(tying: TyingName, shapes: Mapping[str, Shape], stored: Mapping[str, Shape], *, lenient: bool) -> None:
+def match(
+    tying: TyingName,
+    wanted: Mapping[str, Slot],
+    shapes: Mapping[str, Shape],
+    stored: Mapping[str, Shape],
+    *,
+    lenient: bool,
+) -> None:
     """Refuse a model that learned metrics do not fit: a tensor without a metric, another shape, a metric without a tensor.
 
     Args:
         tying: what is shared.
-        shapes: the model's tensors.
+        wanted: the slots of the model's tensors.
+        shapes: of the model's tensors.
         stored: the shapes of the metrics for one piece, by key.
         lenient: whether tensors and metrics may be alone; their shapes must agree in any case.
     """
-    wanted = slots(tying, shapes)
     for name, slot in wanted.items():
         if slot.key in stored and stored[slot.key] != slot.stored:
             raise ValueError(_misfit(tying, name, shapes[name], slot, stored[slot.key]))

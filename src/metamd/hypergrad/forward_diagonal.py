@@ -76,7 +76,8 @@ class _Responses:
 
     def __init__(self, recursion: Recursion, start: Params) -> None:
         self.recursion, pieces = recursion, recursion.pieces
-        self.z = {n: x.new_zeros(pieces, *x.shape) for n, x in start.items()}
+        coordinates = recursion.into(start)
+        self.z = {n: x.new_zeros(pieces, *x.shape) for n, x in coordinates.items()}
         self._gathered = {n: torch.zeros_like(z) for n, z in self.z.items()}
         self._direct = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
         # Direction j moves every coordinate's own log D_j at once: in these coordinates nothing mixes.
@@ -124,7 +125,7 @@ class _Responses:
         for n, slot in self.recursion.slots.items():
             here = self._gathered[n] + self.recursion.basis.into(n, by_end[n]) * self.z[n]
             tied = torch.stack([row.sum_to_size(slot.shape) for row in here])
-            grads[slot.key] = grads[slot.key] + tied.reshape(grads[slot.key].shape)
+            grads[slot.key] = grads[slot.key] + slot.gather(tied)
         return grads
 
 

@@ -62,7 +62,7 @@ class Recursion:
 
     def by_tensor(self, log_d: Params) -> dict[str, Tensor]:
         """Directions in log_d by key as (k, N, ...) by tensor."""
-        return {n: log_d[s.key].reshape(-1, self.pieces, *s.shape) for n, s in self.slots.items()}
+        return {n: s.spread(log_d[s.key].reshape(-1, self.pieces, *s.stored)) for n, s in self.slots.items()}
 
     def by_key(self, by_metric: Params) -> dict[str, Tensor]:
         """A derivative by the metrics of every tensor as one by log_d; tensors that share a key add up."""
@@ -72,7 +72,7 @@ class Recursion:
         """A derivative by the logarithms of the metrics of every tensor, by key."""
         found: dict[str, Tensor] = {}
         for n, s in self.slots.items():
-            here = by_log[n].reshape(self.pieces, *s.stored)
+            here = s.gather(by_log[n])
             found[s.key] = found[s.key] + here if s.key in found else here
         return found
 

@@ -3,11 +3,13 @@
 from metamd.potentials.base import Active, Move, Params, Potential, Step, StrongConvexity, bregman
 from metamd.potentials.classical import Euclidean, NegativeEntropy, PNorm
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
+from metamd.potentials.kronecker import Kronecker
 
 __all__ = [
     "Active",
     "Diagonal",
     "Euclidean",
+    "Kronecker",
     "MaxDiagonal",
     "Move",
     "NegativeEntropy",

@@ -11,7 +11,7 @@ from metamd.potentials.base import Active, Centre, Move, Named, Params, Potentia
 from metamd.potentials.basis import Basis, Identity
 from metamd.potentials.mixture import Total, combine, find_weights, grouped_squares, half_forms, local_total, widen
 from metamd.potentials.simplex import Array, Evaluate, gap_of, solve
-from metamd.tying import Rename, Slot, TyingName, clean_names, match, slots, some
+from metamd.tying import Rename, Slot, TyingName, clean_names, match, some
 
 Missing = Literal["error", "euclidean"]
 
@@ -60,6 +60,7 @@ class MaxDiagonal(Potential):
         tying: which coordinates share a metric: "parameter" (none), "channel" (an output channel), "column" (an input
             column), "tensor", or "role" (all tensors of one role, such as the hidden weights).
         centre: c is the "start" of the run, or the "origin" as in the paper.
+        basis: the coordinates in which the D_j are diagonal; see `Kronecker` for learned ones.
 
     The logarithms of the metrics are learned, so that no metric can turn negative: `log_d` maps keys to tensors of shape
     (N, ...), `offsets` holds b. A potential must be bound to the tensors of a model before it can be evaluated.
@@ -73,7 +74,14 @@ class MaxDiagonal(Potential):
         tensor(3., dtype=torch.float64, grad_fn=<MaxBackward1>)
     """
 
-    def __init__(self, pieces: int = 3, *, tying: TyingName = "parameter", centre: Centre = "start") -> None:
+    def __init__(
+        self,
+        pieces: int = 3,
+        *,
+        tying: TyingName = "parameter",
+        centre: Centre = "start",
+        basis: Basis = Identity(),  # noqa: B008
+    ) -> None:
         if pieces < 1:
             raise ValueError(f"pieces must be at least 1, got {pieces}. One piece is a single diagonal metric.")
         if tying not in get_args(TyingName):
@@ -84,7 +92,7 @@ class MaxDiagonal(Potential):
         self.pieces, self.tying, self.centre = pieces, tying, centre
         self.offsets = nn.Parameter(torch.zeros(pieces, dtype=torch.float64))
         self.table = nn.ParameterDict()
-        self.basis: Basis = Identity()
+        self.basis = basis
         self.slots: dict[str, Slot] = {}
         self.missing: Missing = "error"
         self.rename: Rename | None = None
@@ -107,7 +115,7 @@ class MaxDiagonal(Potential):
             log_d: logarithms of the metrics by key, (N, ...) each.
             offsets: b; zero if not given.
         """
-        new = MaxDiagonal(self.pieces, tying=self.tying, centre=self.centre)
+        new = MaxDiagonal(self.pieces, tying=self.tying, centre=self.centre, basis=self.basis)
         for key, value in log_d.items():
             if value.ndim == 0 or len(value) != self.pieces:
                 raise ValueError(
@@ -116,7 +124,6 @@ class MaxDiagonal(Potential):
             new.table[escape(key)] = value if isinstance(value, nn.Parameter) else nn.Parameter(value)
         if offsets is not None:
             new.offsets = offsets if isinstance(offsets, nn.Parameter) else nn.Parameter(offsets.double())
-        new.basis = self.basis
         return new
 
     def bind(self, named: Named, *, rename: Rename | None = None, missing: Missing = "error") -> "MaxDiagonal":
@@ -136,11 +143,13 @@ class MaxDiagonal(Potential):
         pairs = list(named.items() if isinstance(named, Mapping) else named)
         tensors = clean_names(pairs, rename)
         new = self.with_metrics(self.log_d, self.offsets)
-        new.slots = slots(self.tying, {n: tuple(x.shape) for n, x in tensors.items()})
+        shapes = {n: tuple(x.shape) for n, x in tensors.items()}
+        new.slots = self.basis.slots(self.tying, shapes)
         new.missing, new.rename = missing, rename
         if len(self.table):
             stored = {k: tuple(v.shape[1:]) for k, v in self.log_d.items()}
-            match(self.tying, {n: tuple(x.shape) for n, x in tensors.items()}, stored, lenient=missing == "euclidean")
+            match(self.tying, new.slots, shapes, stored, lenient=missing == "euclidean")
+        new.basis = self.basis.placed(new.slots, shapes)
         for name, slot in new.slots.items():
             if escape(slot.key) not in new.table:
                 zeros = torch.zeros((self.pieces, *slot.stored), dtype=_metric_dtype(tensors[name]))
@@ -168,6 +177,7 @@ class MaxDiagonal(Potential):
         """
         new = self.centred_at(self.start)
         new._fixed, new.add_up, new._fused = dict(metrics), total, fused
+        new.basis = self.basis.prepared(new._fixed)
         return new
 
     def metric(self, name: str) -> Tensor:
@@ -180,7 +190,7 @@ class MaxDiagonal(Potential):
                 "Call potential.bind(named_parameters) first and use the potential that it returns."
             )
         slot = self.slots[name]
-        return self.table[escape(slot.key)].reshape(self.pieces, *slot.shape).exp()
+        return slot.spread(self.table[escape(slot.key)]).exp()
 
     # the potential
 

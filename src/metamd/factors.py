@@ -1,0 +1,228 @@
+"""How a learned basis is found: the best metric of every weight matrix in closed form, and the basis it is diagonal in."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from metamd.moments import Moments
+from metamd.positive import best_metric, geometric_mean, towards
+from metamd.potentials.basis import Basis
+from metamd.potentials.kronecker import Learned, Rank
+from metamd.potentials.orthogonal import Orthogonal
+
+if TYPE_CHECKING:
+    from metamd.outer import Iterate
+
+TOLERATED = 0.05
+"""The share of the bound that `rank="auto"` gives away at most, if `LARGEST` allows it."""
+
+LARGEST = 37
+"""The largest rank that `rank="auto"` takes. Two products with r columns take 2r/(3b) of the operations of a gradient from b
+examples: at b = 100 this is a quarter."""
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Metrics in a new basis.
+
+    Args:
+        log_d: of the weight matrices, by key.
+        basis: the new basis.
+        changes: root mean square change of log D along the way, by "side/key".
+        before: the bound of the matrices with the metrics before.
+        after: and with those now.
+    """
+
+    log_d: dict[str, Tensor]
+    basis: Basis
+    changes: dict[str, float]
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Metric:
+    """D = Q diag(d) Q' of one side of a matrix.
+
+    Args:
+        vectors: Q, (n, n).
+        d: (n,).
+    """
+
+    vectors: Tensor
+    d: Tensor
+
+    @property
+    def matrix(self) -> Tensor:
+        """D."""
+        return (self.vectors * self.d) @ self.vectors.mT
+
+    def bound(self, x: Tensor, y: Tensor) -> float:
+        """(tr D X + tr D^-1 Y) / 2."""
+        a, b = (((m @ self.vectors) * self.vectors).sum(0) for m in (x, y))
+        return 0.5 * float((self.d * a + b / self.d).sum())
+
+
+def moment_shapes(iterate: "Iterate") -> dict[str, tuple[int, ...]]:
+    """The shapes of what runs say about these metrics: (n, n) by "side/key" where a basis is learned."""
+    shapes = {k: tuple(v.shape[1:]) for k, v in iterate.log_d.items()}
+    if isinstance(iterate.basis, Learned):
+        for name, sides in iterate.basis.turning().items():
+            place = iterate.basis.places[name]
+            for side in sides:
+                shapes.pop(place.key, None)
+                shapes[f"{side}/{place.key}"] = (place.sizes[side], place.sizes[side])
+    return shapes
+
+
+def learn_factors(now: "Iterate", moments: Moments, reach: float) -> Turned:
+    """To the minimisers X^-1 # Y of all matrices, or as far as the trust region reaches, in the bases they are diagonal in.
+
+    With factors on both sides, each minimiser is for the other side as it was, and the step goes half way to both: the
+    bound is convex along geodesics jointly, so that it is no larger there than the mean of the two.
+
+    Args:
+        now: the metrics so far.
+        moments: what the runs say.
+        reach: the largest change of log D in any direction.
+    """
+    basis = now.basis
+    if not isinstance(basis, Learned):
+        return Turned({}, basis, {}, 0.0, 0.0)
+    log_d: dict[str, Tensor] = {}
+    factors, changes, before, after = basis.factors(), {}, 0.0, 0.0
+    for key, sides in _by_key(basis).items():
+        parts = _sides(now, key)
+        found: dict[str, Tensor] = {}
+        for side, present in parts.items():
+            factor = f"{side}/{key}"
+            if side not in sides:
+                found[side] = _stored(now, key)[side]
+                continue
+            x, y = moments.x[factor], moments.y[factor]
+            new, changes[factor] = _step(present, *shrunk(x, y, basis), reach, 1 / len(sides))
+            columns, numbers = _truncated(new, *shrunk(x, y, basis), basis.rank)
+            factors[factor], found[side] = columns.float(), numbers.log()
+            if side == "right":
+                before, after = before + present.bound(x, y), after + _whole(columns, numbers).bound(x, y)
+        old = now.log_d[key]
+        log_d[key] = torch.cat([found[s] for s in ("left", "right") if s in found]).to(old.dtype).unsqueeze(0)
+    return Turned(log_d, basis.with_factors(factors), changes, before, after)
+
+
+def halfway(a: "Iterate", b: "Iterate") -> tuple[dict[str, Tensor], Basis]:
+    """The geometric means of the metrics of two iterates, where they have learned bases, and the basis of these."""
+    basis = a.basis
+    if not isinstance(basis, Learned):
+        return {}, basis
+    log_d, factors = {}, basis.factors()
+    for key, sides in _by_key(basis).items():
+        here, there, found = _sides(a, key), _sides(b, key), {}
+        for side, present in here.items():
+            if side not in sides:
+                found[side] = _stored(a, key)[side]
+                continue
+            d, vectors = torch.linalg.eigh(geometric_mean(present.matrix, there[side].matrix))
+            middle = Metric(vectors, d)
+            # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
+            columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, basis.rank)
+            factors[f"{side}/{key}"], found[side] = columns.float(), numbers.log()
+        old = a.log_d[key]
+        log_d[key] = torch.cat([found[s] for s in ("left", "right") if s in found]).to(old.dtype).unsqueeze(0)
+    return log_d, basis.with_factors(factors)
+
+
+def shrunk(x: Tensor, y: Tensor, basis: Learned) -> tuple[Tensor, Tensor]:
+    """The two moments, each with a share of its mean diagonal added to its diagonal."""
+    shares = (0.1, 0.001) if basis.shrinkage == "auto" else basis.shrinkage
+    return _raised(x, shares[0]), _raised(y, shares[1])
+
+
+def _raised(m: Tensor, share: float) -> Tensor:
+    level = max(float(m.diagonal().mean()) * share, torch.finfo(torch.float64).tiny)
+    return m + level * torch.eye(len(m), dtype=m.dtype, device=m.device)
+
+
+def _step(now: Metric, x: Tensor, y: Tensor, reach: float, share: float) -> tuple[Metric, float]:
+    new, logs = towards((now.vectors, now.d), best_metric(x, y), reach, share)
+    d, vectors = torch.linalg.eigh(new)
+    return Metric(vectors, d.clamp_min(d.max() * torch.finfo(torch.float64).eps)), float(logs.square().mean().sqrt())
+
+
+def _truncated(metric: Metric, x: Tensor, y: Tensor, rank: Rank) -> tuple[Tensor, Tensor]:
+    """The leading columns, and their d with the one number for all the rest behind them; all columns if rank is None.
+
+    A direction leads if the bound grows much when it shares its number with the rest: by c x + y/c - 2 sqrt(x y), x and y
+    the moments along it. Which directions share, and their c, are found in turn.
+    """
+    n = len(metric.d)
+    if rank is None or (rank != "auto" and rank >= n):
+        return metric.vectors, metric.d
+    a, b = (((m @ metric.vectors) * metric.vectors).sum(0).clamp_min(0) for m in (x, y))
+    for r in range(min(n, LARGEST) + 1) if rank == "auto" else [rank]:
+        order, c, lost = _leading(metric.d, a, b, r)
+        if rank == "auto" and lost <= TOLERATED * float((metric.d * a + b / metric.d).sum()):
+            break
+    kept = order[:r]
+    if r == n:
+        return metric.vectors, metric.d
+    return metric.vectors[:, kept], torch.cat([metric.d[kept], c.reshape(1)])
+
+
+def _leading(d: Tensor, a: Tensor, b: Tensor, r: int) -> tuple[Tensor, Tensor, float]:
+    """The directions in the order in which they lead, the number c of all but the first r, and what sharing it loses."""
+    own = d * a + b / d
+    rest = torch.arange(len(d), device=d.device)
+    order, c, lost = rest, d.mean(), math.inf
+    for _ in range(10):
+        total = a[rest].sum(), b[rest].sum()
+        level = (total[1] / total[0]).sqrt() if total[0] > 0 and total[1] > 0 else d[rest].log().mean().exp()
+        level = level.clamp(d[rest].min(), d[rest].max())
+        excess = level * a + b / level - own
+        trial = excess.argsort(descending=True)
+        left = float(excess[trial[r:]].sum())
+        if left >= lost:
+            break
+        order, c, lost, rest = trial, level, left, trial[r:]
+    return order, c, lost
+
+
+def _whole(columns: Tensor, numbers: Tensor) -> Metric:
+    """The metric that leading columns and numbers stand for."""
+    n, r = columns.shape
+    q = Orthogonal(columns).into(torch.eye(n, dtype=columns.dtype, device=columns.device))
+    d = torch.cat([numbers[:r], numbers[-1:].expand(n - r)])
+    return Metric(q, d)
+
+
+def _by_key(basis: Learned) -> dict[str, tuple[str, ...]]:
+    """The sides that can turn, by key."""
+    turning = basis.turning()
+    return {place.key: turning[name] for name, place in basis.places.items() if turning[name]}
+
+
+def _stored(iterate: "Iterate", key: str) -> dict[str, Tensor]:
+    """The logarithms of each side as they are stored."""
+    basis, row = iterate.basis, iterate.log_d[key][0].detach().double().cpu()
+    assert isinstance(basis, Learned)
+    place = next(p for p in basis.places.values() if p.key == key)
+    if basis.sides == "right":
+        return {"right": row}
+    left = basis.numbers(f"left/{key}", place.sizes["left"])
+    return {"left": row[:left], "right": row[left:]}
+
+
+def _sides(iterate: "Iterate", key: str) -> dict[str, Metric]:
+    """The metrics of each side in float64."""
+    assert isinstance(iterate.basis, Learned)
+    factors, found = iterate.basis.factors(), {}
+    for side, logs in _stored(iterate, key).items():
+        columns = factors.get(f"{side}/{key}")
+        if columns is None:
+            found[side] = Metric(torch.eye(len(logs), dtype=torch.float64), logs.exp())
+        else:
+            found[side] = _whole(columns.double().cpu(), logs.exp())
+    return found

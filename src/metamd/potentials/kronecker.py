@@ -1,0 +1,292 @@
+"""Learned coordinates: an orthogonal basis per weight matrix in which D is diagonal, D = V diag(d) V'."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from metamd.potentials.base import Centre
+from metamd.potentials.basis import Identity
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.mixture import widen
+from metamd.potentials.orthogonal import Orthogonal
+from metamd.tying import Shape, Slot, TyingName, roles
+
+Sides = Literal["right", "both"]
+Rank = int | Literal["auto"] | None
+Shrinkage = tuple[float, float] | Literal["auto"]
+
+LIMIT = 2048
+"""Rows or columns above which a side of a matrix keeps the identity: a full factor of 2048 has 4 million numbers."""
+
+
+def Kronecker(  # noqa: N802
+    pieces: int = 1,
+    *,
+    sides: Sides = "right",
+    rank: Rank = None,
+    tying: TyingName = "tensor",
+    centre: Centre = "start",
+    shrinkage: Shrinkage = (0.1, 0.001),
+    limit: int = LIMIT,
+) -> MaxDiagonal:
+    """phi(W) = max_j (1/2 tr(W D_j W') + b_j): `MaxDiagonal` in a learned orthogonal basis of every weight matrix.
+
+    D_j = V diag(d_j) V' acts on the input side of a weight (out, in); the kernel of a convolution is a matrix with
+    in-channels x kernel columns. Vectors, such as biases, have one number each. In the basis all is as for `MaxDiagonal`:
+    pieces, offsets, the exact step, the divergence.
+
+    Args:
+        pieces: N; they share the basis.
+        sides: "right" learns D on the input side; "both" learns L x R, a factor on the output side too.
+        rank: keep so many leading directions per side, and one number for all others; "auto" finds out how many are worth
+            it, None keeps all.
+        tying: "tensor", or "role" to share basis and metric between tensors of one role and input size, so that they fit
+            models of another width.
+        centre: as for `MaxDiagonal`.
+        shrinkage: what is added to the diagonals of the two moment matrices that D is computed from, as shares of the mean;
+            "auto" chooses from how much the tasks differ.
+        limit: sides longer than this keep the identity, and a number for every column.
+
+    Example:
+        >>> phi = Kronecker().bind({"fc.weight": torch.zeros(3, 5), "fc.bias": torch.zeros(3)})
+        >>> {k: tuple(v.shape) for k, v in phi.log_d.items()}
+        {'fc.weight': (1, 5), 'fc.bias': (1,)}
+    """
+    basis = Learned(sides, rank=rank, shrinkage=shrinkage, limit=limit)
+    return MaxDiagonal(pieces, tying=tying, centre=centre, basis=basis)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A weight of a model, as a matrix.
+
+    Args:
+        key: of its factors and its metric.
+        shape: of the tensor; the first dimension is the rows, all others are the columns.
+    """
+
+    key: str
+    shape: Shape
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The lengths of the two sides that a factor can act on."""
+        return {"left": self.shape[0], "right": math.prod(self.shape[1:])}
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """The tensor as (..., rows, columns); a part of the rows will do, and there may be dimensions in front."""
+        return x.reshape(*x.shape[: x.ndim - len(self.shape)], -1, math.prod(self.shape[1:]))
+
+    def tensor(self, m: Tensor) -> Tensor:
+        """The matrix in the shape of the tensor."""
+        return m.reshape(*m.shape[:-2], -1, *self.shape[1:])
+
+
+class Learned:
+    """A basis per weight matrix: V on the right, the input side, and on the left as well if asked for.
+
+    Args:
+        sides: "right" or "both".
+        rank: as for `Kronecker`, and so are the others; they say how factors are learned, not what they are.
+        shrinkage: see there.
+        limit: see there.
+        factors: what was learned: "right/key" or "left/key" to orthonormal columns (n, r). A side without one has the
+            identity.
+    """
+
+    def __init__(
+        self,
+        sides: Sides = "right",
+        *,
+        rank: Rank = None,
+        shrinkage: Shrinkage = (0.1, 0.001),
+        limit: int = LIMIT,
+        factors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        _check(sides, rank, shrinkage, limit)
+        self.kind: str = sides
+        self.sides, self.rank, self.shrinkage, self.limit = sides, rank, shrinkage, limit
+        self._factors = dict(factors or {})
+        self.places: dict[str, Place] = {}
+        self._plain = Identity()
+        self._here: dict[tuple[Any, ...], Orthogonal] = {}
+        self._metrics: Mapping[str, Tensor] = {}
+        self._inverses: dict[tuple[str, int], Tensor] = {}
+
+    def slots(self, tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
+        """A number per column of the coordinates (and per row, on both sides); one for a tensor that is no matrix."""
+        if tying not in ("tensor", "role"):
+            raise ValueError(
+                f'in a learned basis the tying must be "tensor" or "role", got {tying!r}: its coordinates are not those of '
+                "the parameters."
+            )
+        named = roles(shapes) if tying == "role" else {n: n for n in shapes}
+        return {n: self._slot(named[n], shape, shared=tying == "role") for n, shape in shapes.items()}
+
+    def _slot(self, key: str, shape: Shape, *, shared: bool) -> Slot:
+        if len(shape) < 2 or not math.prod(shape):
+            return Slot(key, (), (1,) * len(shape))
+        rows, columns = shape[0], math.prod(shape[1:])
+        if self.sides == "right":
+            key = f"{key}/{columns}" if shared else key
+            numbers = self.numbers(f"right/{key}", columns)
+            return Slot(key, (numbers,), (1, columns), (0, numbers))
+        key = f"{key}/{rows}x{columns}" if shared else key
+        both = self.numbers(f"left/{key}", rows), self.numbers(f"right/{key}", columns)
+        return Slot(key, (sum(both),), (rows, columns), both)
+
+    def numbers(self, factor: str, size: int) -> int:
+        """How many numbers a side stores: those of the columns given, and one for the rest."""
+        if factor not in self._factors:
+            return size
+        return min(self._factors[factor].shape[1] + 1, size)
+
+    def placed(self, slots: Mapping[str, Slot], shapes: Mapping[str, Shape]) -> "Learned":
+        """The same basis for the tensors of a model."""
+        new = self.with_factors(self._factors)
+        for name, slot in slots.items():
+            if slot.sides is not None:
+                new.places[name] = Place(slot.key, shapes[name])
+        new._fit()
+        return new
+
+    def with_factors(self, factors: Mapping[str, Tensor]) -> "Learned":
+        """Other factors for the same tensors.
+
+        Args:
+            factors: as above.
+        """
+        new = Learned(self.sides, rank=self.rank, shrinkage=self.shrinkage, limit=self.limit, factors=factors)
+        new.places = dict(self.places)
+        return new
+
+    def prepared(self, metrics: Mapping[str, Tensor]) -> "Learned":
+        """The same basis for a run with these metrics, whose inverses V diag(d_j)^-1 V' are kept once they were needed.
+
+        Args:
+            metrics: D_1 .. D_N by name, as `MaxDiagonal.metric` gives them; they stay as they are.
+        """
+        new = self.with_factors(self._factors)
+        new._metrics = dict(metrics)
+        return new
+
+    def _fit(self) -> None:
+        for name, place in self.places.items():
+            for side, size in place.sizes.items():
+                factor = f"{side}/{place.key}"
+                if factor in self._factors and len(self._factors[factor]) != size:
+                    raise ValueError(
+                        f"the basis {factor!r} was learned for {len(self._factors[factor])} coordinates, but the tensor "
+                        f"{name!r} has {size} there. Learn it for models of this size."
+                    )
+
+    def factors(self) -> dict[str, Tensor]:
+        """Orthonormal columns by side and key."""
+        return dict(self._factors)
+
+    def terms(self, key: str) -> int:
+        """Two for a matrix with factors on both sides."""
+        return 2 if self.sides == "both" and any(p.key == key for p in self.places.values()) else 1
+
+    def turning(self) -> dict[str, tuple[str, ...]]:
+        """The sides of every tensor for which a factor can be learned: "left", "right", or both, by name."""
+        allowed = ("left", "right") if self.sides == "both" else ("right",)
+        return {n: tuple(s for s in allowed if p.sizes[s] <= self.limit) for n, p in self.places.items()}
+
+    # coordinates
+
+    def into(self, name: str, x: Tensor) -> Tensor:
+        """V'x as (..., rows, columns); a tensor that is no matrix stays as it is."""
+        if name not in self.places:
+            return x
+        m = self.places[name].matrix(widen(x))
+        left, right = self._at("left", name, m), self._at("right", name, m)
+        m = m if right is None else right.into(m)
+        return m if left is None else left.into(m.mT).mT
+
+    def out_of(self, name: str, x: Tensor) -> Tensor:
+        """V x, in the shape of the parameter."""
+        if name not in self.places:
+            return x
+        left, right = self._at("left", name, x), self._at("right", name, x)
+        m = x if right is None else right.out_of(x)
+        m = m if left is None else left.out_of(m.mT).mT
+        return self.places[name].tensor(m)
+
+    def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
+        """x - lr V diag(d)^-1 V' grad."""
+        if name not in self.places:
+            return self._plain.descend(name, x, grad, d, lr, out)
+        place = self.places[name]
+        if not any(f"{side}/{place.key}" in self._factors for side in place.sizes):
+            return self._plain.descend(name, x, grad, place.tensor(d), lr, out)
+        moved = self._divide(name, place.matrix(widen(grad)), d).reshape(grad.shape)
+        if isinstance(lr, Tensor):
+            return torch.sub(x, lr * moved, out=out).to(x.dtype)
+        return torch.add(x, moved, alpha=-lr, out=out).to(x.dtype)
+
+    def scaled(self, name: str, side: str, m: Tensor, d: Tensor) -> Tensor:
+        """A matrix multiplied on one side by V diag(d) V'."""
+        factor = self._at(side, name, m)
+        rows = m if side == "right" else m.mT
+        rows = rows * d if factor is None else factor.out_of(factor.into(rows) * d)
+        return rows if side == "right" else rows.mT
+
+    def conjugated(self, name: str, side: str, products: Tensor) -> Tensor:
+        """V' S V of symmetric matrices (..., n, n)."""
+        factor = self._at(side, name, products)
+        return products if factor is None else factor.into(factor.into(products).mT)
+
+    def _divide(self, name: str, m: Tensor, d: Tensor) -> Tensor:
+        """V diag(d)^-1 V' of a matrix."""
+        left, right = self._at("left", name, m), self._at("right", name, m)
+        if left is not None:
+            coordinates = left.into((m if right is None else right.into(m)).mT).mT / d
+            back = left.out_of(coordinates.mT).mT
+            return back if right is None else right.out_of(back)
+        assert right is not None
+        inverse = self._inverse(name, right, d) if right.full else None
+        return right.divide(m, d) if inverse is None else m @ inverse
+
+    def _inverse(self, name: str, right: Orthogonal, d: Tensor) -> Tensor | None:
+        """V diag(d)^-1 V', one product instead of two, if d is one of the metrics that stay for the whole run."""
+        for j, piece in enumerate(self._metrics.get(name, ())):
+            if piece.data_ptr() == d.data_ptr() and piece.dtype == d.dtype:
+                if (name, j) not in self._inverses:
+                    self._inverses[name, j] = right.divide(torch.eye(right.size, dtype=d.dtype, device=d.device), d)
+                return self._inverses[name, j]
+        return None
+
+    def _at(self, side: str, name: str, like: Tensor) -> Orthogonal | None:
+        """A factor in the type and on the device of a tensor."""
+        factor = f"{side}/{self.places[name].key}"
+        if factor not in self._factors:
+            return None
+        here = factor, like.dtype, like.device
+        if here not in self._here:
+            self._here[here] = Orthogonal(self._factors[factor].to(like.device, like.dtype))
+        return self._here[here]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_here": {}, "_inverses": {}}  # they are found again
+
+    def __repr__(self) -> str:
+        learning = f"rank={self.rank!r}, shrinkage={self.shrinkage!r}, limit={self.limit}"
+        return f"Learned({self.sides!r}, {learning}, {len(self._factors)} factors)"
+
+
+def _check(sides: Sides, rank: Rank, shrinkage: Shrinkage, limit: int) -> None:
+    if sides not in get_args(Sides):
+        raise ValueError(f'sides must be "right" or "both", got {sides!r}.')
+    if rank is not None and rank != "auto" and (type(rank) is not int or rank < 1):
+        raise ValueError(f'rank must be an integer of at least 1, "auto", or None for all directions; got {rank!r}.')
+    if shrinkage != "auto" and (
+        not isinstance(shrinkage, tuple) or len(shrinkage) != 2 or not all(0 < s < math.inf for s in shrinkage)
+    ):
+        raise ValueError(f'shrinkage must be two positive numbers, such as (0.1, 0.001), or "auto"; got {shrinkage!r}.')
+    if type(limit) is not int or limit < 1:
+        raise ValueError(f"limit must be an integer of at least 1, got {limit!r}. It bounds the size of a factor.")

@@ -1,0 +1,552 @@
+"""Learned coordinates: the matrix geometric mean, the closed form, and the basis in steps, runs, files and optimisers."""
+
+import copy
+import io
+import itertools
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor, nn
+
+import metamd
+from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, meta_train, mirror_step
+from metamd.factors import learn_factors
+from metamd.inner import run_inner
+from metamd.moments import Moments
+from metamd.objectives import Reference
+from metamd.outer import Iterate
+from metamd.positive import best_metric, geometric_mean, towards
+from metamd.potentials.kronecker import Learned
+from metamd.potentials.orthogonal import Orthogonal
+from metamd.tasks import TaskFamily
+from tests.learned_files import same, turned
+from tests.small_tasks import F64, Small
+
+
+def spd(n: int, seed: int, condition: float = 1e2) -> Tensor:
+    """A random positive definite matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=F64))
+    return (q * torch.logspace(0, -np.log10(condition), n, dtype=F64)) @ q.T
+
+
+def bound_of(d: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return torch.trace(d @ x) + torch.trace(torch.linalg.solve(d, y))
+
+
+class Regression(Small):
+    """Least squares with several outputs and correlated inputs: convex, and curved alike for every output."""
+
+    def __init__(self, seed=0, steps=12, outputs=3, inputs=5, spread=2.0) -> None:
+        super().__init__(seed, steps)
+        q, _ = torch.linalg.qr(torch.randn(inputs, inputs, generator=torch.Generator().manual_seed(99), dtype=F64))
+        self.x = self.normal(256, inputs) @ (q * torch.logspace(0, -spread, inputs, dtype=F64)) @ q.T
+        self.y = self.x @ self.normal(inputs, outputs) + 0.1 * self.normal(256, outputs)
+        self.start = {"fc.weight": self.normal(outputs, inputs), "fc.bias": self.normal(outputs)}
+
+    def batch(self, step):
+        return torch.arange(step * 64, step * 64 + 64) % 256
+
+    def loss(self, params, batch):
+        residual = self.x[batch] @ params["fc.weight"].T + params["fc.bias"] - self.y[batch]
+        return 0.5 * residual.square().sum(1).mean()
+
+
+class Regressions(TaskFamily):
+    """Regressions that share the distribution of their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__("regressions", 30)
+
+    def sample(self, generator):
+        return {"seed": int(torch.randint(10**6, (), generator=generator))}
+
+    def build(self, config):
+        task = Regression(config["seed"], self.steps, inputs=10, spread=1.0)
+        task.config = config
+        return task
+
+    def describe(self):
+        return {"inputs": 10}
+
+
+class Convolution(Small):
+    """A convolution with a quadratic loss."""
+
+    def __init__(self, seed=0, steps=8) -> None:
+        super().__init__(seed, steps)
+        self.x, self.target = self.normal(4, 2, 6, 6), self.normal(4, 3, 4, 4)
+        self.start = {"conv.weight": self.normal(3, 2, 3, 3), "conv.bias": self.normal(3)}
+
+    def loss(self, params, batch):
+        out = nn.functional.conv2d(self.x, params["conv.weight"], params["conv.bias"])
+        return 0.05 * (out - self.target).square().sum(dim=(1, 2, 3)).mean()
+
+
+def random_basis(start, *, sides="right", rank=None, pieces=1, seed=0, centre="start", scale=0.5) -> MaxDiagonal:
+    """A potential in a random basis with random metrics, bound."""
+    generator = torch.Generator().manual_seed(seed)
+    blank = Kronecker(pieces, sides=sides, centre=centre).bind(start)
+    factors = {}
+    for name, turning in blank.basis.turning().items():
+        place = blank.basis.places[name]
+        for side in turning:
+            n = place.sizes[side]
+            q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=F64))
+            factors[f"{side}/{place.key}"] = q[:, : rank or n]
+    basis = blank.basis.with_factors(factors)
+    bound = MaxDiagonal(pieces, tying="tensor", centre=centre, basis=basis).bind(start)
+    logs = {k: scale * torch.randn(v.shape, generator=generator, dtype=F64) for k, v in bound.log_d.items()}
+    offsets = 0.3 * torch.randn(pieces, generator=generator, dtype=F64) if pieces > 1 else None
+    return bound.with_metrics(logs, offsets).bind(start)
+
+
+def dense(potential: MaxDiagonal, name: str) -> list[Tensor]:
+    """D_j of one tensor as matrices that act on the flattened tensor, built by hand."""
+    basis, slot = potential.basis, potential.slots[name]
+    assert isinstance(basis, Learned)
+    place = basis.places[name]
+    rows, columns = place.sizes["left"], place.sizes["right"]
+    found = []
+    for logs in potential.log_d[slot.key].detach():
+        sides, taken = [], 0
+        for side, n in (("left", rows), ("right", columns)):
+            factor = basis.factors().get(f"{side}/{slot.key}")
+            if factor is None and (basis.sides == "right" and side == "left"):
+                sides.append(torch.eye(n, dtype=F64))
+                continue
+            count = n if factor is None else min(factor.shape[1] + 1, n)
+            d, taken = logs[taken : taken + count].exp(), taken + count
+            u = torch.eye(n, dtype=F64) if factor is None else factor.double()
+            rest = torch.eye(n, dtype=F64) - u @ u.T
+            sides.append((u * d[: u.shape[1]]) @ u.T + d[-1] * rest)
+        found.append(torch.kron(sides[0], sides[1]))
+    return found
+
+
+# matrices
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e6])
+@pytest.mark.parametrize("n", [1, 4, 12])
+def test_the_closed_form_is_the_geometric_mean_of_the_textbook(n, condition):
+    x, y = spd(n, 1, condition), spd(n, 2, condition)
+    root = scipy.linalg.sqrtm(x.numpy()).real
+    back = np.linalg.inv(root)
+    expected = back @ scipy.linalg.sqrtm(root @ y.numpy() @ root).real @ back
+    assert np.allclose(best_metric(x, y), expected, rtol=1e-6 * np.sqrt(condition), atol=0)
+    assert torch.allclose(geometric_mean(torch.linalg.inv(x), y), best_metric(x, y), rtol=1e-6 * np.sqrt(condition))
+
+
+def test_the_closed_form_of_ill_conditioned_and_rank_deficient_matrices():
+    x, y = spd(8, 1, 1e12), spd(8, 2, 1e12)
+    d = best_metric(x, y)
+    assert float((d @ x @ d - y).norm() / y.norm()) < 1e-8
+    assert float(torch.linalg.eigvalsh(d).min()) > 0
+    thin = torch.randn(8, 2, generator=torch.Generator().manual_seed(0), dtype=F64)
+    d = best_metric(x + 1e-6 * torch.eye(8), thin @ thin.T)
+    assert bool(d.isfinite().all())
+    assert float((d @ (x + 1e-6 * torch.eye(8)) @ d - thin @ thin.T).norm()) < 1e-6
+
+
+def test_nothing_near_the_closed_form_is_better_and_its_gradient_is_zero():
+    x, y = spd(6, 3), spd(6, 4)
+
+    def gradient_is_zero(d: Tensor) -> bool:
+        root = torch.linalg.cholesky(d).requires_grad_()
+        value = bound_of(root @ root.T, x, y)
+        (slope,) = torch.autograd.grad(value, root)
+        return float(slope.tril().abs().max()) < 1e-8 * float(value.detach())
+
+    def descent_gains(d: Tensor) -> float:
+        root = torch.linalg.cholesky(d).requires_grad_()
+        optimiser = torch.optim.Adam([root], lr=1e-3)
+        for _ in range(300):
+            optimiser.zero_grad()
+            bound_of(root.tril() @ root.tril().T, x, y).backward()
+            optimiser.step()
+        after = root.detach().tril()
+        return 1 - float(bound_of(after @ after.T, x, y)) / float(bound_of(d, x, y))
+
+    assert gradient_is_zero(best_metric(x, y))
+    assert descent_gains(best_metric(x, y)) < 1e-6
+    for broken in (geometric_mean(x, y), 0.5 * (torch.linalg.inv(x) + y)):
+        assert not gradient_is_zero(broken)
+        assert descent_gains(broken) > 1e-3
+
+
+def test_a_step_towards_a_metric_is_limited_in_every_direction():
+    now, best = spd(5, 1), spd(5, 2)
+    d, vectors = torch.linalg.eigh(now)
+    far, _ = towards((vectors, d), best, 100.0)
+    assert torch.allclose(far, best)
+    near, logs = towards((vectors, d), best, 0.3)
+    ratios = torch.from_numpy(scipy.linalg.eigh(near.numpy(), now.numpy(), eigvals_only=True))
+    assert float(ratios.log().abs().max()) <= 0.3 + 1e-9
+    assert torch.allclose(logs.sort().values, ratios.log().sort().values, atol=1e-9)
+    assert torch.allclose(towards((vectors, d), best, 100.0, 0.5)[0], geometric_mean(now, best))
+
+
+@pytest.mark.parametrize(("n", "r"), [(7, 7), (7, 3), (4, 3), (5, 1)])
+def test_columns_are_completed_to_an_orthogonal_matrix(n, r):
+    columns = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(n), dtype=F64))[0][:, :r]
+    q, eye = Orthogonal(columns), torch.eye(n, dtype=F64)
+    whole = q.into(eye)
+    assert torch.allclose(whole.T @ whole, eye)
+    assert torch.allclose(q.out_of(whole), eye)
+    assert torch.allclose(whole[:, :r].abs(), columns.abs())
+    d = torch.cat([torch.rand(r, dtype=F64) + 0.5, torch.full((n - r,), 2.0, dtype=F64)])
+    assert torch.allclose(q.divide(eye, d), (whole / d) @ whole.T)
+    assert torch.allclose(Orthogonal(eye[:, :r]).into(eye), eye)
+
+
+# steps
+
+
+SETTINGS = [
+    (task, sides, rank, pieces)
+    for task in (Regression, Convolution)
+    for sides in ("right", "both")
+    for rank in (None, 2)
+    for pieces in (1, 3)
+]
+
+
+@pytest.mark.parametrize(("task", "sides", "rank", "pieces"), SETTINGS)
+def test_everything_equals_the_dense_matrices_it_stands_for(task, sides, rank, pieces):
+    problem = task()
+    start = problem.init()
+    phi = random_basis(start, sides=sides, rank=rank, pieces=pieces, centre="origin")
+    name = next(n for n in start if n.endswith("weight"))
+    only = {name: start[name]}
+    matrices = dense(phi, name)
+    flat = start[name].reshape(-1)
+    forms = torch.stack([0.5 * flat @ m @ flat for m in matrices]) + phi.offsets.detach()
+    assert torch.allclose(phi.forms(only).detach(), forms)
+    j = int(forms.argmax())
+    assert torch.allclose(phi.mirror(only)[name].detach().reshape(-1), matrices[j] @ flat)
+    assert torch.allclose(phi.inverse(phi.mirror(only))[name].detach(), start[name])
+    grad = problem.normal(*start[name].shape) * 1e-3
+    with torch.no_grad():
+        stepped = mirror_step(only, {name: grad}, phi, 0.5).params[name]
+    expected = start[name].reshape(-1) - 0.5 * torch.linalg.solve(matrices[j], grad.reshape(-1))
+    assert torch.allclose(stepped.reshape(-1), expected)
+    u = {name: problem.normal(*start[name].shape)}
+    y = matrices[j] @ flat
+    values = torch.stack([0.5 * u[name].reshape(-1) @ m @ u[name].reshape(-1) for m in matrices]) + phi.offsets.detach()
+    divergence = values.max() - forms.max() - y @ (u[name].reshape(-1) - flat)
+    assert torch.allclose(metamd.bregman(phi, u, only).detach(), divergence)
+
+
+def test_a_convolution_steps_as_its_unfolded_matrix():
+    problem = Convolution()
+    start = problem.init()
+    phi = random_basis(start)
+    grads = {n: problem.normal(*x.shape) for n, x in start.items()}
+    with torch.no_grad():
+        stepped = mirror_step(start, grads, phi, 0.3).params
+    v, d = phi.basis.factors()["right/conv.weight"], phi.log_d["conv.weight"][0].detach().exp()
+    # the loss sees W only through W @ unfold(x): its rows are those of the unfolded input
+    unfolded = nn.functional.unfold(problem.x, 3)
+    flat = start["conv.weight"].reshape(3, -1) - 0.3 * (grads["conv.weight"].reshape(3, -1) @ v / d) @ v.T
+    out = flat @ unfolded + stepped["conv.bias"][:, None]
+    convolved = nn.functional.conv2d(problem.x, stepped["conv.weight"], stepped["conv.bias"])
+    assert torch.allclose(convolved, out.reshape(convolved.shape))
+    assert torch.allclose(stepped["conv.bias"], start["conv.bias"] - 0.3 * grads["conv.bias"] / phi.metric("conv.bias")[0])
+
+
+@pytest.mark.parametrize("sides", ["right", "both"])
+def test_the_rank_of_all_directions_is_no_rank(sides):
+    start = Regression().init()
+    full = random_basis(start, sides=sides)
+    grads = {n: torch.ones_like(x) for n, x in start.items()}
+    basis = full.basis.with_factors({k: v[:, : v.shape[0]] for k, v in full.basis.factors().items()})
+    again = MaxDiagonal(1, tying="tensor", basis=basis).with_metrics(full.log_d).bind(start)
+    with torch.no_grad():
+        a, b = mirror_step(start, grads, full).params, mirror_step(start, grads, again).params
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    blank = Kronecker(sides=sides).bind(start)
+    moments = Moments.of(run_inner(Regression(), blank, lr=0.2, products=True), blank, Regret())
+    results = []
+    for rank in (None, 5, 50):
+        now = Iterate.of(Kronecker(sides=sides, rank=rank).bind(start))
+        turned_now = learn_factors(now, moments, 100.0)
+        results.append(now.moved(dict(now.log_d) | turned_now.log_d, basis=turned_now.basis))
+    assert all(torch.equal(results[0].log_d["fc.weight"], r.log_d["fc.weight"]) for r in results)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize(("sides", "rank"), [("right", None), ("right", 2), ("both", None), ("both", 2)])
+def test_the_bound_on_the_regret_holds(sides, rank, pieces):
+    switches = 0
+    for seed in range(6):
+        task = Regression(seed, steps=40)
+        phi = random_basis(task.init(), sides=sides, rank=rank, pieces=pieces, seed=seed)
+        run = run_inner(task, phi, lr=0.3, certify=True)
+        assert not run.diverged
+        u = {n: x + 0.5 for n, x in run.end.items()}
+        comparator = replace(run, reference=u)
+        value = Regret(comparator=Reference()).value(comparator, phi).detach()
+        bound = float(value) + float(run.gaps.sum()) / run.lr
+        assert run.regret(u) <= bound * (1 + 1e-9)
+        switches += run.switches
+    assert pieces == 1 or switches > 0, "no run changed its piece"
+
+
+class Sheared(Learned):
+    """A basis whose way back is not the inverse of its way in."""
+
+    def out_of(self, name, x):
+        return super().out_of(name, torch.roll(x, 1, -1) if name in self.places else x)
+
+    def descend(self, name, x, grad, d, lr, out):
+        return x - lr * self.out_of(name, self.into(name, grad) / d)
+
+
+def worst_comparator(run, phi) -> dict[str, Tensor]:
+    """The point whose regret comes closest to its bound: theta_1 - lr D^-1 sum_t g_t."""
+    basis = phi.basis.with_factors(phi.basis.factors())
+    moved = {n: basis.out_of(n, basis.into(n, g) / phi.metric(n)[0].detach()) for n, g in run.gradient_sum.items()}
+    return {n: x - run.lr * moved[n] for n, x in run.start.items()}
+
+
+@pytest.mark.parametrize("kind", [Learned, Sheared])
+def test_the_bound_is_tight_and_steps_in_a_basis_that_is_not_orthogonal_break_it(kind):
+    violated = 0
+    for seed in range(6):
+        task = Regression(seed, steps=40)
+        phi = random_basis(task.init(), seed=seed)
+        phi.basis.prepared = lambda metrics, basis=phi.basis: basis
+        phi.basis.__class__ = kind
+        run = run_inner(task, phi, lr=0.1, certify=True)
+        u = worst_comparator(run, phi)
+        with torch.no_grad():
+            bound = float(Regret(comparator=Reference()).value(replace(run, reference=u), phi))
+        assert kind is Sheared or run.regret(u) == pytest.approx(bound, rel=1e-9)
+        violated += run.regret(u) > bound * (1 + 1e-6)
+    assert (violated > 0) == (kind is Sheared)
+
+
+# learning
+
+
+def samples(runs: int = 3, steps: int = 20, lr: float = 0.3) -> list[tuple[Tensor, list[Tensor]]]:
+    """Displacements and gradients of plain runs: all that the bound depends on."""
+    found = []
+    for seed in range(runs):
+        task, grads = Regression(seed, steps), []
+        params = task.init()
+        for t in range(steps):
+            leaves = {n: x.detach().requires_grad_() for n, x in params.items()}
+            got = torch.autograd.grad(task.loss(leaves, task.batch(t)), list(leaves.values()))
+            params = {n: x.detach() - lr * g for (n, x), g in zip(leaves.items(), got, strict=True)}
+            grads.append(got[0])
+        found.append((params["fc.weight"] - task.init()["fc.weight"], grads))
+    return found
+
+
+def two_sided_bound(left: Tensor, right: Tensor, lr: float, data) -> float:
+    """The bound of one tensor from its definition, summed over runs."""
+    moved = sum(float(torch.trace(left @ delta @ right @ delta.T)) for delta, _ in data)
+    inverse = torch.linalg.inv(left), torch.linalg.inv(right)
+    spent = sum(float(torch.trace(inverse[0] @ g @ inverse[1] @ g.T)) for _, grads in data for g in grads)
+    return 0.5 * (moved / lr + lr * spent)
+
+
+@pytest.mark.parametrize("sides", ["right", "both"])
+def test_the_moments_of_runs_are_their_sums_of_products_and_no_step_increases_the_bound(sides):
+    lr, data = 0.3, samples()
+    now = Iterate.of(Kronecker(sides=sides, shrinkage=(1e-9, 1e-9)).bind(Regression().init()))
+    values = []
+    for _ in range(4):
+        phi = now.apply(Kronecker(sides=sides)).bind(Regression().init())
+        left, right = dense_sides(now)
+        values.append(two_sided_bound(left, right, lr, data))
+        x = {"right/fc.weight": sum(d.T @ left @ d for d, _ in data) / lr}
+        inverse = torch.linalg.inv(left)
+        y = {"right/fc.weight": lr * sum(g.T @ inverse @ g for _, grads in data for g in grads)}
+        if sides == "both":
+            x["left/fc.weight"] = sum(d @ right @ d.T for d, _ in data) / lr
+            inverse = torch.linalg.inv(right)
+            y["left/fc.weight"] = lr * sum(g @ inverse @ g.T for _, grads in data for g in grads)
+        if not values[1:]:  # the runs were made with D = 1
+            parts = [Moments.of(run_inner(Regression(s, 20), phi, lr=lr, products=True), phi, Regret()) for s in range(3)]
+            found = Moments.total(parts, [1.0] * 3)
+            assert all(torch.allclose(found.x[k], x[k]) and torch.allclose(found.y[k], y[k]) for k in x)
+        turned_now = learn_factors(now, Moments(x, y), 100.0)
+        now = now.moved(dict(now.log_d) | turned_now.log_d, basis=turned_now.basis)
+    assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(values)), values
+    assert values[-1] < 0.9 * values[0]
+
+
+def dense_sides(now: Iterate) -> tuple[Tensor, Tensor]:
+    """L and R of the weight of a `Regression`."""
+    factors, logs = now.basis.factors(), now.log_d["fc.weight"][0].double()
+    sizes = (3, 5) if now.basis.kind == "both" else (0, 5)
+    found = []
+    for side, n, part in zip(("left", "right"), (3, 5), logs.split(sizes), strict=True):
+        v = factors.get(f"{side}/fc.weight", torch.eye(n)).double()
+        found.append((v * part.exp()) @ v.T if len(part) else torch.eye(n, dtype=F64))
+    return found[0], found[1]
+
+
+def test_meta_training_finds_the_inputs_of_the_family_and_beats_the_diagonal():
+    options = {"objective": Regret(comparator=Reference(lr=0.05)), "outer_steps": 5, "tasks_per_step": 4}
+    turned_file = meta_train(Regressions(), Kronecker(), **options)
+    plain = meta_train(Regressions(), metamd.Diagonal(), **options)
+    fresh = [Regressions().build({"seed": seed}) for seed in range(10**6, 10**6 + 5)]
+    losses = [sum(float(run_inner(task, f.potential).losses.mean()) for task in fresh) for f in (turned_file, plain)]
+    assert losses[0] < 0.9 * losses[1]
+    assert turned_file.header.basis == "right"
+    assert turned_file.header.factors == {"right/fc.weight": (10, 10)}
+
+
+def test_the_estimators_differentiate_in_the_basis():
+    """Against finite differences of the objective itself."""
+    task, objective = Regression(steps=6), metamd.TrainingLoss()
+    for sides, rank in (("right", None), ("right", 2), ("both", 2)):
+        phi = random_basis(task.init(), sides=sides, rank=rank)
+        found = Reverse()(task, phi, objective, lr=0.3).grads["fc.weight"]
+        forward = metamd.Forward()(task, phi, objective, lr=0.3).grads["fc.weight"]
+        assert torch.allclose(found, forward)
+        differences = torch.zeros_like(found)
+        for i in range(found.shape[1]):
+            values = []
+            for sign in (1, -1):
+                logs = {k: v.detach().clone() for k, v in phi.log_d.items()}
+                logs["fc.weight"][0, i] += sign * 1e-5
+                run = run_inner(task, phi.with_metrics(logs).bind(task.init()), lr=0.3)
+                values.append(float(run.losses.mean()))
+            differences[0, i] = (values[0] - values[1]) / 2e-5
+        assert torch.allclose(found, differences, atol=1e-7, rtol=1e-5)
+        direct = Direct()(task, phi, Regret(), lr=0.3)
+        assert np.isfinite(direct.value)
+
+
+# optimiser and file
+
+
+class Weights(nn.Module):
+    """The parameters of a `Regression` or a small convolutional model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 2, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.tanh(self.conv(x)).flatten(1))
+
+
+def train_some(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    for t in range(first, first + steps):
+        x = torch.randn(16, 1, 4, 4, generator=torch.Generator().manual_seed(t))
+        optimiser.zero_grad()
+        model(x).square().mean().backward()
+        optimiser.step()
+
+
+def weights(seed: int = 0) -> Weights:
+    torch.manual_seed(seed)
+    return Weights()
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_run_resumes_bit_by_bit_and_survives_copies(pieces, rank):
+    model = weights()
+    named = {n: p.detach().double() for n, p in model.named_parameters()}
+    phi = random_basis(named, pieces=pieces, rank=rank)
+    optimiser = MetaMD(model.named_parameters(), phi, lr=0.05)
+    train_some(model, optimiser, 5)
+    again = weights(1)
+    other = MetaMD(again.named_parameters(), phi, lr=0.05)
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimiser": optimiser.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimiser"])
+    pair = pickle.loads(pickle.dumps((model, optimiser)))
+    twin = copy.deepcopy((model, optimiser))
+    for m, o in ((model, optimiser), (again, other), pair, twin):
+        train_some(m, o, 5, first=5)
+        assert all(torch.equal(a, b) for a, b in zip(m.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("factors", [True, False])
+def test_the_memory_layout_of_a_convolution_does_not_matter(factors):
+    """In place, where a view of a channels-last tensor as a matrix would be a copy."""
+    ends = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        model = weights().to(memory_format=layout)
+        named = {n: p.detach().double() for n, p in model.named_parameters()}
+        phi = random_basis(named, pieces=2) if factors else Kronecker(2)
+        optimiser = MetaMD(model.named_parameters(), phi, lr=0.05)
+        train_some(model, optimiser, 5)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*ends, strict=True))
+    assert not torch.allclose(ends[0][0], next(weights().parameters()))
+
+
+@pytest.mark.parametrize("tying", ["tensor", "role"])
+@pytest.mark.parametrize(("sides", "rank"), [("right", None), ("right", 2), ("both", None), ("both", 2)])
+def test_files_round_trip(tmp_path, sides, rank, tying):
+    file = turned(sides=sides, rank=rank, tying=tying)
+    file.save(tmp_path / "a.safetensors")
+    again = metamd.load(tmp_path / "a.safetensors")
+    assert same(file, again)
+    assert again.fingerprint() == file.fingerprint()
+    assert again.header.schema_version == 3
+
+
+def test_a_basis_that_is_not_orthonormal_is_refused(tmp_path):
+    file = turned()
+    file.potential.basis.factors()["right/fc1.weight"].mul_(2.0)
+    with pytest.raises(ValueError, match=r"columns of the basis .* must be orthonormal"):
+        file.save(tmp_path / "a.safetensors")
+
+
+def test_what_a_basis_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="fused=True is for diagonal metrics"):
+        MetaMD(weights().named_parameters(), Kronecker(), fused=True)
+    with pytest.raises(ValueError, match='tying must be "tensor" or "role"'):
+        Kronecker(tying="parameter").bind(Regression().init())
+    for wrong, sentence in (
+        ({"sides": "left"}, "sides must be"),
+        ({"rank": 0}, "rank must be"),
+        ({"shrinkage": (0.1, 0.0)}, "shrinkage must be"),
+        ({"limit": 0}, "limit must be"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            Kronecker(**wrong)
+
+
+def test_a_file_by_role_fits_another_width_with_the_same_inputs():
+    small = {
+        "a.weight": torch.zeros(4, 6),
+        "a.bias": torch.zeros(4),
+        "b.weight": torch.zeros(2, 4),
+        "b.bias": torch.zeros(2),
+    }
+    wide = {"a.weight": torch.zeros(9, 6), "a.bias": torch.zeros(9), "b.weight": torch.zeros(3, 4), "b.bias": torch.zeros(3)}
+    phi = Kronecker(tying="role").bind(small)
+    assert set(phi.log_d) == {"first.weight/6", "first.bias", "last.weight/4", "last.bias"}
+    assert phi.bind(wide).metric("a.weight").shape == (1, 1, 6)
+    with pytest.raises(ValueError, match=r"has the role 'first\.weight/5', for which nothing was learned"):
+        phi.bind({**wide, "a.weight": torch.zeros(9, 5)})
+
+
+def test_without_factors_it_is_the_column_metric():
+    """The identity as a learned basis gives what `MaxDiagonal` gives in the parameters' own coordinates."""
+    start = Regression().init()
+    phi = Kronecker(3, centre="origin").bind(start)
+    plain = MaxDiagonal(3, tying="column", centre="origin").bind(start)
+    generator = torch.Generator().manual_seed(0)
+    logs = {"fc.weight": torch.randn(3, 5, generator=generator, dtype=F64), "fc.bias": torch.zeros(3, dtype=F64)}
+    a, b = (p.with_metrics(logs).bind(start) for p in (phi, plain))
+    runs = [run_inner(Regression(steps=20), p, lr=0.1) for p in (a, b)]
+    assert all(torch.equal(runs[0].end[n], runs[1].end[n]) for n in start)

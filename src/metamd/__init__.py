@@ -9,19 +9,24 @@ if TYPE_CHECKING:
     from metamd import data as data
     from metamd import models as models
     from metamd import tasks as tasks
+    from metamd.choosing import learn_start, learn_usage, tuned_reference
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
     from metamd.journal import Journal
     from metamd.learned import LearnedOptimiser, load
     from metamd.meta import Method, NotConvergedWarning, meta_train, paper
+    from metamd.mirror import mirror_step
     from metamd.objectives import PaperBound, Regret, TrainingLoss
-    from metamd.optimiser import MetaMD, mirror_step
+    from metamd.online import Online
+    from metamd.optimiser import MetaMD
     from metamd.ordinary import learn
     from metamd.outer import GradientDescent, TrustRegion
     from metamd.outer_steps import Refine, Stopping
     from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
+    from metamd.ready import prepare
     from metamd.recorder import Recorder
     from metamd.runs import Run
+    from metamd.usage import Usage
 
 _HOME = {
     "Diagonal": "potentials",
@@ -34,7 +39,7 @@ _HOME = {
     "Potential": "potentials",
     "bregman": "potentials",
     "MetaMD": "optimiser",
-    "mirror_step": "optimiser",
+    "mirror_step": "mirror",
     "OffFamilyWarning": "guard",
     "load": "learned",
     "GradientDescent": "outer",
@@ -59,6 +64,12 @@ _HOME = {
     "Recorder": "recorder",
     "Run": "runs",
     "learn": "ordinary",
+    "Online": "online",
+    "Usage": "usage",
+    "learn_start": "choosing",
+    "learn_usage": "choosing",
+    "tuned_reference": "choosing",
+    "prepare": "ready",
 }
 _SUBMODULES = ("data", "models", "tasks")
 
@@ -81,6 +92,7 @@ __all__ = [
     "NegativeEntropy",
     "NotConvergedWarning",
     "OffFamilyWarning",
+    "Online",
     "PNorm",
     "PaperBound",
     "Potential",
@@ -92,13 +104,18 @@ __all__ = [
     "Stopping",
     "TrainingLoss",
     "TrustRegion",
+    "Usage",
     "__version__",
     "bregman",
     "learn",
+    "learn_start",
+    "learn_usage",
     "load",
     "meta_train",
     "mirror_step",
     "paper",
+    "prepare",
+    "tuned_reference",
 ]
 
 

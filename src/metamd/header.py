@@ -19,7 +19,7 @@ from metamd.tying import Shape, TyingName, match, some
 SCHEMA_VERSIONS = (1, 2, 3)
 """The versions of the header this library reads; it writes the last."""
 
-SINCE = {"learned_from": 2, "task_hashes": 2, "factors": 3}
+SINCE = {"learned_from": 2, "task_hashes": 2, "factors": 3, "max_norm": 3, "target_loss": 3}
 """Fields that older versions do not have."""
 
 POTENTIALS = ("max-diagonal",)
@@ -55,6 +55,8 @@ class Header:
         learned_from: for a geometry learned from recorded runs, the strength of the `prior` and the `runs`, each with its
             name, fingerprint, steps, batch size and weight.
         factors: the shapes of the learned basis, (n, r) by "right/key" and "left/key": r orthonormal columns.
+        max_norm: C, if the metrics were kept at ||m_j||_2 <= C while they were learned.
+        target_loss: a loss that training tasks reached, fixed before any held-out task is drawn.
 
     Example:
         >>> header = Header(pieces=1, tying="parameter", centre="start", tensors={"x": (1, 2)}, horizon=100)
@@ -83,6 +85,8 @@ class Header:
     held_out: dict[str, Any] = field(default_factory=dict)
     learned_from: dict[str, Any] | None = None
     factors: dict[str, Shape] = field(default_factory=dict)
+    max_norm: float | None = None
+    target_loss: float | None = None
 
     def __post_init__(self) -> None:
         check_version(self.schema_version)
@@ -100,7 +104,7 @@ class Header:
                     f"the metric {shown(key)} must have one row for each of the {self.pieces} pieces, got shape {shape}."
                 )
         for name, since in SINCE.items():
-            if self.schema_version < since and getattr(self, name):
+            if self.schema_version < since and getattr(self, name) not in (None, (), {}):
                 raise ValueError(
                     f"{name} needs schema_version {since}, got {self.schema_version}. Leave out schema_version=."
                 )
@@ -185,9 +189,13 @@ def check_version(version: object) -> None:
     """
     if type(version) is not int or version not in SCHEMA_VERSIONS:
         raise ValueError(
-            f"schema_version must be {' or '.join(map(str, SCHEMA_VERSIONS))}, which metamd {__version__} reads; got "
+            f"schema_version must be {_either(SCHEMA_VERSIONS)}, which metamd {__version__} reads; got "
             f"{shown(version)}. A newer metamd may read it: pip install --upgrade metamd."
         )
+
+
+def _either(versions: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, versions[:-1]))} or {versions[-1]}"
 
 
 def _table(name: str, word: str, rows: object) -> dict[str, Any]:
@@ -299,6 +307,12 @@ def _weight(name: str, value: Any) -> float:
     return float(value)
 
 
+def _finite(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name} must be a finite number, got {shown(value)}.")
+    return float(value)
+
+
 _RUN: dict[str, Callable[[str, Any], Any]] = {
     "name": _text,
     "fingerprint": _text,
@@ -328,4 +342,6 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "held_out": _plain,
     "learned_from": _optional(_learned_from),
     "factors": _shapes,
+    "max_norm": _optional(_weight),
+    "target_loss": _optional(_finite),
 }

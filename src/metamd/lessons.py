@@ -1,7 +1,8 @@
 """What one task teaches in an outer step: its run, and the sums that the update of the metrics needs."""
 
 import math
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ class Lesson:
         value: the objective.
         bound: on the regret against the end of the run, certified if the steps were exact.
         loss: mean training loss over the run.
+        ends: the first training loss, and the mean of the last tenth of them.
         switches: how often the active pieces changed.
         unsettled: the gradient at the end of the run relative to that at its start, where that is asked for.
         diverged: why the run was given up; empty if it was not.
@@ -42,6 +44,7 @@ class Lesson:
     value: float
     bound: float
     loss: float
+    ends: tuple[float, float]
     switches: int
     unsettled: float
     diverged: str
@@ -128,7 +131,10 @@ class Lecture:
     @torch.no_grad()
     def _lesson(self, task: Task, fit: MaxDiagonal, run: Trajectory) -> Lesson:
         if run.diverged:
-            return Lesson(config_hash(task.config), math.inf, math.inf, math.inf, run.switches, 0.0, run.diverged, run.cost)
+            lost = (math.inf, math.inf)
+            return Lesson(
+                config_hash(task.config), math.inf, math.inf, math.inf, lost, run.switches, 0.0, run.diverged, run.cost
+            )
         bound = float(Regret().value(run, fit)) + float(run.gaps.sum()) / run.lr
         unsettled, extra = 0.0, Cost()
         if isinstance(self.objective, PaperBound):
@@ -138,6 +144,7 @@ class Lecture:
             float(self.objective.value(run, fit)),
             bound if self.exact else math.nan,
             float(run.losses.mean()),
+            (float(run.losses[0]), _tail(run)),
             run.switches,
             unsettled,
             "",
@@ -148,6 +155,18 @@ class Lecture:
         """Whether a task finishes under these metrics, and what it took to see."""
         run = run_inner(task, self.fit(iterate, task), exact=self.exact)
         return not run.diverged, run.cost
+
+
+def within_reach(lessons: Sequence[Lesson]) -> float:
+    """A target for the losses of later runs: nine tenths of the way from the median first loss to the worst last one.
+
+    It is known before any held-out task is drawn, and all but unusual tasks of the family reach it.
+
+    Args:
+        lessons: those of tasks that finished, at least one.
+    """
+    first, last = statistics.median(lesson.ends[0] for lesson in lessons), max(lesson.ends[1] for lesson in lessons)
+    return last + 0.1 * max(first - last, 0.0)
 
 
 def draw(family: TaskFamily, *purpose: int | str) -> Task:

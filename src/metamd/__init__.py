@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from metamd import data as data
     from metamd import models as models
     from metamd import tasks as tasks
+    from metamd.certification import certify
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
     from metamd.journal import Journal
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
     from metamd.recorder import Recorder
     from metamd.runs import Run
+    from metamd.statements import HeldOutCertificate
 
 _HOME = {
     "Diagonal": "potentials",
@@ -59,6 +61,8 @@ _HOME = {
     "Recorder": "recorder",
     "Run": "runs",
     "learn": "ordinary",
+    "HeldOutCertificate": "statements",
+    "certify": "certification",
 }
 _SUBMODULES = ("data", "models", "tasks")
 
@@ -72,6 +76,7 @@ __all__ = [
     "ForwardDiagonal",
     "ForwardRandom",
     "GradientDescent",
+    "HeldOutCertificate",
     "Journal",
     "Kronecker",
     "LearnedOptimiser",
@@ -94,6 +99,7 @@ __all__ = [
     "TrustRegion",
     "__version__",
     "bregman",
+    "certify",
     "learn",
     "load",
     "meta_train",

@@ -1,0 +1,156 @@
+"""The training tasks of a learned optimiser, drawn again, and how far their solutions lie from their starts."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metamd.generalisation import Displacements, Size
+from metamd.header import Header
+from metamd.learned import LearnedOptimiser
+from metamd.lessons import draw
+from metamd.norms import coordinates, metric_norms
+from metamd.potentials.base import Params
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.mixture import grouped_squares
+from metamd.tasks.base import Task, TaskFamily, config_hash
+
+PURPOSES = ("train", "judge", "pieces")
+"""What `meta_train` draws tasks for."""
+
+
+@dataclass(frozen=True)
+class TrainingTasks:
+    """The tasks that a file was learned on.
+
+    Args:
+        tasks: n of them.
+        share: of delta that their number leaves: how many outer steps there were was decided by looking at the tasks, so
+            that step s may only use 1/(s(s + 1)).
+    """
+
+    tasks: list[Task]
+    share: float
+
+
+def training_tasks(header: Header, family: TaskFamily) -> TrainingTasks:
+    """Draw the training tasks again from the seed in the header, each checked against its hash.
+
+    Args:
+        header: of the learned optimiser.
+        family: what it was learned on.
+
+    Raises:
+        ValueError: if these are not the tasks, with the reason.
+    """
+    known, steps = set(header.task_hashes), int(header.cost.get("outer_steps", 0))
+    if not known or not steps or len(header.seeds) != 1:
+        raise ValueError("the file does not say which tasks it was learned on.")
+    if len(known) % steps:
+        raise ValueError("its training tasks were not all different, so that they are not a sample of independent tasks.")
+    found: list[Task] = []
+    for step in range(1, steps + 1):
+        for purpose in PURPOSES:
+            tasks = [draw(family, header.seeds[0], purpose, step, i) for i in range(len(known) // steps)]
+            found += [task for task in tasks if config_hash(task.config) in known]
+    if len(found) != len(known):
+        raise ValueError(
+            "the training tasks were not drawn from this family as it is here, and a bound from them says nothing about it."
+        )
+    return TrainingTasks(found, 1 / (steps * (steps + 1)))
+
+
+@dataclass(frozen=True)
+class Displacement:
+    """How far a solution lies from its start.
+
+    Args:
+        divergence: B(theta_*||theta_1).
+        length: ||theta_* - theta_1||_2.
+        width: the largest root mean square over coordinates that share a metric.
+    """
+
+    divergence: float
+    length: float
+    width: float
+
+    @property
+    def distance(self) -> float:
+        """sqrt(2 B), which is ||theta_* - theta_1||_D for one piece."""
+        return math.sqrt(2 * max(self.divergence, 0.0)) if self.divergence < math.inf else math.inf
+
+
+@torch.no_grad()
+def measure(potential: MaxDiagonal, start: Params, solution: Params) -> Displacement:
+    """The displacement of one task; all infinite if the solution is not finite.
+
+    Args:
+        potential: bound to the task's tensors and centred at its start.
+        start: theta_1.
+        solution: theta_*.
+    """
+    if not all(bool(x.isfinite().all()) for x in solution.values()):
+        return Displacement(math.inf, math.inf, math.inf)
+    counts = coordinates(potential, {n: tuple(x.shape) for n, x in start.items()})
+    squares: dict[str, Tensor] = {}
+    for n, slot in potential.slots.items():
+        moved = grouped_squares(potential.basis.into(n, (solution[n] - start[n]).double()), slot.shape)
+        squares[slot.key] = squares.get(slot.key, 0) + moved.reshape(slot.stored)
+    length = math.sqrt(sum(float(s.sum()) for s in squares.values()))
+    width = math.sqrt(max(float(s.max()) / counts[k] for k, s in squares.items() if s.numel()))
+    return Displacement(float(potential.divergence(solution, start)), length, width)
+
+
+def displacements(
+    learned: LearnedOptimiser, tasks: Sequence[Task], solve: Callable[[Task], Params | None]
+) -> tuple[Displacements, Size]:
+    """Those of all tasks, and the size of the potential.
+
+    Args:
+        learned: the geometry.
+        tasks: the training tasks.
+        solve: finds theta_* without looking at the geometry, or nothing.
+
+    Raises:
+        ValueError: if some theta_* is not known or not finite, with the reason.
+    """
+    rows = []
+    for task in tasks:
+        solution, start = solve(task), task.init()
+        if solution is None:
+            raise ValueError(
+                "theta_* must not depend on the potential, and the end of a run does. Pass comparator=Reference(...), a "
+                "longer run of another optimiser."
+            )
+        bound = learned.potential.bind(start)
+        rows.append(measure(bound, start, solution))
+    if not all(math.isfinite(row.divergence) for row in rows):
+        raise ValueError("theta_* of some training task is not finite. Give the comparator a lower lr.")
+    columns = [np.array([getattr(row, name) for row in rows]) for name in ("divergence", "length", "width")]
+    models = [{n: tuple(x.shape) for n, x in task.init().items()} for task in tasks]
+    if any(shapes != models[0] for shapes in models):
+        raise ValueError("the training tasks have models of different shapes, so that there is no one norm ||m||.")
+    return Displacements(*columns), size_of(learned.potential.bind(tasks[0].init()), models[0])
+
+
+def size_of(potential: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> Size:
+    """What the bounds need to know of a potential.
+
+    Args:
+        potential: bound to a model.
+        shapes: of the model's tensors.
+    """
+    logs = [v.detach().double() for v in potential.log_d.values() if v.numel()]
+    b = potential.offsets.detach()
+    return Size(
+        pieces=potential.pieces,
+        numbers=sum(v[0].numel() for v in logs),
+        norm=float(metric_norms(potential.log_d, coordinates(potential, shapes)).max()),
+        largest=math.exp(max(float(v.max()) for v in logs)),
+        smallest=math.exp(min(float(v.min()) for v in logs)),
+        centred=potential.pieces == 1 or potential.centre == "start",
+        offsets=bool((b != b[0]).any()),
+    )

@@ -111,4 +111,6 @@ def full_header() -> Header:
             "prior": 0.1,
             "runs": [{"name": "monday", "fingerprint": "ab", "steps": 9, "batch_size": None, "weight": 0.5}],
         },
+        max_norm=12.5,
+        target_loss=-0.25,
     ).header

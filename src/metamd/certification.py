@@ -5,15 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from metamd.generalisation import PRINTED, REASONS, Displacements, Size, corrected_bound, printed_bound
 from metamd.held_out import checked, clopper_pearson, mean_below, next_task, ordinal
 from metamd.learned import LearnedOptimiser
+from metamd.lessons import draw_config
 from metamd.objectives import Reference
 from metamd.scores import Score, run_task, solve
 from metamd.statements import HeldOutCertificate, Statement
-from metamd.tasks.base import Config, TaskFamily, config_hash, derive_seed
+from metamd.tasks.base import Config, TaskFamily, config_hash
 from metamd.training_tasks import displacements, training_tasks
 
 Log = Callable[[dict[str, Any], int], None]
@@ -60,7 +59,7 @@ def certify(
         'holds'
     """
     target = _checked(learned, family, held_out_tasks, delta, target, regret_cap)
-    configs = [_draw(family, seed, i) for i in range(held_out_tasks)]
+    configs = [draw_config(family, seed, "certify", i) for i in range(held_out_tasks)]
     _refuse_overlap(configs, learned)
     scores = []
     for i, config in enumerate(configs):
@@ -264,10 +263,6 @@ def _checked(
     if not math.isfinite(found):
         raise ValueError(f"target must be a finite loss, got {found}.")
     return found
-
-
-def _draw(family: TaskFamily, seed: int, number: int) -> Config:
-    return family.sample(torch.Generator().manual_seed(derive_seed(seed, "certify", number)))
 
 
 def _refuse_overlap(configs: Sequence[Config], learned: LearnedOptimiser) -> None:

@@ -16,7 +16,7 @@ from metamd.lockstep import run_many
 from metamd.objectives import Objective, PaperBound, Regret, TrainingLoss
 from metamd.outer import Iterate
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
+from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
 
 Generators = Callable[[int], torch.Generator]
 
@@ -169,14 +169,24 @@ def within_reach(lessons: Sequence[Lesson]) -> float:
     return last + 0.1 * max(first - last, 0.0)
 
 
-def draw(family: TaskFamily, *purpose: int | str) -> Task:
-    """A task that depends on the family and on these words alone.
+def draw_config(family: TaskFamily, *purpose: int | str) -> Config:
+    """A config that depends on the family and on these words alone.
 
     Args:
         family: where from.
-        purpose: the seed of the meta-training, what the task is for, and its number.
+        purpose: a seed, what the task is for, and its number.
     """
-    return family.build(family.sample(torch.Generator().manual_seed(derive_seed(*purpose))))
+    return family.sample(torch.Generator().manual_seed(derive_seed(*purpose)))
+
+
+def draw(family: TaskFamily, *purpose: int | str) -> Task:
+    """The task of that config.
+
+    Args:
+        family: where from.
+        purpose: as for `draw_config`.
+    """
+    return family.build(draw_config(family, *purpose))
 
 
 def contest(

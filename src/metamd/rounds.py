@@ -115,8 +115,9 @@ def hold(room: Class, lecture: Lecture, state: State, ball: Ball, *, retreats: b
         cost = cost + extra
     found = Round(now, lessons, sums, too_far, sum((lesson.cost for lesson in lessons), cost))
     if not found.finished and not too_far:
+        kept = "" if ball.radius is None else f" with max_norm = {ball.radius:g}, which may be too small"
         raise ValueError(
-            f"all {room.count} tasks of outer step {room.step} diverged, so that nothing can be learned. The first: "
+            f"all {room.count} tasks of outer step {room.step} diverged{kept}, so that nothing can be learned. The first: "
             f"{lessons[0].diverged}"
         )
     return found

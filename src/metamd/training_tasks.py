@@ -11,7 +11,7 @@ from torch import Tensor
 from metamd.generalisation import Displacements, Size
 from metamd.header import Header
 from metamd.learned import LearnedOptimiser
-from metamd.lessons import draw
+from metamd.lessons import draw_config
 from metamd.norms import coordinates, metric_norms
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
@@ -54,8 +54,8 @@ def training_tasks(header: Header, family: TaskFamily) -> TrainingTasks:
     found: list[Task] = []
     for step in range(1, steps + 1):
         for purpose in PURPOSES:
-            tasks = [draw(family, header.seeds[0], purpose, step, i) for i in range(len(known) // steps)]
-            found += [task for task in tasks if config_hash(task.config) in known]
+            configs = [draw_config(family, header.seeds[0], purpose, step, i) for i in range(len(known) // steps)]
+            found += [family.build(config) for config in configs if config_hash(config) in known]
     if len(found) != len(known):
         raise ValueError(
             "the training tasks were not drawn from this family as it is here, and a bound from them says nothing about it."

@@ -37,7 +37,7 @@ def test_the_expectation_is_below_the_bound(pieces, stated):
     hits = []
     for seed in range(2000):
         seen, size, true = simulate(pieces, n=30, kappa=40, seed=seed)
-        fixed = {"max_norm": 1.0, "radius": math.sqrt(40), "width": 1.0} if stated else {}
+        fixed = {"max_norm": 1.0, "radius": math.sqrt(40), "reach": 1.0} if stated else {}
         found = corrected_bound(seen, size, delta=DELTA, **fixed)
         hits.append(true <= found.bound)
     assert above(hits)
@@ -47,24 +47,27 @@ def test_a_bound_without_the_complexity_is_rejected():
     hits = []
     for seed in range(300):
         seen, size, true = simulate(1, n=50, kappa=1000, seed=seed)
-        found = corrected_bound(seen, size, delta=DELTA, max_norm=1.0, radius=math.sqrt(1000), width=1.0)
+        found = corrected_bound(seen, size, delta=DELTA, max_norm=1.0, radius=math.sqrt(1000), reach=1.0)
         hits.append(true <= found.mean + found.concentration)
     assert below(hits)
 
 
 def test_terms_by_hand():
     seen, size, _ = simulate(1, n=100, kappa=7, seed=0)
-    found = corrected_bound(seen, size, delta=0.1, max_norm=2.0, radius=3.0, width=1.0)
+    found = corrected_bound(seen, size, delta=0.1, max_norm=2.0, radius=3.0, reach=1.0)
     assert found.form == "l_inf"
     assert found.complexity == pytest.approx(2**2 * 1**2 * math.sqrt(2 * math.log(8) / 100))
     assert found.concentration == pytest.approx(2.0 * math.sqrt(math.log(1 / 0.05) / 200))  # b = C^2 r^2 / 2 = 2
     assert found.bound == pytest.approx(seen.divergences.mean() + found.complexity + found.concentration)
-    wide = corrected_bound(seen, size, delta=0.1, max_norm=2.0, radius=3.0, width=3.0)
+    alone = corrected_bound(seen, size, delta=0.1, max_norm=2.0, reach=1.0)
+    assert alone.concentration == pytest.approx(2.0 * math.sqrt(math.log(1 / 0.1) / 200))  # all of delta
+    assert alone.radius_fixed
+    wide = corrected_bound(seen, size, delta=0.1, max_norm=2.0, radius=3.0, reach=3.0)
     assert wide.form == "l2"
     assert wide.complexity == pytest.approx(2**2 * 3**2 / 10)
-    three = corrected_bound(seen, replace(size, pieces=3), delta=0.1, max_norm=2.0, radius=3.0, width=3.0)
+    three = corrected_bound(seen, replace(size, pieces=3), delta=0.1, max_norm=2.0, radius=3.0, reach=3.0)
     assert three.complexity == pytest.approx(3 * wide.complexity)
-    offsets = corrected_bound(seen, replace(size, pieces=3, offsets=True), delta=0.1, max_norm=2.0, radius=3.0, width=3.0)
+    offsets = corrected_bound(seen, replace(size, pieces=3, offsets=True), delta=0.1, max_norm=2.0, radius=3.0, reach=3.0)
     assert offsets.complexity == pytest.approx(4 * wide.complexity)
 
 
@@ -81,17 +84,17 @@ def test_complexities_against_all_signs(seed):
     rng = np.random.default_rng(seed)
     n, kappa, c = 8, 3, 1.5
     squares = rng.random((n, kappa)) ** 4
-    r, width = math.sqrt(squares.sum(1).max()), math.sqrt(squares.max())
+    r, reach = math.sqrt(squares.sum(1).max()), math.sqrt(squares.max())
     corners = np.vstack([np.zeros(kappa), c**2 * np.eye(kappa)])  # the extreme points of ||D||_1 <= C^2, D >= 0
     one = 0.5 * corners @ squares.T
-    l2, linf = c**2 * r**2 / math.sqrt(n), c**2 * width**2 * math.sqrt(2 * math.log(kappa + 1) / n)
+    l2, linf = c**2 * r**2 / math.sqrt(n), c**2 * reach**2 * math.sqrt(2 * math.log(kappa + 1) / n)
     assert 2 * rademacher(one) <= min(l2, linf)
     grid = rng.dirichlet(np.ones(kappa + 1), size=60)[:, :-1] * c**2
     forms = 0.5 * np.vstack([corners, grid]) @ squares.T
-    low = -(c**2) * width**2 / 2
+    low = -(c**2) * reach**2 / 2
     pairs = [np.maximum(a, b + o) for a in forms for b in forms[:8] for o in (low, low / 2, 0.0)]
     two = rademacher(np.array(pairs))
-    assert 2 * two <= 2 * min(l2, linf) + c**2 * width**2 / (2 * math.sqrt(n))
+    assert 2 * two <= 2 * min(l2, linf) + c**2 * reach**2 / (2 * math.sqrt(n))
     assert two > rademacher(one)  # the class is larger
 
 
@@ -126,7 +129,7 @@ def test_without_a_radius_the_statement_is_about_the_tasks_within_one():
     seen, size, _ = simulate(1, n=200, kappa=4, seed=0)
     found = corrected_bound(seen, size, delta=DELTA)
     assert not found.radius_fixed
-    assert found.radius >= (seen.widths if found.form == "l_inf" else seen.lengths).max()
+    assert found.radius >= (seen.reaches if found.form == "l_inf" else seen.lengths).max()
     assert 0 < found.beyond < 0.1
     # one task in a hundred is far away: most samples of 60 do not have it, and the share beyond the radius is covered
     hits = []
@@ -141,7 +144,7 @@ def test_without_a_radius_the_statement_is_about_the_tasks_within_one():
 def test_vacuous_is_said_when_the_radius_says_as_much():
     few, size, _ = simulate(1, n=4, kappa=10, seed=0)
     many, _, _ = simulate(1, n=2000, kappa=10, seed=0)
-    fixed = {"max_norm": 1.0, "radius": 4.0, "width": 1.0}
+    fixed = {"max_norm": 1.0, "radius": 4.0, "reach": 1.0}
     assert corrected_bound(few, size, delta=DELTA, **fixed).vacuous
     assert not corrected_bound(many, size, delta=DELTA, **fixed).vacuous
 
@@ -183,7 +186,7 @@ def test_the_printed_formula_is_violated(n, seed):
         seen = Displacements(0.5 * moved**2, moved, moved)
         value = printed_bound(seen, size, delta=DELTA, lipschitz=100.0, steps=1, radius=1.0, lr=rate)
         printed.append(true <= value)
-        corrected = corrected_bound(seen, size, delta=DELTA, max_norm=1.0, radius=1.0, width=1.0).bound
+        corrected = corrected_bound(seen, size, delta=DELTA, max_norm=1.0, radius=1.0, reach=1.0).bound
         ours.append(true <= corrected / rate + rate * 1 * 100.0**2 / (2 * 1.0))
     assert below(printed)
     assert above(ours)

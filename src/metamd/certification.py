@@ -1,5 +1,6 @@
 """certify: run a learned optimiser on held-out tasks and say what follows for the tasks to come."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -29,6 +30,7 @@ def certify(
     target: float | None = None,
     regret_cap: float | None = None,
     radius: float | None = None,
+    reach: float | None = None,
     comparator: Reference | None = None,
     log: Log | None = None,
 ) -> HeldOutCertificate:
@@ -47,6 +49,7 @@ def certify(
         target: the loss to count steps to, stated beforehand; the file's `target_loss` if not given.
         regret_cap: b, stated beforehand, for a bound on the mean of min(regret, b) and on the share of tasks above.
         radius: r, on ||theta_* - theta_1||_2 of every task that can be drawn, for the bound from the training tasks.
+        reach: r on the largest coordinate of theta_* - theta_1 instead, for models with many.
         comparator: finds theta_* of tasks whose optimum is not known.
         log: called with the score of every task and its number.
 
@@ -69,7 +72,7 @@ def certify(
     parts = [
         *_about_the_next(scores, delta, target, family.steps),
         *_about_the_mean(scores, delta, target, family.steps, regret_cap),
-        *_from_training(learned, family, scores, delta, radius, comparator),
+        *_from_training(learned, family, scores, delta, (radius, reach), comparator),
     ]
     return HeldOutCertificate(
         family=family.name,
@@ -109,7 +112,9 @@ def _next(quantity: str, values: Sequence[float | None], delta: float) -> Statem
     return Statement("next task", quantity, found.bound, "holds", basis, 1 - delta, numbers)
 
 
-UNKNOWN = "theta_* of these tasks is not known. Pass comparator=Reference(...), a longer run of another optimiser"
+UNKNOWN = (
+    "theta_* of these tasks is not known. Pass comparator=Reference(...), a longer run of another optimiser (--reference-lr)"
+)
 
 
 def _about_the_mean(
@@ -148,7 +153,7 @@ def _from_training(
     family: TaskFamily,
     scores: Sequence[Score],
     delta: float,
-    radius: float | None,
+    radii: tuple[float | None, float | None],
     comparator: Reference | None,
 ) -> list[Statement]:
     """The bounds of the generalisation theorem, corrected and as printed."""
@@ -158,9 +163,9 @@ def _from_training(
         seen, size = displacements(learned, again.tasks, lambda task: solve(task, comparator))
     except ValueError as error:
         return [Statement("training tasks", quantity, None, "does not apply", str(error), 1 - delta)]
-    found = [_corrected(quantity, seen, size, again.share * delta, delta, learned.header.max_norm, radius)]
+    found = [_corrected(quantity, seen, size, again.share * delta, delta, learned.header.max_norm, radii)]
     lipschitz = max(s.largest_gradient for s in scores)
-    value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=radius)
+    value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=radii[0])
     numbers = {"lipschitz": lipschitz, "max_norm": size.norm, "tasks": seen.tasks}
     basis = "; ".join(REASONS)
     return [*found, Statement("training tasks", "regret, the paper's formula", value, PRINTED, basis, 1 - delta, numbers)]
@@ -173,10 +178,10 @@ def _corrected(
     share: float,
     delta: float,
     max_norm: float | None,
-    radius: float | None,
+    radii: tuple[float | None, float | None],
 ) -> Statement:
     try:
-        found = corrected_bound(seen, size, delta=share, max_norm=max_norm, radius=radius)
+        found = corrected_bound(seen, size, delta=share, max_norm=max_norm, radius=radii[0], reach=radii[1])
     except ValueError as error:
         return Statement("training tasks", quantity, None, "does not apply", str(error), 1 - delta)
     numbers = {k: v for k, v in asdict(found).items() if type(v) is float} | {"tasks": seen.tasks}
@@ -223,8 +228,8 @@ def _assumptions(learned: LearnedOptimiser, family: TaskFamily) -> tuple[str, ..
         else "none of the tasks was used in learning: not checked, since the file does not say which tasks were"
     )
     about = learned.header.family or {}
-    now = family.describe()
-    changed = sorted(k for k in set(about) & set(now) if about[k] != _plain(now[k]))
+    now = json.loads(json.dumps(family.describe()))
+    changed = sorted(k for k in about if k != "name" and about[k] != now.get(k))
     other = (f"the family is not the one of learning: {', '.join(changed)} differ",) if changed else ()
     return (
         "held-out tasks and the next one are independent draws of the family, and the next is trained as these were: exact "
@@ -272,8 +277,3 @@ def _refuse_overlap(configs: Sequence[Config], learned: LearnedOptimiser) -> Non
             f"{len(used)} of the {len(configs)} tasks drawn were used in learning this file, and a task that was used is "
             f"not held out (such as {sorted(used)[0]}). Pass another seed, or a family that has other tasks."
         )
-
-
-def _plain(value: Any) -> Any:
-    """As JSON reads it back."""
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value

@@ -5,7 +5,7 @@ too good. These functions bound what it is in expectation. docs/concepts/held-ou
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -36,13 +36,13 @@ class Displacements:
     Args:
         divergences: B(theta_*||theta_1) under the learned potential.
         lengths: ||theta_* - theta_1||_2.
-        widths: the largest root mean square of theta_* - theta_1 over coordinates that share a metric; the largest entry if
+        reaches: the largest root mean square of theta_* - theta_1 over coordinates that share a metric; the largest entry if
             none do.
     """
 
     divergences: Array
     lengths: Array
-    widths: Array
+    reaches: Array
 
     @property
     def tasks(self) -> int:
@@ -148,13 +148,14 @@ def corrected_bound(
     delta: float,
     max_norm: float | None = None,
     radius: float | None = None,
-    width: float | None = None,
+    reach: float | None = None,
 ) -> Generalisation:
     """With probability 1 - delta, E B <= mean B + 2 R_n + C^2 r^2/2 sqrt(ln(1/delta)/(2n)), whatever metrics were chosen.
 
     2 R_n is N C^2 r^2/sqrt(n) with r on the Euclidean length of theta_* - theta_1 ("l2"), and with r on its largest entry
-    N C^2 r^2 sqrt(2 ln(kappa + 1)/n) ("l_inf"); learned offsets add (N - 1) C^2 r^2/(2 sqrt n). The better of the two, at
-    delta/2 each. A C or r that was not stated beforehand is taken from a grid, at the price of a union bound.
+    N C^2 r^2 sqrt(2 ln(kappa + 1)/n) ("l_inf"); learned offsets add (N - 1) C^2 r^2/(2 sqrt n). If both r are stated, or
+    none, it is the better of the two, at delta/2 each. A C or r that was not stated beforehand is taken from a grid, at the
+    price of a union bound.
 
     Args:
         seen: the training tasks.
@@ -162,15 +163,16 @@ def corrected_bound(
         delta: the probability with which the bound may fail.
         max_norm: C, stated before the tasks were seen (`meta_train(max_norm=C)`).
         radius: r of the form "l2", which holds for every task that can be drawn.
-        width: r of the form "l_inf", likewise.
+        reach: r of the form "l_inf", likewise.
 
     Raises:
         ValueError: if the bound does not apply, with the reason.
     """
     _check(seen, size, delta, max_norm)
-    forms = (("l2", seen.lengths, radius), ("l_inf", seen.widths, width))
-    found = [_bound(form, seen, size, sizes, delta / 2, max_norm, r) for form, sizes, r in forms]
-    return min(found, key=lambda g: g.bound)
+    forms = [("l2", seen.lengths, radius), ("l_inf", seen.reaches, reach)]
+    stated = [row for row in forms if row[2] is not None] or forms
+    found = [_bound(form, seen, size, sizes, delta / len(stated), max_norm, r) for form, sizes, r in stated]
+    return replace(min(found, key=lambda g: g.bound), confidence=1 - delta)
 
 
 def _bound(
@@ -208,7 +210,7 @@ def _bound(
         radius_fixed=radius is not None,
         beyond=beyond,
         trivial=trivial,
-        confidence=1 - 2 * delta,
+        confidence=1 - delta,
     )
 
 

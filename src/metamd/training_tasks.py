@@ -70,12 +70,12 @@ class Displacement:
     Args:
         divergence: B(theta_*||theta_1).
         length: ||theta_* - theta_1||_2.
-        width: the largest root mean square over coordinates that share a metric.
+        reach: the largest root mean square over coordinates that share a metric.
     """
 
     divergence: float
     length: float
-    width: float
+    reach: float
 
     @property
     def distance(self) -> float:
@@ -100,8 +100,8 @@ def measure(potential: MaxDiagonal, start: Params, solution: Params) -> Displace
         moved = grouped_squares(potential.basis.into(n, (solution[n] - start[n]).double()), slot.shape)
         squares[slot.key] = squares.get(slot.key, 0) + moved.reshape(slot.stored)
     length = math.sqrt(sum(float(s.sum()) for s in squares.values()))
-    width = math.sqrt(max(float(s.max()) / counts[k] for k, s in squares.items() if s.numel()))
-    return Displacement(float(potential.divergence(solution, start)), length, width)
+    reach = math.sqrt(max(float(s.max()) / counts[k] for k, s in squares.items() if s.numel()))
+    return Displacement(float(potential.divergence(solution, start)), length, reach)
 
 
 def displacements(
@@ -129,7 +129,7 @@ def displacements(
         rows.append(measure(bound, start, solution))
     if not all(math.isfinite(row.divergence) for row in rows):
         raise ValueError("theta_* of some training task is not finite. Give the comparator a lower lr.")
-    columns = [np.array([getattr(row, name) for row in rows]) for name in ("divergence", "length", "width")]
+    columns = [np.array([getattr(row, name) for row in rows]) for name in ("divergence", "length", "reach")]
     models = [{n: tuple(x.shape) for n, x in task.init().items()} for task in tasks]
     if any(shapes != models[0] for shapes in models):
         raise ValueError("the training tasks have models of different shapes, so that there is no one norm ||m||.")

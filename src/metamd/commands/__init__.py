@@ -19,12 +19,14 @@ class Certify:
         target: the loss to count steps to, stated beforehand; the one in the file, from its training tasks, if not given.
         regret_cap: what the regret is clipped at, stated beforehand, for a bound on its mean.
         radius: on the distance from start to solution of any task, stated beforehand, for the bound from training tasks.
+        reach: the same on the largest coordinate of that distance.
         reference_lr: rate of the runs of Adam, twice as long, that find solutions where the family does not know them.
         steps: training steps of one run; those in the file, or the family's own, if not given.
         model: of a family of images.
         hold_out: the domain that the held-out tasks are from, in a family of images.
         images: per domain, at most.
         width: of a resnet18.
+        start: a checkpoint with the parameters that every task begins at.
         out: write the file here instead, and leave FILE as it is.
         report: write a page here too, such as certificate.html.
         seed: of the held-out tasks.
@@ -38,12 +40,14 @@ class Certify:
     target: float | None = None
     regret_cap: float | None = None
     radius: float | None = None
+    reach: float | None = None
     reference_lr: float | None = None
     steps: int | None = None
     model: str | None = None
     hold_out: str | None = None
     images: int | None = None
     width: int | None = None
+    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
     out: Annotated[Path | None, arg(metavar="FILE")] = None
     report: Annotated[Path | None, arg(metavar="HTML")] = None
     seed: int = 0

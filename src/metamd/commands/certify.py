@@ -21,6 +21,7 @@ from metamd.objectives import Reference
 from metamd.report import Section, write_page
 from metamd.statements import HEADINGS, HeldOutCertificate
 from metamd.tasks.base import TaskFamily
+from metamd.tasks.shared_start import SharedStart
 
 
 def run(options: Certify) -> int:
@@ -44,6 +45,7 @@ def run(options: Certify) -> int:
             target=options.target,
             regret_cap=options.regret_cap,
             radius=options.radius,
+            reach=options.reach,
             comparator=reference,
             log=display.show,
         )
@@ -104,7 +106,8 @@ def _place(options: Certify) -> Path:
 
 def _held_out_side(family: TaskFamily) -> TaskFamily:
     """Tasks on what was kept from training, where the family has such a side."""
-    has_side = hasattr(family, "held_out") and getattr(family, "hold_out", "a half") is not None
+    inner = family.family if isinstance(family, SharedStart) else family
+    has_side = hasattr(inner, "held_out") and getattr(inner, "hold_out", "a half") is not None
     return family.held_out() if has_side else family  # type: ignore[attr-defined]
 
 

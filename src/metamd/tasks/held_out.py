@@ -118,7 +118,7 @@ class ImageFamily(TaskFamily):
 
     def drawn(self) -> Drawn:
         """A domain of this side, with all its images, and seeds."""
-        which = f"one of the domains {', '.join(self.domains)}"
+        which = f"{'one of the domains' if len(self.domains) > 1 else 'the domain'} {', '.join(self.domains)}"
         return Drawn(which, "all training images of the domain", "drawn anew", "drawn anew", self.domains)
 
     def _side(self, hold_out: str, held: bool) -> "ImageFamily":

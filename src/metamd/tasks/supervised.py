@@ -110,9 +110,9 @@ class Supervised(TaskFamily):
 
     def drawn(self) -> Drawn:
         """One of the datasets, whole, and seeds."""
-        start = "drawn anew" if self.recipe.start is None else "the same for all tasks"
         names = tuple(self.data)
-        return Drawn(f"one of the datasets {', '.join(names)}", "all its training examples", start, "drawn anew", names)
+        which = f"{'one of the datasets' if len(names) > 1 else 'the dataset'} {', '.join(names)}"
+        return Drawn(which, "all its training examples", "drawn anew", "drawn anew", names)
 
 
 class SupervisedTask(Task):

@@ -12,7 +12,6 @@ import metamd
 from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, certify, cli, load, meta_train, tasks
 from metamd.certification import across_domains
 from metamd.commands.certify import certificate_section
-from metamd.inner import run_inner
 from metamd.lessons import draw
 from metamd.objectives import Reference
 from metamd.scores import run_task, steps_to
@@ -39,17 +38,21 @@ def held_out(family, count, seed=0):
 
 
 def test_statements_are_those_of_the_runs(learned, certificate):
-    """Against scores found the long way round: run_inner from the start, once for each number of steps looked at."""
-    target = learned.header.target_loss
+    """Against scores found by hand: theta <- theta - g/D in a loop."""
+    target, d = learned.header.target_loss, learned.potential.log_d["theta"].detach()[0].exp()
     ends, distances, counts, regrets = [], [], [], []
     for task in held_out(FAMILY, 40):
-        points = [run_inner(task, learned.potential, steps=max(t, 1), certify=True) for t in range(61)]
-        losses = [task.evaluate(points[0].start).loss, *(task.evaluate(p.end).loss for p in points[1:])]
+        theta, u, losses, regret = task.start.clone(), torch.linalg.solve(2 * task.q, task.b), [], 0.0
+        distances.append(float((d * (u - theta) ** 2).sum().sqrt()))
+        for _ in range(60):
+            losses.append(float(theta @ task.q @ theta - task.b @ theta))
+            g = 2 * task.q @ theta - task.b
+            regret += float(g @ (theta - u))
+            theta = theta - g / d
+        losses.append(float(theta @ task.q @ theta - task.b @ theta))
         ends.append(losses[-1])
         counts.append(next((t for t in range(60) if max(losses[t : t + 2]) <= target), math.inf))
-        delta = task.optimum()["theta"] - points[0].start["theta"]
-        distances.append(float((learned.potential.log_d["theta"].detach()[0].exp() * delta**2).sum().sqrt()))
-        regrets.append(points[-1].regret(task.optimum()))
+        regrets.append(regret)
     rank = math.ceil(0.95 * 41) - 1
     for quantity, scores in (("steps", counts), ("loss", ends), ("distance", distances)):
         found = certificate.of("next task", quantity)
@@ -188,6 +191,14 @@ def test_without_a_solution_a_comparator_is_needed():
     assert better.of("training tasks", "B(").bound > 0
 
 
+def test_a_task_without_an_optimum_has_no_distance(learned):
+    family = tasks.logistic(2, examples=4, batch_size=4, l2=0.0, steps=5)
+    made = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2, method=metamd.Method(keep="last"))
+    found = certify(made, family, held_out_tasks=20)
+    assert "theta_* of these tasks is not known" in found.of("next task", "distance").basis
+    assert found.of("next task", "loss").verdict == "holds"
+
+
 def test_the_training_bound_with_everything_stated_beforehand():
     family = tasks.quadratic((1.0, 1.0), spread=0.0, coupling=0.0, start=1.0, steps=20)
     learned = meta_train(
@@ -270,6 +281,8 @@ def test_every_family_says_what_a_task_is(name):
         ({"delta": 0.0}, "delta must lie between 0 and 1, got 0.0"),
         ({"target": math.nan}, "target must be a finite loss, got nan"),
         ({"regret_cap": -1.0}, "regret_cap must be positive and finite, got -1.0"),
+        ({"radius": math.nan}, "radius must be positive and finite, got nan"),
+        ({"reach": 0.0}, "reach must be positive and finite, got 0.0"),
     ],
 )
 def test_bad_input_is_a_sentence(learned, options, sentence):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from metamd import Diagonal, Journal, MaxDiagonal, Refine, load, meta_train, tasks
+from metamd import Diagonal, Journal, MaxDiagonal, Refine, cli, load, meta_train, tasks
 from metamd.norms import Ball, coordinates, metric_norms
 from metamd.outer import Iterate
 
@@ -119,3 +119,10 @@ def test_another_bound_does_not_continue_a_run(tmp_path):
     assert meta_train(family, Diagonal(), max_norm=6.0, **options).header.target_loss == one.header.target_loss
     with pytest.raises(ValueError, match="another configuration: max_norm"):
         meta_train(family, Diagonal(), max_norm=7.0, **options)
+
+
+def test_from_the_command_line(tmp_path):
+    out = tmp_path / "x.safetensors"
+    quick = ["--steps", "20", "--outer-steps", "2", "--tasks", "2", "--max-norm", "6.5"]
+    assert cli.run(["train", "quadratic", "--out", str(out), *quick]) == 0
+    assert load(out).header.max_norm == 6.5

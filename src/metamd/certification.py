@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -61,7 +61,8 @@ def certify(
         >>> found.of("next task", "loss").verdict
         'holds'
     """
-    target = _checked(learned, family, held_out_tasks, delta, target, regret_cap)
+    _check(learned, family, held_out_tasks, delta, {"regret_cap": regret_cap, "radius": radius, "reach": reach})
+    target = _target(learned, target)
     configs = [draw_config(family, seed, "certify", i) for i in range(held_out_tasks)]
     _refuse_overlap(configs, learned)
     scores = []
@@ -210,7 +211,8 @@ def across_domains(learned: LearnedOptimiser, family: TaskFamily) -> str:
     if not domains:
         return "no guarantee for tasks that are drawn in another way than these"
     about = learned.header.family or {}
-    seen = set(about.get("domains") or about.get("datasets") or ())
+    recorded = about.get("domains") or about.get("datasets")
+    seen = list(recorded) if isinstance(recorded, list | dict) else []
     new = [d for d in domains if d not in seen]
     names = f": {', '.join(new)}" if new else ""
     return (
@@ -243,14 +245,7 @@ def _assumptions(learned: LearnedOptimiser, family: TaskFamily) -> tuple[str, ..
     )
 
 
-def _checked(
-    learned: LearnedOptimiser,
-    family: TaskFamily,
-    held_out_tasks: int,
-    delta: float,
-    target: float | None,
-    regret_cap: float | None,
-) -> float:
+def _check(learned: object, family: object, held_out_tasks: int, delta: float, stated: Mapping[str, float | None]) -> None:
     if not isinstance(learned, LearnedOptimiser):
         raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
     if not isinstance(family, TaskFamily):
@@ -258,8 +253,12 @@ def _checked(
     if held_out_tasks < 1:
         raise ValueError(f"held_out_tasks must be at least 1, got {held_out_tasks}. 50 is usual.")
     checked([0.0], delta)
-    if regret_cap is not None and not 0 < regret_cap < math.inf:
-        raise ValueError(f"regret_cap must be positive and finite, got {regret_cap}. State what the regret is clipped at.")
+    for name, value in stated.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}. Leave it out to state none.")
+
+
+def _target(learned: LearnedOptimiser, target: float | None) -> float:
     found = learned.header.target_loss if target is None else target
     if found is None:
         raise ValueError(

@@ -194,6 +194,7 @@ class Train:
         outer_steps: rounds of training tasks and setting the metrics, at most.
         tasks: tasks in each of them.
         prior: strength of the prior that keeps coordinates from starving that move little.
+        max_norm: keep the norm of the metrics, sqrt(sum D), below this.
         tolerance: stop when the objective changes by less than this; 0 never stops early.
         refine: outer steps along the hypergradient, afterwards.
         estimator: of that hypergradient: reverse, forward, forward-diagonal or forward-random.
@@ -219,6 +220,7 @@ class Train:
     outer_steps: int = 10
     tasks: int = 8
     prior: float = 0.0
+    max_norm: float | None = None
     tolerance: float = 1e-3
     refine: int = 0
     estimator: str = "reverse"

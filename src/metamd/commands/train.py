@@ -53,6 +53,7 @@ def run(options: Train) -> int:
                     outer_steps=options.outer_steps,
                     tasks_per_step=options.tasks,
                     seed=options.seed,
+                    max_norm=options.max_norm,
                     journal=Journal(folder, every=options.every),
                     log=log,
                 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import metamd
-from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, certify, cli, load, meta_train, tasks
+from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, certify, cli, load, meta_train, tasks
 from metamd.certification import across_domains
 from metamd.commands.certify import certificate_section
 from metamd.lessons import draw
@@ -189,6 +189,9 @@ def test_without_a_solution_a_comparator_is_needed():
     assert better.of("next task", "distance").bound > 0
     assert better.of("mean", "min(regret").verdict in ("holds", "vacuous")
     assert better.of("training tasks", "B(").bound > 0
+    turned = meta_train(family, Kronecker(), outer_steps=2, tasks_per_step=2, objective=metamd.Regret(prior=0.01))
+    third = certify(turned, family, held_out_tasks=1, comparator=Reference(lr=0.01))
+    assert "from a grid (l2)" in third.of("training tasks", "B(").basis
 
 
 def test_a_task_without_an_optimum_has_no_distance(learned):

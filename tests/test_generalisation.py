@@ -98,6 +98,26 @@ def test_complexities_against_all_signs(seed):
     assert two > rademacher(one)  # the class is larger
 
 
+def test_a_learned_basis_has_the_form_l2_alone():
+    """All signs again, D any positive matrix of trace C^2: its supremum is the largest eigenvalue of the signed sum."""
+    rng, n, kappa = np.random.default_rng(0), 8, 100
+    delta = rng.choice([-1.0, 1.0], size=(n, kappa))  # every coordinate has length 1, the vectors 10
+    gram = delta @ delta.T
+    tops = []
+    for signs in itertools.product((-1, 1), repeat=n):
+        # the eigenvalues of sum_i s_i delta_i delta_i' other than zero are those of diag(s) times the Gram matrix
+        tops.append(max(0.0, np.linalg.eigvals(np.diag(signs) @ gram).real.max()))
+    complexity = np.mean(tops) / n  # 2 R_n at C = 1
+    assert complexity <= kappa / math.sqrt(n)
+    assert complexity > 3 * math.sqrt(2 * math.log(kappa + 1) / n)  # the form l_inf is false here
+    size = Size(1, kappa, 1.0, 1.0, 0.01, True, False, turned=True)
+    seen = Displacements(np.ones(n), np.full(n, 10.0), np.ones(n))
+    assert corrected_bound(seen, size, delta=DELTA, max_norm=1.0, radius=10.0, reach=1.0).form == "l2"
+    assert corrected_bound(seen, size, delta=DELTA).form == "l2"
+    with pytest.raises(ValueError, match="state radius=r, not reach=r"):
+        corrected_bound(seen, size, delta=DELTA, reach=1.0)
+
+
 def test_the_grid_covers_and_costs_what_it_says():
     shares = sum(2 / 3 / ((abs(k) + 1) * (abs(k) + 2)) for k in range(-100_000, 100_001))
     assert shares == pytest.approx(1.0, abs=1e-4)

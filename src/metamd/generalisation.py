@@ -37,7 +37,7 @@ class Displacements:
         divergences: B(theta_*||theta_1) under the learned potential.
         lengths: ||theta_* - theta_1||_2.
         reaches: the largest root mean square of theta_* - theta_1 over coordinates that share a metric; the largest entry if
-            none do.
+            none do. Not used for a learned basis.
     """
 
     divergences: Array
@@ -62,6 +62,7 @@ class Size:
         smallest: the smallest.
         centred: whether distances are measured from the start, or there is one piece, for which it does not matter.
         offsets: whether the pieces have offsets that differ.
+        turned: whether the basis was learned as well.
     """
 
     pieces: int
@@ -71,6 +72,7 @@ class Size:
     smallest: float
     centred: bool
     offsets: bool
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,12 @@ def corrected_bound(
     Raises:
         ValueError: if the bound does not apply, with the reason.
     """
-    _check(seen, size, delta, max_norm)
-    forms = [("l2", seen.lengths, radius), ("l_inf", seen.reaches, reach)]
+    _check(seen, size, delta, max_norm, radius, reach)
+    forms = [("l2", seen.lengths, radius)]
+    if (
+        not size.turned
+    ):  # coordinates that were learned have no largest entry fixed beforehand; the length is the same in all
+        forms.append(("l_inf", seen.reaches, reach))
     stated = [row for row in forms if row[2] is not None] or forms
     found = [_bound(form, seen, size, sizes, delta / len(stated), max_norm, r) for form, sizes, r in stated]
     return replace(min(found, key=lambda g: g.bound), confidence=1 - delta)
@@ -231,9 +237,13 @@ def on_grid(value: float) -> tuple[float, float]:
     return RATIO**k, 2 / 3 / ((abs(k) + 1) * (abs(k) + 2))
 
 
-def _check(seen: Displacements, size: Size, delta: float, max_norm: float | None) -> None:
+def _check(
+    seen: Displacements, size: Size, delta: float, max_norm: float | None, radius: float | None, reach: float | None
+) -> None:
     if not 0 < delta < 1:
         raise ValueError(f"delta must lie between 0 and 1, got {delta}. Pass delta=0.05, say.")
+    if size.turned and reach is not None and radius is None:
+        raise ValueError("in a learned basis r is on the length of theta_* - theta_1: state radius=r, not reach=r.")
     if not seen.tasks:
         raise ValueError("there must be at least one training task, got none.")
     if not size.centred:

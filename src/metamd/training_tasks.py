@@ -12,13 +12,13 @@ from metamd.generalisation import Displacements, Size
 from metamd.header import Header
 from metamd.learned import LearnedOptimiser
 from metamd.lessons import draw_config
-from metamd.norms import coordinates, metric_norms
+from metamd.norms import metric_norms
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.mixture import grouped_squares
 from metamd.tasks.base import Task, TaskFamily, config_hash
 
-PURPOSES = ("train", "judge", "pieces")
+PURPOSES = ("train", "judge", "pieces", "scale")
 """What `meta_train` draws tasks for."""
 
 
@@ -70,7 +70,7 @@ class Displacement:
     Args:
         divergence: B(theta_*||theta_1).
         length: ||theta_* - theta_1||_2.
-        reach: the largest root mean square over coordinates that share a metric.
+        reach: the largest root mean square over coordinates that share a metric; the length, in a learned basis.
     """
 
     divergence: float
@@ -94,14 +94,21 @@ def measure(potential: MaxDiagonal, start: Params, solution: Params) -> Displace
     """
     if not all(bool(x.isfinite().all()) for x in solution.values()):
         return Displacement(math.inf, math.inf, math.inf)
-    counts = coordinates(potential, {n: tuple(x.shape) for n, x in start.items()})
-    squares: dict[str, Tensor] = {}
-    for n, slot in potential.slots.items():
-        moved = grouped_squares(potential.basis.into(n, (solution[n] - start[n]).double()), slot.shape)
-        squares[slot.key] = squares.get(slot.key, 0) + moved.reshape(slot.stored)
-    length = math.sqrt(sum(float(s.sum()) for s in squares.values()))
-    reach = math.sqrt(max(float(s.max()) / counts[k] for k, s in squares.items() if s.numel()))
+    moved = {n: (solution[n] - start[n]).double() for n in start}
+    length = math.sqrt(sum(float(x.square().sum()) for x in moved.values()))
+    reach = length if potential.basis.factors() else math.sqrt(_largest_mean_square(potential, moved))
     return Displacement(float(potential.divergence(solution, start)), length, reach)
+
+
+def _largest_mean_square(potential: MaxDiagonal, moved: Params) -> float:
+    """Over groups of coordinates that share a metric."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, float] = {}
+    for n, slot in potential.slots.items():
+        squares = slot.gather(grouped_squares(potential.basis.into(n, moved[n]), slot.shape))
+        sums[slot.key] = sums.get(slot.key, 0) + squares
+        counts[slot.key] = counts.get(slot.key, 0) + moved[n].numel() / max(squares.numel(), 1)
+    return max(float(s.max()) / counts[k] for k, s in sums.items() if s.numel())
 
 
 def displacements(
@@ -143,14 +150,15 @@ def size_of(potential: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> Size:
         potential: bound to a model.
         shapes: of the model's tensors.
     """
-    logs = [v.detach().double() for v in potential.log_d.values() if v.numel()]
+    metrics = [d for n in potential.slots if (d := potential.metric(n).detach()).numel()]
     b = potential.offsets.detach()
     return Size(
         pieces=potential.pieces,
-        numbers=sum(v[0].numel() for v in logs),
-        norm=float(metric_norms(potential.log_d, coordinates(potential, shapes)).max()),
-        largest=math.exp(max(float(v.max()) for v in logs)),
-        smallest=math.exp(min(float(v.min()) for v in logs)),
+        numbers=sum(v[0].numel() for v in potential.log_d.values()),
+        norm=float(metric_norms(potential, shapes).max()),
+        largest=max(float(d.max()) for d in metrics),
+        smallest=min(float(d.min()) for d in metrics),
         centred=potential.pieces == 1 or potential.centre == "start",
         offsets=bool((b != b[0]).any()),
+        turned=bool(potential.basis.factors()),
     )

@@ -362,6 +362,21 @@ def test_bad_commands_are_one_sentence_and_leave_the_file(file, args, message, c
     assert file.read_bytes() == content
 
 
+def test_a_file_of_the_package_is_not_changed_in_place(file, tmp_path, monkeypatch, capsys):
+    from metamd import learned as home
+    from metamd.commands import certify as command
+
+    monkeypatch.setattr(home, "SHIPPED", tmp_path)
+    monkeypatch.setattr(command, "SHIPPED", tmp_path)
+    content = file.read_bytes()
+    assert cli.run(["certify", "x", "quadratic", "--held-out-tasks", "1"]) == 2
+    assert "'x' is shipped with the package and stays as it is. Pass --out FILE." in capsys.readouterr().err
+    out = tmp_path / "elsewhere" / "y.safetensors"
+    assert cli.run(["certify", "x", "quadratic", "--held-out-tasks", "1", "--out", str(out)]) == 0
+    assert load(out).header.held_out["certificate"]["tasks"] == 1
+    assert file.read_bytes() == content
+
+
 def test_a_file_that_changes_meanwhile_is_left_alone(file, learned, monkeypatch, capsys):
     from metamd.commands import certify as command
 

@@ -57,6 +57,7 @@ def test_the_paper_preset_from_the_command_line(tmp_path):
     [
         (["nothing"], "there is no family 'nothing'. There are"),
         (["quadratic", "--outer-steps", "0"], "outer_steps must be at least 1"),
+        (["quadratic", "--max-norm", "-1"], "max_norm must be positive and finite, got -1.0"),
         (["quadratic", "--steps", "0"], "steps must be at least 1"),
         (["quadratic", "--preset", "mine"], "preset must be"),
         (["quadratic", "--estimator", "mine"], "estimator must be one of"),
@@ -126,7 +127,7 @@ def test_tensorboard_gets_the_numbers(monkeypatch, tmp_path):
     [
         (("quadratic", "--model", "mlp"), "has no option --model"),
         (("rotated-mnist", "--hold-out", "left"), "must be an angle such as 30, got 'left'"),
-        (("no-such-family",), "There are diverse-digits, images, logistic"),
+        (("no-such-family",), "There are adapt-rotated-mnist, diverse-digits, images"),
     ],
 )
 def test_options_of_families_are_checked_before_anything_else(words, sentence, capsys, tmp_path):

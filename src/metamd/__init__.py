@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from metamd import data as data
     from metamd import models as models
     from metamd import tasks as tasks
+    from metamd.certification import certify
     from metamd.choosing import learn_start, learn_usage, tuned_reference
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from metamd.ready import prepare
     from metamd.recorder import Recorder
     from metamd.runs import Run
+    from metamd.statements import HeldOutCertificate
     from metamd.usage import Usage
 
 _HOME = {
@@ -70,6 +72,8 @@ _HOME = {
     "learn_usage": "choosing",
     "tuned_reference": "choosing",
     "prepare": "ready",
+    "HeldOutCertificate": "statements",
+    "certify": "certification",
 }
 _SUBMODULES = ("data", "models", "tasks")
 
@@ -83,6 +87,7 @@ __all__ = [
     "ForwardDiagonal",
     "ForwardRandom",
     "GradientDescent",
+    "HeldOutCertificate",
     "Journal",
     "Kronecker",
     "LearnedOptimiser",
@@ -107,6 +112,7 @@ __all__ = [
     "Usage",
     "__version__",
     "bregman",
+    "certify",
     "learn",
     "learn_start",
     "learn_usage",

@@ -21,7 +21,10 @@ from metamd.usage import Usage
 SCHEMA_VERSIONS = (1, 2, 3)
 """The versions of the header this library reads; it writes the last."""
 
-SINCE = {"learned_from": 2, "task_hashes": 2, "factors": 3, "usage": 3, "online": 3, "start": 3}
+SINCE = {
+    **{"learned_from": 2, "task_hashes": 2},
+    **{"factors": 3, "max_norm": 3, "online": 3, "start": 3, "target_loss": 3, "usage": 3},
+}
 """Fields that older versions do not have."""
 
 POTENTIALS = ("max-diagonal",)
@@ -60,6 +63,8 @@ class Header:
         usage: how it is best used on its family: `Usage` as a dictionary.
         online: the rule and the scales of its online metric: `Online` as a dictionary.
         start: names and shapes of the learned start, if there is one.
+        max_norm: C, if the metrics were kept at ||m_j||_2 <= C while they were learned.
+        target_loss: a loss that training tasks reached, fixed before any held-out task is drawn.
 
     Example:
         >>> header = Header(pieces=1, tying="parameter", centre="start", tensors={"x": (1, 2)}, horizon=100)
@@ -91,6 +96,8 @@ class Header:
     usage: dict[str, Any] | None = None
     online: dict[str, Any] | None = None
     start: dict[str, Shape] = field(default_factory=dict)
+    max_norm: float | None = None
+    target_loss: float | None = None
 
     def __post_init__(self) -> None:
         check_version(self.schema_version)
@@ -108,7 +115,7 @@ class Header:
                     f"the metric {shown(key)} must have one row for each of the {self.pieces} pieces, got shape {shape}."
                 )
         for name, since in SINCE.items():
-            if self.schema_version < since and getattr(self, name):
+            if self.schema_version < since and getattr(self, name) not in (None, (), {}):
                 raise ValueError(
                     f"{name} needs schema_version {since}, got {self.schema_version}. Leave out schema_version=."
                 )
@@ -196,9 +203,13 @@ def check_version(version: object) -> None:
     """
     if type(version) is not int or version not in SCHEMA_VERSIONS:
         raise ValueError(
-            f"schema_version must be {' or '.join(map(str, SCHEMA_VERSIONS))}, which metamd {__version__} reads; got "
+            f"schema_version must be {_either(SCHEMA_VERSIONS)}, which metamd {__version__} reads; got "
             f"{shown(version)}. A newer metamd may read it: pip install --upgrade metamd."
         )
+
+
+def _either(versions: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, versions[:-1]))} or {versions[-1]}"
 
 
 def _table(name: str, word: str, rows: object) -> dict[str, Any]:
@@ -329,6 +340,12 @@ def _weight(name: str, value: Any) -> float:
     return float(value)
 
 
+def _finite(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name} must be a finite number, got {shown(value)}.")
+    return float(value)
+
+
 _RUN: dict[str, Callable[[str, Any], Any]] = {
     "name": _text,
     "fingerprint": _text,
@@ -361,4 +378,6 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "usage": _optional(_record(Usage)),
     "online": _optional(_record(Online)),
     "start": _shapes,
+    "max_norm": _optional(_weight),
+    "target_loss": _optional(_finite),
 }

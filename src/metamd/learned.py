@@ -165,7 +165,7 @@ def load(path_or_name: str | os.PathLike[str]) -> LearnedOptimiser:
         Traceback (most recent call last):
         FileNotFoundError: no learned optimiser 'no-such-optimiser' is shipped with metamd ...
     """
-    path = _locate(path_or_name)
+    path = locate(path_or_name)
     container = read_checked(path)
     try:
         return _assemble(container)
@@ -173,7 +173,12 @@ def load(path_or_name: str | os.PathLike[str]) -> LearnedOptimiser:
         raise ValueError(f"{shown(str(path))} cannot be loaded: {error}") from None
 
 
-def _locate(path_or_name: str | os.PathLike[str]) -> Path:
+def locate(path_or_name: str | os.PathLike[str]) -> Path:
+    """The path of a file, or of one shipped with the package, in `SHIPPED`.
+
+    Args:
+        path_or_name: as for `load`.
+    """
     if not isinstance(path_or_name, str) or not re.fullmatch("[a-z0-9-]+", path_or_name):
         return Path(path_or_name)
     path = SHIPPED / f"{path_or_name}.safetensors"

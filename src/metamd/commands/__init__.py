@@ -8,6 +8,53 @@ from tyro.conf import Positional, arg, subcommand
 
 
 @dataclass(frozen=True)
+class Certify:
+    """Run a learned optimiser on held-out tasks, print what follows for the next ones, and write it into the file.
+
+    Args:
+        file: a path, or the name of a learned optimiser shipped with the package.
+        family: as for `metamd train`; settings that the file records are used again.
+        held_out_tasks: how many tasks are run; a bound on the next one at 95 percent needs 19 at least.
+        delta: each statement holds with probability 1 - delta.
+        target: the loss to count steps to, stated beforehand; the one in the file, from its training tasks, if not given.
+        regret_cap: what the regret is clipped at, stated beforehand, for a bound on its mean.
+        radius: on the distance from start to solution of any task, stated beforehand, for the bound from training tasks.
+        reach: the same on the largest coordinate of that distance.
+        reference_lr: rate of the runs of Adam, twice as long, that find solutions where the family does not know them.
+        steps: training steps of one run; those in the file, or the family's own, if not given.
+        model: of a family of images.
+        hold_out: the domain that the held-out tasks are from, in a family of images.
+        images: per domain, at most.
+        width: of a resnet18.
+        start: a checkpoint with the parameters that every task begins at.
+        out: write the file here instead, and leave FILE as it is.
+        report: write a page here too, such as certificate.html.
+        seed: of the held-out tasks.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    file: Annotated[Positional[str], arg(metavar="FILE")]
+    family: Annotated[Positional[str], arg(metavar="FAMILY")]
+    held_out_tasks: int = 50
+    delta: float = 0.05
+    target: float | None = None
+    regret_cap: float | None = None
+    radius: float | None = None
+    reach: float | None = None
+    reference_lr: float | None = None
+    steps: int | None = None
+    model: str | None = None
+    hold_out: str | None = None
+    images: int | None = None
+    width: int | None = None
+    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    report: Annotated[Path | None, arg(metavar="HTML")] = None
+    seed: int = 0
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Demo:
     """Learn an optimiser on a small family, use it on a new task and compare it with its rivals.
 
@@ -147,6 +194,7 @@ class Train:
         outer_steps: rounds of training tasks and setting the metrics, at most.
         tasks: tasks in each of them.
         prior: strength of the prior that keeps coordinates from starving that move little.
+        max_norm: keep the norm of the metrics, sqrt(sum D), below this.
         tolerance: stop when the objective changes by less than this; 0 never stops early.
         refine: outer steps along the hypergradient, afterwards.
         estimator: of that hypergradient: reverse, forward, forward-diagonal or forward-random.
@@ -172,6 +220,7 @@ class Train:
     outer_steps: int = 10
     tasks: int = 8
     prior: float = 0.0
+    max_norm: float | None = None
     tolerance: float = 1e-3
     refine: int = 0
     estimator: str = "reverse"
@@ -205,9 +254,10 @@ class Update:
     json: bool = False
 
 
-Options = Data | Demo | Inspect | Reproduce | Train | Update
+Options = Certify | Data | Demo | Inspect | Reproduce | Train | Update
 
 HOMES: dict[type, str] = {
+    Certify: "metamd.commands.certify",
     Data: "metamd.commands.data",
     Demo: "metamd.commands.demo",
     Inspect: "metamd.commands.inspect",

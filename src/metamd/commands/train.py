@@ -1,6 +1,5 @@
 """`metamd train`: meta-training from the command line, with live progress and a run that Ctrl-C leaves resumable."""
 
-import inspect
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from metamd.cli import one_line
 from metamd.commands import Train
+from metamd.commands.families import build_family, check_place
 from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.hypergrad.base import Estimator
 from metamd.journal import Journal, Log
@@ -24,9 +24,6 @@ from metamd.meta import Method, meta_train, paper
 from metamd.objectives import Regret
 from metamd.outer_steps import Refine, Stopping
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import TaskFamily
-from metamd.tasks.catalogue import FAMILIES
-from metamd.tasks.shared_start import starting_at
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward": Forward,
@@ -42,8 +39,8 @@ def run(options: Train) -> int:
     Args:
         options: what was asked.
     """
-    family = _family(options)
-    _check_place(options.out)
+    family = build_family(options)
+    check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
     with _processes() as rank:
         display = _Display(options, rank)
@@ -56,6 +53,7 @@ def run(options: Train) -> int:
                     outer_steps=options.outer_steps,
                     tasks_per_step=options.tasks,
                     seed=options.seed,
+                    max_norm=options.max_norm,
                     journal=Journal(folder, every=options.every),
                     log=log,
                 )
@@ -90,24 +88,6 @@ def tensorboard(folder: Path) -> Log:
     return log
 
 
-def _family(options: Train) -> TaskFamily:
-    if options.family not in FAMILIES:
-        raise ValueError(f"there is no family {options.family!r}. There are {', '.join(sorted(FAMILIES))}.")
-    build = FAMILIES[options.family]
-    asked = {name: getattr(options, name) for name in ("steps", "model", "hold_out", "images", "width")}
-    given = {name: value for name, value in asked.items() if value is not None}
-    for name in given:
-        if name not in inspect.signature(build).parameters:
-            raise ValueError(f"the family {options.family!r} has no option --{name.replace('_', '-')}. Leave it out.")
-    if options.family in ("rotated-mnist", "adapt-rotated-mnist") and options.hold_out is not None:
-        try:
-            given["hold_out"] = float(options.hold_out)
-        except ValueError:
-            raise ValueError(f"--hold-out must be an angle such as 30, got {options.hold_out!r}.") from None
-    family = build(**given)
-    return family if options.start is None else starting_at(family, options.start)
-
-
 def _method(options: Train) -> dict[str, Any]:
     if options.preset == "paper":
         return paper(options.k, rho=options.rho)
@@ -122,15 +102,6 @@ def _method(options: Train) -> dict[str, Any]:
         "method": Method(stopping=Stopping(options.tolerance)),
         "refine": refine,
     }
-
-
-def _check_place(out: Path) -> None:
-    """Refuse a file that could not be written, before anything is computed."""
-    if out.is_dir():
-        raise IsADirectoryError(f"{out} is a directory. Name a file inside it, such as {out / 'learned.safetensors'}.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(out.parent, os.W_OK) or (out.exists() and not os.access(out, os.W_OK)):
-        raise PermissionError(f"{out} cannot be written. Choose another place with --out.")
 
 
 @contextmanager

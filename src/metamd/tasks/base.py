@@ -3,7 +3,7 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +59,17 @@ class Task(ABC):
     def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
         """Loss and accuracy on a whole split. Meta-training never asks for validation or test."""
 
+    def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
+        """A function of the parameters: the loss on a fixed part of the training split, cheap enough to watch a run by.
+
+        The batch of a step is no such measure: it is noisy, and the first of many noisy losses below a target comes too
+        early. Without examples to choose from, as here, it is the loss on the whole training split.
+
+        Args:
+            examples: how many, at most; the same ones for all tasks on the same data.
+        """
+        return lambda params: self.evaluate(params, "train").loss
+
 
 class SolvedTask(Task):
     """A task whose best parameters are known.
@@ -80,6 +91,25 @@ class SolvedTask(Task):
     def minimum(self) -> float:
         """The training loss at the optimum."""
         return self.evaluate(self.optimum(), "train").loss
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What makes one task of a family differ from the next, in words: a statement about "the next task" is about such draws.
+
+    Args:
+        domain: which problem it is.
+        data: which examples it has.
+        initialisation: where it starts.
+        batches: in which order it sees its data.
+        domains: the names of the domains that tasks come from, where these are a fixed few.
+    """
+
+    domain: str = "not said by the family"
+    data: str = "not said by the family"
+    initialisation: str = "not said by the family"
+    batches: str = "not said by the family"
+    domains: tuple[str, ...] = ()
 
 
 class TaskFamily(ABC):
@@ -108,6 +138,10 @@ class TaskFamily(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The family's own settings in JSON's types, for the header of what is learned on it."""
+
+    def drawn(self) -> Drawn:
+        """What `sample` draws anew for each task, and what all tasks share."""
+        return Drawn()
 
     def example(self) -> dict[str, Tensor]:
         """Parameters as a task of this family has them, to bind a potential or to compare shapes; nothing is trained."""

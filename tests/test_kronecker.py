@@ -5,6 +5,8 @@ import io
 import itertools
 import pickle
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import metamd
-from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, meta_train, mirror_step
+from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, cli, meta_train, mirror_step
+from metamd.commands.inspect import distributions
 from metamd.factors import learn_factors
 from metamd.inner import run_inner
 from metamd.moments import Moments
@@ -23,8 +26,11 @@ from metamd.positive import best_metric, geometric_mean, towards
 from metamd.potentials.kronecker import Learned
 from metamd.potentials.orthogonal import Orthogonal
 from metamd.tasks import TaskFamily
-from tests.learned_files import same, turned
+from tests.helpers import random_basis
+from tests.learned_files import learned, same, turned
 from tests.small_tasks import F64, Small
+
+FILES = Path(__file__).parent / "files"
 
 
 def spd(n: int, seed: int, condition: float = 1e2) -> Tensor:
@@ -85,24 +91,6 @@ class Convolution(Small):
     def loss(self, params, batch):
         out = nn.functional.conv2d(self.x, params["conv.weight"], params["conv.bias"])
         return 0.05 * (out - self.target).square().sum(dim=(1, 2, 3)).mean()
-
-
-def random_basis(start, *, sides="right", rank=None, pieces=1, seed=0, centre="start", scale=0.5) -> MaxDiagonal:
-    """A potential in a random basis with random metrics, bound."""
-    generator = torch.Generator().manual_seed(seed)
-    blank = Kronecker(pieces, sides=sides, centre=centre).bind(start)
-    factors = {}
-    for name, turning in blank.basis.turning().items():
-        place = blank.basis.places[name]
-        for side in turning:
-            n = place.sizes[side]
-            q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=F64))
-            factors[f"{side}/{place.key}"] = q[:, : rank or n]
-    basis = blank.basis.with_factors(factors)
-    bound = MaxDiagonal(pieces, tying="tensor", centre=centre, basis=basis).bind(start)
-    logs = {k: scale * torch.randn(v.shape, generator=generator, dtype=F64) for k, v in bound.log_d.items()}
-    offsets = 0.3 * torch.randn(pieces, generator=generator, dtype=F64) if pieces > 1 else None
-    return bound.with_metrics(logs, offsets).bind(start)
 
 
 def dense(potential: MaxDiagonal, name: str) -> list[Tensor]:
@@ -501,6 +489,42 @@ def test_files_round_trip(tmp_path, sides, rank, tying):
     assert same(file, again)
     assert again.fingerprint() == file.fingerprint()
     assert again.header.schema_version == 3
+
+
+@pytest.mark.parametrize(("version", "made"), [(2, learned), (3, partial(turned, rank=2))])
+def test_committed_files_load_and_are_written_back_as_they_were(tmp_path, version, made):
+    file = FILES / f"version-{version}.safetensors"
+    found = metamd.load(file)
+    assert found.header.schema_version == version
+    assert same(found, replace(made(), header=found.header))
+    found.save(tmp_path / "x.safetensors")
+    assert (tmp_path / "x.safetensors").read_bytes() == file.read_bytes()
+
+
+def test_a_file_says_its_basis(tmp_path, capsys):
+    turned(rank=2).save(tmp_path / "x.safetensors")
+    assert cli.run(["inspect", str(tmp_path / "x.safetensors")]) == 0
+    assert "right/fc1.weight 3 x 2, right/fc2.weight 4 x 2" in capsys.readouterr().out
+    file = turned(1, sides="both")
+    logs = {k: v.detach() for k, v in file.potential.log_d.items()}
+    rates = {row.key: 10**row.log_steps for row in distributions(file)}
+    expected = (-(logs["fc1.weight"][0, :4, None] + logs["fc1.weight"][0, None, 4:])).exp().flatten().sort().values
+    assert np.allclose(rates["fc1.weight"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"basis": "identity"}, r"the basis 'identity' .* cannot have the factor 'right/fc1\.weight'"),
+        ({"schema_version": 2}, "needs schema_version 3, got 2"),
+        ({"factors": {"right/fc1.weight": (3, 4)}}, "at most as many columns as rows"),
+        ({"factors": {"right/other": (3, 2)}}, "cannot have the factor 'right/other'"),
+        ({"factors": {"right/fc1.weight": (3, 1)}}, "does not fit its basis, for which each piece needs 2 numbers"),
+    ],
+)
+def test_a_header_with_a_wrong_basis_is_refused(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        replace(turned(rank=2).header, **change)
 
 
 def test_a_basis_that_is_not_orthonormal_is_refused(tmp_path):

@@ -150,7 +150,7 @@ class Train:
         start: a checkpoint with the parameters that every task begins at; otherwise each has its own initialisation.
         outer_steps: rounds of training tasks and setting the metrics, at most.
         tasks: tasks in each of them.
-        reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.001 for
+        reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.003 for
             kronecker and 0 for diagonal, if not given.
         step_scale: try the learned steps times 0.5, 0.7, 1 and 1.4 at the end, and keep the best.
         prior: strength of the prior that keeps coordinates from starving that move little.

@@ -119,7 +119,7 @@ def _method(options: Train) -> dict[str, Any]:
     if options.estimator not in ESTIMATORS:
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}; got {options.estimator!r}.")
     refine = Refine(options.refine, ESTIMATORS[options.estimator]()) if options.refine else None
-    lr = options.reference if options.reference is not None else 1e-3 * (options.potential == "kronecker")
+    lr = options.reference if options.reference is not None else 3e-3 * (options.potential == "kronecker")
     comparator = Reference(lr=lr) if lr else End()
     return {
         "potential": _potential(options),

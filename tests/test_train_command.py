@@ -45,6 +45,16 @@ def test_json_is_one_object_and_progress_goes_to_standard_error(tmp_path, capsys
     assert "learn 1" in said.err
 
 
+def test_a_learned_basis_from_the_command_line(tmp_path, capsys):
+    out = tmp_path / "x.safetensors"
+    asked = ["--potential", "kronecker", "--rank", "2", "--step-scale", "--reference", "0.01"]
+    assert cli.run(["train", "tabular", "--out", str(out), *asked, *QUICK]) == 0
+    assert "steps times" in capsys.readouterr().err
+    header = load(out).header
+    assert header.basis == "right"
+    assert "Reference(Adam, lr=0.01" in header.objective
+
+
 @pytest.mark.filterwarnings("ignore::metamd.NotConvergedWarning")
 def test_the_paper_preset_from_the_command_line(tmp_path):
     out = tmp_path / "x.safetensors"
@@ -63,6 +73,9 @@ def test_the_paper_preset_from_the_command_line(tmp_path):
         (["quadratic", "--estimator", "mine"], "estimator must be one of"),
         (["quadratic", "--tying", "mine"], "tying must be one of"),
         (["quadratic", "--pieces", "0"], "pieces must be at least 1"),
+        (["quadratic", "--potential", "mine"], "--potential must be diagonal or kronecker"),
+        (["quadratic", "--rank", "3"], "--rank and --sides are for --potential kronecker"),
+        (["quadratic", "--potential", "kronecker", "--rank", "some"], "--rank must be a number of directions, auto or all"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(args, message, tmp_path, capsys):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.factors import moment_shapes
+from metamd.factors import moment_shapes, spread
 from metamd.hypergrad import ClosedForm, Estimator, Moments
 from metamd.inner import Cost, Trajectory, gradient, run_inner
 from metamd.lockstep import run_many
@@ -83,6 +83,7 @@ class Lecture:
         if isinstance(self.estimator, ClosedForm):
             shapes = moment_shapes(iterate)
             sums = {f"{s}/{k}": torch.zeros(v, dtype=torch.float64) for k, v in shapes.items() for s in ("x", "y")}
+            sums |= {f"s/{k}": torch.zeros(4, dtype=torch.float64) for k in shapes if k not in iterate.log_d}
         else:
             sums = {f"gradient/{n}": torch.zeros(v.shape).double() for n, v in names.items()}
         return sums | {"tasks": torch.zeros((), dtype=torch.float64)}
@@ -105,6 +106,7 @@ class Lecture:
                 assert isinstance(self.objective, Regret)
                 moments = Moments.of(run, fit, self.objective)
                 sums = {f"x/{k}": v for k, v in moments.x.items()} | {f"y/{k}": v for k, v in moments.y.items()}
+                sums |= {f"s/{k}": spread(moments, k) for k in moments.x if k not in iterate.log_d}
                 sums["tasks"] = torch.ones((), dtype=torch.float64)
             attempts[i] = lesson, sums
         return attempts

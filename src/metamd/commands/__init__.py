@@ -183,8 +183,12 @@ class Train:
         family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images
             or adapt-rotated-mnist.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
+        potential: diagonal, or kronecker for metrics in a learned basis of every weight matrix.
         pieces: metrics in the mixture.
-        tying: which coordinates share a metric: parameter, channel, column, tensor or role.
+        tying: which coordinates share a metric: parameter (if not given), channel, column, tensor or role; with kronecker
+            tensor (if not given) or role.
+        sides: of a kronecker potential: right, or both.
+        rank: leading directions of a learned basis that are kept: a number, auto, or all.
         steps: training steps of one run; the family's own if not given.
         model: of a family of images: linear, mlp, lenet or resnet18.
         hold_out: the domain of a family of images that is left out: an angle, or a dataset.
@@ -193,6 +197,9 @@ class Train:
         start: a checkpoint with the parameters that every task begins at; otherwise each has its own initialisation.
         outer_steps: rounds of training tasks and setting the metrics, at most.
         tasks: tasks in each of them.
+        reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.003 for
+            kronecker and 0 for diagonal, if not given.
+        step_scale: try the learned steps times 0.5, 0.7, 1 and 1.4 at the end, and keep the best.
         prior: strength of the prior that keeps coordinates from starving that move little.
         max_norm: keep the norm of the metrics, sqrt(sum D), below this.
         tolerance: stop when the objective changes by less than this; 0 never stops early.
@@ -209,8 +216,11 @@ class Train:
 
     family: Annotated[Positional[str], arg(metavar="FAMILY")]
     out: Annotated[Path, arg(metavar="FILE")] = Path("learned.safetensors")
+    potential: str = "diagonal"
     pieces: int = 1
-    tying: str = "parameter"
+    tying: str | None = None
+    sides: str = "right"
+    rank: str = "all"
     steps: int | None = None
     model: str | None = None
     hold_out: str | None = None
@@ -219,6 +229,8 @@ class Train:
     start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
     outer_steps: int = 10
     tasks: int = 8
+    reference: float | None = None
+    step_scale: bool = False
     prior: float = 0.0
     max_norm: float | None = None
     tolerance: float = 1e-3

@@ -21,9 +21,10 @@ from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.hypergrad.base import Estimator
 from metamd.journal import Journal, Log
 from metamd.meta import Method, meta_train, paper
-from metamd.objectives import Regret
+from metamd.objectives import End, Reference, Regret
 from metamd.outer_steps import Refine, Stopping
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.kronecker import Kronecker
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward": Forward,
@@ -31,6 +32,8 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward-random": ForwardRandom,
     "reverse": Reverse,
 }
+
+STEP_SCALES = (0.5, 0.7, 1.0, 1.4)
 
 
 def run(options: Train) -> int:
@@ -96,12 +99,28 @@ def _method(options: Train) -> dict[str, Any]:
     if options.estimator not in ESTIMATORS:
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}; got {options.estimator!r}.")
     refine = Refine(options.refine, ESTIMATORS[options.estimator]()) if options.refine else None
+    lr = options.reference if options.reference is not None else 3e-3 * (options.potential == "kronecker")
+    comparator = Reference(lr=lr) if lr else End()
     return {
-        "potential": MaxDiagonal(options.pieces, tying=options.tying),  # type: ignore[arg-type]
-        "objective": Regret(prior=options.prior),
-        "method": Method(stopping=Stopping(options.tolerance)),
+        "potential": _potential(options),
+        "objective": Regret(comparator, prior=options.prior),
+        "method": Method(stopping=Stopping(options.tolerance), step_scales=STEP_SCALES if options.step_scale else ()),
         "refine": refine,
     }
+
+
+def _potential(options: Train) -> MaxDiagonal:
+    named: dict[str, Any] = {"tying": options.tying} if options.tying is not None else {}
+    if options.potential == "kronecker":
+        if not options.rank.isdecimal() and options.rank not in ("all", "auto"):
+            raise ValueError(f"--rank must be a number of directions, auto or all; got {options.rank!r}.")
+        rank: Any = {"all": None, "auto": "auto"}.get(options.rank) if not options.rank.isdecimal() else int(options.rank)
+        return Kronecker(options.pieces, sides=options.sides, rank=rank, **named)  # type: ignore[arg-type]
+    if options.potential != "diagonal":
+        raise ValueError(f"--potential must be diagonal or kronecker, got {options.potential!r}.")
+    if options.rank != "all" or options.sides != "right":
+        raise ValueError("--rank and --sides are for --potential kronecker. Leave them out, or choose it.")
+    return MaxDiagonal(options.pieces, **named)
 
 
 @contextmanager

@@ -317,3 +317,49 @@ def test_a_learned_start_needs_tasks_that_share_one():
         LearnedOptimiser(learned.header, learned.potential, start={"theta": torch.zeros(2)})
     with pytest.raises(ValueError, match="must be finite numbers"):
         learned.with_start({"theta": torch.tensor([math.nan, 0.0])}).save("never.safetensors")
+
+
+def test_the_output_side_is_followed_as_by_orthogonal_iteration():
+    """Against a slow recursion with both bases written out."""
+    model, other = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
+    potential, factors = turned(model)
+    rule = Online("average", 0.9, scale=scales(model, 0.02), refresh=3)
+    optimiser = MetaMD(model.named_parameters(), potential, metric=rule)
+    fit(model, optimiser, 12)
+
+    class BothSides(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for n, p in other.named_parameters():
+                v, state, g = factors.get(f"right/{n}"), self.state[p], p.grad
+                t = state["t"] = state.get("t", 0) + 1
+                if v is not None:
+                    products = (g @ v) @ (g @ v).T  # in these coordinates: where rows have no gradient, rounding decides
+                    state["l"] = state["l"].lerp(products, 1 - 0.95) if "l" in state else (1 - 0.95) * products
+                    if "u" not in state:
+                        state["u"] = torch.linalg.eigh(state["l"])[1]
+                    elif (t - 1) % 3 == 0:
+                        state["u"] = torch.linalg.qr(state["l"] @ state["u"])[0]
+                    g = state["u"].T @ (g @ v)
+                state["s"] = 0.9 * state.get("s", 0) + 0.1 * g * g
+                move = g / ((state["s"] / (1 - 0.9**t)).sqrt() + 1e-8)
+                p.sub_(0.02 * (move if v is None else state["u"] @ move @ v.T))
+
+    fit(other, BothSides(other.parameters(), {}), 12)
+    assert distance(model, other) < 1e-9
+    basis = optimiser.state[model[0].weight]["turn"]
+    torch.testing.assert_close(basis.T @ basis, torch.eye(8, dtype=torch.float64))
+
+
+def test_following_the_output_side_resumes_bit_exactly():
+    model = small_model()
+    potential, _ = turned(model)
+    options = {"metric": Online(scale=scales(model, 0.01), refresh=4), "momentum": 0.8}
+    optimiser = MetaMD(model.named_parameters(), potential, **options)
+    fit(model, optimiser, 10)
+    other = copy.deepcopy(model)
+    resumed = MetaMD(other.named_parameters(), potential, **options)
+    resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    fit(model, optimiser, 10, first=10)
+    fit(other, resumed, 10, first=10)
+    assert equal_parameters(model, other)

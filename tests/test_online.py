@@ -12,6 +12,7 @@ from scipy.optimize import minimize_scalar
 import metamd
 from metamd import Diagonal, Euclidean, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, meta_train, prepare
 from metamd.choosing import Tally, learn_scale, learn_start, learn_usage, train, tuned_reference
+from metamd.following import learn_from_reference
 from metamd.inner import gradient
 from metamd.objectives import Reference
 from metamd.tasks import quadratic, starting_at, tabular
@@ -363,3 +364,31 @@ def test_following_the_output_side_resumes_bit_exactly():
     fit(model, optimiser, 10, first=10)
     fit(other, resumed, 10, first=10)
     assert equal_parameters(model, other)
+
+
+def test_a_geometry_from_reference_runs_is_the_closed_form_of_them():
+    """D_i = sqrt(sum_t g_ti^2 / delta_i^2), from Adam runs written out here."""
+    family, reference = tabular(steps=20), Reference(lr=0.01, factor=1)
+    learned = learn_from_reference(family, Diagonal(), reference=reference, tasks=2, seed=4)
+    x, y = {}, {}
+    for i in range(2):
+        seed = metamd.tasks.base.derive_seed(4, "usage", "follow", i)
+        task = family.build(family.sample(torch.Generator().manual_seed(seed)))
+        params = {n: v.clone().requires_grad_() for n, v in task.init().items()}
+        adam = torch.optim.Adam(params.values(), lr=0.01)
+        for t in range(20):
+            adam.param_groups[0]["lr"] = 0.01 * (1 - t / 20)
+            adam.zero_grad()
+            task.loss(params, task.batch(t)).backward()
+            for n, p in params.items():
+                y[n] = y.get(n, 0) + p.grad.double() ** 2
+            adam.step()
+        for n, p in params.items():
+            x[n] = x.get(n, 0) + (p.detach() - task.init()[n]).double() ** 2
+    for n, log_d in learned.potential.log_d.items():
+        torch.testing.assert_close(log_d.detach()[0].double().exp(), (y[n] / x[n]).sqrt(), rtol=1e-3, atol=0.0)
+    assert len(learned.header.task_hashes) == 2
+    with pytest.raises(ValueError, match="says nothing about 3 pieces"):
+        learn_from_reference(family, MaxDiagonal(3), reference=reference)
+    with pytest.raises(ValueError, match="all 1 reference runs diverged"):
+        learn_from_reference(family, Diagonal(), reference=Reference(torch.optim.SGD, lr=1e30), tasks=1)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from metamd import tasks as tasks
     from metamd.certification import certify
     from metamd.choosing import learn_start, learn_usage, tuned_reference
+    from metamd.following import learn_from_reference
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
     from metamd.journal import Journal
@@ -68,6 +69,7 @@ _HOME = {
     "learn": "ordinary",
     "Online": "online",
     "Usage": "usage",
+    "learn_from_reference": "following",
     "learn_start": "choosing",
     "learn_usage": "choosing",
     "tuned_reference": "choosing",
@@ -114,6 +116,7 @@ __all__ = [
     "bregman",
     "certify",
     "learn",
+    "learn_from_reference",
     "learn_start",
     "learn_usage",
     "load",

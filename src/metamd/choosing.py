@@ -153,7 +153,7 @@ def tuned_reference(
         tasks: how many.
         seed: draws them.
     """
-    built = _draw(family, seed, "reference", tasks)
+    built = draw_tasks(family, seed, "reference", tasks)
     losses = {}
     for rate in rates:
         ends = [Reference(torch.optim.Adam, rate, factor).run(task, task.init(), task.steps)[0] for task in built]
@@ -202,7 +202,7 @@ def learn_scale(
         seed: draws them.
     """
     how = replace(usage or Usage(momentum=0.8, schedule="linear"), metric="online")
-    built = _draw(family, seed, "scale", tasks)
+    built = draw_tasks(family, seed, "scale", tasks)
     points = [reference.run(task, task.init(), task.steps)[0] for task in built]
     phi = learned.potential.bind(built[0].init())
     first = 1 / reference.lr if rule == "average" else 1 / (reference.lr * math.sqrt(family.steps))
@@ -263,7 +263,7 @@ def learn_usage(
     if "online" in metrics:
         finder = reference or tuned_reference(family, seed=seed)
         found += [learn_scale(learned, family, reference=finder, refresh=r, seed=seed) for r in refreshes]
-    built = _draw(family, seed, "usage", tasks)
+    built = draw_tasks(family, seed, "usage", tasks)
     phi = learned.potential.bind(built[0].init())
 
     def score(usage: Usage, online: Online | None) -> float:
@@ -314,14 +314,22 @@ def learn_start(
             "their own. Give them one with metamd.tasks.starting_at(family, parameters)."
         )
     finder = reference or tuned_reference(family, seed=seed)
-    ends = [finder.run(task, task.init(), task.steps)[0] for task in _draw(family, seed, "start", tasks)]
+    ends = [finder.run(task, task.init(), task.steps)[0] for task in draw_tasks(family, seed, "start", tasks)]
     finite = [end for end in ends if all(bool(x.isfinite().all()) for x in end.values())]
     if not finite:
         raise ValueError(f"all {tasks} reference runs diverged. Give a reference with a lower lr.")
     return {n: torch.stack([end[n] for end in finite]).mean(0) for n in finite[0]}
 
 
-def _draw(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:
+def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:
+    """Tasks that depend on the family and these words alone.
+
+    Args:
+        family: where from.
+        seed: of the learning.
+        purpose: what the tasks are for.
+        count: how many.
+    """
     if count < 1:
         raise ValueError(f"tasks must be at least 1, got {count}.")
     seeds = [derive_seed(seed, "usage", purpose, i) for i in range(count)]

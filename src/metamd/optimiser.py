@@ -184,9 +184,7 @@ class MetaMD(Optimizer):
         self._finish(step, named)
         return loss
 
-    def _advance(
-        self, named: Params, points: dict[str, Tensor], moves: Mapping[str, Move], active: Active | None
-    ) -> Step:
+    def _advance(self, named: Params, points: dict[str, Tensor], moves: Mapping[str, Move], active: Active | None) -> Step:
         """Move the iterates, in place."""
         bound = self.potential
         if self._online is None or not isinstance(bound, MaxDiagonal):

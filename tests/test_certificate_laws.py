@@ -10,7 +10,7 @@ from metamd.potentials import diagonal, simplex
 from metamd.potentials.simplex import Solution
 from tests.certified_runs import random_bundle, random_run
 
-MIXTURES, BUNDLES, RUNS = 2500, 75, 100  # 2,500 runs of mixtures, 7,500 of one piece
+MIXTURES, BUNDLES, RUNS = 2000, 80, 100  # 2,000 runs of mixtures, 8,000 of one piece
 
 
 def broken_laws(certificate, size, definition=None):

@@ -29,6 +29,7 @@ class Evidence:
         stores: the optimiser's state of each.
         weights: the active pieces now.
         averaging: the weights of the average, if there is one.
+        averaged_steps: how many steps that is over.
     """
 
     ledger: Ledger
@@ -37,11 +38,12 @@ class Evidence:
     stores: Stores
     weights: Array
     averaging: AveragingName = "constant"
+    averaged_steps: int = 0
 
     @property
     def names(self) -> list[str]:
         """The tensors that had a gradient; the comparator counts for them alone."""
-        return [n for n, row in self.ledger.rows.items() if row.moved]
+        return list(self.ledger.rows)
 
     @property
     def averaged(self) -> bool:
@@ -105,25 +107,19 @@ def _measure(evidence: Evidence, reference: Mapping[str, Tensor] | None) -> dict
 
     Without a comparator, u is the start.
     """
-    phi, stores, names = _in_float64(evidence), evidence.stores, evidence.names
+    phi, names = evidence.potential, evidence.names
     first, last = np.array(evidence.ledger.weights), evidence.weights
-    start = {n: local(start_of(stores[n])).double() for n in names}
-    end = {n: local(iterate(evidence.named[n], stores[n])).double() for n in names}
-    still = {n: local(p).double() for n, p in evidence.named.items() if n not in end and _counts(phi, n)}
-    before, after = phi.mirror(start, Active(first, first)), phi.mirror(end, Active(last, last))
-    sums = {n: local(stores[n][SUM]) if SUM in stores[n] else before[n] - after[n] for n in names}
+    ends: Params = {}
     if evidence.keeps_sums:
-        # The dual point is known and need not be that of the parameters; a step with all gradients at once leads there.
-        step = phi.step({**still, **start}, {n: Move(sums[n]) for n in names}, active=Active(first, first))
-        end, last = step.params, step.active.weights if step.active is not None else last
-    u = start if reference is None else {n: _part(reference[n], evidence.named[n]).double() for n in names}
-    rows = {n: _row(phi, n, u[n], start[n], end[n], sums[n], first) for n in names}
-    rows |= {n: _row(phi, n, x, x, x, torch.zeros_like(x), first) for n, x in still.items()}
-    table = {n: row.numpy() for n, row in sum_shards(rows, evidence.named).items()}
-    nothing = np.zeros_like(table[names[0]])
-    offsets = phi.offsets.detach().cpu().numpy() + sum((table[n][: phi.pieces] for n in still), np.zeros(phi.pieces))
-    moved = np.stack([*(table[n] for n in names), nothing])
-    at, near, far, rest = np.split(moved, [phi.pieces, 2 * phi.pieces, 3 * phi.pieces], axis=1)
+        ends, last = _where_sums_lead(evidence)
+    rows = {n: _row(evidence, n, None if reference is None else reference[n], ends.get(n)) for n in names}
+    still = {n: _resting(phi, n, p) for n, p in evidence.named.items() if n not in rows and _counts(phi, n)}
+    offsets = phi.offsets.detach().cpu().numpy() + sum(
+        (row.numpy() for row in sum_shards(still, evidence.named).values()), np.zeros(phi.pieces)
+    )
+    table = np.stack([row.numpy() for row in sum_shards(rows, evidence.named).values()])
+    table = np.concatenate([table, np.zeros((1, table.shape[1]))])
+    at, near, far, rest = np.split(table, [phi.pieces, 2 * phi.pieces, 3 * phi.pieces], axis=1)
     at[-1] = offsets
     product, dual, norm = rest.T
     lengths = np.sqrt(norm) * np.sqrt(2 * (near @ first + far @ last))
@@ -136,14 +132,55 @@ def _measure(evidence: Evidence, reference: Mapping[str, Tensor] | None) -> dict
     }
 
 
-def _in_float64(evidence: Evidence) -> MaxDiagonal:
-    phi = evidence.potential
-    doubled = phi.fixed({n: phi.metric(n).double() for n in evidence.named}, phi.add_up)
-    return doubled.centred_at({n: c.double() for n, c in phi.start.items()})
+def _where_sums_lead(evidence: Evidence) -> tuple[Params, Array]:
+    """The point of the dual point y_1 - sum v_t, which need not be the parameters: a step with all gradients at once."""
+    phi, stores, first = evidence.potential, evidence.stores, np.array(evidence.ledger.weights)
+    start = {n: local(start_of(stores[n])).double() for n in evidence.names}
+    still = {n: local(p).double() for n, p in evidence.named.items() if n not in start and _counts(phi, n)}
+    wide = phi.fixed({n: phi.metric(n).double() for n in evidence.named}, phi.add_up)
+    wide = wide.centred_at({n: c.double() for n, c in phi.start.items()})
+    total = {n: Move(_total(evidence, n, phi.metric(n).double())) for n in start}
+    step = wide.step({**still, **start}, total, active=Active(first, first))
+    return step.params, first if step.active is None else step.active.weights
 
 
-def _precision(evidence: Evidence) -> float:
-    return 2.0**-53 if all(evidence.named[n].dtype == torch.float64 for n in evidence.names) else 2.0**-24
+def _total(evidence: Evidence, name: str, d: Tensor) -> Tensor:
+    """Sum v_t of one tensor: what was kept, or y_1 - y_{T+1}."""
+    phi, store = evidence.potential, evidence.stores[name]
+    if SUM in store:
+        kept: Tensor = local(store[SUM])
+        return kept
+    ends = (start_of(store), evidence.ledger.weights), (iterate(evidence.named[name], store), evidence.weights)
+    duals = [combine(d, np.asarray(w)) * phi.basis.into(name, _from_centre(phi, name, x)) for x, w in ends]
+    return phi.basis.out_of(name, duals[0] - duals[1])
+
+
+def _from_centre(phi: MaxDiagonal, name: str, x: Tensor) -> Tensor:
+    x = local(x).double()
+    return x - phi.start[name].double() if name in phi.start else x
+
+
+def _row(evidence: Evidence, name: str, reference: Tensor | None, end: Tensor | None) -> Tensor:
+    """1/2 |.|^2 in every D_j of u - c, u - start, u - end; then <sum v, u - start>, and |sum v|^2 and |u|^2 at the start."""
+    phi, store, param = evidence.potential, evidence.stores[name], evidence.named[name]
+    d, into = phi.metric(name).double(), phi.basis.into
+    start = local(start_of(store)).double()
+    end = local(iterate(param, store)).double() if end is None else end
+    u = start if reference is None else _part(reference, param).double()
+    total, mixed = into(name, _total(evidence, name, d)), combine(d, np.array(evidence.ledger.weights))
+    norms = (total.square() / mixed).sum(), (into(name, u).square() * mixed).sum()
+    others = torch.stack([(total * into(name, u - start)).sum(), *norms])
+    forms = [_halves(phi, name, d, x) for x in (_from_centre(phi, name, u), u - start, u - end)]
+    return torch.cat([*forms, others]).cpu()
+
+
+def _resting(phi: MaxDiagonal, name: str, param: Tensor) -> Tensor:
+    """The forms of a tensor that stays where it is."""
+    return _halves(phi, name, phi.metric(name).double(), _from_centre(phi, name, param)).cpu()
+
+
+def _halves(phi: MaxDiagonal, name: str, d: Tensor, x: Tensor) -> Tensor:
+    return half_forms(grouped_squares(phi.basis.into(name, x), tuple(d.shape[1:])), d)
 
 
 def _counts(phi: MaxDiagonal, name: str) -> bool:
@@ -151,26 +188,15 @@ def _counts(phi: MaxDiagonal, name: str) -> bool:
     return phi.pieces > 1 and (not phi.keeps_start or name in phi.start)
 
 
+def _precision(evidence: Evidence) -> float:
+    return 2.0**-53 if all(evidence.named[n].dtype == torch.float64 for n in evidence.names) else 2.0**-24
+
+
 def _part(u: Tensor, param: Tensor) -> Tensor:
     """The part of a comparator's tensor that belongs to this process."""
     if is_sharded(u) or not is_sharded(param):
         return local(u).to(local(param).device)
     return local_metric(u[None], param)[0]
-
-
-def _row(phi: MaxDiagonal, name: str, u: Tensor, start: Tensor, end: Tensor, total: Tensor, weights: Array) -> Tensor:
-    """1/2 |.|^2 in every D_j of u - c, u - start, u - end; then <sum v, u - start>, |sum v|^2 in D(w)^-1, |u|^2 in D(w)."""
-    d = phi.metric(name)
-
-    def halves(x: Tensor) -> Tensor:
-        return half_forms(grouped_squares(phi.basis.into(name, x), tuple(d.shape[1:])), d)
-
-    mixed = combine(d, weights)
-    dual = (phi.basis.into(name, total).square() / mixed).sum()
-    size = (phi.basis.into(name, u).square() * mixed).sum()
-    centred = u - phi.start[name] if name in phi.start else u
-    others = torch.stack([(total * (u - start)).sum(), dual, size])
-    return torch.cat([halves(centred), halves(u - start), halves(u - end), others]).cpu()
 
 
 def _divergence(at: Array, near: Array, weights: Array) -> Array:
@@ -194,7 +220,7 @@ def _rates(evidence: Evidence) -> Array:
     own = np.array([ledger.rows[n].rate for n in evidence.names])
     own = np.append(own, own.max()) if evidence.is_regret else np.full(len(own) + 1, own.max())
     rates = own * ledger.factors / ledger.steps
-    return np.where(rates > 0, rates, 1.0)
+    return np.where(rates > 0, rates, rates.max())
 
 
 def _issue(evidence: Evidence, terms: Terms, radius: float | None) -> Certificate:
@@ -202,9 +228,9 @@ def _issue(evidence: Evidence, terms: Terms, radius: float | None) -> Certificat
     t = {key: value / rates for key, value in terms.items()}
     bound, realised = t["distance"] + t["energy"] - t["lag"], t["path"] - t["product"] - t["lag"]
     identity = float((realised + t["remaining"]).sum())
-    if evidence.keeps_sums and not ledger.paper:
-        t["energy"][-1] = bound[-1] = max(identity - float(bound.sum()), 0.0)
-        bound[-1] += t["distance"][-1]
+    rounding = max(identity - float(bound.sum()), 0.0) if evidence.keeps_sums and not ledger.paper else 0.0
+    for key in (bound, t["energy"]):
+        key[-1] += rounding
     reason = _failure(evidence, t, float(bound.sum()), identity)
     far, late, total = float(t["distance"].sum()), float(t["lag"].sum()), float(realised.sum())
     if radius is not None:
@@ -219,8 +245,8 @@ def _issue(evidence: Evidence, terms: Terms, radius: float | None) -> Certificat
         bound=far + float(t["energy"].sum()) - late,
         realised=total,
         identity=None if radius is not None else identity,
-        published=far + float(t["square"].sum()) / least - late,
-        lipschitz=far + crude / least - late,
+        published=far + float(t["square"].sum()) / least + rounding - late,
+        lipschitz=far + crude / least + rounding - late,
         last=(far + float(t["energy"].sum())) / ledger.steps if _converts(evidence) else None,
         guaranteed=not reason,
         form=_form(evidence),
@@ -262,8 +288,8 @@ def _failure(evidence: Evidence, t: Terms, bound: float, identity: float) -> str
 def _converts(evidence: Evidence) -> bool:
     """Whether the average's own loss is bounded: weights 1/t, one constant rate for all, nothing but the loss."""
     ledger = evidence.ledger
-    weighted = evidence.averaged and evidence.averaging in ("anytime", "schedule-free")
-    return weighted and evidence.is_regret and ledger.constant and not ledger.decay
+    weighted = evidence.averaging in ("anytime", "schedule-free") and evidence.averaged_steps == ledger.steps
+    return weighted and evidence.is_regret and ledger.constant and not ledger.decay and not ledger.partial
 
 
 def _form(evidence: Evidence) -> str:
@@ -285,9 +311,13 @@ def _holds(evidence: Evidence) -> str:
     loss = "-l" if ledger.ascent else "l"
     if ledger.decay:
         loss = f"{loss} + wd/2 |theta|^2_D"
-    claim = f"any gradients; = regret of {loss} when the losses are convex"
+    claim = f"any gradients; bounds the regret of {loss} when the losses are convex"
+    if ledger.partial:
+        claim += " and did not depend on a tensor while it had no gradient or no lr"
     if not evidence.is_regret:
         claim = "any gradients, scaled by the lr of their group: not the regret of a loss, for pieces share one lr"
+    elif ledger.ascent and ledger.descent:
+        claim = "any gradients, with the sign of their group: a game, not the regret of a loss"
     if not ledger.constant:
         claim += ". Unweighted, B(u || z_t) would be needed at every change of lr"
     if evidence.averaged and ledger.decay:

@@ -49,7 +49,7 @@ class Audit:
         Args:
             active: the active pieces.
             moves: what the tensors with a gradient are asked to do.
-            rates: the rates of all tensors.
+            rates: their rates.
             named: the parameters.
             stores: the optimiser's state of each.
         """
@@ -82,7 +82,7 @@ class Audit:
     def certificate(
         self,
         active: Active | None,
-        averaging: AveragingName,
+        average: tuple[AveragingName, int],
         named: Params,
         stores: Stores,
         *,
@@ -93,7 +93,7 @@ class Audit:
 
         Args:
             active: the active pieces now.
-            averaging: the weights of the average.
+            average: the weights of the average, and the steps that it is over.
             named: the parameters.
             stores: the optimiser's state of each.
             reference: u.
@@ -101,7 +101,7 @@ class Audit:
         """
         assert self._potential is not None
         weights = np.ones(1) if active is None else active.weights
-        return certify_run(Evidence(self.ledger, self._potential, named, stores, weights, averaging), reference, radius)
+        return certify_run(Evidence(self.ledger, self._potential, named, stores, weights, *average), reference, radius)
 
 
 def quadratic(bound: Potential, named: Params) -> MaxDiagonal:

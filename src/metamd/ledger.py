@@ -38,7 +38,6 @@ class Row:
         path: sum <v, z_t - start>.
         lag: sum <lr g, z_t - x_t>; zero unless gradients are taken at an average.
         rate: the first lr that was not zero; later ones are multiples of it.
-        moved: whether it ever had a gradient.
     """
 
     energy: float = 0.0
@@ -46,7 +45,6 @@ class Row:
     path: float = 0.0
     lag: float = 0.0
     rate: float = 0.0
-    moved: bool = False
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Ledger:
     Args:
         paper: whether it takes the paper's step.
         steps: T.
-        rows: the sums by tensor.
+        rows: the sums by tensor that had a gradient.
         weights: w_1, the active pieces at the start.
         factors: sum lr_t / lr_1.
         squared_rates: sum lr_t^2, the largest rate of each step counting.
@@ -66,6 +64,8 @@ class Ledger:
         equal: whether all tensors had the same rate in every step.
         decay: the largest weight decay.
         ascent: whether some tensor was maximised.
+        descent: whether some tensor was minimised.
+        partial: whether some tensor had no gradient, or no rate, in a step in which others had.
         uncovered: steps in which the piece changed under the paper's step.
         restarts: how often it began again.
         reason: why it last did.
@@ -83,6 +83,8 @@ class Ledger:
     equal: bool = True
     decay: float = 0.0
     ascent: bool = False
+    descent: bool = False
+    partial: bool = False
     uncovered: int = 0
     restarts: int = 0
     reason: str = ""
@@ -107,48 +109,54 @@ class Ledger:
             potential: phi, with its metrics evaluated.
             weights: w_t.
             moves: gradients, rates and decays of the tensors that have a gradient.
-            rates: the rates of all tensors.
+            rates: the rates of these.
             named: the parameters, where the gradients were taken.
             stores: the optimiser's state of each; `z` is where the mirror step is taken from, if not from the parameter.
         """
         if max(rates.values()) == 0:
             return
-        joining = [n for n in moves if n not in self.rows or not self.rows[n].moved]
-        if joining and self.steps and potential.pieces > 1 and not potential.keeps_start:
-            self.restart(f"{joining[0]!r} got its first gradient after the run had begun")
+        joining = [n for n in moves if n not in self.rows]
+        shifted = [n for n in joining if not _at_centre(stores[n], named[n])]
+        if self.steps and shifted and potential.pieces > 1:
+            self.restart(f"{shifted[0]!r} got its first gradient after the run had begun")
             joining = list(moves)
         if not self.steps:
             self.weights = [float(w) for w in weights]
+        self.partial = self.partial or bool(self.steps and joining)
         for n in joining:
             _open(stores[n], named[n], keep_sum=needs_sum(named[n], self.paper and potential.pieces > 1))
-        self._note_rates(rates, moves)
+        self._note_rates(rates)
+        self._note_moves(rates, moves)
         terms = _numbers({n: _terms(potential, n, weights, m, named[n], stores[n]) for n, m in moves.items()})
         if any(is_sharded(named[n]) for n in moves):
             parts = {n: torch.tensor(row, dtype=torch.float64) for n, row in terms.items()}
             terms = {n: row.tolist() for n, row in sum_shards(parts, named).items()}
         self._add(terms, max(rates.values()))
 
-    def _note_rates(self, rates: Mapping[str, float], moves: Mapping[str, Move]) -> None:
-        begun = self.squared_rates > 0
+    def _note_rates(self, rates: Mapping[str, float]) -> None:
+        top = max(rates.values())
+        factor = max(
+            (rate / self.rows[n].rate for n, rate in rates.items() if n in self.rows and self.rows[n].rate), default=1.0
+        )
         for n, rate in rates.items():
             known = n in self.rows
             row = self.rows.setdefault(n, Row())
-            if row.rate == 0 and rate > 0:
-                row.rate = rate
-                self.proportional = self.proportional and not (known and begun)
-        top = max(rates.values())
+            if rate > 0 and row.rate == 0:
+                row.rate = rate / (factor or 1.0)
+                self.proportional = self.proportional and not known and factor > 0
         factors = [rate / self.rows[n].rate for n, rate in rates.items() if self.rows[n].rate > 0]
-        used = [rate for n, rate in rates.items() if self.rows[n].rate > 0]
         self.factors += max(factors)
         self.constant = self.constant and all(abs(f - 1) <= _SAME for f in factors)
         self.proportional = self.proportional and max(factors) - min(factors) <= _SAME * max(factors)
-        self.equal = self.equal and top - min(used) <= _SAME * top
+        self.equal = self.equal and top - min(rates.values()) <= _SAME * top
         self.squared_rates += top**2
+
+    def _note_moves(self, rates: Mapping[str, float], moves: Mapping[str, Move]) -> None:
+        self.partial = self.partial or len(moves) < len(self.rows) or min(rates.values()) == 0
         for n, move in moves.items():
-            self.rows[n].moved = True
             if rates[n] > 0:
                 self.decay = max(self.decay, float(move.decay) / rates[n])
-            self.ascent = self.ascent or float(move.lr) < 0
+                self.ascent, self.descent = self.ascent or float(move.lr) < 0, self.descent or float(move.lr) > 0
 
     def _add(self, terms: Mapping[str, list[float]], top: float) -> None:
         squares = 0.0
@@ -173,7 +181,7 @@ class Ledger:
         if self.paper:
             self.uncovered += 1
             return
-        still = [n for n, row in self.rows.items() if row.moved and n not in moves]
+        still = [n for n in self.rows if n not in moves]
         if still:
             # It was held where it is, and its part of y changed with the weights: that is not a mirror step of phi.
             self.restart(f"the active pieces changed in a step in which {still[0]!r} had no gradient")
@@ -226,12 +234,17 @@ def start_of(store: Mapping[str, Any]) -> Tensor:
     return start
 
 
+def _at_centre(store: Mapping[str, Any], param: Tensor) -> bool:
+    """Whether a tensor stands at the centre of the potential, which is where it started."""
+    return "start" in store and torch.equal(local(store["start"]), local(iterate(param, store)))
+
+
 def _open(store: dict[str, Any], param: Tensor, *, keep_sum: bool) -> None:
     """Remember where a tensor starts. The potential's centre serves, if that is the same point."""
     z = iterate(param, store)
     store.pop(START, None)
     store.pop(SUM, None)
-    if "start" not in store or not torch.equal(local(store["start"]), local(z)):
+    if not _at_centre(store, param):
         store[START] = z.detach().clone()
     if keep_sum:
         store[SUM] = torch.zeros_like(z.detach(), dtype=torch.float64)

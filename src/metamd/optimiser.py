@@ -170,7 +170,7 @@ class MetaMD(Optimizer):
         averaged = {n: groups[n]["momentum"] for n in grads if points[n] is not params[n]}
         count, active = self._steps - self._restart, None if self._online is not None else self._current(points)
         if self._audit is not None:
-            rates = {self._places[id(p)][0]: self._rate(group) for group in self.param_groups for p in group["params"]}
+            rates = {n: self._rate(groups[n]) for n in moves}
             stores = {n: self.state[p] if n in moves else self.state.get(p, {}) for n, p in named.items()}
             self._audit.before(active, moves, rates, named, stores)
         if self.averaging == "schedule-free":
@@ -311,7 +311,8 @@ class MetaMD(Optimizer):
         named = binding.named_parameters(self.param_groups, self._potential)
         stores = {n: self.state.get(p, {}) for n, p in named.items()}
         binding.refuse_edited(named, self._versions, stores)
-        return self._audit.certificate(self._active, self.averaging, named, stores, reference=reference, radius=radius)
+        average = (self.averaging, self._steps - self._restart)
+        return self._audit.certificate(self._active, average, named, stores, reference=reference, radius=radius)
 
     # saving and copying
 

@@ -1,6 +1,7 @@
 """What one process of the distributed tests does; run as `python -m tests.distributed_worker CASE RANK WORLD FOLDER`."""
 
 import copy
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -65,12 +66,12 @@ def ddp_nonfinite(rank, world, folder):
     return {"error": None}
 
 
-def sharded(momentum=0.0, **options):
+def sharded(momentum=0.0, certify=False, **options):
     geometry, model = geometry_and_model(**options)
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-    return geometry, model, MetaMD(model.named_parameters(), geometry, lr=0.1, momentum=momentum)
+    return geometry, model, MetaMD(model.named_parameters(), geometry, lr=0.1, momentum=momentum, certify=certify)
 
 
 def whole(model):
@@ -117,6 +118,23 @@ def fsdp_after(rank, world, folder):
     optimiser.param_groups[0]["params"] = list(model.parameters())
     fit(model, optimiser, rank, world)
     return {"params": whole(model), "pieces": optimiser.active_pieces, "weights": optimiser._active.weights.tolist()}
+
+
+def certified(rank, world, folder):
+    """A certificate of shards, and that of a run that went through a distributed checkpoint."""
+    _, model, optimiser = sharded(certify=True)
+    fit(model, optimiser, rank, world, range(15))
+    names = dict(zip(("model", "optimiser"), get_state_dict(model, optimiser), strict=True))
+    dcp.save(names, checkpoint_id=str(folder / "dcp"))
+    fit(model, optimiser, rank, world, range(15, STEPS))
+    _, other, resumed = sharded(certify=True)
+    template = dict(zip(("model", "optimiser"), get_state_dict(other, resumed), strict=True))
+    dcp.load(template, checkpoint_id=str(folder / "dcp"))
+    set_state_dict(other, resumed, model_state_dict=template["model"], optim_state_dict=template["optimiser"])
+    fit(other, resumed, rank, world, range(15, STEPS))
+    reference = small_model(seed=1, dtype=torch.float64)
+    found = {"one": optimiser.certificate(reference), "resumed": resumed.certificate(reference)}
+    return {k: {**dataclasses.asdict(c), "text": str(c)} for k, c in found.items()}
 
 
 def fsdp_nonfinite(rank, world, folder):

@@ -9,6 +9,7 @@ import torch
 
 from metamd import MetaMD
 from tests.distributed_worker import STEPS, batch, fit, geometry_and_model
+from tests.helpers import small_model
 
 
 def launch(case, folder, world=2):
@@ -107,6 +108,20 @@ def test_distributed_checkpoint_resumes_bit_exactly(tmp_path):
         assert equal(result["params"], result["resumed"])
         assert torch.equal(*result["pieces"])
         assert len(result["pieces"][0]) == STEPS
+
+
+def test_certificates_of_shards_are_those_of_one_process(tmp_path):
+    first, second = launch("certified", tmp_path)
+    assert first == second
+    assert first["one"] == first["resumed"]
+    geometry, model = geometry_and_model()
+    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1, certify=True)
+    fit(model, optimiser, 0, 1)
+    single = optimiser.certificate(small_model(seed=1, dtype=torch.float64))
+    for field in ("bound", "realised", "identity", "published", "lipschitz"):
+        assert first["one"][field] == pytest.approx(getattr(single, field), rel=1e-8), field
+    assert first["one"]["guaranteed"]
+    assert (first["one"]["steps"], first["one"]["restarts"]) == (STEPS, 0)
 
 
 def test_the_two_ranks_see_different_data():

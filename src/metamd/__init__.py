@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from metamd import data as data
     from metamd import models as models
     from metamd import tasks as tasks
+    from metamd.certificate import Certificate
     from metamd.certification import certify
     from metamd.choosing import learn_start, learn_usage, tuned_reference
     from metamd.following import learn_from_reference
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from metamd.usage import Usage
 
 _HOME = {
+    "Certificate": "certificate",
     "Diagonal": "potentials",
     "Euclidean": "potentials",
     "Kronecker": "potentials",
@@ -80,6 +82,7 @@ _HOME = {
 _SUBMODULES = ("data", "models", "tasks")
 
 __all__ = [
+    "Certificate",
     "ClosedForm",
     "Diagonal",
     "Direct",

@@ -6,7 +6,7 @@ With a constant c and one quadratic piece this is heavy-ball momentum; with c_t 
 an online-to-batch conversion, at any time; Schedule-Free takes its gradients between x and z. See docs/optimiser.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -36,6 +36,22 @@ def check_averaging(averaging: str, momentum: float) -> None:
 def is_averaged(group: Mapping[str, Any], averaging: AveragingName) -> bool:
     """Whether the parameters of a group are averages."""
     return averaging != "constant" or group["momentum"] > 0
+
+
+def open_iterates(groups: Sequence[Mapping[str, Any]], state: Any, averaging: AveragingName) -> None:
+    """Give every averaged parameter that has a gradient its iterate z, which begins where the parameter is.
+
+    Args:
+        groups: the optimiser's.
+        state: the optimiser's, by parameter.
+        averaging: the kind of weights.
+    """
+    for group in groups:
+        if is_averaged(group, averaging):
+            for p in group["params"]:
+                if p.grad is not None:
+                    kept = state[p].get("z")
+                    state[p]["z"] = p.detach().clone() if kept is None else kept.to(p.device)
 
 
 def rate_of_iterate(lr: float, momentum: float, averaging: AveragingName) -> float:

@@ -7,17 +7,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.learned import LearnedOptimiser
+from metamd.guard import FamilyWatch
+from metamd.learned import LearnedOptimiser, fingerprint
 from metamd.online import Online
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.mixture import widen
-from metamd.sharding import any_process, is_sharded, local_metric, shard_dims, total_for
+from metamd.sharding import any_process, is_sharded, local, local_metric, shard_dims, total_for
 from metamd.tying import clean_names
 from metamd.usage import Metric
 
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
 """Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
+
+
+def unwrap(geometry: LearnedOptimiser | Potential) -> tuple[Potential, FamilyWatch | None]:
+    """The potential of a geometry, and who watches over the family that it was learned on."""
+    if isinstance(geometry, Potential):
+        return geometry, None
+    if isinstance(geometry, LearnedOptimiser):
+        return geometry.potential, FamilyWatch(geometry.header.horizon, geometry.header.gradient_scale)
+    raise TypeError(
+        f"geometry must be a LearnedOptimiser or a Potential, got {type(geometry).__name__}. "
+        "Use metamd.load(path), or a potential such as metamd.Euclidean()."
+    )
+
+
+def geometry_code(potential: Potential) -> str:
+    """The geometry in a few letters."""
+    return fingerprint(potential) if isinstance(potential, MaxDiagonal) else repr(potential)
+
+
+def piece_count(potential: Potential) -> int:
+    """N; 0 for a potential without pieces."""
+    return potential.pieces if isinstance(potential, MaxDiagonal) else 0
 
 
 def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Potential) -> dict[str, Tensor]:
@@ -140,6 +163,22 @@ def refuse_nonfinite(named: Params, grads: Params) -> None:
             f"{where} is not finite; nothing was changed. Lower lr or clip the gradients; under mixed precision step "
             "through a GradScaler, which skips such steps. check_finite=False turns this check off."
         )
+
+
+def refuse_edited(named: Params, versions: Mapping[str, int], stores: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse to look for the end of a run in parameters that were changed after its last step.
+
+    Args:
+        named: the parameters.
+        versions: how often each had been changed when the step was done; empty if that is not known.
+        stores: the optimiser's state of each; an iterate `z` is the end itself.
+    """
+    for n, p in named.items():
+        if versions and "z" not in stores[n] and local(p)._version != versions.get(n):
+            raise ValueError(
+                f"the parameter {n!r} was changed after the last step, so that the end of the run is lost. Ask for the "
+                "certificate before loading or changing parameters; the reference may be any state_dict."
+            )
 
 
 def refuse_foreign(state_dict: Mapping[str, Any], pieces: int, geometry: str) -> None:

@@ -21,8 +21,13 @@ COLOURS = {
     "Adam, untuned": "#92c5de",
     "MetaMD (3 pieces)": "#f4a582",
     "MetaMD, paper (Adam on log D)": "#fdb863",
+    "bound": "#c1272d",
+    "realised": "#000000",
+    "losses": "#1b7837",
+    "Theorem 1": "#2166ac",
+    "Lipschitz form": "#92c5de",
 }
-"""One colour per optimiser in all figures."""
+"""One colour per optimiser, and per line of a certificate, in all figures."""
 
 
 def _colour(label: str) -> str:

@@ -8,27 +8,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from metamd import binding
+from metamd.audit import Audit
 from metamd.averaging import (
     AveragingName,
     blend,
     check_averaging,
-    is_averaged,
     lift,
+    open_iterates,
     rate_of_iterate,
     to_average,
     to_gradient_point,
 )
-from metamd.binding import (
-    check_group,
-    fit,
-    named_parameters,
-    online_metric,
-    refuse_foreign,
-    refuse_nonfinite,
-    refuse_unusual,
-)
-from metamd.guard import FamilyWatch, Safeguard, energy
-from metamd.learned import LearnedOptimiser, fingerprint
+from metamd.certificate import Certificate, Reference
+from metamd.guard import Safeguard, energy
+from metamd.learned import LearnedOptimiser
+from metamd.ledger import Ledger, keep_wide
 from metamd.online import Online
 from metamd.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
@@ -54,6 +49,7 @@ class MetaMD(Optimizer):
         maximize: ascend instead.
         exact: False takes the paper's step.
         fused: one pass over memory by a compiled kernel (CPU).
+        certify: add up what `certificate` needs, at the cost of one copy of the parameters.
         check_finite: refuse a step with NaN or infinite gradients before anything is written.
         safeguard: halve the step while the run blows up.
         averaging: the weights of the average: "constant" ones (momentum), "anytime" (1/t), or "schedule-free", which needs
@@ -82,32 +78,24 @@ class MetaMD(Optimizer):
         maximize: bool = False,
         exact: bool = True,
         fused: bool = False,
+        certify: bool = False,
         check_finite: bool = True,
         safeguard: bool = False,
         averaging: AveragingName = "constant",
         metric: Metric | Online = "learned",
     ) -> None:
-        if not isinstance(geometry, LearnedOptimiser | Potential):
-            raise TypeError(
-                f"geometry must be a LearnedOptimiser or a Potential, got {type(geometry).__name__}. "
-                "Use metamd.load(path), or a potential such as metamd.Euclidean()."
-            )
         self.exact, self.fused, self.check_finite, self.averaging = exact, fused, check_finite, averaging
         self._safeguard = Safeguard() if safeguard else None
-        self._watch: FamilyWatch | None = None
-        self._potential: Potential = geometry if isinstance(geometry, Potential) else geometry.potential
-        if isinstance(geometry, LearnedOptimiser):
-            self._watch = FamilyWatch(geometry.header.horizon, geometry.header.gradient_scale)
-        self._online = online_metric(metric, geometry)
+        self._potential, self._watch = binding.unwrap(geometry)
+        self._online = binding.online_metric(metric, geometry)
         self._bound: Potential | None = None
+        self._audit = Audit(Ledger(paper=not exact), online=self._online is not None) if certify else None
         self._hash: str | None = None
         # By id, which the parameter itself keeps from being given to another; a weak reference would forbid swap_tensors.
         self._places: dict[int, tuple[str, Tensor, torch.device]] = {}
         self._active: Active | None = None
         self._versions: dict[str, int] = {}
-        self._steps = 0
-        self._restart = 0
-        self._training = True
+        self._steps, self._restart, self._training = 0, 0, True
         self._record = PieceRecord()
         if lr is None:
             check_averaging(averaging, momentum)
@@ -126,7 +114,7 @@ class MetaMD(Optimizer):
         """Add parameters, with options of their own; those added during a run start where they are then."""
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1])
+            binding.check_group(self.param_groups[-1])
             check_averaging(self.averaging, self.param_groups[-1]["momentum"])
             if self._bound is not None:
                 self._bind()
@@ -135,10 +123,12 @@ class MetaMD(Optimizer):
             raise
 
     def _bind(self) -> None:
-        named = named_parameters(self.param_groups, self._potential)
+        named = binding.named_parameters(self.param_groups, self._potential)
         self._places = {id(p): (n, p, p.device) for n, p in named.items()}
         starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
-        self._bound = fit(self._potential, named, starts, fused=self.fused)
+        self._bound = binding.fit(self._potential, named, starts, fused=self.fused)
+        if self._audit is not None:
+            self._audit.bind(self._bound, named)
 
     # the step
 
@@ -171,28 +161,34 @@ class MetaMD(Optimizer):
         if not grads:
             return loss
         if self.check_finite:
-            refuse_nonfinite(named, grads)
+            binding.refuse_nonfinite(named, grads)
         self._notice_edits(named)
         self._begin(named, grads, loss)
         params = {n: local(p) for n, p in named.items() if n in grads or self._stands_off_centre(n)}
         points = {n: local(self.state.get(named[n], {}).get("z", x)) for n, x in params.items()}
         moves = {n: self._move(grads[n], groups[n]) for n in grads}
         averaged = {n: groups[n]["momentum"] for n in grads if points[n] is not params[n]}
-        count = self._steps - self._restart
+        count, active = self._steps - self._restart, None if self._online is not None else self._current(points)
+        if self._audit is not None:
+            rates = {n: self._rate(groups[n]) for n in moves}
+            stores = {n: self.state[p] if n in moves else self.state.get(p, {}) for n, p in named.items()}
+            self._audit.before(active, moves, rates, named, stores)
         if self.averaging == "schedule-free":
             for n, momentum in averaged.items():
                 lift(params[n], points[n], count, momentum)
-        step = self._advance(named, points, moves)
+        step = self._advance(named, points, moves, active)
+        if self._audit is not None:
+            self._audit.after(step.active, moves)
         for n, momentum in averaged.items():
             blend(params[n], points[n], count, momentum, self.averaging)
         self._finish(step, named)
         return loss
 
-    def _advance(self, named: Params, points: dict[str, Tensor], moves: Mapping[str, Move]) -> Step:
+    def _advance(self, named: Params, points: dict[str, Tensor], moves: Mapping[str, Move], active: Active | None) -> Step:
         """Move the iterates, in place."""
         bound = self.potential
         if self._online is None or not isinstance(bound, MaxDiagonal):
-            return bound.step(points, moves, active=self._current(points), exact=self.exact, into=points)
+            return bound.step(points, moves, active=active, exact=self.exact, into=points)
         for n, move in moves.items():
             self._online.advance(bound, n, points[n], move, self.state[named[n]])
         return Step(points)
@@ -210,7 +206,7 @@ class MetaMD(Optimizer):
                 named[name] = p
                 if p.grad is None:
                     continue
-                refuse_unusual(name, p.grad)
+                binding.refuse_unusual(name, p.grad)
                 grads[name], groups[name] = local(p.grad), group
         return named, grads, groups
 
@@ -220,17 +216,14 @@ class MetaMD(Optimizer):
             self._versions, self._restart = {}, self._steps
             for p in named.values():
                 self.state[p].pop("z", None)
+            if self._audit is not None:
+                self._audit.ledger.restart("a parameter was changed or added from outside")
 
     def _begin(self, named: Params, grads: Params, loss: float | None) -> None:
         """What a step needs before it is taken: domain, start, the watch over the family, damping."""
         self._steps += 1
         bound = self.potential
-        for group in self.param_groups:
-            if is_averaged(group, self.averaging):
-                for p in group["params"]:
-                    if p.grad is not None:
-                        kept = self.state[p].get("z")
-                        self.state[p]["z"] = p.detach().clone() if kept is None else kept.to(p.device)
+        open_iterates(self.param_groups, self.state, self.averaging)
         if self._steps == 1:
             bound.check({n: local(p) for n, p in named.items()})
         if isinstance(bound, MaxDiagonal):
@@ -249,9 +242,12 @@ class MetaMD(Optimizer):
         return not (isinstance(bound, MaxDiagonal) and bound.keeps_start) or name in bound.start
 
     def _move(self, grad: Tensor, group: Mapping[str, Any]) -> Move:
-        lr = rate_of_iterate(float(group["lr"]), group["momentum"], self.averaging)
-        lr *= self._safeguard.damping if self._safeguard is not None else 1.0
+        lr = self._rate(group)
         return Move(grad, -lr if group["maximize"] else lr, lr * group["weight_decay"])
+
+    def _rate(self, group: Mapping[str, Any]) -> float:
+        lr = rate_of_iterate(float(group["lr"]), group["momentum"], self.averaging)
+        return lr * (self._safeguard.damping if self._safeguard is not None else 1.0)
 
     def _current(self, params: Params) -> Active | None:
         """The active pieces at the present point; recomputed if somebody else changed a parameter since the last step."""
@@ -303,11 +299,26 @@ class MetaMD(Optimizer):
         """The active piece after every step so far, as a vector of integers."""
         return self._record.expand()
 
+    def certificate(self, reference: Reference | None = None, *, radius: float | None = None) -> Certificate:
+        """What is guaranteed for the run so far; needs `certify=True`.
+
+        Args:
+            reference: the comparator u: a state_dict, a module, or tensors in the order of the parameters.
+            radius: instead of it, rho: every u with B(u || start) <= rho^2/2 is a comparator.
+        """
+        if self._audit is None:
+            raise ValueError("this run was not accounted for. Build MetaMD with certify=True before training.")
+        named = binding.named_parameters(self.param_groups, self._potential)
+        stores = {n: self.state.get(p, {}) for n, p in named.items()}
+        binding.refuse_edited(named, self._versions, stores)
+        average = (self.averaging, self._steps - self._restart)
+        return self._audit.certificate(self._active, average, named, stores, reference=reference, radius=radius)
+
     # saving and copying
 
     def state_dict(self) -> dict[str, Any]:
         """As for any torch optimiser. It holds the state of the run, not the geometry: keep the learned file beside it."""
-        weights = np.zeros(self._piece_count) if self._active is None else self._active.weights
+        weights = np.zeros(binding.piece_count(self._potential)) if self._active is None else self._active.weights
         guard = self._safeguard or Safeguard()
         shared = {
             "step": torch.tensor(self._steps),
@@ -317,6 +328,7 @@ class MetaMD(Optimizer):
             "geometry": self._fingerprint(),
             "restart": torch.tensor(self._restart),
             "training": self._training,
+            **({} if self._audit is None else {"certificate": self._audit.ledger.encode()}),
         }
         for group in self.param_groups:
             group.update(shared)
@@ -324,9 +336,12 @@ class MetaMD(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state_dict was taken, in the same geometry."""
-        refuse_foreign(state_dict, self._piece_count, self._fingerprint())
+        binding.refuse_foreign(state_dict, binding.piece_count(self._potential), self._fingerprint())
         super().load_state_dict(state_dict)
+        keep_wide(state_dict, self.param_groups, self.state)
         group = self.param_groups[0]
+        if self._audit is not None:
+            self._audit.resume(group.get("certificate"), int(group["step"]))
         self._steps, self._restart = int(group["step"]), int(group.get("restart", 0))
         self._training = bool(group.get("training", True))
         self._record = PieceRecord.decode(group["pieces"])
@@ -353,19 +368,13 @@ class MetaMD(Optimizer):
 
     def _fingerprint(self) -> str:
         """The geometry in a few letters: its metrics are read once."""
-        if not isinstance(self._potential, MaxDiagonal):
-            return repr(self._potential)
         if self._hash is None:
-            self._hash = fingerprint(self._potential)
+            self._hash = binding.geometry_code(self._potential)
         return self._hash
-
-    @property
-    def _piece_count(self) -> int:
-        return self._potential.pieces if isinstance(self._potential, MaxDiagonal) else 0
 
 
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
-    *("_active", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_training", "_watch"),
+    *("_active", "_audit", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_training", "_watch"),
     *("_online", "averaging", "check_finite", "exact", "fused"),
 )

@@ -65,6 +65,23 @@ def total_for(params: Mapping[str, Tensor]) -> Total:
     return over_processes
 
 
+def sum_shards(parts: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What each tensor contributes, added over the processes that hold its shards.
+
+    Args:
+        parts: contributions by tensor name, all of one shape.
+        params: the tensors.
+    """
+    groups = {n: _shard_groups(params[n]) for n in parts if is_sharded(params[n])}
+    whole = dict(parts)
+    for key in sorted(set(groups.values()) - {()}, key=str):
+        names = [n for n in parts if groups.get(n) == key]
+        device = local(params[names[0]]).device
+        rows = _all_reduce(torch.stack([parts[n] for n in names]).to(device), key)
+        whole.update(zip(names, rows.to(parts[names[0]].device), strict=True))
+    return whole
+
+
 def any_process(flag: bool, params: Mapping[str, Tensor]) -> bool:
     """Whether the flag is up on any process that holds a part of the parameters."""
     sharded = [x for x in params.values() if is_sharded(x)]

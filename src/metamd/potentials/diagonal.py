@@ -230,7 +230,8 @@ class MaxDiagonal(Potential):
 
     def strong_convexity(self) -> StrongConvexity:
         """The smallest metric of all, in the Euclidean norm. (The paper has min M, the root of it.)"""
-        return StrongConvexity(min(float(v.detach().min().exp()) for v in self.table.values()), "l2")
+        logs = [slot.spread(self.table[escape(slot.key)]) for slot in self.slots.values()] or list(self.table.values())
+        return StrongConvexity(min(float(v.detach().min().exp()) for v in logs), "l2")
 
     # the step
 

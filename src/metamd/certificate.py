@@ -1,0 +1,134 @@
+"""The regret certificate of a run: the record, how it prints, and what may be given as its comparator."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from metamd.potentials.base import Params
+from metamd.tying import Rename, clean_name, some
+
+Reference = Mapping[str, Tensor] | nn.Module | Iterable[Tensor]
+
+SHARED = "(shared)"
+"""The row of `Certificate.per_layer` for what belongs to no tensor: offsets, tensors that never moved, rounding."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One tensor's share of a certificate; the shares add up to the whole.
+
+    Args:
+        bound: its share of the bound.
+        realised: its share of the regret.
+        distance: of the bound, the part of B(u || start).
+        gradients: of the bound, the part of the gradients.
+    """
+
+    bound: float
+    realised: float
+    distance: float
+    gradients: float
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is guaranteed for a run of mirror descent against a comparator u, and what happened.
+
+    Args:
+        steps: T, since the last restart.
+        bound: B(u || start)/lr + lr/2 sum |g_t|^2 in the local dual norms; it holds if `guaranteed`.
+        realised: sum <g_t, x_t - u>; with a radius, the largest that any u within it could give.
+        identity: realised + B(u || end)/lr, which is B(u || start)/lr + sum B(z_t || z_{t+1})/lr; None with a radius.
+        published: Theorem 1 as printed, with the Euclidean norm and lambda = min D.
+        lipschitz: the same with the largest gradient norm L of the run for every gradient.
+        last: a bound on l(x_T) - l(u) for the average x_T, convex l; None where no theorem gives one.
+        guaranteed: whether the theorem covers this run.
+        form: which variant of the theorem it is.
+        holds: what the bound is about, or why there is none.
+        uncovered: steps in which the piece changed under the paper's step.
+        restarts: how often the parameters were changed from outside, the certificate beginning again.
+        restarted: why it last did.
+        per_layer: the shares of the tensors.
+    """
+
+    steps: int
+    bound: float
+    realised: float
+    identity: float | None
+    published: float
+    lipschitz: float
+    last: float | None
+    guaranteed: bool
+    form: str
+    holds: str
+    uncovered: int
+    restarts: int
+    restarted: str
+    per_layer: dict[str, Layer]
+
+    @property
+    def ratio(self) -> float:
+        """Realised over bound; NaN where the bound is not positive."""
+        return self.realised / self.bound if self.bound > 0 else math.nan
+
+    def __str__(self) -> str:
+        """The certificate in a few lines."""
+        ball = self.identity is None
+        u = "every u within the radius" if ball else "u"
+        lines = [
+            f"regret certificate ({self.form}, T = {self.steps})",
+            _line("bound", "B(u || start)/lr + lr/2 sum |g_t|^2_(t,*)", self.bound),
+            _line("realised", "sum <g_t, x_t - u>" + (", the largest" if ball else ""), self.realised, self.ratio),
+        ]
+        if self.identity is not None:
+            lines.append(_line("identity", "realised + B(u || end)/lr", self.identity))
+        lines.append(_line("Theorem 1", "as published, |g_t|^2 / min D", self.published))
+        lines.append(_line("Lipschitz", "the same with max |g_t|", self.lipschitz))
+        if self.last is not None:
+            lines.append(_line("last", "l(x_T) - l(u) at most, if l is convex", self.last))
+        lines.append(f"  steps not covered (piece changed under the paper's step): {self.uncovered}")
+        if self.restarts:
+            lines.append(f"  restarted {self.restarts} times, last because {self.restarted}: earlier steps do not count")
+        lines.append(f"  holds for {u}, {self.holds}" if self.guaranteed else f"  no guarantee: {self.holds}")
+        return "\n".join(lines)
+
+
+def _line(name: str, formula: str, value: float, ratio: float = math.nan) -> str:
+    tail = "" if math.isnan(ratio) else f"     ratio {ratio:.2f}"
+    return f"  {name:<10} {formula:<44} = {value:>10.5g}{tail}"
+
+
+def reference_tensors(reference: Reference, named: Params, rename: Rename | None = None) -> dict[str, Tensor]:
+    """The comparator u by the names of the optimiser's parameters.
+
+    Args:
+        reference: a state_dict or another mapping, a module, or tensors in the order of the optimiser's parameters.
+        named: the optimiser's parameters.
+        rename: how its names differ from those of the model.
+    """
+    if isinstance(reference, nn.Module):
+        reference = dict(reference.named_parameters())
+    if isinstance(reference, Mapping):
+        found = {clean_name(n, rename): x for n, x in reference.items()}
+    else:
+        tensors = list(reference)
+        if len(tensors) != len(named):
+            raise ValueError(
+                f"the reference has {len(tensors)} tensors, but the optimiser has {len(named)} parameters. Pass one for "
+                "each, in their order, or a state_dict."
+            )
+        found = dict(zip(named, tensors, strict=True))
+    for n, p in named.items():
+        if n not in found:
+            raise ValueError(
+                f"the reference has no tensor {n!r}; it has {some(found)}. Pass the state_dict of a model with the "
+                "parameters of this one."
+            )
+        if found[n].shape != p.shape:
+            raise ValueError(
+                f"the reference has {n!r} in shape {tuple(found[n].shape)}, but the parameter has {tuple(p.shape)}. Pass "
+                "the state_dict of the same model."
+            )
+    return {n: found[n].detach() for n in named}

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,6 +58,17 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
         """Loss and accuracy on a whole split. Meta-training never asks for validation or test."""
+
+    def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
+        """A function of the parameters: the loss on a fixed part of the training split, cheap enough to watch a run by.
+
+        The batch of a step is no such measure: it is noisy, and the first of many noisy losses below a target comes too
+        early. Without examples to choose from, as here, it is the loss on the whole training split.
+
+        Args:
+            examples: how many, at most; the same ones for all tasks on the same data.
+        """
+        return lambda params: self.evaluate(params, "train").loss
 
 
 class SolvedTask(Task):

@@ -1,0 +1,31 @@
+"""MetaMD as one more contender, so that it goes through the same loop and the same search as its rivals."""
+
+from metamd.learned import LearnedOptimiser
+from metamd.optimiser import MetaMD
+from metamd.rivals.base import Named, Range, Rival, Setting
+from metamd.rivals.classical import DECAY
+
+
+def learned_rival(learned: LearnedOptimiser, *, name: str = "metamd", title: str = "MetaMD", exact: bool = True) -> Rival:
+    """A learned geometry behind the interface of the rivals; by default with nothing tuned.
+
+    Args:
+        learned: the geometry.
+        name: in records.
+        title: in tables.
+        exact: False takes the paper's step.
+    """
+
+    def make(named: Named, setting: Setting) -> MetaMD:
+        return MetaMD(named, learned, **setting, exact=exact, check_finite=False)
+
+    return Rival(
+        name,
+        title,
+        make,
+        {"lr": Range(0.1, 10), "weight_decay": DECAY},
+        {"lr": 1.0, "weight_decay": 0.0},
+        {"lr": (1.0, 0.3, 0.5, 0.7, 1.5), "weight_decay": (0.001, 0.0001, 0.0005)},
+        identity=learned.fingerprint() + ("" if exact else " paper's step"),
+        cost={k: v for k, v in learned.header.cost.items() if k in ("gradient_evaluations", "gradients", "seconds")},
+    )

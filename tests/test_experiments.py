@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from metamd import Diagonal, LearnedOptimiser, cli
+from metamd.cells import Cell, fill, own_warnings
 from metamd.experiments import quadratic, race, rosenbrock
-from metamd.experiments.cells import Cell, fill, own_warnings
 from metamd.experiments.race import NEVER, Problems
 from metamd.experiments.rivals import DIAGONAL, RIVALS, Rival
 from metamd.experiments.spread import Spread
@@ -212,7 +212,7 @@ def test_only_our_own_warnings_belong_to_a_result(recwarn):
 SLOW = """
 import sys, time
 from pathlib import Path
-from metamd.experiments.cells import Cell, fill
+from metamd.cells import Cell, fill
 from metamd.records import Records
 
 def cell(i):

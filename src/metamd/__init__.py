@@ -8,7 +8,10 @@ from metamd._version import __version__
 if TYPE_CHECKING:
     from metamd import data as data
     from metamd import models as models
+    from metamd import rivals as rivals
     from metamd import tasks as tasks
+    from metamd.comparing import compare, handicap
+    from metamd.comparison import Comparison
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
     from metamd.journal import Journal
@@ -21,7 +24,12 @@ if TYPE_CHECKING:
     from metamd.outer_steps import Refine, Stopping
     from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
     from metamd.recorder import Recorder
+    from metamd.rivals.base import Contender, Rival
+    from metamd.rivals.ours import learned_rival
     from metamd.runs import Run
+    from metamd.search import Bayesian, Grid, QuasiRandom
+    from metamd.training import Measuring
+    from metamd.tuning import tune
 
 _HOME = {
     "Diagonal": "potentials",
@@ -59,11 +67,25 @@ _HOME = {
     "Recorder": "recorder",
     "Run": "runs",
     "learn": "ordinary",
+    "Bayesian": "search",
+    "Comparison": "comparison",
+    "Contender": "rivals",
+    "Grid": "search",
+    "Measuring": "training",
+    "QuasiRandom": "search",
+    "Rival": "rivals",
+    "compare": "comparing",
+    "handicap": "comparing",
+    "learned_rival": "rivals",
+    "tune": "tuning",
 }
-_SUBMODULES = ("data", "models", "tasks")
+_SUBMODULES = ("data", "models", "rivals", "tasks")
 
 __all__ = [
+    "Bayesian",
     "ClosedForm",
+    "Comparison",
+    "Contender",
     "Diagonal",
     "Direct",
     "Euclidean",
@@ -72,10 +94,12 @@ __all__ = [
     "ForwardDiagonal",
     "ForwardRandom",
     "GradientDescent",
+    "Grid",
     "Journal",
     "Kronecker",
     "LearnedOptimiser",
     "MaxDiagonal",
+    "Measuring",
     "MetaMD",
     "Method",
     "NegativeEntropy",
@@ -84,21 +108,27 @@ __all__ = [
     "PNorm",
     "PaperBound",
     "Potential",
+    "QuasiRandom",
     "Recorder",
     "Refine",
     "Regret",
     "Reverse",
+    "Rival",
     "Run",
     "Stopping",
     "TrainingLoss",
     "TrustRegion",
     "__version__",
     "bregman",
+    "compare",
+    "handicap",
     "learn",
+    "learned_rival",
     "load",
     "meta_train",
     "mirror_step",
     "paper",
+    "tune",
 ]
 
 

@@ -226,7 +226,7 @@ class _Run:
                     group["lr"] = rate * factor
             try:
                 self.optimiser.step()
-            except torch.linalg.LinAlgError as error:  # a decomposition of statistics that are no longer finite
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # statistics that are no longer finite
                 self.failed = f"The optimiser gave up at step {self.taken}: {error}"
                 return False
             self.total, self.taken = self.total + value, self.taken + 1
@@ -290,5 +290,3 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"a number is required, got {type(value).__name__}")
     return float(cast(float, value))
-
-

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from metamd import tasks
+from metamd.cells import Cell, fill, own_warnings
 from metamd.experiments import race
-from metamd.experiments.cells import Cell, fill, own_warnings
 from metamd.experiments.race import Entry, Problems
 from metamd.experiments.rivals import RIVALS
 from metamd.experiments.spread import Spread

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from metamd import tasks
-from metamd.experiments.cells import Cell, fill, own_warnings
+from metamd.cells import Cell, fill, own_warnings
 from metamd.experiments.race import NEVER, Problems, path, start, thinned
 from metamd.experiments.rivals import DIAGONAL, RIVALS, Rival, Setting, State
 from metamd.hypergrad import Reverse

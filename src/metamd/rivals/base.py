@@ -172,8 +172,17 @@ class Contender:
 
     def key(self) -> str:
         """A short name that no other contender has."""
-        text = json.dumps(self.describe(), sort_keys=True)
-        return f"{self.rival.name}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+        return contender_key(self.describe())
+
+
+def contender_key(description: Mapping[str, Any]) -> str:
+    """The short name of a contender from its description.
+
+    Args:
+        description: as `Contender.describe` gives it.
+    """
+    text = json.dumps(description, sort_keys=True)
+    return f"{description['rival']}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
 def searched(rival: Rival, names: Sequence[str]) -> list[str]:

@@ -58,7 +58,7 @@ class MuonAndAdamW:
         self.views = [(p, nn.Parameter(p.detach().flatten(1))) for p in hidden]
         chosen = {id(p) for p in hidden}
         rest = [p for _, p in named if id(p) not in chosen]
-        both: dict[str, float] = {"lr": setting["lr"], "weight_decay": setting["weight_decay"]}
+        both: dict[str, Any] = {"lr": setting["lr"], "weight_decay": setting["weight_decay"]}
         self.parts: list[torch.optim.Optimizer] = [AdamW(rest, **both, fused=True)]
         if hidden:
             # with this adjustment one rate serves both parts
@@ -78,7 +78,11 @@ _FAST = {"fused": True}
 
 CLASSICAL = [
     Rival(
-        "sgd", "SGD", maker(SGD, **_FAST), {"lr": Range(1e-3, 10), "weight_decay": DECAY}, {"lr": 1e-3, "weight_decay": 0.0},
+        "sgd",
+        "SGD",
+        maker(SGD, **_FAST),
+        {"lr": Range(1e-3, 10), "weight_decay": DECAY},
+        {"lr": 1e-3, "weight_decay": 0.0},
         PAPER,
     ),
     Rival(

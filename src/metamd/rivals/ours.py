@@ -1,5 +1,7 @@
 """MetaMD as one more contender, so that it goes through the same loop and the same search as its rivals."""
 
+from typing import Any
+
 from metamd.learned import LearnedOptimiser
 from metamd.optimiser import MetaMD
 from metamd.rivals.base import Named, Range, Rival, Setting
@@ -17,7 +19,8 @@ def learned_rival(learned: LearnedOptimiser, *, name: str = "metamd", title: str
     """
 
     def make(named: Named, setting: Setting) -> MetaMD:
-        return MetaMD(named, learned, **setting, exact=exact, check_finite=False)
+        options: dict[str, Any] = dict(setting)
+        return MetaMD(named, learned, **options, exact=exact, check_finite=False)
 
     return Rival(
         name,

@@ -32,6 +32,9 @@ def fetched(module: str, name: str, **fixed: Any) -> Callable[[Named, Setting], 
 
 _KOZISTR, _FACTOR = "pytorch_optimizer", Range(0.1, 10)
 
+_SHAMPOO = {"start_preconditioning_step": 10, "preconditioning_compute_steps": 10, "block_size": 256}
+"""The class's own defaults start after 25 steps and renew the roots every 1,000: nothing for runs of 500."""
+
 PACKAGES = [
     Rival(
         "soap",
@@ -43,8 +46,7 @@ PACKAGES = [
     Rival(
         "shampoo",
         "Shampoo",
-        # The class's own defaults start after 25 steps and renew the roots every 1,000: nothing for runs of 500.
-        fetched(_KOZISTR, "ScalableShampoo", start_preconditioning_step=10, preconditioning_compute_steps=10, block_size=256),
+        fetched(_KOZISTR, "ScalableShampoo", **_SHAMPOO),
         {"lr": Range(1e-4, 1), "weight_decay": DECAY},
         {"lr": 1e-3, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999},
     ),

@@ -175,7 +175,10 @@ class SupervisedTask(Task):
         if examples < 1:
             raise ValueError(f"examples must be at least 1, got {examples}. 2000 is usual.")
         chosen = some_rows(len(self.splits["train"][0]), examples)
-        parts = [[self._rows(part, chosen[rows]) for part in self.splits["train"]] for rows in chunks(len(chosen), _EVALUATED_AT_ONCE)]
+        parts = [
+            [self._rows(part, chosen[rows]) for part in self.splits["train"]]
+            for rows in chunks(len(chosen), _EVALUATED_AT_ONCE)
+        ]
         model = use_batch_statistics(self.recipe.make(self.config["init_seed"])).eval()
 
         @torch.no_grad()

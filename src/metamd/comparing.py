@@ -18,6 +18,7 @@ from metamd.records import Records, Result, write_json
 from metamd.rivals.base import Contender, Rival, Schedule
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
 from metamd.tasks.held_out import ImageFamily
+from metamd.tasks.shared_start import SharedStart
 from metamd.tasks.supervised import Supervised
 from metamd.training import Measuring, Outcome, step_seconds, train
 
@@ -126,9 +127,10 @@ def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
 
 
 def _domains(family: TaskFamily) -> Sequence[str]:
-    if isinstance(family, ImageFamily):
-        return family.domains
-    return list(family.data) if isinstance(family, Supervised) else [family.name]
+    inner = family.family if isinstance(family, SharedStart) else family
+    if isinstance(inner, ImageFamily):
+        return inner.domains
+    return list(inner.data) if isinstance(inner, Supervised) else [inner.name]
 
 
 def group_of(config: Config) -> str:

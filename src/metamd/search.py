@@ -1,6 +1,7 @@
 """Which settings to try next: on a grid, quasi-random, or where a Gaussian process expects the most."""
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ def _most_promising(places: Tensor, values: Tensor, beta: float) -> Tensor:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ten times faster than two busy threads
     try:
-        with settings.validate_input_scaling(False):
+        with settings.validate_input_scaling(False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a line search that fails is tried again from other points, with a warning
             process: Any = SingleTaskGP(places, values[:, None], covar_module=kernel, outcome_transform=Standardize(m=1))
             fit_gpytorch_mll(ExactMarginalLogLikelihood(process.likelihood, process))
             bounds = torch.tensor([[0.0] * dimension, [1.0] * dimension], dtype=torch.float64)

@@ -76,7 +76,7 @@ class Tuned:
     @property
     def at_edge(self) -> list[str]:
         """The hyperparameters whose best value lies at an end of the search space: a better one may lie beyond."""
-        varied = [n for n in self.rival.space if len({t.contender.setting[n] for t in self.trials}) > 1]
+        varied = [n for n in self.rival.space if len({t.contender.setting.get(n) for t in self.trials}) > 1]
         return [n for n in varied if self.rival.space[n].at_edge(self.best.setting[n])]
 
 

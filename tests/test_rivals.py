@@ -18,7 +18,9 @@ BARE = Measuring(splits=())
 
 
 def small_network():
-    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+    )
 
 
 def images(seed=0, count=120):

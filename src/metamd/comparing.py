@@ -184,7 +184,7 @@ def _timed(
     name = f"seconds-{hashlib.blake2b(keys.encode(), digest_size=6).hexdigest()}"
 
     def compute() -> Result:
-        found = step_seconds(next(iter(tasks.values())), chosen)
+        found = step_seconds(next(iter(tasks.values())), chosen, steps=comparison.settings["steps"])
         return {"seconds": {label: None if math.isnan(x) else x for label, x in found.items()}}
 
     taken = (compute() if records is None else records.cell(name, compute))["seconds"]

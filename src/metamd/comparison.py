@@ -153,7 +153,7 @@ class Comparison:
         for label, row, (a, b), p in zip(others, rows, logs, p_values, strict=True):
             both = np.isfinite(a) & np.isfinite(b)
             where = [g for g, ok in zip(self.groups, both, strict=True) if ok]
-            log = bootstrap_mean((a - b)[both], where) if both.any() else Estimate(math.nan, math.nan, math.nan)
+            log = bootstrap_mean(a[both] - b[both], where) if both.any() else Estimate(math.nan, math.nan, math.nan)
             ratio, low, high = math.exp(log.value), math.exp(log.low), math.exp(log.high)
             wins, ties, losses = (int(x.sum()) for x in (ours < row, ours == row, ours > row))
             found.append(Difference(label, metric, ratio, low, high, wins, ties, losses, p))

@@ -238,7 +238,13 @@ class _Run:
 
 
 def step_seconds(
-    task: Task, contenders: Mapping[str, Contender], *, rounds: int = 15, block: int = 10, warm_up: int = 3
+    task: Task,
+    contenders: Mapping[str, Contender],
+    *,
+    steps: int | None = None,
+    rounds: int = 15,
+    block: int = 10,
+    warm_up: int = 3,
 ) -> dict[str, float]:
     """The seconds that one step of each contender takes: the median over blocks of steps that take turns.
 
@@ -247,23 +253,25 @@ def step_seconds(
     Args:
         task: what is trained.
         contenders: by label.
+        steps: T; a run that has reached it begins again.
         rounds: blocks of each.
         block: steps in a block; those of SOAP and Shampoo differ in cost with a period of 10.
         warm_up: blocks that are not counted.
     """
     found: dict[str, list[float]] = {label: [] for label in contenders}
     with one_thread(), seeded(derive_seed(config_hash(task.config), "seconds")):
-        horizon = (rounds + warm_up) * block
-        runs = {}
-        for label, contender in contenders.items():
-            params = {n: nn.Parameter(x) for n, x in task.init().items()}
-            runs[label] = _Run(task, contender, params, horizon)
+        horizon = task.steps if steps is None else steps
+        block = min(block, horizon)
+        runs: dict[str, _Run] = {}
         for turn in range(rounds + warm_up):
-            order = list(runs)
+            order = list(contenders)
             shift = turn % len(order)
             for label in order[shift:] + order[:shift]:
+                if label not in runs or runs[label].taken + block > horizon:
+                    params = {n: nn.Parameter(x) for n, x in task.init().items()}
+                    runs[label] = _Run(task, contenders[label], params, horizon)
                 began = perf_counter()
-                runs[label].advance((turn + 1) * block)
+                runs[label].advance(runs[label].taken + block)
                 if turn >= warm_up and not runs[label].failed:
                     found[label].append((perf_counter() - began) / block)
     return {label: median(times) if times else math.nan for label, times in found.items()}

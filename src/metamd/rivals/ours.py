@@ -8,6 +8,8 @@ from metamd.optimiser import MetaMD
 from metamd.rivals.base import Named, Range, Rival, Setting
 from metamd.rivals.classical import DECAY
 
+COSTS = ("gradient_evaluations", "hessian_vector_products", "seconds")
+
 
 def learned_rival(
     learned: LearnedOptimiser,
@@ -40,5 +42,5 @@ def learned_rival(
         {"weight_decay": 0.0, "momentum": 0.9 if averaging == "schedule-free" else 0.0},
         {"lr": (1.0, 0.3, 0.5, 0.7, 1.5), "weight_decay": (0.001, 0.0001, 0.0005)},
         identity=learned.fingerprint() + how,
-        cost={k: v for k, v in learned.header.cost.items() if k in ("gradient_evaluations", "hessian_vector_products", "seconds")},
+        cost={k: v for k, v in learned.header.cost.items() if k in COSTS},
     )

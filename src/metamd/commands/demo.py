@@ -15,7 +15,7 @@ from rich.console import Console
 from metamd import figures
 from metamd.commands import Demo
 from metamd.experiments import digits, race
-from metamd.experiments.rivals import RIVALS
+from metamd.experiments.batched import RIVALS
 from metamd.experiments.spread import Spread
 from metamd.meta import meta_train
 from metamd.potentials import Diagonal

@@ -16,8 +16,8 @@ import torch
 from metamd import tasks
 from metamd.cells import Cell, fill, own_warnings
 from metamd.experiments import race
+from metamd.experiments.batched import RIVALS
 from metamd.experiments.race import Entry, Problems
-from metamd.experiments.rivals import RIVALS
 from metamd.experiments.spread import Spread
 from metamd.hypergrad import Reverse
 from metamd.meta import Method, meta_train, paper

@@ -18,8 +18,8 @@ import torch
 
 from metamd import tasks
 from metamd.cells import Cell, fill, own_warnings
+from metamd.experiments.batched import DIAGONAL, RIVALS, BatchedRival, Setting, State
 from metamd.experiments.race import NEVER, Problems, path, start, thinned
-from metamd.experiments.rivals import DIAGONAL, RIVALS, Rival, Setting, State
 from metamd.hypergrad import Reverse
 from metamd.meta import meta_train, paper
 from metamd.optimiser import MetaMD
@@ -93,7 +93,7 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
         yield Cell(f"{name}-paper", partial(_learned, scale, seed, name, paper(10.0, rho=1e-3, estimator=Reverse())))
 
 
-def _rival(name: str, rival: Rival, grid: Sequence[Setting]) -> Result:
+def _rival(name: str, rival: BatchedRival, grid: Sequence[Setting]) -> Result:
     return tuned(_problem(name), rival, grid)
 
 
@@ -101,7 +101,7 @@ def _problem(name: str) -> Problems:
     return Problems.draw(tasks.rosenbrock(start=STARTS[name], steps=STEPS), 1, 0)
 
 
-def final_losses(problems: Problems, rival: Rival, settings: Sequence[Setting], steps: int = STEPS) -> torch.Tensor:
+def final_losses(problems: Problems, rival: BatchedRival, settings: Sequence[Setting], steps: int = STEPS) -> torch.Tensor:
     """The loss of each setting after so many steps, (H,), infinite if it diverged; the mean over the problems.
 
     Args:
@@ -118,7 +118,7 @@ def final_losses(problems: Problems, rival: Rival, settings: Sequence[Setting], 
     return torch.where(losses.isfinite(), losses, math.inf).view(len(settings), -1).mean(1)
 
 
-def tuned(problems: Problems, rival: Rival, settings: Sequence[Setting]) -> Result:
+def tuned(problems: Problems, rival: BatchedRival, settings: Sequence[Setting]) -> Result:
     """The setting with the smallest loss after the last iteration.
 
     Args:

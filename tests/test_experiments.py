@@ -15,7 +15,7 @@ import torch
 from metamd import Diagonal, LearnedOptimiser, cli
 from metamd.cells import Cell, fill, own_warnings
 from metamd.experiments import quadratic, race, rosenbrock
-from metamd.experiments.batched import DIAGONAL, RIVALS
+from metamd.experiments.batched import DIAGONAL, RIVALS, BatchedRival
 from metamd.experiments.race import NEVER, Problems
 from metamd.experiments.spread import Spread
 from metamd.guard import OffFamilyWarning

@@ -12,7 +12,7 @@ import torch
 
 from metamd.cells import Cell, fill
 from metamd.comparison import Comparison
-from metamd.folds import Candidate, Fold, cell_name
+from metamd.folds import Candidate, Fold, Target, cell_name
 from metamd.learned import versions
 from metamd.records import Records, Result, write_json
 from metamd.rivals.base import Contender, Rival, Schedule
@@ -50,6 +50,8 @@ def compare(
     measuring: Measuring | None = None,
     folder: Path | str | None = None,
     workers: int = 1,
+    protocol: str = "",
+    aim: Target | None = None,
 ) -> Comparison:
     """Train the same tasks, initialisations and batches with every optimiser.
 
@@ -63,6 +65,8 @@ def compare(
         measuring: how the runs are watched.
         folder: where every run is kept as a record, so that a comparison that was stopped continues and grows.
         workers: processes.
+        protocol: by which rule settings were chosen, in a word, for the report.
+        aim: the target of steps-to-target; that of the last optimiser if not given.
 
     Example:
         >>> from metamd import tasks
@@ -103,7 +107,7 @@ def compare(
         }
         costs = {label: dict(found[0].rival.cost) for label, found in entrants.items()}
         folds.append(Fold(group, members, {}, costs))
-    comparison = Comparison(tuple(folds), settings)
+    comparison = Comparison(tuple(folds), settings, aim, protocol)
     return _timed(comparison, entrants, tasks, records)
 
 

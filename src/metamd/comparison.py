@@ -61,11 +61,13 @@ class Comparison:
         folds: the domains.
         settings: what all runs have in common.
         aim: the target of steps- and seconds-to-target; if not given, that of the last label.
+        protocol: by which rule settings were chosen, in a word.
     """
 
     folds: tuple[Fold, ...]
     settings: Mapping[str, Any]
     aim: Target | None = None
+    protocol: str = ""
 
     @property
     def labels(self) -> list[str]:
@@ -246,7 +248,7 @@ class Comparison:
             raise ValueError("there is nothing to join.")
         if any(c.labels != found[0].labels for c in found):
             raise ValueError(f"comparisons of the same optimisers are required, got {[c.labels for c in found]}.")
-        return cls(tuple(f for c in found for f in c.folds), found[0].settings, found[0].aim)
+        return cls(tuple(f for c in found for f in c.folds), found[0].settings, found[0].aim, found[0].protocol)
 
     def index(self) -> dict[str, Any]:
         """What is needed beside the records of the runs to have the comparison again, in JSON's types."""
@@ -260,7 +262,8 @@ class Comparison:
             }
             seconds = {k: None if math.isnan(v) else v for k, v in fold.seconds.items()}
             folds.append({"group": fold.group, "entrants": entrants, "seconds": seconds, "costs": fold.costs})
-        return {"folds": folds}
+        aim = None if self.aim is None else {"baseline": self.aim.baseline, "share": self.aim.share}
+        return {"protocol": self.protocol, "aim": aim, "folds": folds}
 
     @classmethod
     def read(cls, folder: Path | str) -> "Comparison":
@@ -275,6 +278,8 @@ class Comparison:
             folds = tuple(read_fold(folder, f) for f in index["folds"])
             if not folds or any(list(f.entrants) != list(folds[0].entrants) or not f.entrants for f in folds):
                 raise ValueError("every domain must have the same optimisers")
-            return cls(folds, Records.settings(folder))
+            found = cls(folds, Records.settings(folder), protocol=str(index.get("protocol", "")))
+            aim = index.get("aim")
+            return found if aim is None else found.aiming(aim["baseline"], float(aim["share"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{str(folder / 'comparison.json')!r} is not the index of a comparison: {error!r}.") from None

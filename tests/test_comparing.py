@@ -18,7 +18,7 @@ from metamd import Comparison, Diagonal, Measuring, compare, handicap, learned_r
 from metamd.cells import Cell, fill
 from metamd.comparing import draw
 from metamd.folds import Candidate, Fold, Target
-from metamd.paired import bootstrap_mean, holm, profiles, rank, resample, signed_rank_test
+from metamd.paired import bootstrap, holm, profiles, rank, resample, signed_rank_test
 from metamd.records import Records
 from metamd.rivals import rival
 from metamd.training import Outcome
@@ -68,9 +68,9 @@ def test_intervals_cover_the_mean_of_the_next_domains():
     covered, naive = 0, 0
     for i in range(200):
         values = np.repeat(rng.normal(size=12), 3) + 0.1 * rng.normal(size=36)
-        found = bootstrap_mean(values, groups, seed=i)
+        found = bootstrap(values, groups, seed=i)
         covered += found.low <= 0 <= found.high
-        found = bootstrap_mean(values, [0] * 36, seed=i)
+        found = bootstrap(values, [0] * 36, seed=i)
         naive += found.low <= 0 <= found.high
     assert covered >= 170  # nominally 95 %; twelve groups give about 91 %
     assert naive < 160

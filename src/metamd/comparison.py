@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from metamd.folds import Candidate, Fold, Target, cell_name, read_fold
-from metamd.paired import Array, Estimate, Profile, bootstrap_mean, holm, profiles, signed_rank_test
+from metamd.folds import TO_TARGET, Candidate, Fold, Target, cell_name, read_fold
+from metamd.paired import Array, Estimate, Profile, bootstrap, holm, profiles, signed_rank_test
 from metamd.records import Records, read_json
 
 SHOWN = ("mean_loss", "final_loss", "steps_to_target", "seconds_to_target", "test_error")
 """What a table has, as far as it was measured."""
+
+LEAST = 1e-9
+"""Smaller values count as this one in ratios: of zero there is none."""
 
 HVP = 2.5
 """Gradient evaluations that a Hessian-vector product costs, measured on LeNet and the MLP."""
@@ -132,13 +135,13 @@ class Comparison:
         return [i for i, f in enumerate(self.folds) for _ in f.entrants[self.labels[0]][0].outcomes]
 
     def estimate(self, label: str, metric: str) -> Estimate:
-        """The mean of a metric over all tasks, with its interval.
+        """The mean of a metric over all tasks, or the median of steps and seconds to the target, with its interval.
 
         Args:
             label: of the optimiser.
             metric: what is shown.
         """
-        return bootstrap_mean(self.values(label, metric), self.groups)
+        return bootstrap(self.values(label, metric), self.groups, median=metric in TO_TARGET)
 
     def differences(self, metric: str) -> list[Difference]:
         """The first optimiser against each of the others.
@@ -148,14 +151,13 @@ class Comparison:
         """
         ours, others = self.values(self.labels[0], metric), self.labels[1:]
         rows = [self.values(label, metric) for label in others]
-        with np.errstate(divide="ignore"):
-            logs = [(np.log(np.maximum(ours, 1e-12)), np.log(np.maximum(row, 1e-12))) for row in rows]
+        logs = [(np.log(np.maximum(ours, LEAST)), np.log(np.maximum(row, LEAST))) for row in rows]
         p_values = holm([signed_rank_test(a, b) for a, b in logs])
         found = []
         for label, row, (a, b), p in zip(others, rows, logs, p_values, strict=True):
             both = np.isfinite(a) & np.isfinite(b)
             where = [g for g, ok in zip(self.groups, both, strict=True) if ok]
-            log = bootstrap_mean(a[both] - b[both], where) if both.any() else Estimate(math.nan, math.nan, math.nan)
+            log = bootstrap(a[both] - b[both], where) if both.any() else Estimate(math.nan, math.nan, math.nan)
             ratio, low, high = math.exp(log.value), math.exp(log.low), math.exp(log.high)
             wins, ties, losses = (int(x.sum()) for x in (ours < row, ours == row, ours > row))
             found.append(Difference(label, metric, ratio, low, high, wins, ties, losses, p))

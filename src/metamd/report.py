@@ -1,9 +1,11 @@
 """A report page: one HTML file with its figures inside, that needs nothing beside it. Nothing is computed here."""
 
 import base64
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 
 from metamd.container import write_atomically
 
@@ -63,6 +65,66 @@ class Section:
     heads: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     figures: Sequence[tuple[Path, str]] = field(default_factory=tuple)
+
+
+def as_text(sections: Sequence[Section]) -> str:
+    """The same page for a terminal, without its figures; what is not printable is spelled out.
+
+    Args:
+        sections: its parts.
+    """
+    lines: list[str] = []
+    for section in sections:
+        lines += ["", section.title, "-" * len(section.title), *(fill(_printable(text), 110) for text in section.texts), ""]
+        if not section.rows:
+            continue
+        table = [[_printable(f) for f in row] for row in (section.heads, *section.rows)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        for row in table:
+            first, rest = row[0].ljust(widths[0]), [v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True)]
+            lines.append("   ".join([first, *rest]))
+    return "\n".join(lines).strip()
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def as_markdown(title: str, sections: Sequence[Section], *, command: str) -> str:
+    """The same page as Markdown, without its figures.
+
+    Args:
+        title: of the page.
+        sections: its parts.
+        command: what made it, for the last line.
+    """
+    lines = [f"# {escaped(title)}", ""]
+    for section in sections:
+        lines += [f"## {escaped(section.title)}", ""]
+        for text in section.texts:
+            lines += [escaped(text), ""]
+        if section.rows:
+            lines += [_row(section.heads), "|---" * len(section.heads) + "|", *map(_row, section.rows), ""]
+    return "\n".join([*lines, f"Made by {escaped(command)}", ""])
+
+
+def _row(fields: Sequence[str]) -> str:
+    return "| " + " | ".join(escaped(f) for f in fields) + " |"
+
+
+def escaped(text: str) -> str:
+    """A text from a record that Markdown shows as it is: no markup, no links, no HTML, one line.
+
+    Args:
+        text: anything.
+
+    Example:
+        >>> escaped("a|b <script>")
+        'a\\\\|b &lt;script&gt;'
+    """
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    plain = plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\\\`*_\[\]|#!])", r"\\\1", plain)
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section], *, command: str) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from metamd.cli import one_line
-from metamd.commands import Train
+from metamd.commands import Compare, Train
 from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.hypergrad.base import Estimator
 from metamd.journal import Journal, Log
@@ -42,7 +42,7 @@ def run(options: Train) -> int:
     Args:
         options: what was asked.
     """
-    family = _family(options)
+    family = family_of(options)
     _check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
     with _processes() as rank:
@@ -90,7 +90,12 @@ def tensorboard(folder: Path) -> Log:
     return log
 
 
-def _family(options: Train) -> TaskFamily:
+def family_of(options: Compare | Train) -> TaskFamily:
+    """The family that the options name, with what they say of it.
+
+    Args:
+        options: what was asked.
+    """
     if options.family not in FAMILIES:
         raise ValueError(f"there is no family {options.family!r}. There are {', '.join(sorted(FAMILIES))}.")
     build = FAMILIES[options.family]

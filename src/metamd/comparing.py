@@ -107,7 +107,9 @@ def compare(
         }
         costs = {label: dict(found[0].rival.cost) for label, found in entrants.items()}
         folds.append(Fold(group, members, {}, costs))
-    comparison = Comparison(tuple(folds), settings, aim, protocol)
+    comparison = Comparison(tuple(folds), settings, protocol=protocol)
+    if aim is not None:
+        comparison = comparison.aiming(aim.baseline, aim.share)
     return _timed(comparison, entrants, tasks, records)
 
 

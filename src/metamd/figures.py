@@ -234,9 +234,13 @@ def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, yl
         ylabel: of the first.
         logarithmic: whether the vertical axis is.
     """
-    figure = blank(3.9 * len(panels) + 1.6, 3.4)
-    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, (title, members) in zip(grid, panels.items(), strict=True):
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = blank(3.9 * columns + 1.6, 3.4 * lines)
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (title, members) in zip(grid, panels.items(), strict=False):
         for curve in members:
             colour = _colour(curve.label)
             style = _style(curve.label, curve.dashed)

@@ -115,15 +115,17 @@ class Reproduce:
 
     Args:
         name: of the experiment.
-        scale: smoke takes seconds, cpu minutes on two cores.
+        scale: smoke takes seconds, cpu minutes or hours on two cores; paper is the published protocol, for a GPU.
         out: directory for records and figures; runs/NAME-SCALE if not given.
+        workers: processes, for the experiments with networks.
         seed: of everything random.
         json: print one JSON object on standard output instead of text.
     """
 
-    name: Positional[Literal["quadratic", "rosenbrock"]]
-    scale: Literal["smoke", "cpu"] = "cpu"
+    name: Positional[Literal["quadratic", "rosenbrock", "rotated-mnist-mlp", "diverse-digits-lenet"]]
+    scale: Literal["smoke", "cpu", "paper"] = "cpu"
     out: Annotated[Path | None, arg(metavar="DIR")] = None
+    workers: int = 1
     seed: int = 0
     json: bool = False
 

@@ -20,24 +20,39 @@ def run(options: Report) -> int:
     Args:
         options: what was asked.
     """
-    comparison, versions = read(options.folder)
-    if options.target is not None:
-        comparison = comparison.aiming(options.target, options.share)
     out = options.out or options.folder
-    out.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory() as figures:
-        parts = sections(comparison, Path(figures), versions=versions)
-        if (options.folder / "certificate.json").is_file():
-            parts.append(certificate_section(read_json(options.folder / "certificate.json")))
-        title, command = _title(comparison), f"metamd report {options.folder}"
-        write_page(out / "report.html", title, parts, command=command)
-        write_atomically(out / "report.md", as_markdown(title, parts, command=command).encode())
+    comparison, parts = write_report(options.folder, out, options.target, options.share)
     if options.json:
         print(json.dumps(summary(comparison) | {"page": str(out / "report.html")}))
     else:
-        print(_shown(parts))
+        print(as_text([p for p in parts if p.title != "Configuration"]))
         print(f"\nThe report is in {out / 'report.html'}.")
     return 0
+
+
+def write_report(
+    folder: Path, out: Path, target: str | None = None, share: float = 0.75
+) -> tuple[Comparison, list[Section]]:
+    """Write `report.html` and `report.md`; what they show is given back.
+
+    Args:
+        folder: of the records.
+        out: of the pages.
+        target: label of the optimiser that sets the target; that of the records if not given.
+        share: of the steps after which its loss is the target.
+    """
+    comparison, versions = read(folder)
+    if target is not None:
+        comparison = comparison.aiming(target, share)
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as figures:
+        parts = sections(comparison, Path(figures), versions=versions)
+        if (folder / "certificate.json").is_file():
+            parts.append(certificate_section(read_json(folder / "certificate.json")))
+        title, command = _title(comparison), f"metamd report {folder}"
+        write_page(out / "report.html", title, parts, command=command)
+        write_atomically(out / "report.md", as_markdown(title, parts, command=command).encode())
+    return comparison, parts
 
 
 def read(folder: Path) -> tuple[Comparison, dict[str, Any]]:
@@ -86,7 +101,3 @@ def _title(comparison: Comparison) -> str:
     family = comparison.settings.get("family", {})
     name = family.get("family", "") if isinstance(family, dict) else ""
     return f"{comparison.labels[0]} against {len(comparison.labels) - 1} rivals" + (f" on {name}" if name else "")
-
-
-def _shown(parts: list[Section]) -> str:
-    return as_text([p for p in parts if p.title != "Configuration"])

@@ -101,17 +101,18 @@ SCALES = {
 }
 
 
-def run(scale: str, folder: Path, seed: int) -> Result:
+def run(scale: str, folder: Path, seed: int, workers: int = 1) -> Result:
     """Fill the table and draw the figures; what is in the folder already is kept.
 
     Args:
         scale: a name in `SCALES`.
         folder: for records and figures.
         seed: of the test problems and of the meta-trainings.
+        workers: processes.
     """
     settings = {"experiment": "quadratic", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
     records = Records(folder, settings)
-    results = fill(records, cells(SCALES[scale], seed), title="quadratic")
+    results = fill(records, cells(SCALES[scale], seed), title="quadratic", workers=workers)
     rows = table(results)
     draw(results, folder)
     return {"experiment": "quadratic", "scale": scale, "seed": seed, "rows": rows}

@@ -59,16 +59,17 @@ class Scale:
 SCALES = {"smoke": Scale(("customary",), 2, 1, 12, False), "cpu": Scale()}
 
 
-def run(scale: str, folder: Path, seed: int) -> Result:
+def run(scale: str, folder: Path, seed: int, workers: int = 1) -> Result:
     """Fill the table and draw the figures; what is in the folder already is kept.
 
     Args:
         scale: a name in `SCALES`.
         folder: for records and figures.
         seed: of the meta-trainings; everything else is deterministic.
+        workers: processes.
     """
     settings = {"experiment": "rosenbrock", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
-    results = fill(Records(folder, settings), cells(SCALES[scale], seed), title="rosenbrock")
+    results = fill(Records(folder, settings), cells(SCALES[scale], seed), title="rosenbrock", workers=workers)
     draw(results, folder)
     return {"experiment": "rosenbrock", "scale": scale, "seed": seed, "rows": table(results)}
 

@@ -276,12 +276,13 @@ class Comparison:
         """
         folder = Path(folder)
         index = read_json(folder / "comparison.json")
+        where = repr(str(folder / "comparison.json"))
         try:
             folds = tuple(read_fold(folder, f) for f in index["folds"])
             if not folds or any(list(f.entrants) != list(folds[0].entrants) or not f.entrants for f in folds):
-                raise ValueError("every domain must have the same optimisers")
+                raise ValueError(f"every domain of {where} must have the same optimisers, and there must be one.")
             found = cls(folds, Records.settings(folder), protocol=str(index.get("protocol", "")))
             aim = index.get("aim")
             return found if aim is None else found.aiming(aim["baseline"], float(aim["share"]))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{str(folder / 'comparison.json')!r} is not the index of a comparison: {error!r}.") from None
+            raise ValueError(f"{where} is not the index of a comparison: {error!r}.") from None

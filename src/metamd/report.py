@@ -75,7 +75,8 @@ def as_text(sections: Sequence[Section]) -> str:
     """
     lines: list[str] = []
     for section in sections:
-        lines += ["", section.title, "-" * len(section.title), *(fill(_printable(text), 110) for text in section.texts), ""]
+        title = _printable(section.title)
+        lines += ["", title, "-" * len(title), *(fill(_printable(text), 110) for text in section.texts), ""]
         if not section.rows:
             continue
         table = [[_printable(f) for f in row] for row in (section.heads, *section.rows)]
@@ -143,12 +144,12 @@ def write_page(path: Path, title: str, sections: Sequence[Section], *, command: 
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE)
     parts = [
         {
-            "title": s.title,
-            "texts": list(s.texts),
-            "heads": list(s.heads),
-            "rows": [list(row) for row in s.rows],
-            "images": [(base64.b64encode(image.read_bytes()).decode(), caption) for image, caption in s.figures],
+            "title": _printable(s.title),
+            "texts": [_printable(text) for text in s.texts],
+            "heads": [_printable(head) for head in s.heads],
+            "rows": [[_printable(value) for value in row] for row in s.rows],
+            "images": [(base64.b64encode(image.read_bytes()).decode(), _printable(caption)) for image, caption in s.figures],
         }
         for s in sections
     ]
-    write_atomically(path, template.render(title=title, sections=parts, command=command).encode())
+    write_atomically(path, template.render(title=_printable(title), sections=parts, command=_printable(command)).encode())

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from metamd.inner import BLOW_UP
 from metamd.rivals.base import SCHEDULES, Contender, Stepper
 from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed
 from metamd.tasks.stochastic import seeded
@@ -196,13 +197,15 @@ class _Run:
 
     def watched(self, monitor: Any, places: Sequence[int]) -> Iterator[float]:
         """Train to each of the places and give the loss there, until the end or until the run fails."""
+        first: float | None = None
         for place in places:
             if not self.advance(place):
                 return
             self._switch("eval")
             loss = monitor({n: p.detach() for n, p in self.params.items()})
-            if not math.isfinite(loss):
-                self.failed = f"The training loss became {loss} by step {place}."
+            first = loss if first is None else first
+            if not loss - first <= BLOW_UP * (1 + abs(first)):
+                self.failed = f"The training loss rose from {first:g} to {loss:g} by step {place}."
                 return
             yield loss
             self._switch("train")

@@ -66,8 +66,8 @@ def read(folder: Path) -> tuple[Comparison, dict[str, Any]]:
     )
     if not places:
         raise FileNotFoundError(f"{folder} holds no comparison. Make one with `metamd compare FILE FAMILY --out {folder}`.")
-    versions = read_json(places[0] / "comparison.json").get("versions", {})
     joined = Comparison.join(Comparison.read(p) for p in places)
+    versions = read_json(places[0] / "comparison.json").get("versions")
     return joined, versions if isinstance(versions, dict) else {}
 
 

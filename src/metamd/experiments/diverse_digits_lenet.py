@@ -27,7 +27,15 @@ PUBLISHED = {
 
 SCALES = {
     "smoke": Scale(
-        ("usps",), 100, steps=10, outer_steps=1, tasks_per_step=2, seeds=1, budget=3, rivals=("adam",), schedules=("constant",)
+        ("usps",),
+        100,
+        steps=10,
+        outer_steps=1,
+        tasks_per_step=2,
+        seeds=1,
+        budget=3,
+        rivals=("adam",),
+        schedules=("constant",),
     ),
     "cpu": Scale(HERE, 10_000, budget=9),
     "paper": Scale(DATASETS, None, outer_steps=20, rivals=("sgd", "sgdm", "rmsprop", "adam"), protocol="paper"),

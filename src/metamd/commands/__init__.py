@@ -215,7 +215,7 @@ class Compare:
         file: a path, or the name of a learned optimiser shipped with the package.
         family: as for metamd train.
         rivals: sgd, sgdm, nesterov, adam, adamw, rmsprop, adagrad, muon, soap, shampoo, schedule-free, schedule-free-sgd,
-            prodigy or dadapt.
+            prodigy, dadapt or hypergradient; or learned first: meta-sgd, aruba, aruba-plus, learned-schedule or lstm.
         protocol: handicap gives rivals the best rate on the very tasks, and MetaMD nothing; paper tunes everybody alike.
         budget: settings tried per rival and schedule.
         search: of the protocol paper: bayes, random or grid.

@@ -13,7 +13,7 @@ from metamd.folds import Target
 from metamd.learned import LearnedOptimiser, load
 from metamd.protocols import TITLES, entrants
 from metamd.records import Records
-from metamd.rivals import Contender, learned_rival, rival
+from metamd.rivals import LEARNERS, Contender, Rival, learned_rival, rival
 from metamd.search import SEARCHES
 from metamd.tasks.base import TaskFamily
 
@@ -24,14 +24,18 @@ def run(options: Compare) -> int:
     Args:
         options: what was asked.
     """
-    rivals = [rival(name) for name in options.rivals]
-    if not rivals:
+    if not options.rivals:
         raise ValueError("--rivals must name at least one, got none.")
-    baseline = rival(options.target) if options.target else rivals[-1]
-    if baseline not in rivals:
+    target = options.target or options.rivals[-1]
+    if target not in options.rivals:
         raise ValueError(f"--target must be one of the rivals, got {options.target!r}.")
+    for name in options.rivals:
+        if name not in LEARNERS:
+            rival(name)  # refuses an unknown one before anything is computed
     learned = load(options.file)
-    family = side(options, learned)
+    known, family = sides(options, learned)
+    rivals = [_rival(name, known, options) for name in options.rivals]
+    baseline = rivals[options.rivals.index(target)]
     ours: dict[str, Contender] = {
         "MetaMD": learned_rival(learned).with_setting(options.schedule, momentum=options.momentum),
     }
@@ -69,8 +73,17 @@ def run(options: Compare) -> int:
     return report_command.run(Report(options.out, json=options.json))
 
 
-def side(options: Compare, learned: LearnedOptimiser) -> TaskFamily:
-    """The family to compare on: its held-out side, if something is held out.
+def _rival(name: str, family: TaskFamily, options: Compare) -> Rival:
+    """A rival; one that is learned is learned on the training side, once, and kept beside the records."""
+    if name not in LEARNERS:
+        return rival(name)
+    print(f"Learning {LEARNERS[name].title} on {family.name}.", file=sys.stderr)
+    (options.out / "learned").mkdir(parents=True, exist_ok=True)
+    return LEARNERS[name].rival(family, options.seed, options.out / "learned" / f"{name}.safetensors")
+
+
+def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, TaskFamily]:
+    """The family to learn rivals on and the one to compare on: its held-out side, if something is held out.
 
     Args:
         options: what was asked.
@@ -84,9 +97,8 @@ def side(options: Compare, learned: LearnedOptimiser) -> TaskFamily:
         print(f"Note: the file was learned on {one_line(str(held))} too, so that nothing is held out.", file=sys.stderr)
     held_out = getattr(family, "held_out", None)
     if held is None or held_out is None:
-        return family
-    found: TaskFamily = held_out()
-    return found
+        return family, family
+    return family, held_out()
 
 
 def _label(title: str, labels: Any) -> str:

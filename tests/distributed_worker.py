@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from metamd import MetaMD
-from tests.helpers import random_geometry, small_model
+from tests.helpers import random_basis, random_geometry, small_model
 
 STEPS = 30
 
@@ -33,15 +33,22 @@ def fit(model, optimiser, rank, world, steps=range(STEPS)):
 
 def geometry_and_model(**options):
     model = small_model(dtype=torch.float64)
+    if "sides" in options:
+        turned = random_basis({n: p.detach() for n, p in model.named_parameters()}, pieces=3, rank=2, scale=1.0, **options)
+        return turned.with_metrics(turned.log_d), model
     return random_geometry(model, **options), model
 
 
-def ddp(rank, world, folder):
-    geometry, model = geometry_and_model()
+def ddp(rank, world, folder, **options):
+    geometry, model = geometry_and_model(**options)
     wrapped = DistributedDataParallel(model)
     optimiser = MetaMD(wrapped.named_parameters(), geometry, lr=0.1)
     fit(wrapped, optimiser, rank, world)
     return {"params": model.state_dict(), "pieces": optimiser.active_pieces, "weights": optimiser._active.weights.tolist()}
+
+
+def ddp_kronecker(rank, world, folder):
+    return ddp(rank, world, folder, sides="both")
 
 
 def ddp_nonfinite(rank, world, folder):
@@ -82,6 +89,18 @@ def fsdp_channel(rank, world, folder):
 
 def fsdp_column(rank, world, folder):
     return fsdp(rank, world, folder, tying="column")
+
+
+def fsdp_kronecker(rank, world, folder):
+    return fsdp(rank, world, folder, sides="right")
+
+
+def fsdp_refused(rank, world, folder):
+    try:
+        sharded(sides="both")
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": None}
 
 
 def fsdp_momentum(rank, world, folder):

@@ -1,13 +1,13 @@
 """Catalogues that laws run over, slow obvious references, and deliberately broken doubles that laws must reject."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential
+from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential
 from metamd.potentials.base import Params
 from metamd.potentials.simplex import Array
 from metamd.tasks import Config, Evaluation, SolvedTask, TaskFamily, logistic, quadratic, rosenbrock, supervised, tabular
@@ -146,6 +146,33 @@ def random_geometry(model: nn.Module, pieces: int = 3, seed: int = 3, **options:
     """A mixture with random metrics for this model, with its names, as a learned file would carry."""
     fresh = (Diagonal(**options) if pieces == 1 else MaxDiagonal(pieces, **options)).bind(list(model.named_parameters()))  # type: ignore[arg-type]
     return randomised(fresh, seed)
+
+
+def random_basis(
+    start: Params,
+    *,
+    sides: Literal["right", "both"] = "right",
+    rank: int | None = None,
+    pieces: int = 1,
+    seed: int = 0,
+    centre: Literal["start", "origin"] = "start",
+    scale: float = 0.5,
+) -> MaxDiagonal:
+    """A potential in a random basis with random metrics, bound."""
+    generator = torch.Generator().manual_seed(seed)
+    blank = Kronecker(pieces, sides=sides, centre=centre).bind(start)
+    factors = {}
+    for name, turning in blank.basis.turning().items():
+        place = blank.basis.places[name]
+        for side in turning:
+            n = place.sizes[side]
+            q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
+            factors[f"{side}/{place.key}"] = q[:, : rank or n]
+    basis = blank.basis.with_factors(factors)
+    bound = MaxDiagonal(pieces, tying="tensor", centre=centre, basis=basis).bind(start)
+    logs = {k: scale * torch.randn(v.shape, generator=generator, dtype=torch.float64) for k, v in bound.log_d.items()}
+    offsets = 0.3 * torch.randn(pieces, generator=generator, dtype=torch.float64) if pieces > 1 else None
+    return bound.with_metrics(logs, offsets).bind(start)
 
 
 def train(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int, seed: int = 0, first: int = 0) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from metamd import Kronecker, LearnedOptimiser, MaxDiagonal
+from metamd import Kronecker, LearnedOptimiser, MaxDiagonal, Online, Usage
 from metamd.header import Header
 
 SHAPES = {"fc1.weight": (4, 3), "fc1.bias": (4,), "fc2.weight": (2, 4), "fc2.bias": (2,)}
@@ -95,7 +95,7 @@ def file_bytes(path: Path, optimiser: LearnedOptimiser) -> bytes:
 
 def full_header() -> Header:
     """A header with every field filled."""
-    return turned(
+    optimiser = turned(
         model=SHAPES,
         family={"name": "quadratic", "dimensions": [2, 3], "noise": None},
         horizon=100,
@@ -111,4 +111,9 @@ def full_header() -> Header:
             "prior": 0.1,
             "runs": [{"name": "monday", "fingerprint": "ab", "steps": 9, "batch_size": None, "weight": 0.5}],
         },
-    ).header
+        max_norm=12.5,
+        target_loss=-0.25,
+        usage=Usage("online", 0.8, "linear", 1.4).to_dict(),
+        online=Online("sum", scale={"fc1.weight": 20.0}).to_dict(),
+    )
+    return optimiser.with_start({"fc2.bias": torch.zeros(3)}).header

@@ -23,6 +23,7 @@ from metamd.records import Records
 from metamd.report import Section, as_markdown, as_text
 from metamd.rivals import rival
 from metamd.search import Grid, QuasiRandom
+from metamd.usage import Usage
 from tests.data_builders import place
 from tests.test_families import tiny_data
 
@@ -252,7 +253,7 @@ def test_the_expected_best_of_so_many_settings():
 
 # experiments
 
-TINY = Scale(("0", "45"), 60, steps=6, outer_steps=1, tasks_per_step=1, seeds=1, budget=2, rivals=("adam",))
+TINY = Scale(("0", "45"), 60, steps=6, outer_steps=1, tasks_per_step=1, seeds=1, budget=2, rivals=("adam",), usage_tasks=1)
 
 
 def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatch):
@@ -266,7 +267,11 @@ def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatc
             steps=scale.steps,
         )
 
-    diagonal = {"diagonal": Geometry(Diagonal, {"MetaMD": Entry(), "MetaMD, linear decay": Entry("linear")})}
+    diagonal = {
+        "diagonal": Geometry(
+            Diagonal, choose_usage=True, entries={"MetaMD": Entry(), "MetaMD, linear decay": Entry(Usage(schedule="linear"))}
+        )
+    }
     tiny = replace(rotated_mnist_mlp.EXPERIMENT, family=small, geometries=diagonal, scales={"smoke": TINY})
     monkeypatch.setattr(rotated_mnist_mlp, "EXPERIMENT", tiny)
     out = tmp_path / "out"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metamd.optimiser import mirror_step
+from metamd.mirror import mirror_step
 from metamd.potentials import Active, Diagonal, MaxDiagonal
 from tests.helpers import SHAPES, brute_force_weights, diagonals, normal_point, randomised
 

@@ -42,12 +42,13 @@ def close(a, b):
     return all(torch.allclose(a[n], b[n], rtol=1e-9, atol=1e-11) for n in a)
 
 
-def test_data_parallel_ranks_agree_with_each_other_and_with_one_process(tmp_path):
-    first, second = launch("ddp", tmp_path)
+@pytest.mark.parametrize(("case", "options"), [("ddp", {}), ("ddp_kronecker", {"sides": "both"})])
+def test_data_parallel_ranks_agree_with_each_other_and_with_one_process(tmp_path, case, options):
+    first, second = launch(case, tmp_path)
     assert equal(first["params"], second["params"])
     assert first["weights"] == second["weights"]
     assert torch.equal(first["pieces"], second["pieces"])
-    params, optimiser = single()
+    params, optimiser = single(**options)
     assert close(first["params"], params)
     assert (optimiser._active.weights > 0).sum() > 1, "no kink was met: the agreement of weights says little"
 
@@ -65,6 +66,7 @@ def test_data_parallel_refuses_a_nonfinite_gradient_on_all_ranks(tmp_path):
         ("fsdp", {}),
         ("fsdp_channel", {"tying": "channel", "centre": "origin"}),
         ("fsdp_column", {"tying": "column"}),
+        ("fsdp_kronecker", {"sides": "right"}),
         ("fsdp_after", {}),
         ("fsdp_momentum", {"momentum": 0.8}),
     ],
@@ -109,3 +111,8 @@ def test_distributed_checkpoint_resumes_bit_exactly(tmp_path):
 
 def test_the_two_ranks_see_different_data():
     assert not torch.equal(batch(0, 0, 2), batch(0, 1, 2))
+
+
+def test_a_basis_that_shards_would_cut_is_refused(tmp_path):
+    for found in launch("fsdp_refused", tmp_path):
+        assert "needs whole tensors on one process, but its dimensions [0] are sharded" in found["error"]

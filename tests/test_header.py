@@ -49,7 +49,7 @@ def test_any_value_of_any_field_is_read_or_refused_with_a_sentence(name, value):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"schema_version": 4}, r"schema_version must be 1 or 2 or 3, .* got 4\. A newer metamd"),
+        ({"schema_version": 4}, r"schema_version must be 1, 2 or 3, .* got 4\. A newer metamd"),
         ({"schema_version": True}, "schema_version must be 1"),
         ({"pieces": 0}, "pieces must be an integer of at least 1, got 0"),
         ({"pieces": True}, "pieces must be an integer"),
@@ -71,6 +71,8 @@ def test_any_value_of_any_field_is_read_or_refused_with_a_sentence(name, value):
         ({"family": {"object": object()}}, "family must hold only texts"),
         ({"versions": {"torch": 2}}, "versions must map names to texts"),
         ({"seeds": (1.5,)}, "seeds must be a list of integers"),
+        ({"max_norm": 0.0}, "max_norm must be a positive number, got 0.0"),
+        ({"target_loss": float("nan")}, "target_loss must be a finite number, got nan"),
         ({"task_hashes": ("0",)}, "task_hashes must be a list of hashes"),
         ({"objective": 3}, r"objective must be a text, got 3\. Pass repr"),
     ],
@@ -92,3 +94,12 @@ def test_the_model_is_recorded_where_the_potential_knows_it(tying):
     bound = MaxDiagonal(2, tying=tying).bind(model())
     assert LearnedOptimiser.from_potential(bound).header.model == SHAPES
     assert learned().header.model == {}
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_norm", 2.0), ("target_loss", 0.0)])
+def test_fields_of_version_3_need_it(name, value):
+    least = {"pieces": 1, "tying": "parameter", "centre": "start", "tensors": {"x": (1, 2)}}
+    with pytest.raises(ValueError, match=f"{name} needs schema_version 3, got 2"):
+        Header(**least, schema_version=2, **{name: value})
+    assert name not in Header(**least, schema_version=2).to_dict()
+    assert Header(**least, **{name: value}).to_dict()[name] == value

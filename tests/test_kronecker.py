@@ -5,6 +5,8 @@ import io
 import itertools
 import pickle
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import metamd
-from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, meta_train, mirror_step
-from metamd.factors import learn_factors
+from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, cli, meta_train, mirror_step
+from metamd.commands.inspect import distributions
+from metamd.factors import learn_factors, shrunk, spread
 from metamd.inner import run_inner
 from metamd.moments import Moments
 from metamd.objectives import Reference
@@ -23,8 +26,11 @@ from metamd.positive import best_metric, geometric_mean, towards
 from metamd.potentials.kronecker import Learned
 from metamd.potentials.orthogonal import Orthogonal
 from metamd.tasks import TaskFamily
-from tests.learned_files import same, turned
+from tests.helpers import random_basis
+from tests.learned_files import learned, same, turned
 from tests.small_tasks import F64, Small
+
+FILES = Path(__file__).parent / "files"
 
 
 def spd(n: int, seed: int, condition: float = 1e2) -> Tensor:
@@ -85,24 +91,6 @@ class Convolution(Small):
     def loss(self, params, batch):
         out = nn.functional.conv2d(self.x, params["conv.weight"], params["conv.bias"])
         return 0.05 * (out - self.target).square().sum(dim=(1, 2, 3)).mean()
-
-
-def random_basis(start, *, sides="right", rank=None, pieces=1, seed=0, centre="start", scale=0.5) -> MaxDiagonal:
-    """A potential in a random basis with random metrics, bound."""
-    generator = torch.Generator().manual_seed(seed)
-    blank = Kronecker(pieces, sides=sides, centre=centre).bind(start)
-    factors = {}
-    for name, turning in blank.basis.turning().items():
-        place = blank.basis.places[name]
-        for side in turning:
-            n = place.sizes[side]
-            q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=F64))
-            factors[f"{side}/{place.key}"] = q[:, : rank or n]
-    basis = blank.basis.with_factors(factors)
-    bound = MaxDiagonal(pieces, tying="tensor", centre=centre, basis=basis).bind(start)
-    logs = {k: scale * torch.randn(v.shape, generator=generator, dtype=F64) for k, v in bound.log_d.items()}
-    offsets = 0.3 * torch.randn(pieces, generator=generator, dtype=F64) if pieces > 1 else None
-    return bound.with_metrics(logs, offsets).bind(start)
 
 
 def dense(potential: MaxDiagonal, name: str) -> list[Tensor]:
@@ -394,15 +382,111 @@ def dense_sides(now: Iterate) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def test_meta_training_finds_the_inputs_of_the_family_and_beats_the_diagonal():
+def test_automatic_shrinkage_is_the_rule_of_ledoit_and_wolf_over_tasks():
+    """It falls like 1/n; with few tasks the shrunk mean is nearer the truth than the mean and than the target."""
+    generator = torch.Generator().manual_seed(0)
+    truth, shares = spd(6, 1), {}
+    root = torch.linalg.cholesky(truth)
+    for n in (4, 64):
+        rows = torch.randn(n, 6, 3, generator=generator, dtype=F64)
+        tasks = [root @ r @ r.T @ root.T / 3 for r in rows]
+        each = [Moments({"k": m}, {"k": m}) for m in tasks]
+        total = Moments.total(each, [1.0] * n)
+        found, _ = shrunk(total.x["k"], total.y["k"], "auto", sum(spread(m, "k") for m in each))
+        mean = sum(tasks) / n
+        level = float(mean.diagonal().mean())
+        share = float((found / n - mean).diagonal().mean()) / level
+        spread_of = sum(float((m - mean).square().sum()) for m in tasks) / n**2
+        rho = spread_of / float((mean - level * torch.eye(6)).square().sum())
+        assert share == pytest.approx(rho / (1 - rho))
+        shares[n] = share
+        shrunk_mean = (1 - rho) * mean + rho * level * torch.eye(6)
+        errors = [float((m - truth).norm()) for m in (shrunk_mean, mean, level * torch.eye(6))]
+        assert errors[0] == min(errors) or n > 4
+    assert shares[64] < 0.2 * shares[4]
+    with pytest.raises(ValueError, match='shrinkage="auto" compares the matrices of several tasks'):
+        shrunk(truth, truth, "auto")
+
+
+@pytest.mark.parametrize("shrinkage", [(0.1, 0.001), "auto"])
+def test_meta_training_finds_the_inputs_of_the_family_and_beats_the_diagonal(shrinkage):
     options = {"objective": Regret(comparator=Reference(lr=0.05)), "outer_steps": 5, "tasks_per_step": 4}
-    turned_file = meta_train(Regressions(), Kronecker(), **options)
+    turned_file = meta_train(Regressions(), Kronecker(shrinkage=shrinkage), **options)
     plain = meta_train(Regressions(), metamd.Diagonal(), **options)
     fresh = [Regressions().build({"seed": seed}) for seed in range(10**6, 10**6 + 5)]
     losses = [sum(float(run_inner(task, f.potential).losses.mean()) for task in fresh) for f in (turned_file, plain)]
     assert losses[0] < 0.9 * losses[1]
     assert turned_file.header.basis == "right"
     assert turned_file.header.factors == {"right/fc.weight": (10, 10)}
+
+
+QUICK = {"objective": Regret(comparator=Reference(lr=0.05, factor=1.0)), "outer_steps": 2, "tasks_per_step": 2}
+
+
+@pytest.mark.parametrize(
+    ("sides", "rank", "tying"), [("right", 3, "role"), ("both", None, "tensor"), ("right", "auto", "tensor")]
+)
+def test_an_interrupted_meta_training_continues_to_the_very_same_file(tmp_path, sides, rank, tying):
+    def stop(record, step):
+        if step == 1:
+            raise KeyboardInterrupt
+
+    phi = Kronecker(2 if sides == "right" else 1, sides=sides, rank=rank, tying=tying)
+    method = metamd.Method(step_scales=(0.5, 1.0))
+    whole = meta_train(Regressions(), phi, **QUICK, method=method)
+    with pytest.raises(KeyboardInterrupt):
+        meta_train(Regressions(), phi, **QUICK, method=method, journal=metamd.Journal(tmp_path), log=stop)
+    again = meta_train(Regressions(), phi, **QUICK, method=method, journal=metamd.Journal(tmp_path))
+    assert again.fingerprint() == whole.fingerprint()
+    assert len(whole.header.factors) == (2 if sides == "both" else 1)
+    other = Kronecker(2, sides=sides, rank=rank, tying=tying, shrinkage=(0.2, 0.2))
+    with pytest.raises(ValueError, match="another configuration: basis is"):
+        meta_train(Regressions(), other, **QUICK, method=method, journal=metamd.Journal(tmp_path))
+
+
+def test_the_middle_of_two_metrics_in_different_bases_is_their_geometric_mean():
+    start = Regression().init()
+    a, b = (Iterate.of(random_basis(start, seed=seed)) for seed in (1, 2))
+    (_, first), (_, second), (_, middle) = (dense_sides(i) for i in (a, b, a.halfway(b)))
+    assert torch.allclose(middle, geometric_mean(first, second), rtol=1e-5)
+    bias = [float(i.log_d["fc.bias"]) for i in (a, b, a.halfway(b))]
+    assert bias[2] == pytest.approx((bias[0] + bias[1]) / 2)
+
+
+class Explosive(Regressions):
+    """Every third task has inputs a hundred times larger."""
+
+    def build(self, config):
+        task = super().build(config)
+        if config["seed"] % 3 == 0:
+            task.x = 100 * task.x
+        return task
+
+
+def test_tasks_that_diverge_are_left_out_and_the_metrics_retreat():
+    records = []
+    found = meta_train(
+        Explosive(), Kronecker(), **(QUICK | {"outer_steps": 4, "tasks_per_step": 6}), log=lambda r, _: records.append(r)
+    )
+    assert all(
+        bool(v.isfinite().all()) for v in (*found.potential.log_d.values(), *found.potential.basis.factors().values())
+    )
+    assert run_inner(Regressions().build({"seed": 1}), found.potential).diverged == ""
+
+
+def test_a_factor_on_the_steps_is_part_of_the_metrics():
+    plain = meta_train(Regressions(), Kronecker(), **QUICK)
+    costs = []
+    for scale in (0.25, 1.0):
+        scaled = meta_train(Regressions(), Kronecker(), **QUICK, method=metamd.Method(step_scales=(scale,)))
+        change = scaled.potential.log_d["fc.weight"] - plain.potential.log_d["fc.weight"]
+        assert torch.allclose(change.detach(), torch.tensor(-np.log(scale)).to(change), atol=1e-6)
+        costs.append(scaled.header.cost["gradient_evaluations"])
+    assert costs[0] == plain.header.cost["gradient_evaluations"] + 2 * Regressions().steps
+    best = meta_train(Regressions(), Kronecker(), **QUICK, method=metamd.Method(step_scales=(1e-3, 1.0)))
+    assert best.fingerprint() == scaled.fingerprint(), "a step a thousand times too short has a higher loss"
+    with pytest.raises(ValueError, match="step_scales must be positive"):
+        metamd.Method(step_scales=(0.0,))
 
 
 def test_the_estimators_differentiate_in_the_basis():
@@ -501,6 +585,42 @@ def test_files_round_trip(tmp_path, sides, rank, tying):
     assert same(file, again)
     assert again.fingerprint() == file.fingerprint()
     assert again.header.schema_version == 3
+
+
+@pytest.mark.parametrize(("version", "made"), [(2, learned), (3, partial(turned, rank=2))])
+def test_committed_files_load_and_are_written_back_as_they_were(tmp_path, version, made):
+    file = FILES / f"version-{version}.safetensors"
+    found = metamd.load(file)
+    assert found.header.schema_version == version
+    assert same(found, replace(made(), header=found.header))
+    found.save(tmp_path / "x.safetensors")
+    assert (tmp_path / "x.safetensors").read_bytes() == file.read_bytes()
+
+
+def test_a_file_says_its_basis(tmp_path, capsys):
+    turned(rank=2).save(tmp_path / "x.safetensors")
+    assert cli.run(["inspect", str(tmp_path / "x.safetensors")]) == 0
+    assert "right/fc1.weight 3 x 2, right/fc2.weight 4 x 2" in capsys.readouterr().out
+    file = turned(1, sides="both")
+    logs = {k: v.detach() for k, v in file.potential.log_d.items()}
+    rates = {row.key: 10**row.log_steps for row in distributions(file)}
+    expected = (-(logs["fc1.weight"][0, :4, None] + logs["fc1.weight"][0, None, 4:])).exp().flatten().sort().values
+    assert np.allclose(rates["fc1.weight"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"basis": "identity"}, r"the basis 'identity' .* cannot have the factor 'right/fc1\.weight'"),
+        ({"schema_version": 2}, "needs schema_version 3, got 2"),
+        ({"factors": {"right/fc1.weight": (3, 4)}}, "at most as many columns as rows"),
+        ({"factors": {"right/other": (3, 2)}}, "cannot have the factor 'right/other'"),
+        ({"factors": {"right/fc1.weight": (3, 1)}}, "does not fit its basis, for which each piece needs 2 numbers"),
+    ],
+)
+def test_a_header_with_a_wrong_basis_is_refused(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        replace(turned(rank=2).header, **change)
 
 
 def test_a_basis_that_is_not_orthonormal_is_refused(tmp_path):

@@ -172,7 +172,7 @@ def test_the_scheduled_optimiser_takes_the_steps_that_were_differentiated():
         ):
             p.grad = g
         optimiser.step()
-    judged = [task.loss(params, task.batch(t)) for t in range(12, 12 + schedule.JUDGES)]
+    judged = [task.loss(params, task.batch(t)).detach() for t in range(12, 12 + schedule.JUDGES)]
     assert float(schedule.run(task, rates.log())[0]) == pytest.approx(float(torch.stack(judged).mean()), rel=1e-9)
 
 

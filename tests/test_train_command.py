@@ -45,6 +45,16 @@ def test_json_is_one_object_and_progress_goes_to_standard_error(tmp_path, capsys
     assert "learn 1" in said.err
 
 
+def test_a_learned_basis_from_the_command_line(tmp_path, capsys):
+    out = tmp_path / "x.safetensors"
+    asked = ["--potential", "kronecker", "--rank", "2", "--step-scale", "--reference", "0.01"]
+    assert cli.run(["train", "tabular", "--out", str(out), *asked, *QUICK]) == 0
+    assert "steps times" in capsys.readouterr().err
+    header = load(out).header
+    assert header.basis == "right"
+    assert "Reference(Adam, lr=0.01" in header.objective
+
+
 @pytest.mark.filterwarnings("ignore::metamd.NotConvergedWarning")
 def test_the_paper_preset_from_the_command_line(tmp_path):
     out = tmp_path / "x.safetensors"
@@ -57,11 +67,15 @@ def test_the_paper_preset_from_the_command_line(tmp_path):
     [
         (["nothing"], "there is no family 'nothing'. There are"),
         (["quadratic", "--outer-steps", "0"], "outer_steps must be at least 1"),
+        (["quadratic", "--max-norm", "-1"], "max_norm must be positive and finite, got -1.0"),
         (["quadratic", "--steps", "0"], "steps must be at least 1"),
         (["quadratic", "--preset", "mine"], "preset must be"),
         (["quadratic", "--estimator", "mine"], "estimator must be one of"),
         (["quadratic", "--tying", "mine"], "tying must be one of"),
         (["quadratic", "--pieces", "0"], "pieces must be at least 1"),
+        (["quadratic", "--potential", "mine"], "--potential must be diagonal or kronecker"),
+        (["quadratic", "--rank", "3"], "--rank and --sides are for --potential kronecker"),
+        (["quadratic", "--potential", "kronecker", "--rank", "some"], "--rank must be a number of directions, auto or all"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(args, message, tmp_path, capsys):
@@ -126,7 +140,7 @@ def test_tensorboard_gets_the_numbers(monkeypatch, tmp_path):
     [
         (("quadratic", "--model", "mlp"), "has no option --model"),
         (("rotated-mnist", "--hold-out", "left"), "must be an angle such as 30, got 'left'"),
-        (("no-such-family",), "There are diverse-digits, images, logistic"),
+        (("no-such-family",), "There are adapt-rotated-mnist, diverse-digits, images"),
     ],
 )
 def test_options_of_families_are_checked_before_anything_else(words, sentence, capsys, tmp_path):

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from metamd import models as models
     from metamd import rivals as rivals
     from metamd import tasks as tasks
+    from metamd.certification import certify
+    from metamd.choosing import learn_start, learn_usage, tuned_reference
     from metamd.comparing import compare, handicap
     from metamd.comparison import Comparison
     from metamd.guard import OffFamilyWarning
@@ -17,19 +19,24 @@ if TYPE_CHECKING:
     from metamd.journal import Journal
     from metamd.learned import LearnedOptimiser, load
     from metamd.meta import Method, NotConvergedWarning, meta_train, paper
+    from metamd.mirror import mirror_step
     from metamd.objectives import PaperBound, Regret, TrainingLoss
-    from metamd.optimiser import MetaMD, mirror_step
+    from metamd.online import Online
+    from metamd.optimiser import MetaMD
     from metamd.ordinary import learn
     from metamd.outer import GradientDescent, TrustRegion
     from metamd.outer_steps import Refine, Stopping
     from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
+    from metamd.ready import prepare
     from metamd.recorder import Recorder
     from metamd.rivals.base import Contender, Rival
     from metamd.rivals.ours import learned_rival
     from metamd.runs import Run
     from metamd.search import Bayesian, Grid, QuasiRandom
+    from metamd.statements import HeldOutCertificate
     from metamd.training import Measuring
     from metamd.tuning import tune
+    from metamd.usage import Usage
 
 _HOME = {
     "Diagonal": "potentials",
@@ -42,7 +49,7 @@ _HOME = {
     "Potential": "potentials",
     "bregman": "potentials",
     "MetaMD": "optimiser",
-    "mirror_step": "optimiser",
+    "mirror_step": "mirror",
     "OffFamilyWarning": "guard",
     "load": "learned",
     "GradientDescent": "outer",
@@ -78,6 +85,14 @@ _HOME = {
     "handicap": "comparing",
     "learned_rival": "rivals",
     "tune": "tuning",
+    "Online": "online",
+    "Usage": "usage",
+    "learn_start": "choosing",
+    "learn_usage": "choosing",
+    "tuned_reference": "choosing",
+    "prepare": "ready",
+    "HeldOutCertificate": "statements",
+    "certify": "certification",
 }
 _SUBMODULES = ("data", "models", "rivals", "tasks")
 
@@ -95,6 +110,7 @@ __all__ = [
     "ForwardRandom",
     "GradientDescent",
     "Grid",
+    "HeldOutCertificate",
     "Journal",
     "Kronecker",
     "LearnedOptimiser",
@@ -105,6 +121,7 @@ __all__ = [
     "NegativeEntropy",
     "NotConvergedWarning",
     "OffFamilyWarning",
+    "Online",
     "PNorm",
     "PaperBound",
     "Potential",
@@ -118,17 +135,23 @@ __all__ = [
     "Stopping",
     "TrainingLoss",
     "TrustRegion",
+    "Usage",
     "__version__",
     "bregman",
+    "certify",
     "compare",
     "handicap",
     "learn",
+    "learn_start",
+    "learn_usage",
     "learned_rival",
     "load",
     "meta_train",
     "mirror_step",
     "paper",
+    "prepare",
     "tune",
+    "tuned_reference",
 ]
 
 

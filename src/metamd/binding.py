@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metamd.learned import LearnedOptimiser
+from metamd.online import Online
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.mixture import widen
 from metamd.sharding import any_process, is_sharded, local_metric, shard_dims, total_for
 from metamd.tying import clean_names
+from metamd.usage import Metric
 
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
 """Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
@@ -75,6 +78,26 @@ def _check_basis(bound: MaxDiagonal, named: Params, *, fused: bool) -> None:
                 f"the basis of {name!r} needs whole {'tensors' if bound.basis.kind == 'both' else 'rows'} on one process, "
                 f'but its dimensions {sorted(cut)} are sharded. Shard dimension 0 alone with sides="right", or not at all.'
             )
+
+
+def online_metric(metric: Metric | Online, geometry: LearnedOptimiser | Potential) -> Online | None:
+    """The rule that the diagonal follows the run by; None where it does not.
+
+    Args:
+        metric: what was asked for.
+        geometry: the file or potential, which must have coordinates, and scales if none were given.
+    """
+    if metric == "learned":
+        return None
+    found = geometry.online if metric == "online" and isinstance(geometry, LearnedOptimiser) else metric
+    if not isinstance(found, Online):
+        raise ValueError(
+            'metric must be "learned", "online" for a learned file that has online scales, or metamd.Online(...); got '
+            f"{metric!r}. metamd.learn_usage(learned, family) learns the scales."
+        )
+    if not isinstance(geometry if isinstance(geometry, Potential) else geometry.potential, MaxDiagonal):
+        raise ValueError("an online metric needs a potential with coordinates, such as Diagonal() or Kronecker().")
+    return found
 
 
 def check_group(group: Mapping[str, Any]) -> None:

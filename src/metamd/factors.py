@@ -1,6 +1,7 @@
 """How a learned basis is found: the best metric of every weight matrix in closed form, and the basis it is diagonal in."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from metamd.moments import Moments
 from metamd.positive import best_metric, geometric_mean, towards
 from metamd.potentials.basis import Basis
-from metamd.potentials.kronecker import Learned, Rank
+from metamd.potentials.kronecker import Learned, Rank, Shrinkage
 from metamd.potentials.orthogonal import Orthogonal
 
 if TYPE_CHECKING:
@@ -22,6 +23,12 @@ TOLERATED = 0.05
 LARGEST = 37
 """The largest rank that `rank="auto"` takes. Two products with r columns take 2r/(3b) of the operations of a gradient from b
 examples: at b = 100 this is a quarter."""
+
+SQUARED = torch.tensor([1.0, 2.0, 2.0, 2.0], dtype=torch.float64)
+"""The powers of a task's weight in the sums of `spread`."""
+
+LEAST = (1e-3, 1e-5)
+"""The smallest shares that `shrinkage="auto"` takes of X and of Y: with few tasks their spread is hardly known."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,13 @@ def moment_shapes(iterate: "Iterate") -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def learn_factors(now: "Iterate", moments: Moments, reach: float) -> Turned:
+def spread(moments: Moments, key: str) -> Tensor:
+    """What tells, summed over tasks, how much their matrices differ: 1, 1, |X|^2 and |Y|^2 of one task."""
+    norms = [m[key].square().sum() for m in (moments.x, moments.y)]
+    return torch.stack([torch.ones_like(norms[0]), torch.ones_like(norms[0]), *norms])
+
+
+def learn_factors(now: "Iterate", moments: Moments, reach: float, spreads: Mapping[str, Tensor] | None = None) -> Turned:
     """To the minimisers X^-1 # Y of all matrices, or as far as the trust region reaches, in the bases they are diagonal in.
 
     With factors on both sides, each minimiser is for the other side as it was, and the step goes half way to both: the
@@ -88,6 +101,7 @@ def learn_factors(now: "Iterate", moments: Moments, reach: float) -> Turned:
         now: the metrics so far.
         moments: what the runs say.
         reach: the largest change of log D in any direction.
+        spreads: the sums of `spread` over the same runs, which `shrinkage="auto"` needs.
     """
     basis = now.basis
     if not isinstance(basis, Learned):
@@ -103,9 +117,10 @@ def learn_factors(now: "Iterate", moments: Moments, reach: float) -> Turned:
                 found[side] = _stored(now, key)[side]
                 continue
             x, y = moments.x[factor], moments.y[factor]
-            new, changes[factor] = _step(present, *shrunk(x, y, basis), reach, 1 / len(sides))
-            columns, numbers = _truncated(new, *shrunk(x, y, basis), basis.rank)
-            factors[factor], found[side] = columns.float(), numbers.log()
+            raised = shrunk(x, y, basis.shrinkage, (spreads or {}).get(factor))
+            new, changes[factor] = _step(present, *raised, reach, 1 / len(sides))
+            columns, numbers = _truncated(new, *raised, basis.rank)
+            factors[factor], found[side] = columns.float().contiguous(), numbers.log()
             if side == "right":
                 before, after = before + present.bound(x, y), after + _whole(columns, numbers).bound(x, y)
         old = now.log_d[key]
@@ -129,16 +144,42 @@ def halfway(a: "Iterate", b: "Iterate") -> tuple[dict[str, Tensor], Basis]:
             middle = Metric(vectors, d)
             # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
             columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, basis.rank)
-            factors[f"{side}/{key}"], found[side] = columns.float(), numbers.log()
+            factors[f"{side}/{key}"], found[side] = columns.float().contiguous(), numbers.log()
         old = a.log_d[key]
         log_d[key] = torch.cat([found[s] for s in ("left", "right") if s in found]).to(old.dtype).unsqueeze(0)
     return log_d, basis.with_factors(factors)
 
 
-def shrunk(x: Tensor, y: Tensor, basis: Learned) -> tuple[Tensor, Tensor]:
-    """The two moments, each with a share of its mean diagonal added to its diagonal."""
-    shares = (0.1, 0.001) if basis.shrinkage == "auto" else basis.shrinkage
-    return _raised(x, shares[0]), _raised(y, shares[1])
+def shrunk(x: Tensor, y: Tensor, shrinkage: Shrinkage, spread: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The two moments, each with a share of its mean diagonal added to its diagonal.
+
+    "auto" is the rule of [LedoitWolf2004] with tasks as samples: the intensity rho = E|mean - truth|^2 / |mean - mu I|^2,
+    both estimated, makes (1 - rho) M + rho mu I the best of such combinations; added to M that is a share rho / (1 - rho).
+
+    Args:
+        x: X, summed over tasks.
+        y: Y.
+        shrinkage: the shares, or "auto".
+        spread: the sums of `spread`.
+    """
+    if shrinkage != "auto":
+        return _raised(x, shrinkage[0]), _raised(y, shrinkage[1])
+    if spread is None:
+        raise ValueError('shrinkage="auto" compares the matrices of several tasks. Learn by meta_train, or pass two shares.')
+    weight, squared, *norms = spread.tolist()
+    return tuple(
+        _raised(m, max(_share(m, weight, squared, norm), least)) for m, norm, least in zip((x, y), norms, LEAST, strict=True)
+    )  # type: ignore[return-value]
+
+
+def _share(total: Tensor, weight: float, squared: float, norm: float) -> float:
+    """rho / (1 - rho) of a sum of matrices."""
+    mean = total / weight
+    level = float(mean.diagonal().mean())
+    error = max(norm - squared * float(mean.square().sum()), 0.0) / weight**2
+    distance = float(mean.square().sum()) - len(mean) * level**2
+    rho = min(error / distance, 0.99) if distance > 0 else 0.99
+    return rho / (1 - rho)
 
 
 def _raised(m: Tensor, share: float) -> Tensor:

@@ -11,20 +11,25 @@ import torch
 
 from metamd._version import __version__
 from metamd.container import naturals, shown, strict_json
+from metamd.online import Online
 from metamd.potentials.base import Centre
 from metamd.potentials.basis import Basis, Identity
 from metamd.potentials.kronecker import Learned
 from metamd.tying import Shape, TyingName, match, some
+from metamd.usage import Usage
 
 SCHEMA_VERSIONS = (1, 2, 3)
 """The versions of the header this library reads; it writes the last."""
 
-SINCE = {"learned_from": 2, "task_hashes": 2, "factors": 3}
+SINCE = {
+    **{"learned_from": 2, "task_hashes": 2},
+    **{"factors": 3, "max_norm": 3, "online": 3, "start": 3, "target_loss": 3, "usage": 3},
+}
 """Fields that older versions do not have."""
 
 POTENTIALS = ("max-diagonal",)
 BASES = ("identity", "right", "both")
-TABLES = {"tensors": "key", "model": "name", "factors": "key"}
+TABLES = {"tensors": "key", "model": "name", "factors": "key", "start": "name"}
 """Fields that map names to shapes; in JSON they are lists, since the order of a model's layers matters."""
 
 
@@ -55,6 +60,11 @@ class Header:
         learned_from: for a geometry learned from recorded runs, the strength of the `prior` and the `runs`, each with its
             name, fingerprint, steps, batch size and weight.
         factors: the shapes of the learned basis, (n, r) by "right/key" and "left/key": r orthonormal columns.
+        usage: how it is best used on its family: `Usage` as a dictionary.
+        online: the rule and the scales of its online metric: `Online` as a dictionary.
+        start: names and shapes of the learned start, if there is one.
+        max_norm: C, if the metrics were kept at ||m_j||_2 <= C while they were learned.
+        target_loss: a loss that training tasks reached, fixed before any held-out task is drawn.
 
     Example:
         >>> header = Header(pieces=1, tying="parameter", centre="start", tensors={"x": (1, 2)}, horizon=100)
@@ -83,6 +93,11 @@ class Header:
     held_out: dict[str, Any] = field(default_factory=dict)
     learned_from: dict[str, Any] | None = None
     factors: dict[str, Shape] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+    online: dict[str, Any] | None = None
+    start: dict[str, Shape] = field(default_factory=dict)
+    max_norm: float | None = None
+    target_loss: float | None = None
 
     def __post_init__(self) -> None:
         check_version(self.schema_version)
@@ -100,13 +115,16 @@ class Header:
                     f"the metric {shown(key)} must have one row for each of the {self.pieces} pieces, got shape {shape}."
                 )
         for name, since in SINCE.items():
-            if self.schema_version < since and getattr(self, name):
+            if self.schema_version < since and getattr(self, name) not in (None, (), {}):
                 raise ValueError(
                     f"{name} needs schema_version {since}, got {self.schema_version}. Leave out schema_version=."
                 )
         unknown = sorted(set(self.gradient_scale) - set(self.tensors))
         if unknown:
             raise ValueError(f"gradient_scale has {shown(unknown[0])}, but the metrics are {some(self.tensors)}.")
+        foreign = sorted(set((self.online or {"scale": {}})["scale"]) - set(self.tensors))
+        if foreign:
+            raise ValueError(f"the scale of online has {shown(foreign[0])}, but the metrics are {some(self.tensors)}.")
         if any(v < 0 for v in self.gradient_scale.values()):
             raise ValueError(f"gradient_scale must not be negative, got {shown(self.gradient_scale)}.")
         self._check_basis()
@@ -185,9 +203,13 @@ def check_version(version: object) -> None:
     """
     if type(version) is not int or version not in SCHEMA_VERSIONS:
         raise ValueError(
-            f"schema_version must be {' or '.join(map(str, SCHEMA_VERSIONS))}, which metamd {__version__} reads; got "
+            f"schema_version must be {_either(SCHEMA_VERSIONS)}, which metamd {__version__} reads; got "
             f"{shown(version)}. A newer metamd may read it: pip install --upgrade metamd."
         )
+
+
+def _either(versions: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, versions[:-1]))} or {versions[-1]}"
 
 
 def _table(name: str, word: str, rows: object) -> dict[str, Any]:
@@ -293,9 +315,34 @@ def _learned_from(name: str, value: Any) -> dict[str, Any]:
     return plain
 
 
+def _record(kind: type[Usage] | type[Online]) -> Callable[[str, Any], dict[str, Any]]:
+    """What a dataclass takes, and nothing else."""
+
+    def check(name: str, value: Any) -> dict[str, Any]:
+        plain, blank = _plain(name, value), kind().to_dict()
+        if set(plain) != set(blank):
+            raise ValueError(f"{name} must have {', '.join(blank)}; got {shown(plain)}.")
+        for key, default in blank.items():
+            if type(plain[key]) is int and type(default) is float:
+                plain[key] = float(plain[key])
+            if type(plain[key]) is not type(default):
+                raise ValueError(f"the {key} of {name} must be of type {type(default).__name__}, got {shown(plain[key])}.")
+        if "scale" in plain:
+            plain["scale"] = {k: float(v) for k, v in _numbers(f"the scale of {name}", plain["scale"]).items()}
+        return kind(**plain).to_dict()
+
+    return check
+
+
 def _weight(name: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{name} must be a positive number, got {shown(value)}.")
+    return float(value)
+
+
+def _finite(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name} must be a finite number, got {shown(value)}.")
     return float(value)
 
 
@@ -328,4 +375,9 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "held_out": _plain,
     "learned_from": _optional(_learned_from),
     "factors": _shapes,
+    "usage": _optional(_record(Usage)),
+    "online": _optional(_record(Online)),
+    "start": _shapes,
+    "max_norm": _optional(_weight),
+    "target_loss": _optional(_finite),
 }

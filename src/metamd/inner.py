@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metamd.gradient_sums import GradientSums
-from metamd.optimiser import mirror_step
+from metamd.mirror import mirror_step
 from metamd.potentials.base import Active, Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.simplex import gap_of

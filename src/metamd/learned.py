@@ -18,15 +18,17 @@ from metamd._version import __version__
 from metamd.container import AGAIN, Container, pack, read_checked, shown, write_atomically
 from metamd.header import Header
 from metamd.moments import Moments
+from metamd.online import Online
 from metamd.potentials.base import Named
 from metamd.potentials.basis import Identity
 from metamd.potentials.diagonal import MaxDiagonal, Missing
 from metamd.potentials.kronecker import Learned
 from metamd.tying import Rename, Shape
+from metamd.usage import Usage
 
 SHIPPED = Path(__file__).parent / "pretrained"
 HEADER_KEY, CHECKSUM_KEY = "metamd", "metamd.checksum"
-MOMENTS = ("moments/x/", "moments/y/")
+MOMENTS, START = ("moments/x/", "moments/y/"), "start/"
 ORTHONORMAL = 1e-3
 """How far the products of a basis's columns may be from those of orthonormal ones; float32 leaves about 1e-6."""
 
@@ -42,6 +44,7 @@ class LearnedOptimiser:
         potential: the metrics; `MetaMD` binds them to its parameters if they are not bound yet.
         moments: the sums over runs that the metrics were computed from, kept so that later runs can be added to them;
             `dataclasses.replace(learned, moments=None)` is a third of the size and as good for training.
+        start: parameters that the family's tasks are best begun at, if they were learned; see `with_start`.
 
     Example:
         >>> potential = MaxDiagonal(pieces=2).bind({"x": torch.zeros(3)})
@@ -53,6 +56,7 @@ class LearnedOptimiser:
     header: Header
     potential: MaxDiagonal
     moments: Moments | None = None
+    start: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         held = _structure(self.potential) | _tables(self.potential)
@@ -65,6 +69,8 @@ class LearnedOptimiser:
                 )
         if self.moments is not None and self.header.learned_from is None:
             raise ValueError("moments need a header that says which runs they are of: give it learned_from=.")
+        if self.header.start != {n: tuple(x.shape) for n, x in (self.start or {}).items()}:
+            raise ValueError("the header must announce the learned start. Make both agree with learned.with_start(start).")
 
     @classmethod
     def from_potential(cls, potential: MaxDiagonal, **provenance: Any) -> "LearnedOptimiser":
@@ -88,7 +94,26 @@ class LearnedOptimiser:
         """
         bound = self.potential.bind(named, rename=rename, missing=missing)
         tables: dict[str, Any] = _tables(bound)
-        return LearnedOptimiser(replace(self.header, **tables), bound, self.moments)
+        return LearnedOptimiser(replace(self.header, **tables), bound, self.moments, self.start)
+
+    def with_start(self, start: Mapping[str, Tensor]) -> "LearnedOptimiser":
+        """The same with a start that is kept in the file: `model.load_state_dict(learned.start, strict=False)` uses it.
+
+        Args:
+            start: parameters by name, as `learn_start` finds them.
+        """
+        kept = {n: x.detach().cpu().clone() for n, x in start.items()}
+        return replace(self, start=kept, header=replace(self.header, start={n: tuple(x.shape) for n, x in kept.items()}))
+
+    @property
+    def usage(self) -> Usage:
+        """How it is best used on its family; plainly, unless `learn_usage` has found out more."""
+        return Usage(**self.header.usage or {})
+
+    @property
+    def online(self) -> Online | None:
+        """The rule and the scales of its online metric, if they were learned."""
+        return None if self.header.online is None else Online(**self.header.online)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file whole or not at all: a crash, a full disk or a kill leaves what was there before.
@@ -100,10 +125,12 @@ class LearnedOptimiser:
         check_metrics(tensors)
         check_factors(self.potential.basis.factors())
         _check_moments(self.header, moments)
+        others = moments | _start_tensors(self.start)
+        _check_start(others)
         text = self.header.to_json()
         Header.from_json(text)  # what is saved can be loaded
-        metadata = {HEADER_KEY: text, CHECKSUM_KEY: _checksum(text, self.fingerprint(), moments)}
-        write_atomically(Path(path), pack({**tensors, **moments}, metadata))
+        metadata = {HEADER_KEY: text, CHECKSUM_KEY: _checksum(text, self.fingerprint(), others)}
+        write_atomically(Path(path), pack({**tensors, **others}, metadata))
 
     def fingerprint(self) -> str:
         """The fingerprint of the geometry; what the header says about its origin does not enter."""
@@ -138,7 +165,7 @@ def load(path_or_name: str | os.PathLike[str]) -> LearnedOptimiser:
         Traceback (most recent call last):
         FileNotFoundError: no learned optimiser 'no-such-optimiser' is shipped with metamd ...
     """
-    path = _locate(path_or_name)
+    path = locate(path_or_name)
     container = read_checked(path)
     try:
         return _assemble(container)
@@ -146,7 +173,12 @@ def load(path_or_name: str | os.PathLike[str]) -> LearnedOptimiser:
         raise ValueError(f"{shown(str(path))} cannot be loaded: {error}") from None
 
 
-def _locate(path_or_name: str | os.PathLike[str]) -> Path:
+def locate(path_or_name: str | os.PathLike[str]) -> Path:
+    """The path of a file, or of one shipped with the package, in `SHIPPED`.
+
+    Args:
+        path_or_name: as for `load`.
+    """
     if not isinstance(path_or_name, str) or not re.fullmatch("[a-z0-9-]+", path_or_name):
         return Path(path_or_name)
     path = SHIPPED / f"{path_or_name}.safetensors"
@@ -172,6 +204,8 @@ def _assemble(container: Container) -> LearnedOptimiser:
     moments = {n: v for n, v in tensors.items() if n.startswith(MOMENTS)} if header.learned_from else {}
     tensors = {n: v for n, v in tensors.items() if n not in moments}
     _check_shapes(header, tensors)
+    _check_start(tensors)
+    start = {n: tensors.pop(f"{START}{n}") for n in header.start}
     check_metrics(tensors)
     _check_moments(header, moments)
     log_d = {k: tensors[f"log_d/{k}"] for k in header.tensors}
@@ -181,15 +215,16 @@ def _assemble(container: Container) -> LearnedOptimiser:
     basis = Identity() if header.basis == "identity" else Learned(header.basis, factors=factors)  # type: ignore[arg-type]
     blank = MaxDiagonal(header.pieces, tying=header.tying, centre=header.centre, basis=basis)
     potential = blank.with_metrics(log_d, tensors["offsets"])
-    if metadata[CHECKSUM_KEY] != _checksum(metadata[HEADER_KEY], fingerprint(potential), moments):
+    others = moments | _start_tensors(start)
+    if metadata[CHECKSUM_KEY] != _checksum(metadata[HEADER_KEY], fingerprint(potential), others):
         raise ValueError(f"its content does not match its checksum. {AGAIN}")
     x, y = ({k: moments[f"{prefix}{k}"] for k in header.tensors} if moments else {} for prefix in MOMENTS)
-    return LearnedOptimiser(header, potential, Moments(x, y) if moments else None)
+    return LearnedOptimiser(header, potential, Moments(x, y) if moments else None, start or None)
 
 
 def _check_shapes(header: Header, tensors: Mapping[str, Tensor]) -> None:
     wanted = {"offsets": (header.pieces,)} | {f"log_d/{k}": s for k, s in header.tensors.items()}
-    wanted |= {f"basis/{k}": s for k, s in header.factors.items()}
+    wanted |= {f"basis/{k}": s for k, s in header.factors.items()} | {f"{START}{n}": s for n, s in header.start.items()}
     for name in sorted(set(wanted) - set(tensors)):
         raise ValueError(f"the tensor {shown(name)}, which its header announces, is missing. {AGAIN}")
     for name in sorted(set(tensors) - set(wanted)):
@@ -241,6 +276,16 @@ def check_factors(factors: Mapping[str, Tensor]) -> None:
         off = (columns.mT @ columns - torch.eye(columns.shape[1], dtype=columns.dtype)).abs()
         if off.numel() and not float(off.max()) <= ORTHONORMAL:
             raise ValueError(f"the columns of the basis {shown(name)} must be orthonormal, but they are not. {AGAIN}")
+
+
+def _start_tensors(start: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    return {f"{START}{n}": x.contiguous() for n, x in (start or {}).items()}
+
+
+def _check_start(tensors: Mapping[str, Tensor]) -> None:
+    for name, value in tensors.items():
+        if name.startswith(START) and (value.dtype not in DTYPES or not bool(value.isfinite().all())):
+            raise ValueError(f"{shown(name)} must be finite numbers in float64, float32 or bfloat16. {AGAIN}")
 
 
 def _check_moments(header: Header, moments: Mapping[str, Tensor]) -> None:

@@ -1,21 +1,22 @@
 """What one task teaches in an outer step: its run, and the sums that the update of the metrics needs."""
 
 import math
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metamd.factors import moment_shapes
+from metamd.factors import moment_shapes, spread
 from metamd.hypergrad import ClosedForm, Estimator, Moments
 from metamd.inner import Cost, Trajectory, gradient, run_inner
 from metamd.lockstep import run_many
 from metamd.objectives import Objective, PaperBound, Regret, TrainingLoss
 from metamd.outer import Iterate
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
+from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
 
 Generators = Callable[[int], torch.Generator]
 
@@ -32,6 +33,7 @@ class Lesson:
         value: the objective.
         bound: on the regret against the end of the run, certified if the steps were exact.
         loss: mean training loss over the run.
+        ends: the first training loss, and the mean of the last tenth of them.
         switches: how often the active pieces changed.
         unsettled: the gradient at the end of the run relative to that at its start, where that is asked for.
         diverged: why the run was given up; empty if it was not.
@@ -42,6 +44,7 @@ class Lesson:
     value: float
     bound: float
     loss: float
+    ends: tuple[float, float]
     switches: int
     unsettled: float
     diverged: str
@@ -80,6 +83,7 @@ class Lecture:
         if isinstance(self.estimator, ClosedForm):
             shapes = moment_shapes(iterate)
             sums = {f"{s}/{k}": torch.zeros(v, dtype=torch.float64) for k, v in shapes.items() for s in ("x", "y")}
+            sums |= {f"s/{k}": torch.zeros(4, dtype=torch.float64) for k in shapes if k not in iterate.log_d}
         else:
             sums = {f"gradient/{n}": torch.zeros(v.shape).double() for n, v in names.items()}
         return sums | {"tasks": torch.zeros((), dtype=torch.float64)}
@@ -102,6 +106,7 @@ class Lecture:
                 assert isinstance(self.objective, Regret)
                 moments = Moments.of(run, fit, self.objective)
                 sums = {f"x/{k}": v for k, v in moments.x.items()} | {f"y/{k}": v for k, v in moments.y.items()}
+                sums |= {f"s/{k}": spread(moments, k) for k in moments.x if k not in iterate.log_d}
                 sums["tasks"] = torch.ones((), dtype=torch.float64)
             attempts[i] = lesson, sums
         return attempts
@@ -128,7 +133,10 @@ class Lecture:
     @torch.no_grad()
     def _lesson(self, task: Task, fit: MaxDiagonal, run: Trajectory) -> Lesson:
         if run.diverged:
-            return Lesson(config_hash(task.config), math.inf, math.inf, math.inf, run.switches, 0.0, run.diverged, run.cost)
+            lost = (math.inf, math.inf)
+            return Lesson(
+                config_hash(task.config), math.inf, math.inf, math.inf, lost, run.switches, 0.0, run.diverged, run.cost
+            )
         bound = float(Regret().value(run, fit)) + float(run.gaps.sum()) / run.lr
         unsettled, extra = 0.0, Cost()
         if isinstance(self.objective, PaperBound):
@@ -138,6 +146,7 @@ class Lecture:
             float(self.objective.value(run, fit)),
             bound if self.exact else math.nan,
             float(run.losses.mean()),
+            (float(run.losses[0]), _tail(run)),
             run.switches,
             unsettled,
             "",
@@ -150,14 +159,36 @@ class Lecture:
         return not run.diverged, run.cost
 
 
-def draw(family: TaskFamily, *purpose: int | str) -> Task:
-    """A task that depends on the family and on these words alone.
+def within_reach(lessons: Sequence[Lesson]) -> float:
+    """A target for the losses of later runs: nine tenths of the way from the median first loss to the worst last one.
+
+    It is known before any held-out task is drawn, and all but unusual tasks of the family reach it.
+
+    Args:
+        lessons: those of tasks that finished, at least one.
+    """
+    first, last = statistics.median(lesson.ends[0] for lesson in lessons), max(lesson.ends[1] for lesson in lessons)
+    return last + 0.1 * max(first - last, 0.0)
+
+
+def draw_config(family: TaskFamily, *purpose: int | str) -> Config:
+    """A config that depends on the family and on these words alone.
 
     Args:
         family: where from.
-        purpose: the seed of the meta-training, what the task is for, and its number.
+        purpose: a seed, what the task is for, and its number.
     """
-    return family.build(family.sample(torch.Generator().manual_seed(derive_seed(*purpose))))
+    return family.sample(torch.Generator().manual_seed(derive_seed(*purpose)))
+
+
+def draw(family: TaskFamily, *purpose: int | str) -> Task:
+    """The task of that config.
+
+    Args:
+        family: where from.
+        purpose: as for `draw_config`.
+    """
+    return family.build(draw_config(family, *purpose))
 
 
 def contest(

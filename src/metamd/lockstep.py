@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from metamd.inner import Cost, ReferenceRun, Trajectory, bound, check_run, local_norm, run_inner, trouble
-from metamd.optimiser import mirror_step
+from metamd.mirror import mirror_step
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task

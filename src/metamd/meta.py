@@ -13,6 +13,7 @@ from metamd.hypergrad import ClosedForm, Estimator, Forward
 from metamd.journal import Journal, Log
 from metamd.learned import LearnedOptimiser, fingerprint
 from metamd.lessons import Lecture
+from metamd.norms import Ball
 from metamd.objectives import FromLipschitz, Objective, PaperBound, Regret
 from metamd.outer import Adam, GradientDescent, Iterate, Outer, TrustRegion
 from metamd.outer_steps import OuterStep, Refine, Stopping
@@ -69,6 +70,7 @@ def meta_train(
     seed: int = 0,
     method: Method = Method(),  # noqa: B008
     refine: Refine | None = None,
+    max_norm: float | None = None,
     journal: Journal | None = None,
     log: Log | None = None,
 ) -> LearnedOptimiser:
@@ -90,6 +92,8 @@ def meta_train(
         seed: of everything random.
         method: the rule of the outer step, and what is kept.
         refine: outer steps along the hypergradient, afterwards.
+        max_norm: C: metrics are kept at ||m_j||_2 = sqrt(sum_i D_ji) <= C by projection, for a bound on new tasks that has
+            its C from the start (docs/concepts/held-out.md). Too small a C makes steps too long.
         journal: where to keep checkpoints and a log, so that the same call continues a run that was stopped.
         log: called with the record of every outer step and its number.
 
@@ -107,7 +111,8 @@ def meta_train(
         stages = _stages(closed, learnable.pieces, outer_steps, method, refine)
         outer = method.outer or (TrustRegion() if closed else Adam())
         shared = (tasks_per_step, seed, method.stopping, refine, workers, method.step_scales)
-        plan = Plan(family, lecture, outer, stages, learnable.pieces, *shared)
+        ball = Ball(max_norm, found.bound, found.shapes)
+        plan = Plan(family, lecture, outer, stages, learnable.pieces, *shared, ball)
         state = _train(plan, _begin(found, plan, method), journal, log)
         return _result(plan, state)
 
@@ -190,7 +195,7 @@ def _begin(found: Findings, plan: Plan, method: Method) -> State:
         generator = torch.Generator().manual_seed(derive_seed(plan.seed, "pieces"))
         noise = {k: torch.randn(v.shape, generator=generator, dtype=torch.float64) for k, v in now.log_d.items()}
         now = now.moved({k: v + 2 * method.spread * noise[k].to(v) for k, v in now.log_d.items()})
-    return State(now, cost=found.cost, scale=found.scale, shapes=found.shapes)
+    return State(plan.ball.project(now), cost=found.cost, scale=found.scale, shapes=found.shapes)
 
 
 def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -> State:
@@ -256,6 +261,7 @@ def _identity(plan: Plan, state: State) -> dict[str, Any]:
         "stopping": repr(plan.stopping),
         "refine": repr(plan.refine),
         **({"step_scales": list(plan.step_scales)} if plan.step_scales else {}),
+        **({} if plan.ball.radius is None else {"max_norm": plan.ball.radius}),
     }
 
 
@@ -292,4 +298,6 @@ def _result(plan: Plan, state: State) -> LearnedOptimiser:
         seeds=(plan.seed,),
         cost=cost,
         task_hashes=state.tasks,
+        max_norm=plan.ball.radius,
+        target_loss=state.target,
     )

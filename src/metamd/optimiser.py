@@ -1,4 +1,4 @@
-"""`mirror_step`, the pure function, and `MetaMD`, the `torch.optim.Optimizer` around it."""
+"""`MetaMD`, mirror descent in a learned geometry as a `torch.optim.Optimizer`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
@@ -18,43 +18,23 @@ from metamd.averaging import (
     to_average,
     to_gradient_point,
 )
-from metamd.binding import check_group, fit, named_parameters, refuse_foreign, refuse_nonfinite, refuse_unusual
+from metamd.binding import (
+    check_group,
+    fit,
+    named_parameters,
+    online_metric,
+    refuse_foreign,
+    refuse_nonfinite,
+    refuse_unusual,
+)
 from metamd.guard import FamilyWatch, Safeguard, energy
 from metamd.learned import LearnedOptimiser, fingerprint
+from metamd.online import Online
 from metamd.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.sharding import local
-
-
-def mirror_step(
-    params: Params,
-    grads: Params,
-    potential: Potential,
-    lr: float | Tensor = 1.0,
-    *,
-    weight_decay: float = 0.0,
-    active: Active | None = None,
-    exact: bool = True,
-) -> Step:
-    """One step of mirror descent, theta+ = argmin <g, theta> + B(theta||theta_t)/lr, as a pure function.
-
-    Args:
-        params: theta_t, by name.
-        grads: g; tensors that it does not name stay where they are.
-        potential: phi, bound to these tensors if it has metrics.
-        lr: eta.
-        weight_decay: decoupled decay, y <- (1 - lr weight_decay) y - lr g for a potential centred at the origin.
-        active: the `active` of the previous step; without it the active pieces are found first.
-        exact: False takes the paper's step, which is exact only while the active piece does not change.
-
-    Example:
-        >>> from metamd import Euclidean
-        >>> mirror_step({"x": torch.ones(2)}, {"x": torch.tensor([1.0, 2.0])}, Euclidean(), lr=0.5).params["x"]
-        tensor([0.5000, 0.0000])
-    """
-    moves = {n: Move(g, lr, lr * weight_decay) for n, g in grads.items()}
-    return potential.step(params, moves, active=active, exact=exact)
+from metamd.usage import Metric
 
 
 class MetaMD(Optimizer):
@@ -78,6 +58,8 @@ class MetaMD(Optimizer):
         safeguard: halve the step while the run blows up.
         averaging: the weights of the average: "constant" ones (momentum), "anytime" (1/t), or "schedule-free", which needs
             `opt.eval()` before the model is used and `opt.train()` after.
+        metric: "learned", or "online": the diagonal follows the run in the learned coordinates, at the scale that the file
+            has for it; an `Online` for a rule and scales of your own.
 
     Example:
         >>> x = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
@@ -103,6 +85,7 @@ class MetaMD(Optimizer):
         check_finite: bool = True,
         safeguard: bool = False,
         averaging: AveragingName = "constant",
+        metric: Metric | Online = "learned",
     ) -> None:
         if not isinstance(geometry, LearnedOptimiser | Potential):
             raise TypeError(
@@ -115,6 +98,7 @@ class MetaMD(Optimizer):
         self._potential: Potential = geometry if isinstance(geometry, Potential) else geometry.potential
         if isinstance(geometry, LearnedOptimiser):
             self._watch = FamilyWatch(geometry.header.horizon, geometry.header.gradient_scale)
+        self._online = online_metric(metric, geometry)
         self._bound: Potential | None = None
         self._hash: str | None = None
         # By id, which the parameter itself keeps from being given to another; a weak reference would forbid swap_tensors.
@@ -198,11 +182,20 @@ class MetaMD(Optimizer):
         if self.averaging == "schedule-free":
             for n, momentum in averaged.items():
                 lift(params[n], points[n], count, momentum)
-        step = self.potential.step(points, moves, active=self._current(points), exact=self.exact, into=points)
+        step = self._advance(named, points, moves)
         for n, momentum in averaged.items():
             blend(params[n], points[n], count, momentum, self.averaging)
         self._finish(step, named)
         return loss
+
+    def _advance(self, named: Params, points: dict[str, Tensor], moves: Mapping[str, Move]) -> Step:
+        """Move the iterates, in place."""
+        bound = self.potential
+        if self._online is None or not isinstance(bound, MaxDiagonal):
+            return bound.step(points, moves, active=self._current(points), exact=self.exact, into=points)
+        for n, move in moves.items():
+            self._online.advance(bound, n, points[n], move, self.state[named[n]])
+        return Step(points)
 
     def _gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
         named, grads, groups = {}, {}, {}
@@ -374,5 +367,5 @@ class MetaMD(Optimizer):
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
     *("_active", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_training", "_watch"),
-    *("averaging", "check_finite", "exact", "fused"),
+    *("_online", "averaging", "check_finite", "exact", "fused"),
 )

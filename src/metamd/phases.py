@@ -29,8 +29,8 @@ class PhaseSums:
     """What the phases of a run add up to.
 
     Args:
-        sums: by key, "y/key" the squared gradients of every phase and "r/key" the squared displacement at its end,
-            (phases, ...) each; the last displacement is that of the comparator.
+        sums: by key, (phases,) each: "y/key" the local norms g'D^-1 g of every phase and "r/key" the squared displacement
+            at its end in the norm of D; the last is that of the comparator.
         diverged: as in `Trajectory`.
         cost: of the run.
     """
@@ -64,18 +64,18 @@ def _add_up(run: Trajectory, potential: MaxDiagonal, objective: Regret, points: 
     ends = [*points[:-1], objective.comparator.of(run)]
     sums: dict[str, Tensor] = {}
     for n, slot in potential.slots.items():
+        d = potential.metric(n)[0].detach().double()
         moved = [potential.basis.into(n, (end[n] - run.start[n]).double()) for end in ends]
-        rows = torch.stack([slot.gather(grouped_squares(x, slot.shape)) for x in moved])
-        squares = slot.gather(run.squares[n].double())
-        for name, value in ((f"r/{slot.key}", rows), (f"y/{slot.key}", squares)):
+        held = torch.stack([(d * grouped_squares(x, slot.shape)).sum() for x in moved])
+        spent = (run.squares[n].double() / d).reshape(len(ends), -1).sum(1)
+        for name, value in ((f"r/{slot.key}", held), (f"y/{slot.key}", spent)):
             sums[name] = sums[name] + value if name in sums else value
     return sums
 
 
 def blank(iterate: Iterate, phases: int) -> dict[str, Tensor]:
     """The sums of no run."""
-    shapes = {k: (phases, *v.shape[1:]) for k, v in iterate.log_d.items()}
-    return {f"{s}/{k}": torch.zeros(shape, dtype=torch.float64) for k, shape in shapes.items() for s in ("r", "y")}
+    return {f"{s}/{k}": torch.zeros(phases, dtype=torch.float64) for k in iterate.log_d for s in ("r", "y")}
 
 
 def build_pieces(one: Iterate, sums: Mapping[str, Tensor], tasks: float, strength: float = 1.0) -> Iterate:
@@ -91,9 +91,7 @@ def build_pieces(one: Iterate, sums: Mapping[str, Tensor], tasks: float, strengt
     log_d: dict[str, Tensor] = {}
     offsets = np.zeros(phases)
     for key, log in one.log_d.items():
-        d, r, y = log[0].double().exp(), sums[f"r/{key}"] / tasks, sums[f"y/{key}"] / tasks
-        held = (d * r).reshape(phases, -1).sum(1).numpy()
-        spent = (y / d).reshape(phases, -1).sum(1).numpy()
+        held, spent = ((sums[f"{s}/{key}"] / tasks).numpy() for s in ("r", "y"))
         factors = rising(spent, np.diff(held, prepend=0.0)) ** strength
         terms = one.basis.terms(key)
         log_d[key] = torch.stack([log[0] + float(np.log(f)) / terms for f in factors]).to(log.dtype)

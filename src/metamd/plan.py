@@ -5,11 +5,12 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from metamd.inner import Cost
-from metamd.lessons import Lecture, contest
+from metamd.lessons import Lecture, contest, within_reach
+from metamd.norms import Ball
 from metamd.objectives import Regret
 from metamd.outer import Iterate, Outer
 from metamd.outer_steps import OuterStep, Refine, Stopping
@@ -44,6 +45,7 @@ class Plan:
         refine: the second stage of learning.
         workers: the processes.
         step_scales: factors on the learned steps, of which the one with the lowest training loss is kept.
+        ball: where the metrics stay.
     """
 
     family: TaskFamily
@@ -57,6 +59,7 @@ class Plan:
     refine: Refine | None
     workers: Workers
     step_scales: tuple[float, ...] = ()
+    ball: Ball = field(default_factory=Ball)
 
     def finished(self, state: State) -> bool:
         """Whether nothing is left to do."""
@@ -92,13 +95,14 @@ class Plan:
         lecture, outer = self.lecture, self.outer
         if stage == "refine" and self.refine is not None:
             lecture, outer = replace(lecture, estimator=self.refine.estimator), self.refine.outer
-        held = hold(self._class("train", state), lecture, state, retreats=outer.retreats)
+        held = hold(self._class("train", state), lecture, state, self.ball, retreats=outer.retreats)
         new, change = self._retreat(state, held) if held.too_far else self._move(state, held, lecture, outer)
         new = replace(
             new,
             done=state.done + 1,
             changes=(*state.changes, change),
             tasks=_joined(state.tasks, (lesson.task for lesson in held.lessons)),
+            target=within_reach(held.finished) if held.finished else state.target,
         )
         note = self._verdict(new, limit)
         record = OuterStep(
@@ -121,7 +125,9 @@ class Plan:
     def _retreat(self, state: State, held: Round) -> tuple[State, float]:
         """Half way back to the last metrics under which the tasks that diverged finish, and half as far from there."""
         assert state.good is not None
-        return replace(state, now=held.now.halfway(state.good), factor=state.factor / 2, carried={}), math.inf
+        return replace(
+            state, now=self.ball.project(held.now.halfway(state.good)), factor=state.factor / 2, carried={}
+        ), math.inf
 
     def _move(self, state: State, held: Round, lecture: Lecture, outer: Outer) -> tuple[State, float]:
         now, values = held.now, (*state.values, held.mean("value"))
@@ -132,7 +138,7 @@ class Plan:
         shortlist = sorted(known, key=lambda c: c.loss)[:places]
         new = replace(
             state,
-            now=update.iterate,
+            now=self.ball.project(update.iterate),
             good=now,
             carried=update.carried,
             factor=min(1.0, 1.5 * state.factor),
@@ -218,7 +224,7 @@ class Plan:
 
     def _scale(self, state: State) -> tuple[State, OuterStep]:
         """One factor on all steps, the one with which training tasks have the lowest mean loss, folded into the metrics."""
-        entrants = [state.now.shifted(-math.log(scale)) for scale in self.step_scales]
+        entrants = [self.ball.project(state.now.shifted(-math.log(scale))) for scale in self.step_scales]
         best, value, record = self._contest(entrants, self._class("scale", state), by_loss=True)
         scale = self.step_scales[next(i for i, entrant in enumerate(entrants) if entrant is best)]
         note = f"steps times {scale:g}: the mean training loss is {value:.4g} on {self.tasks_per_step} fresh tasks"
@@ -239,7 +245,7 @@ class Plan:
         count = sum(fine for fine, _ in ran)
         entrants = [state.now]
         if count:
-            built = [build_pieces(state.now, sums, count, strength) for strength in (0.5, 1.0)]
+            built = [self.ball.project(build_pieces(state.now, sums, count, strength)) for strength in (0.5, 1.0)]
             entrants += [pieces for pieces in built if _differ(pieces)]
         best, value, record = self._contest(entrants, room)
         taken = best is not state.now

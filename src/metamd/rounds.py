@@ -10,6 +10,7 @@ from torch import Tensor
 from metamd.hypergrad import ClosedForm
 from metamd.inner import Cost
 from metamd.lessons import Attempt, Lecture, Lesson, draw
+from metamd.norms import Ball
 from metamd.outer import Iterate
 from metamd.state import State
 from metamd.tasks.base import Task, TaskFamily, derive_seed
@@ -91,19 +92,20 @@ class Class:
         return self.workers.total(sums)
 
 
-def hold(room: Class, lecture: Lecture, state: State, *, retreats: bool) -> Round:
+def hold(room: Class, lecture: Lecture, state: State, ball: Ball, *, retreats: bool) -> Round:
     """Run all tasks of an outer step, at a scale where they finish if this is the first.
 
     Args:
         room: the tasks.
         lecture: how they are run.
         state: with what metrics.
+        ball: where metrics may be.
         retreats: whether to ask of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
     """
     tasks, now, cost = room.tasks(), state.now, Cost()
     attempts: dict[int, Attempt] = {}
     if state.good is None:
-        now, attempts, cost = _find_scale(room, tasks, lecture, now)
+        now, attempts, cost = _find_scale(room, tasks, lecture, now, ball)
     attempts |= lecture.learn({i: task for i, task in tasks.items() if i not in attempts}, now, room.generator)
     lessons = room.workers.gather({i: lesson for i, (lesson, _) in attempts.items()}, room.count)
     sums = room.total({i: sums for i, (_, sums) in attempts.items()}, lecture.blank(now))
@@ -113,15 +115,16 @@ def hold(room: Class, lecture: Lecture, state: State, *, retreats: bool) -> Roun
         cost = cost + extra
     found = Round(now, lessons, sums, too_far, sum((lesson.cost for lesson in lessons), cost))
     if not found.finished and not too_far:
+        kept = "" if ball.radius is None else f" with max_norm = {ball.radius:g}, which may be too small"
         raise ValueError(
-            f"all {room.count} tasks of outer step {room.step} diverged, so that nothing can be learned. The first: "
+            f"all {room.count} tasks of outer step {room.step} diverged{kept}, so that nothing can be learned. The first: "
             f"{lessons[0].diverged}"
         )
     return found
 
 
 def _find_scale(
-    room: Class, tasks: Mapping[int, Task], lecture: Lecture, start: Iterate
+    room: Class, tasks: Mapping[int, Task], lecture: Lecture, start: Iterate, ball: Ball
 ) -> tuple[Iterate, dict[int, Attempt], Cost]:
     """The smallest power of four by which the metrics are multiplied so that every task finishes that can."""
     powers: dict[int, int | None] = dict.fromkeys(tasks)
@@ -129,7 +132,7 @@ def _find_scale(
     kept: dict[int, Attempt] = {}
     for power in range(RAISES + 1):
         left = {i: task for i, task in tasks.items() if powers[i] is None}
-        trial = start.shifted(power * math.log(4.0))
+        trial = ball.project(start.shifted(power * math.log(4.0)))
         if isinstance(lecture.estimator, ClosedForm):
             attempts = lecture.learn(left, trial, room.generator)
             kept |= attempts
@@ -143,7 +146,7 @@ def _find_scale(
     largest = max((power for power, _ in found if power is not None), default=0)
     # A run that was made at this very scale is not made again, nor that of a task which nothing helps; it is paid for.
     same = {i: (replace(lesson, cost=Cost()), sums) for i, (lesson, sums) in kept.items() if powers[i] in (largest, None)}
-    return start.shifted(largest * math.log(4.0)), same, sum((cost for _, cost in found), Cost())
+    return ball.project(start.shifted(largest * math.log(4.0))), same, sum((cost for _, cost in found), Cost())
 
 
 def _too_far(

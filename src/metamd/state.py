@@ -33,6 +33,7 @@ class State:
         scale: root mean square of the first gradients, by key.
         shapes: names and shapes of the model's tensors.
         notes: why each stage ended.
+        target: a loss that runs of the last outer step reach, see `within_reach`.
     """
 
     now: Iterate
@@ -50,6 +51,7 @@ class State:
     scale: Mapping[str, float] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    target: float | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, by name."""
@@ -75,6 +77,7 @@ class State:
             "scale": dict(self.scale),
             "shapes": [[n, list(s)] for n, s in self.shapes.items()],
             "notes": list(self.notes),
+            "target": self.target,
         }
 
     def _iterates(self) -> dict[str, Iterate]:
@@ -107,6 +110,7 @@ class State:
             scale=facts["scale"],
             shapes={n: tuple(s) for n, s in facts["shapes"]},
             notes=tuple(facts["notes"]),
+            target=facts.get("target"),
         )
 
 

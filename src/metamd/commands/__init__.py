@@ -8,6 +8,53 @@ from tyro.conf import Positional, arg, subcommand
 
 
 @dataclass(frozen=True)
+class Certify:
+    """Run a learned optimiser on held-out tasks, print what follows for the next ones, and write it into the file.
+
+    Args:
+        file: a path, or the name of a learned optimiser shipped with the package.
+        family: as for `metamd train`; settings that the file records are used again.
+        held_out_tasks: how many tasks are run; a bound on the next one at 95 percent needs 19 at least.
+        delta: each statement holds with probability 1 - delta.
+        target: the loss to count steps to, stated beforehand; the one in the file, from its training tasks, if not given.
+        regret_cap: what the regret is clipped at, stated beforehand, for a bound on its mean.
+        radius: on the distance from start to solution of any task, stated beforehand, for the bound from training tasks.
+        reach: the same on the largest coordinate of that distance.
+        reference_lr: rate of the runs of Adam, twice as long, that find solutions where the family does not know them.
+        steps: training steps of one run; those in the file, or the family's own, if not given.
+        model: of a family of images.
+        hold_out: the domain that the held-out tasks are from, in a family of images.
+        images: per domain, at most.
+        width: of a resnet18.
+        start: a checkpoint with the parameters that every task begins at.
+        out: write the file here instead, and leave FILE as it is.
+        report: write a page here too, such as certificate.html.
+        seed: of the held-out tasks.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    file: Annotated[Positional[str], arg(metavar="FILE")]
+    family: Annotated[Positional[str], arg(metavar="FAMILY")]
+    held_out_tasks: int = 50
+    delta: float = 0.05
+    target: float | None = None
+    regret_cap: float | None = None
+    radius: float | None = None
+    reach: float | None = None
+    reference_lr: float | None = None
+    steps: int | None = None
+    model: str | None = None
+    hold_out: str | None = None
+    images: int | None = None
+    width: int | None = None
+    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    report: Annotated[Path | None, arg(metavar="HTML")] = None
+    seed: int = 0
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Demo:
     """Learn an optimiser on a small family, use it on a new task and compare it with its rivals.
 
@@ -138,8 +185,12 @@ class Train:
         family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images
             or adapt-rotated-mnist.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
+        potential: diagonal, or kronecker for metrics in a learned basis of every weight matrix.
         pieces: metrics in the mixture.
-        tying: which coordinates share a metric: parameter, channel, column, tensor or role.
+        tying: which coordinates share a metric: parameter (if not given), channel, column, tensor or role; with kronecker
+            tensor (if not given) or role.
+        sides: of a kronecker potential: right, or both.
+        rank: leading directions of a learned basis that are kept: a number, auto, or all.
         steps: training steps of one run; the family's own if not given.
         model: of a family of images: linear, mlp, lenet or resnet18.
         hold_out: the domain of a family of images that is left out: an angle, or a dataset.
@@ -148,7 +199,11 @@ class Train:
         start: a checkpoint with the parameters that every task begins at; otherwise each has its own initialisation.
         outer_steps: rounds of training tasks and setting the metrics, at most.
         tasks: tasks in each of them.
+        reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.003 for
+            kronecker and 0 for diagonal, if not given.
+        step_scale: try the learned steps times 0.5, 0.7, 1 and 1.4 at the end, and keep the best.
         prior: strength of the prior that keeps coordinates from starving that move little.
+        max_norm: keep the norm of the metrics, sqrt(sum D), below this.
         tolerance: stop when the objective changes by less than this; 0 never stops early.
         refine: outer steps along the hypergradient, afterwards.
         estimator: of that hypergradient: reverse, forward, forward-diagonal or forward-random.
@@ -163,8 +218,11 @@ class Train:
 
     family: Annotated[Positional[str], arg(metavar="FAMILY")]
     out: Annotated[Path, arg(metavar="FILE")] = Path("learned.safetensors")
+    potential: str = "diagonal"
     pieces: int = 1
-    tying: str = "parameter"
+    tying: str | None = None
+    sides: str = "right"
+    rank: str = "all"
     steps: int | None = None
     model: str | None = None
     hold_out: str | None = None
@@ -173,7 +231,10 @@ class Train:
     start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
     outer_steps: int = 10
     tasks: int = 8
+    reference: float | None = None
+    step_scale: bool = False
     prior: float = 0.0
+    max_norm: float | None = None
     tolerance: float = 1e-3
     refine: int = 0
     estimator: str = "reverse"
@@ -220,8 +281,8 @@ class Compare:
         budget: settings tried per rival and schedule.
         search: of the protocol paper: bayes, random or grid.
         schedules: of the rivals' rates: constant, linear.
-        momentum: of MetaMD.
-        schedule: of MetaMD's rate.
+        momentum: of MetaMD; as FILE has it if not given.
+        schedule: of MetaMD's rate; as FILE has it if not given.
         target: the rival that sets the target; the last one if not given.
         hold_out: the domain to compare on; that of FILE if not given.
         seeds: tasks, or tasks per domain.
@@ -243,8 +304,8 @@ class Compare:
     budget: int = 25
     search: Literal["bayes", "random", "grid"] = "bayes"
     schedules: tuple[Literal["constant", "linear"], ...] = ("constant", "linear")
-    momentum: float = 0.0
-    schedule: Literal["constant", "linear"] = "constant"
+    momentum: float | None = None
+    schedule: Literal["constant", "linear"] | None = None
     target: str | None = None
     hold_out: str | None = None
     seeds: int = 3
@@ -278,9 +339,10 @@ class Report:
     json: bool = False
 
 
-Options = Compare | Data | Demo | Inspect | Report | Reproduce | Train | Update
+Options = Certify | Compare | Data | Demo | Inspect | Report | Reproduce | Train | Update
 
 HOMES: dict[type, str] = {
+    Certify: "metamd.commands.certify",
     Compare: "metamd.commands.compare",
     Report: "metamd.commands.report",
     Data: "metamd.commands.data",

@@ -1,13 +1,12 @@
 """`metamd compare`: a learned optimiser against tuned rivals on held-out tasks; a stopped run continues."""
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 from metamd.cli import one_line
 from metamd.commands import Compare, Report
 from metamd.commands import report as report_command
-from metamd.commands.train import family_of
+from metamd.commands.families import build_family
 from metamd.comparing import compare
 from metamd.folds import Target
 from metamd.learned import LearnedOptimiser, load
@@ -37,7 +36,7 @@ def run(options: Compare) -> int:
     rivals = [_rival(name, known, options) for name in options.rivals]
     baseline = rivals[options.rivals.index(target)]
     ours: dict[str, Contender] = {
-        "MetaMD": learned_rival(learned).with_setting(options.schedule, momentum=options.momentum),
+        "MetaMD": _ours(learned, options),
     }
     trials = None
     if options.protocol == "paper":
@@ -73,6 +72,13 @@ def run(options: Compare) -> int:
     return report_command.run(Report(options.out, json=options.json))
 
 
+def _ours(learned: LearnedOptimiser, options: Compare) -> Contender:
+    """As the file says that it is best used, unless something else was asked."""
+    made, usage = learned_rival(learned), learned.usage
+    momentum = usage.momentum if options.momentum is None else options.momentum
+    return made.with_setting(options.schedule or usage.schedule, momentum=momentum)
+
+
 def _rival(name: str, family: TaskFamily, options: Compare) -> Rival:
     """A rival; one that is learned is learned on the training side, once, and kept beside the records."""
     if name not in LEARNERS:
@@ -90,15 +96,13 @@ def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, Task
         learned: the file, which says what it was not learned on.
     """
     known: dict[str, Any] = learned.header.family or {}
-    held = options.hold_out if options.hold_out is not None else known.get("hold_out")
-    family = family_of(replace(options, hold_out=None if held is None else str(held)))
-    seen = known.get("domains") or []
-    if held is not None and str(held) in [str(d) for d in seen]:
+    family = build_family(options, known)
+    inner = getattr(family, "family", family)
+    held = getattr(inner, "hold_out", None)
+    if held is not None and str(held) in [str(d) for d in known.get("domains") or []]:
         print(f"Note: the file was learned on {one_line(str(held))} too, so that nothing is held out.", file=sys.stderr)
     held_out = getattr(family, "held_out", None)
-    if held is None or held_out is None:
-        return family, family
-    return family, held_out()
+    return (family, family) if held is None or held_out is None else (family, held_out())
 
 
 def _label(title: str, labels: Any) -> str:

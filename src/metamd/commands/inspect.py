@@ -79,7 +79,11 @@ def distributions(learned: LearnedOptimiser) -> list[Distribution]:
     """
     found = []
     for key, value in learned.potential.log_d.items():
-        logs = [-row.flatten().numpy() / np.log(10) for row in value.detach().double()]
+        logs_d, left = value.detach().double(), learned.header.factors.get(f"left/{key}")
+        if left is not None:  # log D is a sum over rows and columns
+            rows = min(left[1] + 1, left[0])
+            logs_d = logs_d[:, :rows, None] + logs_d[:, None, rows:]
+        logs = [-row.flatten().numpy() / np.log(10) for row in logs_d]
         found += [Distribution(key, j + 1, np.sort(row)) for j, row in enumerate(logs)]
     return found
 
@@ -125,6 +129,7 @@ def _header_table(file: str, learned: LearnedOptimiser) -> Table:
     table.add_column(overflow="fold")
     shown = {"file": file, "fingerprint": learned.fingerprint()} | learned.header.to_dict()
     shown["tensors"] = f"{len(learned.header.tensors)} (below)"
+    shown["factors"] = ", ".join(f"{k} {n} x {r}" for k, (n, r) in learned.header.factors.items()) or "none: the identity"
     shown["model"] = "\n".join(f"{one_line(n)} {s}" for n, s in learned.header.model.items()) or None
     for name, value in shown.items():
         table.add_row(Text(name), Text(_plain(name, value)))

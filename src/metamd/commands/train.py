@@ -1,6 +1,5 @@
 """`metamd train`: meta-training from the command line, with live progress and a run that Ctrl-C leaves resumable."""
 
-import inspect
 import json
 import os
 import sys
@@ -16,17 +15,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from metamd.cli import one_line
-from metamd.commands import Compare, Train
+from metamd.commands import Train
+from metamd.commands.families import build_family, check_place
 from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.hypergrad.base import Estimator
 from metamd.journal import Journal, Log
 from metamd.meta import Method, meta_train, paper
-from metamd.objectives import Regret
+from metamd.objectives import End, Reference, Regret
 from metamd.outer_steps import Refine, Stopping
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import TaskFamily
-from metamd.tasks.catalogue import FAMILIES
-from metamd.tasks.shared_start import starting_at
+from metamd.potentials.kronecker import Kronecker
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward": Forward,
@@ -35,6 +33,8 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "reverse": Reverse,
 }
 
+STEP_SCALES = (0.5, 0.7, 1.0, 1.4)
+
 
 def run(options: Train) -> int:
     """Carry out the command.
@@ -42,8 +42,8 @@ def run(options: Train) -> int:
     Args:
         options: what was asked.
     """
-    family = family_of(options)
-    _check_place(options.out)
+    family = build_family(options)
+    check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
     with _processes() as rank:
         display = _Display(options, rank)
@@ -56,6 +56,7 @@ def run(options: Train) -> int:
                     outer_steps=options.outer_steps,
                     tasks_per_step=options.tasks,
                     seed=options.seed,
+                    max_norm=options.max_norm,
                     journal=Journal(folder, every=options.every),
                     log=log,
                 )
@@ -90,29 +91,6 @@ def tensorboard(folder: Path) -> Log:
     return log
 
 
-def family_of(options: Compare | Train) -> TaskFamily:
-    """The family that the options name, with what they say of it.
-
-    Args:
-        options: what was asked.
-    """
-    if options.family not in FAMILIES:
-        raise ValueError(f"there is no family {options.family!r}. There are {', '.join(sorted(FAMILIES))}.")
-    build = FAMILIES[options.family]
-    asked = {name: getattr(options, name) for name in ("steps", "model", "hold_out", "images", "width")}
-    given = {name: value for name, value in asked.items() if value is not None}
-    for name in given:
-        if name not in inspect.signature(build).parameters:
-            raise ValueError(f"the family {options.family!r} has no option --{name.replace('_', '-')}. Leave it out.")
-    if options.family in ("rotated-mnist", "adapt-rotated-mnist") and options.hold_out is not None:
-        try:
-            given["hold_out"] = float(options.hold_out)
-        except ValueError:
-            raise ValueError(f"--hold-out must be an angle such as 30, got {options.hold_out!r}.") from None
-    family = build(**given)
-    return family if options.start is None else starting_at(family, options.start)
-
-
 def _method(options: Train) -> dict[str, Any]:
     if options.preset == "paper":
         return paper(options.k, rho=options.rho)
@@ -121,21 +99,28 @@ def _method(options: Train) -> dict[str, Any]:
     if options.estimator not in ESTIMATORS:
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}; got {options.estimator!r}.")
     refine = Refine(options.refine, ESTIMATORS[options.estimator]()) if options.refine else None
+    lr = options.reference if options.reference is not None else 3e-3 * (options.potential == "kronecker")
+    comparator = Reference(lr=lr) if lr else End()
     return {
-        "potential": MaxDiagonal(options.pieces, tying=options.tying),  # type: ignore[arg-type]
-        "objective": Regret(prior=options.prior),
-        "method": Method(stopping=Stopping(options.tolerance)),
+        "potential": _potential(options),
+        "objective": Regret(comparator, prior=options.prior),
+        "method": Method(stopping=Stopping(options.tolerance), step_scales=STEP_SCALES if options.step_scale else ()),
         "refine": refine,
     }
 
 
-def _check_place(out: Path) -> None:
-    """Refuse a file that could not be written, before anything is computed."""
-    if out.is_dir():
-        raise IsADirectoryError(f"{out} is a directory. Name a file inside it, such as {out / 'learned.safetensors'}.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(out.parent, os.W_OK) or (out.exists() and not os.access(out, os.W_OK)):
-        raise PermissionError(f"{out} cannot be written. Choose another place with --out.")
+def _potential(options: Train) -> MaxDiagonal:
+    named: dict[str, Any] = {"tying": options.tying} if options.tying is not None else {}
+    if options.potential == "kronecker":
+        if not options.rank.isdecimal() and options.rank not in ("all", "auto"):
+            raise ValueError(f"--rank must be a number of directions, auto or all; got {options.rank!r}.")
+        rank: Any = {"all": None, "auto": "auto"}.get(options.rank) if not options.rank.isdecimal() else int(options.rank)
+        return Kronecker(options.pieces, sides=options.sides, rank=rank, **named)  # type: ignore[arg-type]
+    if options.potential != "diagonal":
+        raise ValueError(f"--potential must be diagonal or kronecker, got {options.potential!r}.")
+    if options.rank != "all" or options.sides != "right":
+        raise ValueError("--rank and --sides are for --potential kronecker. Leave them out, or choose it.")
+    return MaxDiagonal(options.pieces, **named)
 
 
 @contextmanager

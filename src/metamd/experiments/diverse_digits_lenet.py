@@ -10,6 +10,7 @@ from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale,
 from metamd.potentials import Diagonal, Kronecker
 from metamd.records import Result
 from metamd.tasks.held_out import ImageFamily
+from metamd.usage import Usage
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown", "run"]
 
@@ -36,6 +37,7 @@ SCALES = {
         budget=3,
         rivals=("adam",),
         schedules=("constant",),
+        usage_tasks=0,
     ),
     "cpu": Scale(HERE, 10_000, budget=9),
     "paper": Scale(DATASETS, None, outer_steps=20, rivals=("sgd", "sgdm", "rmsprop", "adam"), protocol="paper"),
@@ -54,11 +56,12 @@ EXPERIMENT = Experiment(
             Kronecker,
             {
                 "MetaMD": Entry(),
-                "MetaMD, linear decay": Entry("linear"),
-                "MetaMD, momentum, linear decay": Entry("linear", {"momentum": 0.9}),
+                "MetaMD, plain": Entry(Usage()),
+                "MetaMD, momentum, linear decay": Entry(Usage(momentum=0.9, schedule="linear")),
             },
+            choose_usage=True,
         ),
-        "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry()}),
+        "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}),
     },
     SCALES,
     {label: dict(zip(DATASETS, values, strict=True)) for label, values in PUBLISHED.items()},

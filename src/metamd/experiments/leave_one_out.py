@@ -1,12 +1,16 @@
 """Learn on all domains of a family but one, compare on that one, each in turn: what the image experiments share."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from metamd.cells import Cell, fill
+from metamd.choosing import learn_usage
 from metamd.comparing import compare
 from metamd.comparison import Comparison
 from metamd.folds import Target
@@ -19,9 +23,10 @@ from metamd.potentials import Potential
 from metamd.protocols import Protocol, entrants
 from metamd.records import Records, Result
 from metamd.rivals import Contender, Schedule, learned_rival, rival
-from metamd.tasks.base import derive_seed
+from metamd.tasks.base import Config, Task, TaskFamily, derive_seed
 from metamd.tasks.held_out import ImageFamily
 from metamd.training import Measuring
+from metamd.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,10 @@ class Entry:
     """One way in which a learned geometry enters the comparison.
 
     Args:
-        schedule: of its rate.
-        setting: further options of `MetaMD`.
+        usage: metric, momentum, schedule and factor; None for what was chosen on the training tasks, or plainly.
     """
 
-    schedule: Schedule = "constant"
-    setting: Mapping[str, float] = field(default_factory=dict)
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,13 @@ class Geometry:
         potential: a new one at every call.
         entries: how it enters, by label.
         objective: what is minimised.
+        choose_usage: whether metric, momentum, schedule and factor are chosen on training tasks, at a scale that does so.
     """
 
     potential: Callable[[], Potential]
     entries: Mapping[str, Entry]
     objective: Objective = field(default_factory=lambda: Regret(comparator=Reference(lr=1e-3, factor=1.0)))
+    choose_usage: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Scale:
         rivals: names in `metamd.rivals.RIVALS`.
         schedules: of the rivals.
         protocol: by which rivals are tuned.
+        usage_tasks: training tasks to choose a usage on; 0 for none.
     """
 
     domains: tuple[str, ...]
@@ -79,6 +85,7 @@ class Scale:
     rivals: tuple[str, ...] = ("sgd", "sgdm", "rmsprop", "adam")
     schedules: tuple[Schedule, ...] = ("constant", "linear")
     protocol: Protocol = "handicap"
+    usage_tasks: int = 2
 
 
 @dataclass(frozen=True)
@@ -159,8 +166,7 @@ class Experiment:
         for name, geometry in self.geometries.items():
             learned = load(folder / "learned" / f"{domain}-{name}.safetensors")
             for label, entry in geometry.entries.items():
-                made = learned_rival(learned, name=f"metamd-{name}", title=label)
-                yield label, made.with_setting(entry.schedule, **entry.setting)
+                yield label, learned_rival(learned, name=f"metamd-{name}", title=label, usage=entry.usage).untuned()
 
     def rows(self, comparison: Comparison) -> list[Result]:
         """One row for each optimiser: its test accuracy on every domain and overall, the paper's beside it, and its speed.
@@ -216,8 +222,40 @@ def _line(label: str, values: list[float | None]) -> str:
 
 def _learning(size: Scale) -> dict[str, Any]:
     """What learned files depend on: rivals and seeds may be added to a folder later."""
-    kept = ("domains", "images", "steps", "outer_steps", "tasks_per_step", "protocol")
+    kept = ("domains", "images", "steps", "outer_steps", "tasks_per_step", "protocol", "usage_tasks")
     return {k: v for k, v in asdict(size).items() if k in kept}
+
+
+class Counted(TaskFamily):
+    """A family that counts the batches that are asked of its tasks: one for each gradient evaluation.
+
+    Args:
+        family: any.
+    """
+
+    def __init__(self, family: TaskFamily) -> None:
+        super().__init__(family.name, family.steps, shared_loss=family.shared_loss)
+        self.family, self.batches = family, 0
+
+    def sample(self, generator: torch.Generator) -> Config:
+        """As the family does."""
+        return self.family.sample(generator)
+
+    def build(self, config: Config) -> Task:
+        """The family's task, whose batches are counted."""
+        task = self.family.build(config)
+        batch = task.batch
+
+        def counted(step: int) -> Any:
+            self.batches += 1
+            return batch(step)
+
+        setattr(task, "batch", counted)  # noqa: B010 - an attribute of this task alone
+        return task
+
+    def describe(self) -> dict[str, Any]:
+        """As the family does."""
+        return self.family.describe()
 
 
 def _learn(size: Scale, family: ImageFamily, geometry: Geometry, path: Path, seed: int) -> Result:
@@ -231,5 +269,12 @@ def _learn(size: Scale, family: ImageFamily, geometry: Geometry, path: Path, see
         seed=derive_seed(seed, "learning", path.stem),
         journal=Journal(path.with_suffix(".run")),
     )
+    if geometry.choose_usage and size.usage_tasks:
+        began, counted = time.perf_counter(), Counted(family)
+        learned = learn_usage(learned, counted, tasks=size.usage_tasks, seed=derive_seed(seed, "usage", path.stem))
+        cost = dict(learned.header.cost)
+        cost["gradient_evaluations"] = cost.get("gradient_evaluations", 0) + counted.batches
+        cost["seconds"] = cost.get("seconds", 0.0) + time.perf_counter() - began
+        learned = replace(learned, header=replace(learned.header, cost=cost))
     learned.save(path)
     return {"file": path.name, "fingerprint": learned.fingerprint(), "cost": dict(learned.header.cost)}

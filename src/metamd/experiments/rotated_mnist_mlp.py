@@ -11,6 +11,7 @@ from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale,
 from metamd.potentials import Diagonal, Kronecker
 from metamd.records import Result
 from metamd.tasks.held_out import ImageFamily
+from metamd.usage import Usage
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown", "run"]
 
@@ -25,7 +26,9 @@ PUBLISHED = {
 }
 
 SCALES = {
-    "smoke": Scale(("0", "45"), 200, steps=20, outer_steps=1, tasks_per_step=2, seeds=2, budget=3, rivals=("sgd", "adam")),
+    "smoke": Scale(
+        ("0", "45"), 200, steps=20, outer_steps=1, tasks_per_step=2, seeds=2, budget=3, rivals=("sgd", "adam"), usage_tasks=0
+    ),
     "cpu": Scale(ANGLES, 1000),
     "paper": Scale(ANGLES, 1000, seeds=10, outer_steps=20, rivals=("sgd", "sgdm", "rmsprop", "adam"), protocol="paper"),
 }
@@ -46,11 +49,12 @@ EXPERIMENT = Experiment(
             Kronecker,
             {
                 "MetaMD": Entry(),
-                "MetaMD, linear decay": Entry("linear"),
-                "MetaMD, momentum, linear decay": Entry("linear", {"momentum": 0.9}),
+                "MetaMD, plain": Entry(Usage()),
+                "MetaMD, momentum, linear decay": Entry(Usage(momentum=0.9, schedule="linear")),
             },
+            choose_usage=True,
         ),
-        "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry()}),
+        "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}),
     },
     SCALES,
     {label: dict(zip(ANGLES, values, strict=True)) for label, values in PUBLISHED.items()},

@@ -53,7 +53,8 @@ class ClosedForm(Estimator):
     ) -> dict[str, Tensor]:
         """The logarithms of the best metrics for these runs, by key; runs that diverged are left out.
 
-        Where nothing moved or no gradient arrived the ratio says nothing, and the present metric is kept.
+        Where nothing moved or no gradient arrived the ratio says nothing, and the present metric is kept. A learned basis
+        stays as it is.
 
         Args:
             runs: their records.
@@ -64,6 +65,10 @@ class ClosedForm(Estimator):
         regret = _regret(objective, potential)
         if weights is not None and len(weights) != len(runs):
             raise ValueError(f"there must be one weight for every run, got {len(weights)} for {len(runs)} runs.")
+        if potential.basis.kind == "both":
+            raise ValueError(
+                "in a basis of both sides the best metric is not known coordinate by coordinate. Learn it by meta_train."
+            )
         shares = [1.0] * len(runs) if weights is None else list(weights)
         used = [(s, Moments.of(r, potential, regret)) for s, r in zip(shares, runs, strict=True) if not r.diverged]
         if not used:

@@ -14,8 +14,8 @@ from metamd.hypergrad.base import Estimator, Hypergradient, differentiate, given
 from metamd.hypergrad.recursion import Passage, Recursion, stays
 from metamd.hypergrad.straight import Straight
 from metamd.inner import State, Trajectory, Walk, gradient
+from metamd.mirror import mirror_step
 from metamd.objectives import Objective
-from metamd.optimiser import mirror_step
 from metamd.potentials.base import Active, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task

@@ -86,6 +86,35 @@ class Place:
         return m.reshape(*m.shape[:-2], -1, *self.shape[1:])
 
 
+@dataclass(frozen=True)
+class Inverse:
+    """D^-1 on the right of a matrix, ready to be applied: one product, or two thin ones.
+
+    Args:
+        matrix: V diag(d)^-1 V' itself; or, for r columns U, diag(1/d - 1/c) U'.
+        columns: U, if they are not all.
+        rest: c, the number of all other directions, (1, 1).
+    """
+
+    matrix: Tensor
+    columns: Tensor | None = None
+    rest: Tensor | None = None
+
+    @classmethod
+    def of(cls, right: Orthogonal, d: Tensor) -> "Inverse":
+        """From V and d, (1, n)."""
+        if right.full:
+            return cls(right.divide(torch.eye(right.size, dtype=d.dtype, device=d.device), d))
+        rest = d[:, right.rank : right.rank + 1].contiguous()
+        return cls((1 / d[0, : right.rank] - 1 / rest[0])[:, None] * right.columns.mT, right.columns.contiguous(), rest)
+
+    def __call__(self, m: Tensor) -> Tensor:
+        """M D^-1."""
+        if self.columns is None or self.rest is None:
+            return m @ self.matrix
+        return torch.addmm(m / self.rest, m @ self.columns, self.matrix)
+
+
 class Learned:
     """A basis per weight matrix: V on the right, the input side, and on the left as well if asked for.
 
@@ -115,7 +144,7 @@ class Learned:
         self._plain = Identity()
         self._here: dict[tuple[Any, ...], Orthogonal] = {}
         self._metrics: Mapping[str, Tensor] = {}
-        self._inverses: dict[tuple[str, int], Tensor] = {}
+        self._inverses: dict[tuple[str, int], Inverse] = {}
 
     def slots(self, tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
         """A number per column of the coordinates (and per row, on both sides); one for a tensor that is no matrix."""
@@ -224,10 +253,26 @@ class Learned:
         place = self.places[name]
         if not any(f"{side}/{place.key}" in self._factors for side in place.sizes):
             return self._plain.descend(name, x, grad, place.tensor(d), lr, out)
-        moved = self._divide(name, place.matrix(widen(grad)), d).reshape(grad.shape)
+        m = place.matrix(widen(grad))
+        inverse = self._inverse(name, m, d)
+        if inverse is not None and x.dtype == m.dtype and not isinstance(lr, Tensor):
+            return self._subtract(place, x, m, inverse, lr, out)
+        moved = (self._divide(name, m, d) if inverse is None else inverse(m)).reshape(grad.shape)
         if isinstance(lr, Tensor):
             return torch.sub(x, lr * moved, out=out).to(x.dtype)
         return torch.add(x, moved, alpha=-lr, out=out).to(x.dtype)
+
+    @staticmethod
+    def _subtract(place: Place, x: Tensor, m: Tensor, inverse: "Inverse", lr: float, out: Tensor | None) -> Tensor:
+        """x - lr D^-1 m without anything of its size in between, where memory allows it."""
+        base = place.matrix(x)
+        if inverse.columns is not None and inverse.rest is not None:
+            base, m = torch.addcdiv(base, m, inverse.rest, value=-lr), m @ inverse.columns
+        if out is not None and out.is_contiguous():
+            torch.addmm(base, m, inverse.matrix, alpha=-lr, out=place.matrix(out))
+            return out
+        moved = place.tensor(torch.addmm(base, m, inverse.matrix, alpha=-lr))
+        return moved if out is None else out.copy_(moved)
 
     def scaled(self, name: str, side: str, m: Tensor, d: Tensor) -> Tensor:
         """A matrix multiplied on one side by V diag(d) V'."""
@@ -249,15 +294,18 @@ class Learned:
             back = left.out_of(coordinates.mT).mT
             return back if right is None else right.out_of(back)
         assert right is not None
-        inverse = self._inverse(name, right, d) if right.full else None
-        return right.divide(m, d) if inverse is None else m @ inverse
+        return right.divide(m, d)
 
-    def _inverse(self, name: str, right: Orthogonal, d: Tensor) -> Tensor | None:
-        """V diag(d)^-1 V', one product instead of two, if d is one of the metrics that stay for the whole run."""
+    def _inverse(self, name: str, m: Tensor, d: Tensor) -> "Inverse | None":
+        """V diag(d)^-1 V' on the right of a matrix, if d is one of the metrics that stay for the whole run."""
+        if self.sides == "both" or m.ndim > 2:
+            return None
         for j, piece in enumerate(self._metrics.get(name, ())):
-            if piece.data_ptr() == d.data_ptr() and piece.dtype == d.dtype:
+            if piece.data_ptr() == d.data_ptr() and piece.dtype == d.dtype == m.dtype:
                 if (name, j) not in self._inverses:
-                    self._inverses[name, j] = right.divide(torch.eye(right.size, dtype=d.dtype, device=d.device), d)
+                    right = self._at("right", name, m)
+                    assert right is not None
+                    self._inverses[name, j] = Inverse.of(right, d)
                 return self._inverses[name, j]
         return None
 

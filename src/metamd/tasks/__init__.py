@@ -1,7 +1,7 @@
 """Families of training problems."""
 
 from metamd.tasks.adaptation import adapt_rotated_mnist
-from metamd.tasks.base import Config, Evaluation, SolvedTask, Split, Task, TaskFamily, config_hash
+from metamd.tasks.base import Config, Drawn, Evaluation, SolvedTask, Split, Task, TaskFamily, config_hash
 from metamd.tasks.continuous import rotated_mnist_continuous
 from metamd.tasks.held_out import leave_one_out
 from metamd.tasks.images import diverse_digits, images, rotated_mnist
@@ -13,6 +13,7 @@ from metamd.tasks.tabular import tabular
 
 __all__ = [
     "Config",
+    "Drawn",
     "Evaluation",
     "SolvedTask",
     "Split",

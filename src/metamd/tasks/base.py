@@ -98,6 +98,25 @@ class SolvedTask(Task):
         return lambda params: max(self.evaluate(params, "train").loss - minimum, 0.0)
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What makes one task of a family differ from the next, in words: a statement about "the next task" is about such draws.
+
+    Args:
+        domain: which problem it is.
+        data: which examples it has.
+        initialisation: where it starts.
+        batches: in which order it sees its data.
+        domains: the names of the domains that tasks come from, where these are a fixed few.
+    """
+
+    domain: str = "not said by the family"
+    data: str = "not said by the family"
+    initialisation: str = "not said by the family"
+    batches: str = "not said by the family"
+    domains: tuple[str, ...] = ()
+
+
 class TaskFamily(ABC):
     """A distribution over tasks whose parameters have the same names.
 
@@ -124,6 +143,10 @@ class TaskFamily(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The family's own settings in JSON's types, for the header of what is learned on it."""
+
+    def drawn(self) -> Drawn:
+        """What `sample` draws anew for each task, and what all tasks share."""
+        return Drawn()
 
     def example(self) -> dict[str, Tensor]:
         """Parameters as a task of this family has them, to bind a potential or to compare shapes; nothing is trained."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from metamd.tasks.base import Config, Split, TaskFamily, check_config, derive_seed, draw_seed
+from metamd.tasks.base import Config, Drawn, Split, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.domains import Domain, Source, choose
 from metamd.tasks.held_out import Training, check_batch_size
 from metamd.tasks.images import ROTATION
@@ -129,6 +129,11 @@ class RotatedContinuous(TaskFamily):
         }
         datasets = {"mnist": self.halves.source.origin()}
         return {"family": self.name, "side": self.side, **task, **self.training.describe(), **how, "datasets": datasets}
+
+    def drawn(self) -> Drawn:
+        """An angle, digits and images of this half, and seeds."""
+        domain = f"an angle and {self.classes} digits of MNIST drawn anew"
+        return Drawn(domain, f"images drawn anew from the {self.side} half", "drawn anew", "drawn anew")
 
     def _rows(self, config: Config) -> dict[Split, Tensor]:
         wanted = torch.tensor(config["classes"])

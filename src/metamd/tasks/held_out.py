@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from metamd.models import MODELS
-from metamd.tasks.base import Config, TaskFamily, check_config, draw_seed
+from metamd.tasks.base import Config, Drawn, TaskFamily, check_config, draw_seed
 from metamd.tasks.domains import Collection
 from metamd.tasks.recipe import Recipe
 from metamd.tasks.shared_start import SharedStart
@@ -115,6 +115,11 @@ class ImageFamily(TaskFamily):
         """The settings, and for every dataset how much of it is there and whether it is official."""
         sides = {"domains": list(self.domains), "hold_out": self.hold_out}
         return {"family": self.name, **sides, **self.training.describe(), **self.how, **self.collection.describe()}
+
+    def drawn(self) -> Drawn:
+        """A domain of this side, with all its images, and seeds."""
+        which = f"{'one of the domains' if len(self.domains) > 1 else 'the domain'} {', '.join(self.domains)}"
+        return Drawn(which, "all training images of the domain", "drawn anew", "drawn anew", self.domains)
 
     def _side(self, hold_out: str, held: bool) -> "ImageFamily":
         return ImageFamily(self.name, self.collection, self.training, self.how, hold_out=hold_out, held=held)

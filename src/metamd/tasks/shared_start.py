@@ -1,6 +1,7 @@
 """Families whose tasks all begin at one given model: nightly retrains, one model per customer, fine-tuning."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -10,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from metamd.tasks.base import Config, Task, TaskFamily
+from metamd.tasks.base import Config, Drawn, Task, TaskFamily
 from metamd.tying import clean_names
 
 
@@ -72,6 +73,10 @@ class SharedStart(TaskFamily):
         task = self.family.build(config)
         setattr(task, "init", partial(_copies, self.start))  # noqa: B010 - an attribute of this task alone
         return task
+
+    def drawn(self) -> Drawn:
+        """As the family, from the shared start."""
+        return replace(self.family.drawn(), initialisation="the same model for all tasks")
 
     def describe(self) -> dict[str, Any]:
         """The family's settings and a hash of the start."""

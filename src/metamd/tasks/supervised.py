@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from metamd.tasks.base import Config, Evaluation, Split, Task, TaskFamily, check_config, derive_seed, draw_seed
+from metamd.tasks.base import Config, Drawn, Evaluation, Split, Task, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.batches import Shuffle, chunks
 from metamd.tasks.recipe import LossFn, Recipe, inspect, trained
 from metamd.tasks.shared_start import starting_at
@@ -108,6 +108,12 @@ class Supervised(TaskFamily):
         shapes = {name: list(p.shape) for name, p in self.example().items()}
         settings = {"batch_size": self.recipe.batch_size, "steps": self.steps, "start": "fresh"}
         return {"family": self.name, "datasets": data, "shapes": shapes, **settings}
+
+    def drawn(self) -> Drawn:
+        """One of the datasets, whole, and seeds."""
+        names = tuple(self.data)
+        which = f"{'one of the datasets' if len(names) > 1 else 'the dataset'} {', '.join(names)}"
+        return Drawn(which, "all its training examples", "drawn anew", "drawn anew", names)
 
 
 class SupervisedTask(Task):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.tasks.base import Config, Evaluation, SolvedTask, Split, TaskFamily, check_config, draw_seed
+from metamd.tasks.base import Config, Drawn, Evaluation, SolvedTask, Split, TaskFamily, check_config, draw_seed
 
 _STORED = 8
 """Up to this dimension a quadratic's config holds its numbers; above, the seed they come from."""
@@ -117,6 +117,10 @@ class Quadratic(TaskFamily):
         settings = {"means": list(self.means), "start": self.start.tolist(), "spread": spread, "coupling": coupling}
         return {"family": self.name, **settings, "tolerance": self.tolerance, "steps": self.steps}
 
+    def drawn(self) -> Drawn:
+        """A new function; everything else is shared."""
+        return Drawn("a quadratic with Q and b drawn anew", "none", "the same for all tasks", "none: every step sees it all")
+
     def _draw(self, seed: int) -> tuple[Tensor, Tensor]:
         generator, n = torch.Generator().manual_seed(seed), len(self.means)
         noise = torch.randn(n, n, generator=generator, dtype=torch.float64)
@@ -192,6 +196,13 @@ class Rosenbrock(TaskFamily):
         shift, scale = self.spreads
         settings = {"start": self.start.tolist(), "shift": shift, "scale": scale, "tolerance": self.tolerance}
         return {"family": self.name, **settings, "steps": self.steps}
+
+    def drawn(self) -> Drawn:
+        """A new valley, if they differ at all."""
+        drawn = (
+            "a valley with its shift and scale drawn anew" if any(self.spreads) else "the one function: all tasks are equal"
+        )
+        return Drawn(drawn, "none", "the same for all tasks", "none: every step sees it all")
 
 
 class RosenbrockTask(SolvedTask):

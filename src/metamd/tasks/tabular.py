@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metamd.tasks.base import Config, Split, TaskFamily, check_config, draw_seed
+from metamd.tasks.base import Config, Drawn, Split, TaskFamily, check_config, draw_seed
 from metamd.tasks.recipe import Recipe
 from metamd.tasks.sources import Arrays
 from metamd.tasks.supervised import SupervisedTask
@@ -72,6 +72,10 @@ class Tabular(TaskFamily):
     def describe(self) -> dict[str, Any]:
         """The settings."""
         return {"family": self.name, **self.sizes, "noise": self.noise, "steps": self.steps}
+
+    def drawn(self) -> Drawn:
+        """A new teacher with new rows."""
+        return Drawn("a teacher network drawn anew", "rows drawn anew", "drawn anew", "drawn anew")
 
     def _draw(self, w: Tensor, v: Tensor, generator: torch.Generator) -> Arrays:
         rows = torch.randn(self.sizes["examples"], self.sizes["features"], generator=generator)

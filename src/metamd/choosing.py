@@ -1,0 +1,329 @@
+"""How a learned geometry is best used on its family: which metric, momentum, schedule and factor, chosen on training tasks.
+
+The bound that a geometry minimises is for a run without momentum at a constant rate. Here runs of the family's own
+training tasks decide the rest, so that nothing is left to tune on the next task.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from metamd.averaging import blend, rate_of_iterate
+from metamd.inner import gradient, trouble
+from metamd.learned import LearnedOptimiser
+from metamd.objectives import Reference
+from metamd.online import Online, Rule, State
+from metamd.potentials.base import Active, Move, Params
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
+from metamd.tasks.shared_start import SharedStart
+from metamd.usage import Metric, Schedule, Usage
+
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+"""Adam's rates that a reference run may have."""
+
+MOMENTA = (0.0, 0.8, 0.9)
+FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a run with an online metric says about the scale of every key: E = (s x + y/s) / 2.
+
+    Args:
+        x: |u - theta_1|^2 in the mean metric (its last, for sums).
+        y: sum_t r_t^2 c_t' a_t^-1 c_t, r_t the schedule.
+    """
+
+    x: dict[str, float]
+    y: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A training run.
+
+    Args:
+        loss: the mean over its steps; infinite if it diverged.
+        end: the last parameters.
+        tally: of an online metric, against a comparator.
+    """
+
+    loss: float
+    end: dict[str, Tensor]
+    tally: Tally | None = None
+
+
+def train(
+    task: Task,
+    potential: MaxDiagonal,
+    usage: Usage,
+    *,
+    online: Online | None = None,
+    comparator: Params | None = None,
+    steps: int | None = None,
+) -> Outcome:
+    """Train a task with a geometry as `MetaMD` does.
+
+    Args:
+        task: the problem.
+        potential: bound to its tensors.
+        usage: how.
+        online: the rule and its scales, where the usage is online.
+        comparator: u, to tally against.
+        steps: T; the task's own if not given.
+    """
+    total = task.steps if steps is None else steps
+    start = {n: x.detach().clone() for n, x in task.init().items()}
+    x, z = ({n: v.clone() for n, v in start.items()} for _ in range(2))
+    phi = potential.centred_at(start)
+    phi = phi.fixed({n: phi.metric(n).detach() for n in start})
+    active: Active | None = None
+    states: dict[str, State] = {n: {} for n in start}
+    sums = _Sums(phi, online) if online is not None and comparator is not None else None
+    losses: list[float] = []
+    for t in range(total):
+        loss, grads = gradient(task, x, task.batch(t))
+        losses.append(float(loss))
+        norm = float(torch.stack(torch._foreach_norm(list(grads.values()))).norm())
+        if trouble(t, losses[0], losses[-1], norm):
+            return Outcome(math.inf, x)
+        share = usage.share(t, total)
+        lr = rate_of_iterate(usage.lr * share, usage.momentum, "constant")
+        with torch.no_grad():
+            moves = {n: Move(g, lr) for n, g in grads.items()}
+            if usage.metric == "online" and online is not None:
+                for n, move in moves.items():
+                    found = online.advance(phi, n, z[n], move, states[n])
+                    if sums is not None:
+                        sums.add(n, *found, share)
+            else:
+                active = phi.step(z, moves, active=active, into=z).active
+            for n in x:
+                blend(x[n], z[n], t + 1, usage.momentum, "constant")
+    tally = None if sums is None or comparator is None else sums.tally(start, comparator, total)
+    finite = all(bool(v.isfinite().all()) for v in x.values())
+    return Outcome(sum(losses) / total if finite else math.inf, x, tally)
+
+
+class _Sums:
+    """What a tally is made of, during a run."""
+
+    def __init__(self, potential: MaxDiagonal, online: Online) -> None:
+        self.potential, self.online = potential, online
+        self.metrics: dict[str, Tensor] = {}
+        self.y: dict[str, float] = {}
+
+    def add(self, name: str, coordinates: Tensor, metric: Tensor, share: float) -> None:
+        key = self.potential.slots[name].key
+        self.y[key] = self.y.get(key, 0.0) + share**2 * float((coordinates.square() / metric).sum())
+        if self.online.rule == "sum":
+            self.metrics[name] = metric
+        else:
+            self.metrics[name] = self.metrics[name].add_(metric) if name in self.metrics else metric.clone()
+
+    def tally(self, start: Params, comparator: Params, steps: int) -> Tally:
+        x: dict[str, float] = {}
+        for name, metric in self.metrics.items():
+            delta = self.potential.basis.into(name, comparator[name] - start[name])
+            mean = metric if self.online.rule == "sum" else metric / steps
+            key = self.potential.slots[name].key
+            x[key] = x.get(key, 0.0) + float((delta.square() * mean).sum())
+        return Tally(x, self.y)
+
+
+# learning it
+
+
+def tuned_reference(
+    family: TaskFamily, *, rates: Sequence[float] = RATES, factor: float = 1.0, tasks: int = 2, seed: int = 0
+) -> Reference:
+    """An Adam run whose rate is the best of a few on training tasks, to compare runs with.
+
+    Args:
+        family: its training side.
+        rates: to choose from; the one whose run has the lowest training loss at its end, averaged over the tasks.
+        factor: how many times longer than a run it is.
+        tasks: how many.
+        seed: draws them.
+    """
+    built = _draw(family, seed, "reference", tasks)
+    losses = {}
+    for rate in rates:
+        ends = [Reference(torch.optim.Adam, rate, factor).run(task, task.init(), task.steps)[0] for task in built]
+        losses[rate] = sum(_tail_loss(task, end) for task, end in zip(built, ends, strict=True))
+    finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
+    if not finite:
+        raise ValueError(
+            f"Adam diverged on {family.name!r} at all of the rates {', '.join(map(str, rates))}. Give lower ones."
+        )
+    return Reference(torch.optim.Adam, min(finite, key=lambda rate: finite[rate]), factor)
+
+
+def _tail_loss(task: Task, params: Params, batches: int = 10) -> float:
+    with torch.no_grad():
+        return sum(float(task.loss(params, task.batch(task.steps + i))) for i in range(batches)) / batches
+
+
+def learn_scale(
+    learned: LearnedOptimiser,
+    family: TaskFamily,
+    *,
+    reference: Reference,
+    rule: Rule = "average",
+    beta: float = 0.99,
+    usage: Usage | None = None,
+    rounds: int = 2,
+    tasks: int = 4,
+    seed: int = 0,
+) -> Online:
+    """The scale of every key that minimises the bound (s x + y/s) / 2 over training tasks: s = sqrt(y/x).
+
+    It holds the mean metric of the run fixed, as the closed form holds the gradients. The first scale is such that steps
+    are as long as the reference's.
+
+    Args:
+        learned: whose basis is used.
+        family: its training side.
+        reference: what finds the comparator.
+        rule: of the online metric.
+        beta: of the average.
+        usage: momentum and schedule of the runs.
+        rounds: of training the tasks and setting the scale.
+        tasks: in each.
+        seed: draws them.
+    """
+    how = replace(usage or Usage(momentum=0.8, schedule="linear"), metric="online")
+    built = _draw(family, seed, "scale", tasks)
+    points = [reference.run(task, task.init(), task.steps)[0] for task in built]
+    phi = learned.potential.bind(built[0].init())
+    first = 1 / reference.lr if rule == "average" else 1 / (reference.lr * math.sqrt(family.steps))
+    online = Online(rule, beta, scale={slot.key: first for slot in phi.slots.values()})
+    for _ in range(rounds):
+        runs = [train(t, phi, how, online=online, comparator=u) for t, u in zip(built, points, strict=True)]
+        tallies = [run.tally for run in runs if run.tally is not None and math.isfinite(run.loss)]
+        if not tallies:
+            online = replace(online, scale={k: 2 * s for k, s in online.scale.items()})
+            continue
+        x, y = (_added([getattr(t, side) for t in tallies]) for side in ("x", "y"))
+        online = replace(
+            online, scale={k: math.sqrt(y[k] / x[k]) if x.get(k) and y.get(k) else s for k, s in online.scale.items()}
+        )
+    return online
+
+
+def learn_usage(
+    learned: LearnedOptimiser,
+    family: TaskFamily,
+    *,
+    reference: Reference | None = None,
+    metrics: Sequence[Metric] = get_args(Metric),
+    momenta: Sequence[float] = MOMENTA,
+    schedules: Sequence[Schedule] = get_args(Schedule),
+    factors: Sequence[float] = FACTORS,
+    tasks: int = 3,
+    seed: int = 0,
+    watch: Callable[[Usage, float], None] | None = None,
+) -> LearnedOptimiser:
+    """Choose metric, momentum, schedule and factor on training tasks; the choice is stored in the file.
+
+    First metric, momentum and schedule at the learned steps as they are, then the factor, by the loss at the end of the run:
+    the mean training loss of fresh batches at the last parameters. What diverges on any task is out.
+
+    Args:
+        learned: the geometry.
+        family: its training side; nothing else is seen.
+        reference: what finds the comparator that online scales are learned with; `tuned_reference` if not given.
+        metrics: to choose from, and so are the others.
+        momenta: see there.
+        schedules: see there.
+        factors: see there.
+        tasks: to decide on.
+        seed: draws them.
+        watch: called with every usage tried and its loss.
+
+    Example:
+        >>> from metamd import Diagonal, meta_train, tasks
+        >>> family = tasks.tabular(steps=20)
+        >>> learned = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2)
+        >>> learn_usage(learned, family, tasks=1, factors=(1.0,), momenta=(0.0,)).usage.metric in ("learned", "online")
+        True
+    """
+    online = None
+    if "online" in metrics:
+        online = learn_scale(learned, family, reference=reference or tuned_reference(family, seed=seed), seed=seed)
+    built = _draw(family, seed, "usage", tasks)
+    phi = learned.potential.bind(built[0].init())
+
+    def score(usage: Usage) -> float:
+        total = 0.0
+        for task in built:
+            run = train(task, phi, usage, online=online)
+            total += _tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf
+        if watch is not None:
+            watch(usage, total / len(built))
+        return total / len(built)
+
+    combinations = [Usage(m, b, s) for m in metrics for b in momenta for s in schedules]
+    values = {usage: score(usage) for usage in combinations}
+    best = min(values, key=lambda usage: values[usage])
+    values |= {u: score(u) for f in factors if (u := replace(best, factor=f)) not in values}
+    best = min(values, key=lambda usage: values[usage])
+    if not math.isfinite(values[best]):
+        raise ValueError(
+            f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again first."
+        )
+    hashes = tuple(dict.fromkeys([*learned.header.task_hashes, *(config_hash(t.config) for t in built)]))
+    header = replace(
+        learned.header,
+        usage=best.to_dict(),
+        online=None if online is None else online.to_dict(),
+        task_hashes=hashes,
+    )
+    return replace(learned, header=header)
+
+
+def learn_start(
+    family: TaskFamily, *, reference: Reference | None = None, tasks: int = 8, seed: int = 0
+) -> dict[str, Tensor]:
+    """The start that minimises the bound over training tasks: the mean of their solutions.
+
+    For every convex potential with a fixed centre E B(u||v) = E phi(u) - phi(mean u) + B(mean u||v), which v = mean u
+    minimises [Khodak2019]. The tasks must begin at one model already: means over unrelated initialisations say nothing.
+
+    Args:
+        family: of tasks with a shared start; its training side.
+        reference: what finds the solutions; `tuned_reference` if not given.
+        tasks: how many.
+        seed: draws them.
+    """
+    if not isinstance(family, SharedStart):
+        raise ValueError(
+            f"a learned start needs tasks that begin at one model, but those of {family.name!r} have initialisations of "
+            "their own. Give them one with metamd.tasks.starting_at(family, parameters)."
+        )
+    finder = reference or tuned_reference(family, seed=seed)
+    ends = [finder.run(task, task.init(), task.steps)[0] for task in _draw(family, seed, "start", tasks)]
+    finite = [end for end in ends if all(bool(x.isfinite().all()) for x in end.values())]
+    if not finite:
+        raise ValueError(f"all {tasks} reference runs diverged. Give a reference with a lower lr.")
+    return {n: torch.stack([end[n] for end in finite]).mean(0) for n in finite[0]}
+
+
+def _draw(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:
+    if count < 1:
+        raise ValueError(f"tasks must be at least 1, got {count}.")
+    seeds = [derive_seed(seed, "usage", purpose, i) for i in range(count)]
+    return [family.build(family.sample(torch.Generator().manual_seed(s))) for s in seeds]
+
+
+def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for key, value in part.items():
+            total[key] = total.get(key, 0.0) + value
+    return total

@@ -1,0 +1,146 @@
+"""`metamd certify`: what held-out tasks guarantee about the next ones, printed and written into the file."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from metamd.certification import certify
+from metamd.cli import one_line
+from metamd.commands import Certify
+from metamd.commands.families import build_family, check_place
+from metamd.container import shown
+from metamd.data.locks import locked
+from metamd.learned import SHIPPED, LearnedOptimiser, load, locate
+from metamd.objectives import Reference
+from metamd.report import Section, write_page
+from metamd.statements import HEADINGS, HeldOutCertificate
+from metamd.tasks.base import TaskFamily
+from metamd.tasks.shared_start import SharedStart
+
+
+def run(options: Certify) -> int:
+    """Carry out the command.
+
+    Args:
+        options: what was asked.
+    """
+    torch.set_num_threads(1)  # tasks are small; sums in one order give the same numbers everywhere
+    learned = load(options.file)
+    out = _place(options)
+    family = _held_out_side(build_family(options, learned.header.family))
+    reference = None if options.reference_lr is None else Reference(lr=options.reference_lr)
+    with _Display(options.held_out_tasks) as display:
+        found = certify(
+            learned,
+            family,
+            held_out_tasks=options.held_out_tasks,
+            delta=options.delta,
+            seed=options.seed,
+            target=options.target,
+            regret_cap=options.regret_cap,
+            radius=options.radius,
+            reach=options.reach,
+            comparator=reference,
+            log=display.show,
+        )
+    _write(options.file, out, learned, found)
+    if options.report is not None:
+        command = f"metamd certify {options.file} {options.family} --seed {options.seed}"
+        write_page(options.report, f"Held-out certificate of {out.name}", [certificate_section(found)], command=command)
+    if options.json:
+        print(json.dumps({"file": str(out), "certificate": found.to_dict()}, allow_nan=False))
+        return 0
+    print("\n".join(one_line(line) for line in str(found).splitlines()))
+    print(f"Written into the header of {one_line(str(out))}.")
+    return 0
+
+
+def certificate_section(found: HeldOutCertificate) -> Section:
+    """The certificate as a part of a report page.
+
+    Args:
+        found: the certificate.
+    """
+    rows = [
+        [
+            s.quantity,
+            HEADINGS[s.about],
+            "" if s.bound is None else f"{s.bound:.5g}",
+            s.verdict,
+            f"{100 * s.confidence:g} %",
+            s.basis,
+        ]
+        for s in found.statements
+    ]
+    task = f"A task: {found.task.domain}; data: {found.task.data}; initialisation: {found.task.initialisation}; "
+    texts = [
+        f"{found.tasks} held-out tasks of {found.family}, {found.steps} steps each; {found.diverged} diverged, and count as "
+        "infinite.",
+        f"{task}batch order: {found.task.batches}.",
+        *(f"Assumed: {text}." for text in found.assumptions),
+        f"{found.across_domains[:1].upper()}{found.across_domains[1:]}.",
+    ]
+    heads = ["quantity", "of", "at most", "verdict", "confidence", "basis"]
+    return Section("What held-out tasks guarantee", texts, heads, rows)
+
+
+def _place(options: Certify) -> Path:
+    """Where the result goes; a file of the package is not changed in place."""
+    if options.report is not None:
+        check_place(options.report)
+    if options.out is not None:
+        check_place(options.out)
+        return options.out
+    path = locate(options.file)
+    if path.parent == SHIPPED:
+        raise ValueError(f"{shown(options.file)} is shipped with the package and stays as it is. Pass --out FILE.")
+    check_place(path)
+    return path
+
+
+def _held_out_side(family: TaskFamily) -> TaskFamily:
+    """Tasks on what was kept from training, where the family has such a side."""
+    inner = family.family if isinstance(family, SharedStart) else family
+    has_side = hasattr(inner, "held_out") and getattr(inner, "hold_out", "a half") is not None
+    return family.held_out() if has_side else family  # type: ignore[attr-defined]
+
+
+def _write(file: str, out: Path, learned: LearnedOptimiser, found: HeldOutCertificate) -> None:
+    with locked(out.with_name(f".{out.name}.lock")):
+        now = load(file)
+        if now.fingerprint() != learned.fingerprint():
+            raise ValueError(f"{shown(file)} was changed while its tasks ran. Run the command again.")
+        held_out = {**now.header.held_out, "certificate": found.to_dict()}
+        replace(now, header=replace(now.header, held_out=held_out)).save(out)
+
+
+class _Display:
+    """Tasks done and time left, on standard error."""
+
+    def __init__(self, tasks: int) -> None:
+        console = Console(stderr=True, markup=False, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.bar = self.progress.add_task("held-out tasks", total=tasks)
+        self.live = console.is_terminal
+        self.tasks = tasks
+
+    def __enter__(self) -> "_Display":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def show(self, record: dict[str, Any], number: int) -> None:
+        """One more task."""
+        self.progress.update(self.bar, completed=number)
+        if record["diverged"] or (not self.live and (number == self.tasks or number % 10 == 0)):
+            why = f"  {one_line(record['diverged'])}" if record["diverged"] else ""
+            print(f"held-out task {number} of {self.tasks}: loss {record['loss']:.4g}{why}", file=sys.stderr)

@@ -1,0 +1,255 @@
+"""Bounds on the divergence of new tasks from that of the training tasks: the paper's as printed, and corrected ones.
+
+A potential that was chosen by looking at n tasks has a mean divergence on them, (1/n) sum_i B(theta_*^i||theta_1^i), that is
+too good. These functions bound what it is in expectation. docs/concepts/held-out.md has the proofs.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+RATIO = 1.1
+"""Neighbours on the grids of C and r."""
+
+PRINTED: Final = "as printed; not a valid bound"
+
+REASONS = (
+    "symmetrisation costs a factor 2 that the third term lacks",
+    "the last two terms bound B, and lack the 1/lr of the first",
+    "the last term has C r where the range of B, C^2 r^2 / 2, belongs",
+    "a maximum of signed terms is bounded by their sum, which it can exceed",
+    "lambda is min M there; in the Euclidean norm it is min M^2",
+    "C, r and L must be fixed before the tasks are seen, and theta_* must not depend on the potential",
+)
+"""Why the printed formula bounds nothing."""
+
+
+@dataclass(frozen=True)
+class Displacements:
+    """How far the solutions of n independent tasks lie from their starts. theta_* must not depend on the potential.
+
+    Args:
+        divergences: B(theta_*||theta_1) under the learned potential.
+        lengths: ||theta_* - theta_1||_2.
+        reaches: the largest root mean square of theta_* - theta_1 over coordinates that share a metric; the largest entry if
+            none do. Not used for a learned basis.
+    """
+
+    divergences: Array
+    lengths: Array
+    reaches: Array
+
+    @property
+    def tasks(self) -> int:
+        """n."""
+        return len(self.divergences)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the bounds need to know of a potential.
+
+    Args:
+        pieces: N.
+        numbers: kappa: how many numbers a metric has, tied coordinates counted once.
+        norm: the largest ||m_j||_2, m_j = sqrt(D_j) over all coordinates.
+        largest: the largest entry of any D_j.
+        smallest: the smallest.
+        centred: whether distances are measured from the start, or there is one piece, for which it does not matter.
+        offsets: whether the pieces have offsets that differ.
+        turned: whether the basis was learned as well.
+    """
+
+    pieces: int
+    numbers: int
+    norm: float
+    largest: float
+    smallest: float
+    centred: bool
+    offsets: bool
+    turned: bool = False
+
+
+@dataclass(frozen=True)
+class Generalisation:
+    """A bound on E B(theta_*||theta_1) of a new task, or of its part within a radius.
+
+    Args:
+        form: which displacements are bounded: "l2" or "l_inf".
+        bound: mean + complexity + concentration.
+        mean: over the training tasks.
+        complexity: twice the Rademacher complexity of the class.
+        concentration: what chance adds.
+        max_norm: C.
+        radius: r, of the form.
+        norm_fixed: whether C was stated beforehand; else it is from a grid, whose union bound has been paid.
+        radius_fixed: likewise for r. If not, the bound is on E B 1{displacement <= r}.
+        beyond: then, a bound on the probability of a displacement beyond r; 0 if r was stated.
+        trivial: what the radius alone says about B.
+        confidence: with which all of it holds.
+    """
+
+    form: str
+    bound: float
+    mean: float
+    complexity: float
+    concentration: float
+    max_norm: float
+    radius: float
+    norm_fixed: bool
+    radius_fixed: bool
+    beyond: float
+    trivial: float
+    confidence: float
+
+    @property
+    def vacuous(self) -> bool:
+        """Whether the radius alone says as much."""
+        return self.bound >= self.trivial
+
+
+def printed_bound(
+    seen: Displacements,
+    size: Size,
+    *,
+    delta: float,
+    lipschitz: float,
+    steps: int,
+    radius: float | None = None,
+    lr: float = 1.0,
+) -> float:
+    """The generalisation theorem of the paper [GaoMetaMD2022], evaluated as it is printed; it is no bound, see `REASONS`.
+
+    (1/n) sum_i B_i/eta + eta T L^2/(2 lambda) + N C^2 r^2/(2 sqrt n) + 3 sqrt(C r ln(2/delta)/(8n)), lambda = min M.
+
+    Args:
+        seen: the training tasks.
+        size: of the potential; its own norm stands for C.
+        delta: the probability with which it is said to fail.
+        lipschitz: L.
+        steps: T.
+        radius: r; the largest displacement that was seen, if not given.
+        lr: eta.
+    """
+    n, c = seen.tasks, size.norm
+    r = float(seen.lengths.max()) if radius is None else radius
+    steepness = lr * steps * lipschitz**2 / (2 * math.sqrt(size.smallest))
+    chance = 3 * math.sqrt(c * r * math.log(2 / delta) / (8 * n))
+    return float(seen.divergences.mean()) / lr + steepness + size.pieces * c**2 * r**2 / (2 * math.sqrt(n)) + chance
+
+
+def corrected_bound(
+    seen: Displacements,
+    size: Size,
+    *,
+    delta: float,
+    max_norm: float | None = None,
+    radius: float | None = None,
+    reach: float | None = None,
+) -> Generalisation:
+    """With probability 1 - delta, E B <= mean B + 2 R_n + C^2 r^2/2 sqrt(ln(1/delta)/(2n)), whatever metrics were chosen.
+
+    2 R_n is N C^2 r^2/sqrt(n) with r on the Euclidean length of theta_* - theta_1 ("l2"), and with r on its largest entry
+    N C^2 r^2 sqrt(2 ln(kappa + 1)/n) ("l_inf"); learned offsets add (N - 1) C^2 r^2/(2 sqrt n). If both r are stated, or
+    none, it is the better of the two, at delta/2 each. A C or r that was not stated beforehand is taken from a grid, at the
+    price of a union bound.
+
+    Args:
+        seen: the training tasks.
+        size: of the potential that was learned on them.
+        delta: the probability with which the bound may fail.
+        max_norm: C, stated before the tasks were seen (`meta_train(max_norm=C)`).
+        radius: r of the form "l2", which holds for every task that can be drawn.
+        reach: r of the form "l_inf", likewise.
+
+    Raises:
+        ValueError: if the bound does not apply, with the reason.
+    """
+    _check(seen, size, delta, max_norm, radius, reach)
+    forms = [("l2", seen.lengths, radius)]
+    if (
+        not size.turned
+    ):  # coordinates that were learned have no largest entry fixed beforehand; the length is the same in all
+        forms.append(("l_inf", seen.reaches, reach))
+    stated = [row for row in forms if row[2] is not None] or forms
+    found = [_bound(form, seen, size, sizes, delta / len(stated), max_norm, r) for form, sizes, r in stated]
+    return replace(min(found, key=lambda g: g.bound), confidence=1 - delta)
+
+
+def _bound(
+    form: str, seen: Displacements, size: Size, sizes: Array, delta: float, max_norm: float | None, radius: float | None
+) -> Generalisation:
+    n, root = seen.tasks, math.sqrt(seen.tasks)
+    c, share = (max_norm, 1.0) if max_norm is not None else on_grid(size.norm)
+    farthest, beyond, chance = float(sizes.max()), 0.0, delta
+    if radius is None:
+        r, weight = on_grid(farthest)
+        # half of delta for the deviation of the mean, half for the share of tasks beyond r, none of which was seen
+        chance, share = delta / 2, share * weight
+        beyond = 1 - (delta / 2 * weight) ** (1 / n)
+    elif farthest > radius:
+        raise ValueError(
+            f"a training task has a displacement of {farthest:.4g}, beyond the r = {radius:.4g} stated for all tasks."
+        )
+    else:
+        r = radius
+    unit = c**2 * r**2 / root
+    each = 1.0 if form == "l2" else math.sqrt(2 * math.log(size.numbers + 1))
+    complexity = unit * (size.pieces * each + 0.5 * (size.pieces - 1) * size.offsets)
+    concentration = unit / 2 * math.sqrt(math.log(1 / (chance * share)) / 2)
+    mean = float(seen.divergences.mean())
+    trivial = 0.5 * r**2 * (size.largest if form == "l2" else size.norm**2)
+    return Generalisation(
+        form=form,
+        bound=mean + complexity + concentration,
+        mean=mean,
+        complexity=complexity,
+        concentration=concentration,
+        max_norm=c,
+        radius=r,
+        norm_fixed=max_norm is not None,
+        radius_fixed=radius is not None,
+        beyond=beyond,
+        trivial=trivial,
+        confidence=1 - delta,
+    )
+
+
+def on_grid(value: float) -> tuple[float, float]:
+    """The next number above on the grid RATIO^k, k an integer, and its share of delta: the shares add up to one.
+
+    Share k is 2/3 / ((|k| + 1)(|k| + 2)): numbers far from 1 cost more, but only in a logarithm.
+
+    Args:
+        value: positive, or zero, which counts as tiny.
+
+    Example:
+        >>> on_grid(1.0)
+        (1.0, 0.3333333333333333)
+    """
+    k = math.ceil(math.log(max(value, 1e-300)) / math.log(RATIO) - 1e-9)
+    k += RATIO**k < value
+    return RATIO**k, 2 / 3 / ((abs(k) + 1) * (abs(k) + 2))
+
+
+def _check(
+    seen: Displacements, size: Size, delta: float, max_norm: float | None, radius: float | None, reach: float | None
+) -> None:
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must lie between 0 and 1, got {delta}. Pass delta=0.05, say.")
+    if size.turned and reach is not None and radius is None:
+        raise ValueError("in a learned basis r is on the length of theta_* - theta_1: state radius=r, not reach=r.")
+    if not seen.tasks:
+        raise ValueError("there must be at least one training task, got none.")
+    if not size.centred:
+        raise ValueError(
+            "for several pieces that are not centred at the start, B is not bounded by the displacement: it grows with the "
+            'distance from the origin too. Learn with MaxDiagonal(centre="start").'
+        )
+    if max_norm is not None and size.norm > max_norm * (1 + 1e-12):
+        raise ValueError(f"||m|| is {size.norm:.6g}, above the C = {max_norm:.6g} that was stated beforehand.")

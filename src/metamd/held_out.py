@@ -1,0 +1,218 @@
+"""What scores on held-out tasks guarantee about the next task and about the mean: functions of numbers alone.
+
+The scores are exchangeable with that of the next task (`next_task`) or independent and of one distribution (the others). A
+task that failed has an infinite score; none is left out.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
+
+Scores = Sequence[float] | NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class NextTask:
+    """A bound on the score of one more task.
+
+    Args:
+        bound: the score of rank k; infinite if nothing is bounded.
+        rank: k = ceil((1 - alpha)(m + 1)).
+        tasks: m.
+        infinite: how many scores were infinite.
+        confidence: 1 - alpha, over the draw of all m + 1 tasks.
+    """
+
+    bound: float
+    rank: int
+    tasks: int
+    infinite: int
+    confidence: float
+
+    @property
+    def why(self) -> str:
+        """Why there is no bound; empty if there is one."""
+        if self.rank > self.tasks:
+            return (
+                f"{self.tasks} tasks are too few at {self.confidence:g}: the {ordinal(self.rank)} smallest score is needed"
+            )
+        if math.isinf(self.bound):
+            return f"the {ordinal(self.rank)} smallest of {self.tasks} scores is not finite, and {self.infinite} are not"
+        return ""
+
+
+def next_task(scores: Scores, alpha: float) -> NextTask:
+    """Split conformal prediction [Vovk2005]: P(next score <= k-th smallest of m) >= 1 - alpha, k = ceil((1 - alpha)(m + 1)).
+
+    Whatever the distribution of the scores, as long as all m + 1 of them are exchangeable. The probability is over the
+    held-out tasks and the next one together: it says nothing of a single task that is named.
+
+    Args:
+        scores: of the held-out tasks; infinite where a task failed or did not arrive.
+        alpha: the probability with which the next score may lie above.
+
+    Example:
+        >>> next_task(range(1, 20), alpha=0.05).bound, next_task(range(1, 19), alpha=0.05).bound
+        (19.0, inf)
+    """
+    values = checked(scores, alpha)
+    m = len(values)
+    # (1 - alpha)(m + 1) can be an integer that floats miss by a little, to either side
+    k = math.ceil(round((1 - alpha) * (m + 1), 9))
+    bound = float(np.sort(values)[k - 1]) if k <= m else math.inf
+    return NextTask(bound, k, m, int(np.isinf(values).sum()), 1 - alpha)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A bound on the expectation of min(score, cap).
+
+    Args:
+        bound: at most `cap`.
+        mean: of the clipped scores.
+        cap: the end of the range, stated beforehand.
+        clipped: the share of scores above it.
+        method: which of the two inequalities gave the bound.
+        tasks: m.
+        confidence: 1 - delta.
+    """
+
+    bound: float
+    mean: float
+    cap: float
+    clipped: float
+    method: str
+    tasks: int
+    confidence: float
+
+    @property
+    def vacuous(self) -> bool:
+        """Whether the range alone says as much."""
+        return self.bound >= self.cap
+
+
+def mean_below(scores: Scores, cap: float, delta: float, *, low: float = 0.0) -> Mean:
+    """A bound on E min(score, cap): the better of Hoeffding's and the empirical Bernstein bound, at delta/2 each.
+
+    Args:
+        scores: of the held-out tasks; those below `low` are raised to it, which can only raise the bound.
+        cap: stated before the scores were seen. The largest score is no such number: a rare large score that has not been
+            seen yet would not count.
+        delta: the probability with which the bound may fail.
+        low: the other end of the range, stated beforehand too.
+
+    Example:
+        >>> mean_below([1.0, 2.0, 3.0, 400.0], cap=100.0, delta=0.05).clipped
+        0.25
+    """
+    values = checked(scores, delta)
+    if not low < cap < math.inf:
+        raise ValueError(f"cap must be finite and above {low:g}, got {cap:g}. State what the score is capped at.")
+    clipped = values.clip(low, cap)
+    bounds = {
+        "Hoeffding": hoeffding(clipped, low, cap, delta / 2),
+        "empirical Bernstein": empirical_bernstein(clipped, low, cap, delta / 2),
+    }
+    method = min(bounds, key=lambda n: bounds[n])
+    above = float((values > cap).mean())
+    return Mean(min(bounds[method], cap), float(clipped.mean()), cap, above, method, len(values), 1 - delta)
+
+
+def hoeffding(values: Scores, low: float, high: float, delta: float) -> float:
+    """E x <= mean + (high - low) sqrt(ln(1/delta) / (2m)) with probability 1 - delta, for x in [low, high] [Hoeffding1963].
+
+    Args:
+        values: m independent numbers.
+        low: the least they can be.
+        high: the most they can be.
+        delta: the probability with which the bound may fail.
+    """
+    x = np.asarray(values, dtype=np.float64)
+    return float(x.mean()) + (high - low) * math.sqrt(math.log(1 / delta) / (2 * len(x)))
+
+
+def empirical_bernstein(values: Scores, low: float, high: float, delta: float) -> float:
+    """E x <= mean + sqrt(2 V ln(2/delta) / m) + 7 (high - low) ln(2/delta) / (3 (m - 1)) [MaurerPontil2009], Theorem 4.
+
+    V is the sample variance. It pays where that is small and m large; with one number it says nothing.
+
+    Args:
+        values: as for `hoeffding`, and so are the others.
+        low: the least they can be.
+        high: the most they can be.
+        delta: the probability with which the bound may fail.
+    """
+    x = np.asarray(values, dtype=np.float64)
+    if len(x) < 2:
+        return math.inf
+    spread, log = float(x.var(ddof=1)), math.log(2 / delta)
+    return float(x.mean()) + math.sqrt(2 * spread * log / len(x)) + 7 * (high - low) * log / (3 * (len(x) - 1))
+
+
+def clopper_pearson(count: int, tasks: int, delta: float) -> float:
+    """An upper bound on a probability, from how often its event was seen: the p with P(Bin(m, p) <= count) = delta.
+
+    [ClopperPearson1934]. Never too small; seen never in m tasks, it is 1 - delta^(1/m).
+
+    Args:
+        count: how many tasks had the event.
+        tasks: m.
+        delta: the probability with which the bound may fail.
+
+    Example:
+        >>> round(clopper_pearson(0, 59, 0.05), 4)
+        0.0495
+    """
+    if not 0 <= count <= tasks or tasks < 1:
+        raise ValueError(f"count must lie between 0 and the number of tasks, got {count} of {tasks}.")
+    if count == tasks:
+        return 1.0
+    low, high = count / tasks, 1.0
+    while high - low > 1e-15 * high:
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if _at_most(count, tasks, middle) > delta else (low, middle)
+    return high
+
+
+def _at_most(count: int, tasks: int, p: float) -> float:
+    """P(Bin(m, p) <= count), 0 < p < 1."""
+    log = math.lgamma(tasks + 1)
+    terms = [
+        log - math.lgamma(i + 1) - math.lgamma(tasks - i + 1) + i * math.log(p) + (tasks - i) * math.log1p(-p)
+        for i in range(count + 1)
+    ]
+    largest = max(terms)
+    return math.exp(largest) * math.fsum(math.exp(t - largest) for t in terms)
+
+
+def checked(scores: Scores, delta: float) -> NDArray[np.float64]:
+    """The scores as an array, refused with a sentence if they are none.
+
+    Args:
+        scores: one number per task.
+        delta: a probability.
+    """
+    values = np.asarray(scores, dtype=np.float64)
+    if values.ndim != 1 or not len(values) or bool(np.isnan(values).any()):
+        raise ValueError("there must be one score for each held-out task, infinite for one that failed; got none or NaN.")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must lie between 0 and 1, got {delta}. 0.05 gives statements that hold in 95 of 100 cases.")
+    return values
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th.
+
+    Example:
+        >>> [ordinal(n) for n in (1, 2, 13, 49, 103)]
+        ['1st', '2nd', '13th', '49th', '103rd']
+    """
+    last = number % 10 if number % 100 not in (11, 12, 13) else 0
+    return f"{number}{SUFFIXES.get(last, 'th')}"

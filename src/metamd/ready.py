@@ -1,0 +1,32 @@
+"""A learned optimiser as it is best used on its family, in one line."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from metamd.learned import LearnedOptimiser
+from metamd.optimiser import MetaMD
+
+
+def prepare(params: Iterable[Any], learned: LearnedOptimiser, *, steps: int, **options: Any) -> tuple[MetaMD, LRScheduler]:
+    """The optimiser with the momentum, the metric and the schedule that the file says are best, ready for a run.
+
+    Args:
+        params: `model.named_parameters()`, as for `MetaMD`.
+        learned: a file with a `usage`; one without is used plainly.
+        steps: how many times `schedule.step()` will be called: the length of the run.
+        options: of `MetaMD`, where you want others.
+
+    Example:
+        >>> import metamd, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> learned = metamd.LearnedOptimiser.from_potential(metamd.Diagonal().bind(dict(model.named_parameters())))
+        >>> opt, schedule = prepare(model.named_parameters(), learned, steps=100)
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of the run.")
+    usage = learned.usage
+    chosen: dict[str, Any] = {"lr": usage.lr, "momentum": usage.momentum, "metric": usage.metric}
+    optimiser = MetaMD(params, learned, **{**chosen, **options})
+    return optimiser, LambdaLR(optimiser, lambda t: usage.share(min(t, steps - 1), steps))

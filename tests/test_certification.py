@@ -1,0 +1,397 @@
+"""certify and `metamd certify`, end to end: what is said, what is refused, what is written."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import metamd
+from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, certify, cli, load, meta_train, tasks
+from metamd.certification import across_domains
+from metamd.commands.certify import certificate_section
+from metamd.lessons import draw
+from metamd.objectives import Reference
+from metamd.scores import run_task, steps_to
+from metamd.tasks import Drawn, config_hash
+from metamd.tasks.catalogue import FAMILIES
+from metamd.training_tasks import displacements, measure, size_of, training_tasks
+from tests.meta_families import poisoned
+
+FAMILY = tasks.quadratic(steps=60)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    return meta_train(FAMILY, Diagonal(), outer_steps=4, tasks_per_step=4)
+
+
+@pytest.fixture(scope="module")
+def certificate(learned):
+    return certify(learned, FAMILY, held_out_tasks=40, regret_cap=2000.0)
+
+
+def held_out(family, count, seed=0):
+    return [draw(family, seed, "certify", i) for i in range(count)]
+
+
+def test_statements_are_those_of_the_runs(learned, certificate):
+    """Against scores found by hand: theta <- theta - g/D in a loop."""
+    target, d = learned.header.target_loss, learned.potential.log_d["theta"].detach()[0].exp()
+    ends, distances, counts, regrets = [], [], [], []
+    for task in held_out(FAMILY, 40):
+        theta, u, losses, regret = task.start.clone(), torch.linalg.solve(2 * task.q, task.b), [], 0.0
+        distances.append(float((d * (u - theta) ** 2).sum().sqrt()))
+        for _ in range(60):
+            losses.append(float(theta @ task.q @ theta - task.b @ theta))
+            g = 2 * task.q @ theta - task.b
+            regret += float(g @ (theta - u))
+            theta = theta - g / d
+        losses.append(float(theta @ task.q @ theta - task.b @ theta))
+        ends.append(losses[-1])
+        counts.append(next((t for t in range(60) if max(losses[t : t + 2]) <= target), math.inf))
+        regrets.append(regret)
+    rank = math.ceil(0.95 * 41) - 1
+    for quantity, scores in (("steps", counts), ("loss", ends), ("distance", distances)):
+        found = certificate.of("next task", quantity)
+        assert found.bound == pytest.approx(sorted(scores)[rank], rel=1e-9)
+        assert (found.verdict, found.confidence) == ("holds", 0.95)
+    assert certificate.of("mean", "min(regret").numbers["mean"] == pytest.approx(sum(regrets) / 40)
+    assert certificate.of("share").numbers == {"above": 0, "tasks": 40}
+
+
+def test_what_it_says(certificate):
+    text = str(certificate)
+    for words in (
+        "40 tasks, T = 60, each statement at 95 %",
+        "0 of 40 diverged",
+        "0 % clipped",
+        "as printed; not a valid bound",
+        "symmetrisation costs a factor 2",
+        "domain: a quadratic with Q and b drawn anew",
+        "initialisation: the same for all tasks",
+        "used in learning, or to choose what to keep (checked by their hashes)",
+        "no guarantee for tasks that are drawn in another way",
+    ):
+        assert words in " ".join(text.split()), words
+    plain = json.loads(certificate.to_json())
+    assert plain["tasks"] == 40
+    assert plain["statements"][0]["verdict"] == "holds"
+
+
+def test_target_comes_from_the_training_tasks_and_must_come_from_somewhere(learned):
+    first = [draw(FAMILY, 0, "train", 4, i) for i in range(4)]
+    starts = sorted(float(t.loss(t.init(), t.batch(0))) for t in first)
+    assert learned.header.target_loss < starts[0]
+    nothing = replace(learned, header=replace(learned.header, target_loss=None))
+    with pytest.raises(ValueError, match=r"a loss to count steps to.*State one: target=0.1"):
+        certify(nothing, FAMILY)
+    assert certify(nothing, FAMILY, held_out_tasks=1, target=1.0).target == 1.0
+
+
+def test_all_tasks_of_meta_training_are_in_the_header_and_can_be_drawn_again():
+    """Those to learn from, to judge, and for the pieces: every config that was built is accounted for."""
+    built = set()
+    family = tasks.quadratic(steps=30)
+    build = family.build
+    family.build = lambda config: built.add(config_hash(config)) or build(config)
+    learned = meta_train(family, MaxDiagonal(2), outer_steps=3, tasks_per_step=3, refine=metamd.Refine(1))
+    used = set(built)
+    assert used == set(learned.header.task_hashes)
+    again = training_tasks(learned.header, family)
+    assert {config_hash(t.config) for t in again.tasks} == used
+    steps = learned.header.cost["outer_steps"]
+    assert len(again.tasks) == 3 * steps
+    assert again.share == 1 / (steps * (steps + 1))
+
+
+@pytest.mark.parametrize("purpose", ["train", "judge"])
+def test_a_task_that_was_used_is_refused(learned, purpose):
+    step = 1 if purpose == "train" else int(learned.header.cost["outer_steps"])
+    used = draw(FAMILY, 0, purpose, step, 2).config
+
+    class Repeating(type(FAMILY)):
+        def __init__(self):
+            self.__dict__.update(FAMILY.__dict__)
+            self.count = 0
+
+        def sample(self, generator):
+            self.count += 1
+            return used if self.count == 7 else super().sample(generator)
+
+    with pytest.raises(ValueError, match=r"1 of the 20 tasks drawn were used in learning.*Pass another seed"):
+        certify(learned, Repeating(), held_out_tasks=20)
+    stripped = replace(learned, header=replace(learned.header, task_hashes=()))
+    found = certify(stripped, Repeating(), held_out_tasks=20)
+    assert any("not checked" in text for text in found.assumptions)
+    assert found.of("training tasks").basis == "the file does not say which tasks it was learned on."
+
+
+def test_tasks_that_are_all_the_same_cannot_be_held_out():
+    family = tasks.rosenbrock(steps=20)
+    learned = meta_train(family, Diagonal(), outer_steps=2, tasks_per_step=2)
+    with pytest.raises(ValueError, match="were used in learning"):
+        certify(learned, family)
+
+
+def test_tasks_that_diverge_count_as_infinite(learned):
+    found = certify(learned, poisoned(FAMILY, share=200), held_out_tasks=40, target=10.0)
+    assert found.diverged > 3
+    for quantity in ("steps", "loss"):
+        statement = found.of("next task", quantity)
+        assert (statement.bound, statement.verdict) == (None, "no bound")
+        assert statement.numbers["infinite"] == found.diverged
+    assert found.of("mean", "min(steps").numbers["clipped"] == found.diverged / 40
+    rare = certify(learned, poisoned(FAMILY, share=15), held_out_tasks=40, target=10.0)
+    assert rare.diverged == 1
+    assert rare.of("next task", "loss").bound is not None
+
+
+def test_too_few_tasks_are_no_bound(learned):
+    found = certify(learned, FAMILY, held_out_tasks=1)
+    assert found.of("next task", "loss").verdict == "no bound"
+    assert found.of("mean", "min(steps").verdict == "vacuous"
+    assert "regret_cap=b" in found.of("mean", "regret").basis
+
+
+def data(seed):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(60, 4, generator=g)
+    return x, (x[:, 0] > 0).long()
+
+
+def test_leaving_one_domain_out_gives_no_guarantee_across_domains():
+    def family(*names):
+        sources = {n: data(i) for i, n in enumerate(names)}
+        return tasks.supervised(lambda: nn.Linear(4, 2), sources, batch_size=10, steps=20)
+
+    seen, new = family("a", "b"), family("c")
+    learned = meta_train(seen, Diagonal(), outer_steps=2, tasks_per_step=4, objective=metamd.Regret(prior=0.01))
+    found = certify(learned, new, held_out_tasks=20)
+    assert "no guarantee across domains" in str(found)
+    assert "m = 1 held-out domain: c" in found.across_domains
+    assert found.of("next task", "loss").verdict == "holds"  # about seeds within the domain, as it says
+    assert "m = 0 held-out domains" in across_domains(learned, seen)
+    assert any("not the one of learning: datasets differ" in text for text in found.assumptions)
+    assert found.of("training tasks").verdict == "does not apply"
+    assert "not drawn from this family" in found.of("training tasks").basis
+
+
+def test_without_a_solution_a_comparator_is_needed():
+    family = tasks.tabular(features=3, width=4, examples=60, batch_size=20, steps=10)
+    learned = meta_train(family, Diagonal(), outer_steps=2, tasks_per_step=2, objective=metamd.Regret(prior=0.01))
+    found = certify(learned, family, held_out_tasks=19)
+    assert "Pass comparator=Reference" in found.of("next task", "distance").basis
+    assert "theta_* must not depend on the potential, and the end of a run does" in found.of("training tasks").basis
+    better = certify(learned, family, held_out_tasks=19, comparator=Reference(lr=0.01), regret_cap=100.0)
+    assert better.of("next task", "distance").bound > 0
+    assert better.of("mean", "min(regret").verdict in ("holds", "vacuous")
+    assert better.of("training tasks", "B(").bound > 0
+    turned = meta_train(family, Kronecker(), outer_steps=2, tasks_per_step=2, objective=metamd.Regret(prior=0.01))
+    third = certify(turned, family, held_out_tasks=1, comparator=Reference(lr=0.01))
+    assert "from a grid (l2)" in third.of("training tasks", "B(").basis
+
+
+def test_a_task_without_an_optimum_has_no_distance(learned):
+    family = tasks.logistic(2, examples=4, batch_size=4, l2=0.0, steps=5)
+    made = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2, method=metamd.Method(keep="last"))
+    found = certify(made, family, held_out_tasks=20)
+    assert "theta_* of these tasks is not known" in found.of("next task", "distance").basis
+    assert found.of("next task", "loss").verdict == "holds"
+
+
+def test_the_training_bound_with_everything_stated_beforehand():
+    family = tasks.quadratic((1.0, 1.0), spread=0.0, coupling=0.0, start=1.0, steps=20)
+    learned = meta_train(
+        family, Diagonal(), outer_steps=3, tasks_per_step=40, max_norm=2.5, method=metamd.Method(keep="last")
+    )
+    found = certify(learned, family, held_out_tasks=20, radius=5.0).of("training tasks", "B(")
+    again = training_tasks(learned.header, family)
+    seen, size = displacements(learned, again.tasks, lambda t: t.optimum())
+    assert found.numbers["max_norm"] == 2.5
+    assert size.norm <= 2.5
+    d = learned.potential.log_d["theta"].detach()[0].exp()
+    moved = torch.stack([t.optimum()["theta"] - t.init()["theta"] for t in again.tasks])
+    assert found.numbers["mean"] == pytest.approx(float((0.5 * d * moved**2).sum(1).mean()))
+    assert found.bound == pytest.approx(sum(found.numbers[k] for k in ("mean", "complexity", "concentration")))
+    assert "C = 2.5 stated beforehand" in found.basis
+    assert "(l2)" in found.basis
+    assert seen.tasks == len(learned.header.task_hashes)
+    wide = certify(learned, family, held_out_tasks=1, reach=5.0).of("training tasks", "B(")
+    assert "(l_inf)" in wide.basis
+    assert wide.numbers["complexity"] == pytest.approx(found.numbers["complexity"] * math.sqrt(2 * math.log(3)))
+
+
+def test_a_mixture_that_is_not_centred_has_no_training_bound(learned):
+    two = MaxDiagonal(2, centre="origin").with_metrics(
+        {"theta": torch.tensor([[0.0, 3.5], [1.0, 3.0]], dtype=torch.float64)}
+    )
+    provenance = {"task_hashes": learned.header.task_hashes, "seeds": (0,), "cost": learned.header.cost, "target_loss": 10.0}
+    found = certify(LearnedOptimiser.from_potential(two, **provenance), FAMILY, held_out_tasks=2)
+    assert "not centred at the start" in found.of("training tasks", "B(").basis
+
+
+def test_widths_and_lengths_of_tied_metrics():
+    start = {"w": torch.zeros(2, 3, dtype=torch.float64)}
+    solution = {"w": torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 3.0]], dtype=torch.float64)}
+    tied = MaxDiagonal(1, tying="channel").bind(start)
+    found = measure(tied, start, solution)
+    assert found.length == pytest.approx(math.sqrt(18))
+    assert found.reach == pytest.approx(math.sqrt(3))  # both rows have a mean square of 3
+    assert found.divergence == pytest.approx(9.0)
+    size = size_of(tied, {"w": (2, 3)})
+    assert (size.numbers, size.norm) == (2, pytest.approx(math.sqrt(6)))
+
+
+def test_a_shared_start_is_said():
+    shared = tasks.starting_at(FAMILY, FAMILY.example())
+    assert shared.drawn().initialisation == "the same model for all tasks"
+    assert shared.drawn().domain == FAMILY.drawn().domain
+
+
+def test_two_looks_in_a_row():
+    assert steps_to(1.0, [(0, 0.5), (5, 2.0), (10, 1.0)]) == math.inf
+    assert steps_to(1.0, [(0, 0.5), (5, 1.0)]) == 0
+    assert steps_to(1.0, [(0, 2.0), (5, math.nan), (10, 0.1), (15, 0.2)]) == 10
+
+
+def test_runs_are_looked_at_at_equal_intervals(learned):
+    family = tasks.quadratic(steps=230)
+    task, seen = held_out(family, 1)[0], []
+    monitor = task.monitor()
+    task.monitor = lambda: lambda params: seen.append(1) or monitor(params)
+    score = run_task(task, learned, 10.0)
+    assert len(seen) == 1 + 230 // 4 + 1  # at 0, 4, ..., 228 and 230
+    assert score.steps % 4 == 0
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_says_what_a_task_is(name):
+    try:
+        said = FAMILIES[name]().drawn()
+    except OSError:
+        pytest.skip("pretrains on data that is not here")
+    assert "not said" not in f"{said}"
+    assert "not said" in f"{Drawn()}"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"held_out_tasks": 0}, "held_out_tasks must be at least 1, got 0"),
+        ({"delta": 0.0}, "delta must lie between 0 and 1, got 0.0"),
+        ({"target": math.nan}, "target must be a finite loss, got nan"),
+        ({"regret_cap": -1.0}, "regret_cap must be positive and finite, got -1.0"),
+        ({"radius": math.nan}, "radius must be positive and finite, got nan"),
+        ({"reach": 0.0}, "reach must be positive and finite, got 0.0"),
+    ],
+)
+def test_bad_input_is_a_sentence(learned, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        certify(learned, FAMILY, **options)
+
+
+def test_wrong_things_are_named(learned):
+    with pytest.raises(TypeError, match=r"learned must be a LearnedOptimiser, got str. Pass metamd.load"):
+        certify("file", FAMILY)
+    with pytest.raises(TypeError, match="family must be a TaskFamily, got str"):
+        certify(learned, "quadratic")
+
+
+def test_certify_is_a_function_however_often_it_is_asked_for():
+    assert callable(metamd.certify)
+    assert metamd.certify is metamd.certify
+
+
+# the command
+
+
+@pytest.fixture
+def file(tmp_path, learned):
+    learned.save(tmp_path / "x.safetensors")
+    return tmp_path / "x.safetensors"
+
+
+def test_the_command_prints_and_writes_it(file, tmp_path, capsys):
+    before = load(file)
+    page = tmp_path / "page.html"
+    assert cli.run(["certify", str(file), "quadratic", "--held-out-tasks", "20", "--report", str(page)]) == 0
+    said = capsys.readouterr()
+    assert "held-out certificate: quadratic, 20 tasks, T = 60" in said.out  # the steps that the file records
+    assert "Written into the header" in said.out
+    assert "held-out task 20 of 20" in said.err
+    after = load(file)
+    assert after.fingerprint() == before.fingerprint()
+    assert after.header.held_out["certificate"]["tasks"] == 20
+    assert replace(after.header, held_out={}) == before.header
+    text = page.read_text()
+    assert "What held-out tasks guarantee" in text
+    assert "not a valid bound" in text
+    assert cli.run(["inspect", str(file)]) == 0
+
+
+def test_the_command_in_json_and_elsewhere(file, tmp_path, capsys):
+    content, out = file.read_bytes(), tmp_path / "new.safetensors"
+    args = ["--held-out-tasks", "19", "--json", "--out", str(out), "--delta", "0.1", "--regret-cap", "1000", "--seed", "3"]
+    assert cli.run(["certify", str(file), "quadratic", *args]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["file"] == str(out)
+    assert record["certificate"] == load(out).header.held_out["certificate"]
+    assert (record["certificate"]["seed"], record["certificate"]["delta"]) == (3, 0.1)
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nothing"], "there is no family 'nothing'"),
+        (["quadratic", "--model", "mlp"], "has no option --model"),
+        (["quadratic", "--delta", "2"], "delta must lie between 0 and 1"),
+        (["quadratic", "--held-out-tasks", "0"], "held_out_tasks must be at least 1"),
+        (["logistic", "--held-out-tasks", "2"], "'theta'"),
+    ],
+)
+def test_bad_commands_are_one_sentence_and_leave_the_file(file, args, message, capsys):
+    content = file.read_bytes()
+    assert cli.run(["certify", str(file), *args]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert file.read_bytes() == content
+
+
+def test_a_file_of_the_package_is_not_changed_in_place(file, tmp_path, monkeypatch, capsys):
+    from metamd import learned as home
+    from metamd.commands import certify as command
+
+    monkeypatch.setattr(home, "SHIPPED", tmp_path)
+    monkeypatch.setattr(command, "SHIPPED", tmp_path)
+    content = file.read_bytes()
+    assert cli.run(["certify", "x", "quadratic", "--held-out-tasks", "1"]) == 2
+    assert "'x' is shipped with the package and stays as it is. Pass --out FILE." in capsys.readouterr().err
+    out = tmp_path / "elsewhere" / "y.safetensors"
+    assert cli.run(["certify", "x", "quadratic", "--held-out-tasks", "1", "--out", str(out)]) == 0
+    assert load(out).header.held_out["certificate"]["tasks"] == 1
+    assert file.read_bytes() == content
+
+
+def test_a_file_that_changes_meanwhile_is_left_alone(file, learned, monkeypatch, capsys):
+    from metamd.commands import certify as command
+
+    def slow(*args, **options):
+        another = Diagonal().with_metrics({"theta": torch.zeros(1, 2, dtype=torch.float64)})
+        LearnedOptimiser.from_potential(another).save(file)
+        return certify(*args, **options)
+
+    monkeypatch.setattr(command, "certify", slow)
+    assert cli.run(["certify", str(file), "quadratic", "--held-out-tasks", "2"]) == 2
+    assert "was changed while its tasks ran" in capsys.readouterr().err
+    assert load(file).header.held_out == {}
+
+
+def test_the_section_has_every_statement(certificate):
+    section = certificate_section(certificate)
+    assert len(section.rows) == len(certificate.statements)
+    assert all(len(row) == len(section.heads) for row in section.rows)

@@ -1,0 +1,168 @@
+"""The norm of the metrics and the projection onto its ball."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from metamd import Diagonal, Journal, Kronecker, MaxDiagonal, Refine, Regret, cli, load, meta_train, tasks
+from metamd.lessons import Lecture
+from metamd.norms import Ball, metric_norms
+from metamd.outer import Iterate
+from metamd.potentials.kronecker import Learned
+
+SHAPES = {"first.weight": (4, 3), "first.bias": (4,), "last.weight": (2, 4), "scale": ()}
+
+
+TYINGS = ["parameter", "channel", "role"]
+BASES = ["right", "both"]
+
+
+def iterate(pieces, tying, seed=0, dtype=torch.float64):
+    """Random metrics under a tying, or in a random basis of these sides, with fewer columns than all on one of them."""
+    g, model = torch.Generator().manual_seed(seed), {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()}
+    if tying in BASES:
+        factors = {}
+        for n, (rows, columns) in {n: s for n, s in SHAPES.items() if len(s) == 2}.items():
+            for side, size in (("right", columns), ("left", rows)):
+                if side in ("right", "left" if tying == "both" else "right"):
+                    square = torch.linalg.qr(torch.randn(size, size, generator=g, dtype=torch.float64))[0]
+                    factors[f"{side}/{n}"] = square[:, : size - (size > 3) * 2]
+        potential = MaxDiagonal(pieces, tying="tensor", basis=Learned(tying, factors=factors)).bind(model)
+    else:
+        potential = MaxDiagonal(pieces, tying=tying).bind(model)
+    log_d = {k: torch.randn(v.shape, generator=g, dtype=torch.float64).to(dtype) for k, v in potential.log_d.items()}
+    return Iterate(log_d, torch.zeros(pieces, dtype=torch.float64), basis=potential.basis), potential
+
+
+def spelled_out(now, potential):
+    """sqrt(trace D) by piece, D y had for every unit vector y of the model from the step theta - D^-1 g."""
+    model = {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()}
+    norms = []
+    for j in range(len(now.offsets)):
+        one = Iterate({k: v[j : j + 1] for k, v in now.log_d.items()}, torch.zeros(1, dtype=torch.float64), basis=now.basis)
+        fit, total = one.apply(potential).bind(model), 0.0
+        for n, s in SHAPES.items():
+            for i in range(math.prod(s)):
+                unit = torch.zeros(math.prod(s), dtype=torch.float64)
+                unit[i] = 1.0
+                total += 2 * float(fit.value({**model, n: unit.reshape(s)}).detach())
+        norms.append(math.sqrt(total))
+    return torch.tensor(norms, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("tying", [*TYINGS, "column", "tensor", *BASES])
+def test_the_norm_is_the_root_of_the_trace(tying):
+    now, potential = iterate(2, tying)
+    assert torch.allclose(Ball(1.0, potential, SHAPES).norms(now), spelled_out(now, potential))
+
+
+@pytest.mark.parametrize("tying", [*TYINGS, *BASES])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_projection_is_inside_and_leaves_the_inside_alone(tying, dtype):
+    now, potential = iterate(3, tying, dtype=dtype)
+    norms = Ball(1.0, potential, SHAPES).norms(now)
+    radius = float(norms.sort().values[1])  # one piece is outside, one on the sphere, one inside
+    ball = Ball(radius, potential, SHAPES)
+    found = ball.norms(ball.project(now))
+    assert bool((found <= radius).all())
+    assert torch.allclose(found, norms.clamp_max(radius), rtol=1e-5)
+    assert Ball(2 * float(norms.max()), potential, SHAPES).project(now) is now
+    assert Ball().project(now) is now
+
+
+@pytest.mark.parametrize("tying", TYINGS)
+def test_the_projection_is_the_nearest_point(tying):
+    """Against scipy: minimise sum_i count_i (m_i - m0_i)^2 over sum_i count_i m_i^2 <= C^2."""
+    now, potential = iterate(1, tying)
+    counts = dict.fromkeys(now.log_d, 0.0)
+    for n, slot in potential.slots.items():
+        counts[slot.key] += math.prod(SHAPES[n]) / math.prod(slot.stored)
+    weights = np.concatenate([np.full(v.numel(), counts[k]) for k, v in now.log_d.items()])
+    m0 = np.concatenate([(0.5 * v).exp().flatten().numpy() for v in now.log_d.values()])
+    radius = 0.6 * math.sqrt(weights @ m0**2)
+    inside = {"type": "ineq", "fun": lambda m: radius**2 - weights @ m**2, "jac": lambda m: -2 * weights * m}
+    best = minimize(
+        lambda m: weights @ (m - m0) ** 2,
+        0.5 * m0,
+        jac=lambda m: 2 * weights * (m - m0),
+        constraints=[inside],
+        method="SLSQP",
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    ours = Ball(radius, potential, SHAPES).project(now)
+    m = np.concatenate([(0.5 * v).exp().flatten().numpy() for v in ours.log_d.values()])
+    assert np.allclose(m, best.x, rtol=1e-4)
+    clipped = m0.clip(max=math.sqrt(radius**2 / weights.sum()))  # a double that is inside, and farther away
+    assert weights @ (clipped - m0) ** 2 > weights @ (m - m0) ** 2 + 1e-6
+
+
+def norm(learned):
+    """The largest of the pieces."""
+    return math.sqrt(float(learned.potential.log_d["theta"].detach().exp().sum(1).max()))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"refine": Refine(2)}, {"potential": MaxDiagonal(3)}], ids=["closed", "refine", "pieces"]
+)
+def test_meta_training_stays_inside_and_says_so(options, tmp_path):
+    family, potential = tasks.quadratic((1.0, 1.0), coupling=0.05, steps=30), options.get("potential", Diagonal())
+    options = {n: v for n, v in options.items() if n != "potential"}
+    free = meta_train(family, potential, outer_steps=4, tasks_per_step=4, **options)
+    bound = 0.9 * norm(free)
+    kept = meta_train(family, potential, outer_steps=4, tasks_per_step=4, max_norm=bound, **options)
+    assert norm(kept) <= bound
+    kept.save(tmp_path / "x.safetensors")
+    assert load(tmp_path / "x.safetensors").header.max_norm == bound
+    assert free.header.max_norm is None
+
+
+def test_no_iterate_is_ever_outside(monkeypatch):
+    """Also not those of the first scale, which is found by raising the metrics, nor the candidates."""
+    seen = []
+    fit = Lecture.fit
+
+    def watched(self, iterate, task):
+        seen.append(math.sqrt(float(iterate.log_d["theta"].exp().sum(1).max())))
+        return fit(self, iterate, task)
+
+    monkeypatch.setattr(Lecture, "fit", watched)
+    meta_train(tasks.quadratic(steps=40), MaxDiagonal(2), outer_steps=3, tasks_per_step=4, max_norm=5.0)
+    assert len(seen) > 10
+    assert max(seen) <= 5.0
+
+
+def test_a_learned_basis_stays_inside_too():
+    family = tasks.tabular(features=4, width=3, examples=50, batch_size=25, steps=15)
+    options = {"outer_steps": 2, "tasks_per_step": 3, "objective": Regret(prior=0.01)}
+    free = meta_train(family, Kronecker(), **options)
+    shapes = {n: tuple(x.shape) for n, x in family.example().items()}
+    bound = 0.95 * float(metric_norms(free.potential.bind(family.example()), shapes).max())
+    kept = meta_train(family, Kronecker(), max_norm=bound, **options)
+    assert kept.potential.basis.factors()
+    assert float(metric_norms(kept.potential.bind(family.example()), shapes).max()) <= bound
+
+
+def test_a_ball_without_any_stable_metric_is_refused():
+    with pytest.raises(ValueError, match=r"diverged.*with max_norm = 0.5, which may be too small"):
+        meta_train(tasks.quadratic(steps=200), Diagonal(), outer_steps=2, tasks_per_step=2, max_norm=0.5)
+    with pytest.raises(ValueError, match="max_norm must be positive and finite, got 0"):
+        meta_train(tasks.quadratic(steps=20), Diagonal(), outer_steps=2, tasks_per_step=2, max_norm=0)
+
+
+def test_another_bound_does_not_continue_a_run(tmp_path):
+    options = {"outer_steps": 2, "tasks_per_step": 2, "journal": Journal(tmp_path / "run")}
+    family = tasks.quadratic(steps=30)
+    one = meta_train(family, Diagonal(), max_norm=6.0, **options)
+    assert meta_train(family, Diagonal(), max_norm=6.0, **options).header.target_loss == one.header.target_loss
+    with pytest.raises(ValueError, match="another configuration: max_norm"):
+        meta_train(family, Diagonal(), max_norm=7.0, **options)
+
+
+def test_from_the_command_line(tmp_path):
+    out = tmp_path / "x.safetensors"
+    quick = ["--steps", "20", "--outer-steps", "2", "--tasks", "2", "--max-norm", "6.5"]
+    assert cli.run(["train", "quadratic", "--out", str(out), *quick]) == 0
+    assert load(out).header.max_norm == 6.5

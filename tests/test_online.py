@@ -1,0 +1,319 @@
+"""The metric that follows a run in learned coordinates, how a geometry is used, and the learned start."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+
+import metamd
+from metamd import Diagonal, Euclidean, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, meta_train, prepare
+from metamd.choosing import Tally, learn_scale, learn_start, learn_usage, train, tuned_reference
+from metamd.inner import gradient
+from metamd.objectives import Reference
+from metamd.tasks import quadratic, starting_at, tabular
+from tests.helpers import equal_parameters, small_model
+from tests.helpers import train as fit
+
+
+def scales(model, rate):
+    return {n: 1 / rate for n, _ in model.named_parameters()}
+
+
+def distance(a, b):
+    return max(float((p - q).detach().abs().max()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("online", "theirs"),
+    [
+        (Online("average", 0.99, 1e-8), lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.0, 0.99), eps=1e-8)),
+        (Online("sum", epsilon=1e-10), lambda p: torch.optim.Adagrad(p, lr=0.01, eps=1e-10)),
+    ],
+)
+def test_in_the_parameters_own_coordinates_the_rules_are_torchs(online, theirs):
+    model, other = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
+    rule = Online(online.rule, online.beta, online.epsilon, scales(model, 0.01))
+    fit(model, MetaMD(model.named_parameters(), Diagonal(), metric=rule), 40)
+    fit(other, theirs(other.parameters()), 40)
+    assert distance(model, other) < 1e-12
+    fit(model, MetaMD(model.named_parameters(), Diagonal(), metric=rule), 3)
+    assert distance(model, other) > 1e-4, "a run that went on agrees with one that did not"
+
+
+def turned(model, seed=0):
+    """A Kronecker potential with a random orthogonal basis for every weight."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = {n: p.shape for n, p in model.named_parameters() if p.ndim == 2}
+    factors = {f"right/{n}": torch.linalg.qr(torch.randn(s[1], s[1], generator=g).double())[0] for n, s in shapes.items()}
+    fresh = Kronecker().bind(list(model.named_parameters()))
+    log_d = {k: torch.zeros_like(v) for k, v in fresh.log_d.items()}
+    potential = MaxDiagonal(1, tying="tensor", basis=fresh.basis.with_factors(factors)).with_metrics(log_d)
+    return potential, factors
+
+
+def test_in_a_learned_basis_it_is_the_rule_on_the_turned_problem():
+    model, other = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
+    potential, factors = turned(model)
+    rule = Online("average", 0.9, scale=scales(model, 0.02))
+    fit(model, MetaMD(model.named_parameters(), potential, metric=rule), 25)
+
+    class Turned(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for n, p in other.named_parameters():
+                v = factors.get(f"right/{n}")
+                state = self.state[p]
+                c = p.grad if v is None else p.grad @ v
+                state["t"] = state.get("t", 0) + 1
+                state["s"] = 0.9 * state.get("s", 0) + 0.1 * c * c
+                u = c / ((state["s"] / (1 - 0.9 ** state["t"])).sqrt() + 1e-8)
+                p.sub_(0.02 * (u if v is None else u @ v.T))
+
+    fit(other, Turned(other.parameters(), {}), 25)
+    assert distance(model, other) < 1e-11
+
+
+def test_momentum_schedules_and_weight_decay_work_with_it():
+    model, other = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
+    rule = Online(scale=scales(model, 0.01))
+    optimiser = MetaMD(model.named_parameters(), Diagonal(), metric=rule, momentum=0.9, weight_decay=0.1, lr=0.1)
+    fit(model, optimiser, 10)
+    z = {n: p.detach().clone() for n, p in other.named_parameters()}
+    x, states = dict(z), {n: {} for n in z}
+    for t in range(10):
+        g = torch.Generator().manual_seed(t)
+        inputs = torch.randn(16, 5, generator=g).double()
+        target = torch.stack([inputs[:, 0] + inputs[:, 1], inputs[:, 2] * inputs[:, 3], inputs[:, 4].sin()], 1)
+        leaves = {n: v.clone().requires_grad_() for n, v in x.items()}
+        loss = (torch.func.functional_call(other, leaves, (inputs,)) - target).square().mean()
+        for n, grad in zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True):
+            a = rule.metric(grad, states[n])
+            z[n] = 0.9 * z[n] - 0.01 * grad / a
+            x[n] = 0.9 * x[n] + 0.1 * z[n]
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), x[n], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["average", "sum"])
+def test_resume_and_copies_are_bit_exact(rule):
+    model = small_model()
+    potential, _ = turned(model)
+    options = {"metric": Online(rule, scale=scales(model, 0.01)), "momentum": 0.8}
+    optimiser = MetaMD(model.named_parameters(), potential, **options)
+    fit(model, optimiser, 10)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimiser": optimiser.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = small_model(seed=9)
+    resumed = MetaMD(other.named_parameters(), potential, **options)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimiser"])
+    twins = [(other, resumed), copy.deepcopy((model, optimiser)), pickle.loads(pickle.dumps((model, optimiser)))]
+    for m, o in [(model, optimiser), *twins]:
+        fit(m, o, 10, first=10)
+    assert all(equal_parameters(model, m) for m, _ in twins)
+
+
+def test_the_identity_of_growing_metrics_holds_along_an_online_run():
+    """Regret = 1/2 sum |u - theta_t|^2 in H_t - H_{t-1} + 1/2 sum g'H_t^-1 g - 1/2 |u - theta_{T+1}|^2 in H_T, any rule."""
+    for rule in ("sum", "average"):
+        task = quadratic().build(quadratic().sample(torch.Generator().manual_seed(1)))
+        x, state, online = task.init()["theta"], {}, Online(rule, 0.9, scale={"theta": 1.0})
+        u = torch.tensor([0.3, -0.2], dtype=torch.float64)
+        before, regret, bound = torch.zeros(2).double(), 0.0, 0.0
+        for t in range(30):
+            g = gradient(task, {"theta": x}, task.batch(t))[1]["theta"]
+            h = online.metric(g, state)
+            regret += float(g @ (x - u))
+            bound += 0.5 * float(((u - x) ** 2) @ (h - before)) + 0.5 * float((g * g / h).sum())
+            x, before = x - g / h, h
+        assert regret == pytest.approx(bound - 0.5 * float(((u - x) ** 2) @ before), rel=1e-9)
+        if rule == "sum":
+            assert regret <= bound
+
+
+# how a geometry is used
+
+
+@pytest.fixture(scope="module")
+def learned():
+    return meta_train(tabular(steps=30), Kronecker(), outer_steps=2, tasks_per_step=3, seed=0)
+
+
+@pytest.mark.parametrize("usage", [Usage(), Usage("online", 0.8, "linear", 1.4), Usage("learned", 0.9, "linear", 0.5)])
+def test_what_is_chosen_is_what_the_optimiser_does(learned, usage):
+    """`train`, by which usages are compared, gives the numbers of `prepare` in an ordinary loop."""
+    family = tabular(steps=30)
+    task = family.build(family.sample(torch.Generator().manual_seed(3)))
+    potential = learned.potential.bind(task.init())
+    online = Online(scale={slot.key: 100.0 for slot in potential.slots.values()})
+    outcome = train(task, potential, usage, online=online)
+    header = metamd.learned.replace(learned.header, usage=usage.to_dict(), online=online.to_dict())
+    params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
+    optimiser, schedule = prepare(params.items(), LearnedOptimiser(header, learned.potential), steps=30)
+    losses = []
+    for t in range(30):
+        optimiser.zero_grad()
+        loss = task.loss(params, task.batch(t))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimiser.step()
+        schedule.step()
+    assert sum(losses) / 30 == pytest.approx(outcome.loss, rel=1e-5)
+    for n, p in params.items():
+        torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-4, atol=1e-5)
+
+
+def test_the_scale_minimises_the_bound_of_the_run(learned):
+    family = tabular(steps=30)
+    reference = Reference(lr=0.01, factor=1)
+    online = learn_scale(learned, family, reference=reference, tasks=2, rounds=1)
+    # by hand, from the definition, with the scale the round began with
+    seeds = [metamd.tasks.base.derive_seed(0, "usage", "scale", i) for i in range(2)]
+    built = [family.build(family.sample(torch.Generator().manual_seed(s))) for s in seeds]
+    phi = learned.potential.bind(built[0].init())
+    first = Online(scale={slot.key: 100.0 for slot in phi.slots.values()})
+    usage = Usage("online", 0.8, "linear")
+    tallies: list[Tally] = []
+    for task in built:
+        u, _ = reference.run(task, task.init(), 30)
+        tallies.append(train(task, phi, usage, online=first, comparator=u).tally)
+    for key, scale in online.scale.items():
+        x, y = (sum(getattr(t, side)[key] for t in tallies) for side in ("x", "y"))
+        bound = lambda s, x=x, y=y: (math.exp(s) * x + y / math.exp(s)) / 2  # noqa: E731
+        best = minimize_scalar(bound, bounds=(-20, 20), method="bounded")
+        assert math.exp(best.x) == pytest.approx(scale, rel=1e-3)
+
+
+def test_the_tally_is_that_of_the_definition():
+    """One step of a one-tensor run: y = g'a^-1 g, x = |u - theta_1|^2 in a, a = |g|."""
+    task = quadratic().build(quadratic().sample(torch.Generator().manual_seed(2)))
+    start = task.init()["theta"]
+    g = gradient(task, {"theta": start}, task.batch(0))[1]["theta"]
+    u = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    online = Online("sum", epsilon=1e-12, scale={"theta": 50.0})
+    outcome = train(task, Diagonal().bind(task.init()), Usage("online"), online=online, comparator={"theta": u}, steps=1)
+    assert outcome.tally.y["theta"] == pytest.approx(float(g.abs().sum()))
+    assert outcome.tally.x["theta"] == pytest.approx(float(((u - start) ** 2 * g.abs()).sum()))
+
+
+def test_a_usage_is_chosen_on_training_tasks_alone_and_kept_in_the_file(learned, tmp_path):
+    tried = {}
+    choices = {"momenta": (0.0, 0.9), "factors": (0.5, 1.0, 2.0)}
+    found = learn_usage(learned, tabular(steps=30), tasks=2, watch=lambda u, v: tried.update({u: v}), **choices)
+    assert tried[found.usage] == min(tried.values())
+    assert {u.metric for u in tried} == {"learned", "online"}
+    assert {u.factor for u in tried} == {0.5, 1.0, 2.0}
+    found.save(tmp_path / "used.safetensors")
+    again = metamd.load(tmp_path / "used.safetensors")
+    assert again.usage == found.usage
+    assert again.online == found.online
+    assert set(learned.header.task_hashes) < set(again.header.task_hashes)
+
+
+def test_a_family_on_which_everything_diverges_is_said(learned):
+    steep = learned.potential.with_metrics({k: v.detach() - math.log(1e12) for k, v in learned.potential.log_d.items()})
+    broken = LearnedOptimiser(learned.header, steep)
+    with pytest.raises(ValueError, match="every usage of this geometry diverged"):
+        learn_usage(broken, tabular(steps=30), metrics=("learned",), momenta=(0.0,), factors=(1.0,), tasks=1)
+
+
+def test_the_reference_rate_is_the_best_of_those_given():
+    family = tabular(steps=30)
+    assert tuned_reference(family, rates=(1e-6, 1e-2), tasks=1).lr == 1e-2
+    assert tuned_reference(family, rates=(1e-2, 1e6), tasks=1).lr == 1e-2
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: Online("mean"), 'rule must be "sum" or "average"'),
+        (lambda: Online(beta=1.0), "beta must lie between 0 and 1, got 1.0"),
+        (lambda: Online(epsilon=0.0), "epsilon must be positive"),
+        (lambda: Online(scale={"a": -1.0}), "the scale of 'a' must be positive and finite, got -1.0"),
+        (lambda: Online().step_size("a"), "there is no online scale for 'a'"),
+        (lambda: Usage("other"), 'metric must be "learned" or "online"'),
+        (lambda: Usage(schedule="cosine"), 'schedule must be "constant" or "linear"'),
+        (lambda: Usage(factor=0.0), "factor must be positive"),
+        (lambda: MetaMD(small_model().named_parameters(), Diagonal(), metric="online"), "learns the scales"),
+        (
+            lambda: MetaMD(small_model().named_parameters(), Euclidean(), metric=Online()),
+            "an online metric needs a potential with coordinates",
+        ),
+        (lambda: prepare([], None, steps=0), "steps must be at least 1, got 0"),
+    ],
+)
+def test_bad_options_are_refused_with_a_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("usage", {"metric": "learned"}, "usage must have metric, momentum, schedule, factor"),
+        ("usage", {**Usage().to_dict(), "momentum": "0.9"}, "the momentum of usage must be of type float"),
+        ("usage", {**Usage().to_dict(), "momentum": 1.5}, "Invalid momentum value"),
+        ("online", {**Online().to_dict(), "scale": {"nowhere": 1.0}}, "the scale of online has 'nowhere'"),
+        ("online", {**Online().to_dict(), "scale": {"x": "1"}}, "the scale of online must map names to numbers"),
+        ("online", {**Online().to_dict(), "scale": {"x": 0.0}}, "the scale of 'x' must be positive"),
+    ],
+)
+def test_a_header_with_a_broken_usage_is_refused(field, value, sentence):
+    potential = Diagonal().bind({"x": torch.zeros(2)})
+    with pytest.raises(ValueError, match=sentence):
+        LearnedOptimiser.from_potential(potential, **{field: value})
+
+
+# the learned start
+
+
+def test_the_mean_of_the_solutions_minimises_the_expected_divergence():
+    g = torch.Generator().manual_seed(0)
+    solutions = [{"x": torch.randn(4, generator=g, dtype=torch.float64)} for _ in range(5)]
+    mean = {"x": torch.stack([u["x"] for u in solutions]).mean(0)}
+    fresh = MaxDiagonal(3, centre="origin").bind(mean)
+    phi = fresh.with_metrics({"x": torch.randn(3, 4, generator=g, dtype=torch.float64)}).bind(mean)
+
+    def expected(v):
+        return sum(float(phi.divergence(u, v).detach()) for u in solutions) / 5
+
+    others = [{"x": mean["x"] + 0.3 * torch.randn(4, generator=g, dtype=torch.float64)} for _ in range(50)]
+    assert all(expected(mean) <= expected(v) + 1e-12 for v in others)
+    median = {"x": torch.stack([u["x"] for u in solutions]).median(0).values}
+    assert expected(median) > expected(mean)
+
+
+def test_a_learned_start_is_the_mean_of_reference_ends_and_travels_with_the_file(tmp_path):
+    family = starting_at(quadratic(steps=20), {"theta": torch.tensor([1.0, 1.0], dtype=torch.float64)})
+    reference = Reference(lr=0.05, factor=2)
+    start = learn_start(family, reference=reference, tasks=3, seed=1)
+    seeds = [metamd.tasks.base.derive_seed(1, "usage", "start", i) for i in range(3)]
+    drawn = [family.build(family.sample(torch.Generator().manual_seed(s))) for s in seeds]
+    ends = [reference.run(t, t.init(), 20)[0]["theta"] for t in drawn]
+    torch.testing.assert_close(start["theta"], torch.stack(ends).mean(0))
+    learned = meta_train(starting_at(family, start), Diagonal(), outer_steps=1, tasks_per_step=2).with_start(start)
+    learned.save(tmp_path / "started.safetensors")
+    again = metamd.load(tmp_path / "started.safetensors")
+    assert torch.equal(again.start["theta"], start["theta"])
+    assert again.header.start == {"theta": (2,)}
+    damaged = (tmp_path / "started.safetensors").read_bytes()
+    at = damaged.rindex(start["theta"].numpy().tobytes())
+    (tmp_path / "damaged.safetensors").write_bytes(damaged[:at] + b"\x01" + damaged[at + 1 :])
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        metamd.load(tmp_path / "damaged.safetensors")
+
+
+def test_a_learned_start_needs_tasks_that_share_one():
+    with pytest.raises(ValueError, match="needs tasks that begin at one model"):
+        learn_start(tabular(steps=5))
+    learned = meta_train(quadratic(), Diagonal(), outer_steps=1, tasks_per_step=1)
+    with pytest.raises(ValueError, match="the header must announce the learned start"):
+        LearnedOptimiser(learned.header, learned.potential, start={"theta": torch.zeros(2)})
+    with pytest.raises(ValueError, match="must be finite numbers"):
+        learned.with_start({"theta": torch.tensor([math.nan, 0.0])}).save("never.safetensors")

@@ -285,6 +285,8 @@ def test_bad_comparisons_are_sentences():
         compare({}, QUADRATIC)
     with pytest.raises(ValueError, match="'x' has no contender"):
         compare({"x": []}, QUADRATIC)
+    with pytest.raises(ValueError, match="needs a folder"):
+        compare({"x": rival("sgd").untuned()}, QUADRATIC, ray="local")
     with pytest.raises(ValueError, match="seeds must be at least 1"):
         compare({"x": rival("sgd").untuned()}, QUADRATIC, seeds=0)
 
@@ -307,6 +309,56 @@ def test_a_killed_worker_is_replaced_and_its_cell_run_again(tmp_path):
     found = fill(Records(tmp_path / "r", {}), cells, title="t", workers=2)
     assert [r["i"] for r in found.values()] == list(range(6))
     assert all(r["process"] != os.getpid() for r in found.values())
+
+
+def test_a_local_ray_cluster_and_a_killed_actor(tmp_path):
+    """As above on a cluster; the records are written here, whatever process computed them."""
+    pytest.importorskip("ray")
+    program = """
+import os, signal, sys
+from pathlib import Path
+from metamd.cells import Cell, fill
+from metamd.records import Records
+
+folder = Path(sys.argv[1])
+
+def compute(i):
+    mark = folder / f"tried-{i}"
+    first = not mark.exists()
+    mark.touch()
+    if i == 2 and first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if i == 9:
+        raise ValueError("nine is too many.")
+    return {"i": i, "process": os.getpid()}
+
+cells = [Cell(f"c{i}", lambda i=i: compute(i)) for i in range(5)]
+found = fill(Records(folder / "r", {}), cells, title="t", workers=2, ray="local")
+assert [r["i"] for r in found.values()] == list(range(5))
+assert os.getpid() not in {r["process"] for r in found.values()}
+assert fill(Records(folder / "r", {}), cells, title="t", workers=2, ray="local") == found
+
+import ray
+from metamd import Measuring, compare, tasks
+from metamd.rivals import rival
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+both = {"a": rival("sgd").untuned(), "b": rival("muon").untuned()}
+options = {"seeds": 2, "steps": 12, "measuring": Measuring(splits=())}
+there = compare(both, tasks.quadratic(), folder=folder / "c", workers=2, ray="local", **options)
+here = compare(both, tasks.quadratic(), **options)
+assert there.values("b", "mean_loss").tolist() == here.values("b", "mean_loss").tolist()
+try:
+    fill(Records(folder / "r", {}), [Cell("c9", lambda: compute(9))], title="t", ray="local")
+except ValueError as error:
+    assert str(error) == "nine is too many."
+else:
+    raise AssertionError
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_cell_that_always_kills_its_process_is_given_up(tmp_path):

@@ -33,7 +33,9 @@ class Cell:
     compute: Callable[[], Result]
 
 
-def fill(records: Records, cells: Iterable[Cell], *, title: str, workers: int = 1) -> dict[str, Result]:
+def fill(
+    records: Records, cells: Iterable[Cell], *, title: str, workers: int = 1, ray: str | None = None
+) -> dict[str, Result]:
     """All results by name, in the order of the cells.
 
     Several processes, one thread each, share what is loaded already. A cell whose process dies is begun again. Without
@@ -44,13 +46,18 @@ def fill(records: Records, cells: Iterable[Cell], *, title: str, workers: int = 
         cells: what there is to compute.
         title: in front of the bar.
         workers: processes, at most.
+        ray: address of a Ray cluster to compute on instead, or "local".
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}.")
     todo = list(cells)
     missing = [cell for cell in todo if not records.has(cell.name)]
     with _bar(title, len(todo), len(todo) - len(missing)) as advance:
-        if workers > 1 and len(missing) > 1 and "fork" in multiprocessing.get_all_start_methods():
+        if ray is not None and missing:
+            from metamd.ray_cells import fill_with_ray
+
+            fill_with_ray(records, missing, address=ray, workers=workers, advance=advance)
+        elif workers > 1 and len(missing) > 1 and "fork" in multiprocessing.get_all_start_methods():
             _Pool(records, missing, workers).run(advance)
         else:
             for cell in missing:

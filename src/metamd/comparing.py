@@ -50,6 +50,7 @@ def compare(
     measuring: Measuring | None = None,
     folder: Path | str | None = None,
     workers: int = 1,
+    ray: str | None = None,
     protocol: str = "",
     aim: Target | None = None,
 ) -> Comparison:
@@ -65,6 +66,7 @@ def compare(
         measuring: how the runs are watched.
         folder: where every run is kept as a record, so that a comparison that was stopped continues and grows.
         workers: processes.
+        ray: address of a Ray cluster to train on instead, with so many workers, or "local"; needs a folder.
         protocol: by which rule settings were chosen, in a word, for the report.
         aim: the target of steps-to-target; that of the last optimiser if not given.
 
@@ -78,6 +80,8 @@ def compare(
     """
     if not optimisers:
         raise ValueError("compare needs at least one optimiser, got none.")
+    if ray is not None and folder is None:
+        raise ValueError("a comparison on a Ray cluster needs a folder for its records. Pass folder=.")
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}.")
     measuring, steps = measuring or Measuring(), family.steps if steps is None else steps
@@ -97,7 +101,7 @@ def compare(
     records = None if folder is None else Records(Path(folder), settings)
     if workers > 1:
         _load(family, groups, measuring)
-    results = _fill(records, cells, f"comparing on {family.name}", workers)
+    results = _fill(records, cells, f"comparing on {family.name}", workers, ray)
     outcomes = {key: Outcome.from_json(results[cell.name]) for key, cell in cells.items()}
     folds = []
     for group, configs in groups.items():
@@ -165,10 +169,12 @@ def _load(family: TaskFamily, groups: Mapping[str, Sequence[Config]], measuring:
             task.evaluate(task.init(), split)
 
 
-def _fill(records: Records | None, cells: Mapping[Any, Cell], title: str, workers: int) -> dict[str, Result]:
+def _fill(
+    records: Records | None, cells: Mapping[Any, Cell], title: str, workers: int, ray: str | None
+) -> dict[str, Result]:
     if records is None:
         return {cell.name: cell.compute() for cell in cells.values()}
-    return fill(records, cells.values(), title=title, workers=workers)
+    return fill(records, cells.values(), title=title, workers=workers, ray=ray)
 
 
 def _settings(family: TaskFamily, steps: int, measuring: Measuring) -> dict[str, Any]:

@@ -164,7 +164,8 @@ class Reproduce:
         name: of the experiment.
         scale: smoke takes seconds, cpu minutes or hours on two cores; paper is the published protocol, for a GPU.
         out: directory for records and figures; runs/NAME-SCALE if not given.
-        workers: processes, for the experiments with networks.
+        workers: processes.
+        ray: address of a Ray cluster to compute on, for the experiments with networks; local starts one on this machine.
         seed: of everything random.
         json: print one JSON object on standard output instead of text.
     """
@@ -173,6 +174,7 @@ class Reproduce:
     scale: Literal["smoke", "cpu", "paper"] = "cpu"
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     workers: int = 1
+    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     seed: int = 0
     json: bool = False
 
@@ -292,6 +294,7 @@ class Compare:
         width: of a resnet18.
         start: a checkpoint whose parameters every task begins at, safetensors or torch.save.
         workers: processes.
+        ray: address of a Ray cluster to train on, with so many workers; local starts one on this machine.
         out: directory for records and the report.
         seed: of everything random.
         json: print one JSON object on standard output instead of text.
@@ -315,6 +318,7 @@ class Compare:
     width: int | None = None
     start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
     workers: int = 1
+    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     out: Annotated[Path, arg(metavar="DIR")] = Path("runs/comparison")
     seed: int = 0
     json: bool = False

@@ -63,6 +63,7 @@ def run(options: Compare) -> int:
             seed=options.seed,
             folder=options.out,
             workers=options.workers,
+            ray=options.ray,
             protocol=options.protocol,
             aim=Target(_label(baseline.title, everybody)),
         )

@@ -68,7 +68,7 @@ EXPERIMENT = Experiment(
 )
 
 
-def run(scale: str, folder: Path, seed: int, workers: int = 1) -> Result:
+def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
     """Fill the table; what is in the folder already is kept.
 
     Args:
@@ -76,5 +76,6 @@ def run(scale: str, folder: Path, seed: int, workers: int = 1) -> Result:
         folder: for records and learned files.
         seed: of everything random.
         workers: processes.
+        ray: address of a Ray cluster.
     """
-    return EXPERIMENT.run(scale, folder, seed, workers)
+    return EXPERIMENT.run(scale, folder, seed, workers, ray)

@@ -108,7 +108,7 @@ class Experiment:
     published: Mapping[str, Mapping[str, float]]
     target: str = "Adam"
 
-    def run(self, scale: str, folder: Path, seed: int, workers: int = 1) -> Result:
+    def run(self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
         """Learn, compare and tabulate; what is in the folder already is kept.
 
         Args:
@@ -116,6 +116,7 @@ class Experiment:
             folder: for records and learned files.
             seed: of everything random.
             workers: processes.
+            ray: address of a Ray cluster to train on; learning is done here.
         """
         size = self.scales[scale]
         settings = {"experiment": self.name, "scale": scale, "seed": seed, **_learning(size)}
@@ -148,6 +149,7 @@ class Experiment:
                     measuring=Measuring(),
                     folder=here,
                     workers=workers,
+                    ray=ray,
                     protocol=size.protocol,
                     aim=Target(self.target),
                 )

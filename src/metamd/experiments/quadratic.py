@@ -101,7 +101,7 @@ SCALES = {
 }
 
 
-def run(scale: str, folder: Path, seed: int, workers: int = 1) -> Result:
+def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
     """Fill the table and draw the figures; what is in the folder already is kept.
 
     Args:
@@ -109,10 +109,11 @@ def run(scale: str, folder: Path, seed: int, workers: int = 1) -> Result:
         folder: for records and figures.
         seed: of the test problems and of the meta-trainings.
         workers: processes.
+        ray: address of a Ray cluster.
     """
     settings = {"experiment": "quadratic", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
     records = Records(folder, settings)
-    results = fill(records, cells(SCALES[scale], seed), title="quadratic", workers=workers)
+    results = fill(records, cells(SCALES[scale], seed), title="quadratic", workers=workers, ray=ray)
     rows = table(results)
     draw(results, folder)
     return {"experiment": "quadratic", "scale": scale, "seed": seed, "rows": rows}

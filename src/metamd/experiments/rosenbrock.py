@@ -59,7 +59,7 @@ class Scale:
 SCALES = {"smoke": Scale(("customary",), 2, 1, 12, False), "cpu": Scale()}
 
 
-def run(scale: str, folder: Path, seed: int, workers: int = 1) -> Result:
+def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
     """Fill the table and draw the figures; what is in the folder already is kept.
 
     Args:
@@ -67,9 +67,10 @@ def run(scale: str, folder: Path, seed: int, workers: int = 1) -> Result:
         folder: for records and figures.
         seed: of the meta-trainings; everything else is deterministic.
         workers: processes.
+        ray: address of a Ray cluster.
     """
     settings = {"experiment": "rosenbrock", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
-    results = fill(Records(folder, settings), cells(SCALES[scale], seed), title="rosenbrock", workers=workers)
+    results = fill(Records(folder, settings), cells(SCALES[scale], seed), title="rosenbrock", workers=workers, ray=ray)
     draw(results, folder)
     return {"experiment": "rosenbrock", "scale": scale, "seed": seed, "rows": table(results)}
 

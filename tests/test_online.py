@@ -12,6 +12,7 @@ from scipy.optimize import minimize_scalar
 import metamd
 from metamd import Diagonal, Euclidean, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, meta_train, prepare
 from metamd.choosing import Tally, learn_scale, learn_start, learn_usage, train, tuned_reference
+from metamd.following import learn_from_reference
 from metamd.inner import gradient
 from metamd.objectives import Reference
 from metamd.tasks import quadratic, starting_at, tabular
@@ -317,3 +318,77 @@ def test_a_learned_start_needs_tasks_that_share_one():
         LearnedOptimiser(learned.header, learned.potential, start={"theta": torch.zeros(2)})
     with pytest.raises(ValueError, match="must be finite numbers"):
         learned.with_start({"theta": torch.tensor([math.nan, 0.0])}).save("never.safetensors")
+
+
+def test_the_output_side_is_followed_as_by_orthogonal_iteration():
+    """Against a slow recursion with both bases written out."""
+    model, other = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
+    potential, factors = turned(model)
+    rule = Online("average", 0.9, scale=scales(model, 0.02), refresh=3)
+    optimiser = MetaMD(model.named_parameters(), potential, metric=rule)
+    fit(model, optimiser, 12)
+
+    class BothSides(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for n, p in other.named_parameters():
+                v, state, g = factors.get(f"right/{n}"), self.state[p], p.grad
+                t = state["t"] = state.get("t", 0) + 1
+                if v is not None:
+                    products = (g @ v) @ (g @ v).T  # in these coordinates: where rows have no gradient, rounding decides
+                    state["l"] = state["l"].lerp(products, 1 - 0.95) if "l" in state else (1 - 0.95) * products
+                    if "u" not in state:
+                        state["u"] = torch.linalg.eigh(state["l"])[1]
+                    elif (t - 1) % 3 == 0:
+                        state["u"] = torch.linalg.qr(state["l"] @ state["u"])[0]
+                    g = state["u"].T @ (g @ v)
+                state["s"] = 0.9 * state.get("s", 0) + 0.1 * g * g
+                move = g / ((state["s"] / (1 - 0.9**t)).sqrt() + 1e-8)
+                p.sub_(0.02 * (move if v is None else state["u"] @ move @ v.T))
+
+    fit(other, BothSides(other.parameters(), {}), 12)
+    assert distance(model, other) < 1e-9
+    basis = optimiser.state[model[0].weight]["turn"]
+    torch.testing.assert_close(basis.T @ basis, torch.eye(8, dtype=torch.float64))
+
+
+def test_following_the_output_side_resumes_bit_exactly():
+    model = small_model()
+    potential, _ = turned(model)
+    options = {"metric": Online(scale=scales(model, 0.01), refresh=4), "momentum": 0.8}
+    optimiser = MetaMD(model.named_parameters(), potential, **options)
+    fit(model, optimiser, 10)
+    other = copy.deepcopy(model)
+    resumed = MetaMD(other.named_parameters(), potential, **options)
+    resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    fit(model, optimiser, 10, first=10)
+    fit(other, resumed, 10, first=10)
+    assert equal_parameters(model, other)
+
+
+def test_a_geometry_from_reference_runs_is_the_closed_form_of_them():
+    """D_i = sqrt(sum_t g_ti^2 / delta_i^2), from Adam runs written out here."""
+    family, reference = tabular(steps=20), Reference(lr=0.01, factor=1)
+    learned = learn_from_reference(family, Diagonal(), reference=reference, tasks=2, seed=4)
+    x, y = {}, {}
+    for i in range(2):
+        seed = metamd.tasks.base.derive_seed(4, "usage", "follow", i)
+        task = family.build(family.sample(torch.Generator().manual_seed(seed)))
+        params = {n: v.clone().requires_grad_() for n, v in task.init().items()}
+        adam = torch.optim.Adam(params.values(), lr=0.01)
+        for t in range(20):
+            adam.param_groups[0]["lr"] = 0.01 * (1 - t / 20)
+            adam.zero_grad()
+            task.loss(params, task.batch(t)).backward()
+            for n, p in params.items():
+                y[n] = y.get(n, 0) + p.grad.double() ** 2
+            adam.step()
+        for n, p in params.items():
+            x[n] = x.get(n, 0) + (p.detach() - task.init()[n]).double() ** 2
+    for n, log_d in learned.potential.log_d.items():
+        torch.testing.assert_close(log_d.detach()[0].double().exp(), (y[n] / x[n]).sqrt(), rtol=1e-3, atol=0.0)
+    assert len(learned.header.task_hashes) == 2
+    with pytest.raises(ValueError, match="says nothing about 3 pieces"):
+        learn_from_reference(family, MaxDiagonal(3), reference=reference)
+    with pytest.raises(ValueError, match="all 1 reference runs diverged"):
+        learn_from_reference(family, Diagonal(), reference=Reference(torch.optim.SGD, lr=1e30), tasks=1)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from metamd.choosing import learn_start, learn_usage, tuned_reference
     from metamd.comparing import compare, handicap
     from metamd.comparison import Comparison
+    from metamd.following import learn_from_reference
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
     from metamd.journal import Journal
@@ -87,6 +88,7 @@ _HOME = {
     "tune": "tuning",
     "Online": "online",
     "Usage": "usage",
+    "learn_from_reference": "following",
     "learn_start": "choosing",
     "learn_usage": "choosing",
     "tuned_reference": "choosing",
@@ -142,6 +144,7 @@ __all__ = [
     "compare",
     "handicap",
     "learn",
+    "learn_from_reference",
     "learn_start",
     "learn_usage",
     "learned_rival",

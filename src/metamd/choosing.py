@@ -105,7 +105,7 @@ def train(
                 active = phi.step(z, moves, active=active, into=z).active
             for n in x:
                 blend(x[n], z[n], t + 1, usage.momentum, "constant")
-    tally = None if sums is None or comparator is None else sums.tally(start, comparator, total)
+    tally = None if sums is None or comparator is None else sums.tally(start, comparator, states)
     finite = all(bool(v.isfinite().all()) for v in x.values())
     return Outcome(sum(losses) / total if finite else math.inf, x, tally)
 
@@ -126,11 +126,13 @@ class _Sums:
         else:
             self.metrics[name] = self.metrics[name].add_(metric) if name in self.metrics else metric.clone()
 
-    def tally(self, start: Params, comparator: Params, steps: int) -> Tally:
+    def tally(self, start: Params, comparator: Params, states: Mapping[str, State]) -> Tally:
         x: dict[str, float] = {}
         for name, metric in self.metrics.items():
             delta = self.potential.basis.into(name, comparator[name] - start[name])
-            mean = metric if self.online.rule == "sum" else metric / steps
+            if "turn" in states[name]:
+                delta = states[name]["turn"].mT @ delta
+            mean = metric if self.online.rule == "sum" else metric / states[name]["counted"]
             key = self.potential.slots[name].key
             x[key] = x.get(key, 0.0) + float((delta.square() * mean).sum())
         return Tally(x, self.y)
@@ -151,7 +153,7 @@ def tuned_reference(
         tasks: how many.
         seed: draws them.
     """
-    built = _draw(family, seed, "reference", tasks)
+    built = draw_tasks(family, seed, "reference", tasks)
     losses = {}
     for rate in rates:
         ends = [Reference(torch.optim.Adam, rate, factor).run(task, task.init(), task.steps)[0] for task in built]
@@ -176,6 +178,7 @@ def learn_scale(
     reference: Reference,
     rule: Rule = "average",
     beta: float = 0.99,
+    refresh: int = 0,
     usage: Usage | None = None,
     rounds: int = 2,
     tasks: int = 4,
@@ -192,17 +195,18 @@ def learn_scale(
         reference: what finds the comparator.
         rule: of the online metric.
         beta: of the average.
+        refresh: of the basis of the output side; 0 for none.
         usage: momentum and schedule of the runs.
         rounds: of training the tasks and setting the scale.
         tasks: in each.
         seed: draws them.
     """
     how = replace(usage or Usage(momentum=0.8, schedule="linear"), metric="online")
-    built = _draw(family, seed, "scale", tasks)
+    built = draw_tasks(family, seed, "scale", tasks)
     points = [reference.run(task, task.init(), task.steps)[0] for task in built]
     phi = learned.potential.bind(built[0].init())
     first = 1 / reference.lr if rule == "average" else 1 / (reference.lr * math.sqrt(family.steps))
-    online = Online(rule, beta, scale={slot.key: first for slot in phi.slots.values()})
+    online = Online(rule, beta, scale={slot.key: first for slot in phi.slots.values()}, refresh=refresh)
     for _ in range(rounds):
         runs = [train(t, phi, how, online=online, comparator=u) for t, u in zip(built, points, strict=True)]
         tallies = [run.tally for run in runs if run.tally is not None and math.isfinite(run.loss)]
@@ -225,6 +229,7 @@ def learn_usage(
     momenta: Sequence[float] = MOMENTA,
     schedules: Sequence[Schedule] = get_args(Schedule),
     factors: Sequence[float] = FACTORS,
+    refreshes: Sequence[int] = (0, 10),
     tasks: int = 3,
     seed: int = 0,
     watch: Callable[[Usage, float], None] | None = None,
@@ -242,6 +247,7 @@ def learn_usage(
         momenta: see there.
         schedules: see there.
         factors: see there.
+        refreshes: of online metrics: see `Online`.
         tasks: to decide on.
         seed: draws them.
         watch: called with every usage tried and its loss.
@@ -253,13 +259,14 @@ def learn_usage(
         >>> learn_usage(learned, family, tasks=1, factors=(1.0,), momenta=(0.0,)).usage.metric in ("learned", "online")
         True
     """
-    online = None
+    found: list[Online | None] = [None] if "learned" in metrics else []
     if "online" in metrics:
-        online = learn_scale(learned, family, reference=reference or tuned_reference(family, seed=seed), seed=seed)
-    built = _draw(family, seed, "usage", tasks)
+        finder = reference or tuned_reference(family, seed=seed)
+        found += [learn_scale(learned, family, reference=finder, refresh=r, seed=seed) for r in refreshes]
+    built = draw_tasks(family, seed, "usage", tasks)
     phi = learned.potential.bind(built[0].init())
 
-    def score(usage: Usage) -> float:
+    def score(usage: Usage, online: Online | None) -> float:
         total = 0.0
         for task in built:
             run = train(task, phi, usage, online=online)
@@ -268,15 +275,15 @@ def learn_usage(
             watch(usage, total / len(built))
         return total / len(built)
 
-    combinations = [Usage(m, b, s) for m in metrics for b in momenta for s in schedules]
-    values = {usage: score(usage) for usage in combinations}
-    best = min(values, key=lambda usage: values[usage])
-    values |= {u: score(u) for f in factors if (u := replace(best, factor=f)) not in values}
-    best = min(values, key=lambda usage: values[usage])
-    if not math.isfinite(values[best]):
-        raise ValueError(
-            f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again first."
-        )
+    combinations = [
+        (Usage("learned" if o is None else "online", b, s), o) for o in found for b in momenta for s in schedules
+    ]
+    values = [(score(*pair), pair) for pair in combinations]
+    _, (usage, online) = min(values, key=lambda entry: entry[0])
+    values += [(score(u, online), (u, online)) for f in factors if (u := replace(usage, factor=f)) != usage]
+    value, (best, online) = min(values, key=lambda entry: entry[0])
+    if not math.isfinite(value):
+        raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
     hashes = tuple(dict.fromkeys([*learned.header.task_hashes, *(config_hash(t.config) for t in built)]))
     header = replace(
         learned.header,
@@ -307,14 +314,22 @@ def learn_start(
             "their own. Give them one with metamd.tasks.starting_at(family, parameters)."
         )
     finder = reference or tuned_reference(family, seed=seed)
-    ends = [finder.run(task, task.init(), task.steps)[0] for task in _draw(family, seed, "start", tasks)]
+    ends = [finder.run(task, task.init(), task.steps)[0] for task in draw_tasks(family, seed, "start", tasks)]
     finite = [end for end in ends if all(bool(x.isfinite().all()) for x in end.values())]
     if not finite:
         raise ValueError(f"all {tasks} reference runs diverged. Give a reference with a lower lr.")
     return {n: torch.stack([end[n] for end in finite]).mean(0) for n in finite[0]}
 
 
-def _draw(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:
+def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:
+    """Tasks that depend on the family and these words alone.
+
+    Args:
+        family: where from.
+        seed: of the learning.
+        purpose: what the tasks are for.
+        count: how many.
+    """
     if count < 1:
         raise ValueError(f"tasks must be at least 1, got {count}.")
     seeds = [derive_seed(seed, "usage", purpose, i) for i in range(count)]

@@ -154,8 +154,17 @@ class Reference:
             raise ValueError("this run has no reference point. Run it with run_inner(..., reference=objective.reference).")
         return run.reference
 
-    def run(self, task: Task, start: Params, steps: int) -> tuple[dict[str, Tensor], Cost]:
-        """Train the task from its start; the batches of steps beyond T are those that follow."""
+    def run(
+        self, task: Task, start: Params, steps: int, *, watch: Callable[[Tensor, Params], None] | None = None
+    ) -> tuple[dict[str, Tensor], Cost]:
+        """Train the task from its start; the batches of steps beyond T are those that follow.
+
+        Args:
+            task: the problem.
+            start: theta_1.
+            steps: T.
+            watch: is given the loss and the gradients of every step.
+        """
         began = time.perf_counter()
         params = {n: x.detach().clone().requires_grad_() for n, x in start.items()}
         optimiser = self.optimiser(list(params.values()), lr=self.lr)
@@ -163,7 +172,9 @@ class Reference:
         for t in range(total):
             for group in optimiser.param_groups:
                 group["lr"] = self.lr * (1 - t / total)
-            _, grads = gradient(task, params, task.batch(t))
+            loss, grads = gradient(task, params, task.batch(t))
+            if watch is not None:
+                watch(loss, grads)
             for n, g in grads.items():
                 params[n].grad = g
             optimiser.step()

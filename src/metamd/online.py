@@ -5,7 +5,9 @@ With c = V'g the coordinates of a gradient, H_t = s a_t is the metric of step t,
     a_t = sqrt(sum_{r <= t} c_r^2)                       rule "sum", AdaGrad's [Duchi2011]
     a_t = sqrt(average of c_r^2, beta a step)            rule "average", Adam's [Kingma2015]
 
-and s, a number per tensor, is learned: see `metamd.choosing`. No eigendecomposition is made during a run.
+and s, a number per tensor, is learned: see `metamd.choosing`. No eigendecomposition is made during a run, unless `refresh`
+asks for a basis of the output side as well: hidden units are exchangeable from task to task, so that a family knows the
+input side of a weight and not the other. That one is then estimated during the run, as SOAP does on both sides [Vyas2024].
 """
 
 import math
@@ -22,7 +24,14 @@ from metamd.potentials.diagonal import MaxDiagonal
 Rule = Literal["sum", "average"]
 
 State = dict[str, Any]
-"""What a tensor carries from step to step: the `squares` of its coordinates, and how many were `counted`."""
+"""What a tensor carries from step to step: the `squares` of its coordinates, how many were `counted`, and, where the output
+side is followed too, the average `products` of its rows and the `turn`, an orthonormal basis of them."""
+
+FOLLOW = 0.95
+"""What the average of the rows' products keeps of itself in each step."""
+
+LIMIT = 512
+"""Rows above which the output side of a weight is not followed."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Online:
         beta: what an average keeps of itself in each step.
         epsilon: added to the root, so that coordinates without gradients stay where they are.
         scale: s by metric key.
+        refresh: follow the output side of weights too, and renew its basis every so many steps; 0 leaves it as it is.
 
     Example:
         >>> Online("average", scale={"weight": 200.0}).step_size("weight")
@@ -44,6 +54,7 @@ class Online:
     beta: float = 0.99
     epsilon: float = 1e-8
     scale: Mapping[str, float] = field(default_factory=dict)
+    refresh: int = 0
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
@@ -52,6 +63,8 @@ class Online:
             raise ValueError(f"beta must lie between 0 and 1, got {self.beta}. Pass beta=0.99, say.")
         if not 0 < self.epsilon < math.inf:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}. Pass epsilon=1e-8, say.")
+        if type(self.refresh) is not int or self.refresh < 0:
+            raise ValueError(f"refresh must be a number of steps, or 0 for never; got {self.refresh!r}.")
         for key, value in self.scale.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"the scale of {key!r} must be positive and finite, got {value}.")
@@ -79,6 +92,28 @@ class Online:
         squares.lerp_(coordinates.square(), 1 - self.beta)
         return (squares / (1 - self.beta ** state["counted"])).sqrt_().add_(self.epsilon)
 
+    def turn(self, coordinates: Tensor, state: State) -> Tensor | None:
+        """The basis of the output side, brought up to date with the present gradient; None where it is not followed.
+
+        It is renewed by one step of orthogonal iteration, and the squares are kept as they are.
+
+        Args:
+            coordinates: V'g, (rows, columns).
+            state: of this tensor.
+        """
+        if not self.refresh or coordinates.ndim != 2 or not 1 < coordinates.shape[0] <= LIMIT:
+            return None
+        products = coordinates @ coordinates.mT
+        if "products" not in state:
+            state["products"] = (1 - FOLLOW) * products
+            state["turn"] = torch.linalg.eigh(state["products"])[1]
+        else:
+            state["products"].lerp_(products, 1 - FOLLOW)
+            if state["counted"] % self.refresh == 0:
+                state["turn"] = torch.linalg.qr(state["products"] @ state["turn"])[0]
+        basis: Tensor = state["turn"]
+        return basis
+
     def advance(self, potential: MaxDiagonal, name: str, x: Tensor, move: Move, state: State) -> tuple[Tensor, Tensor]:
         """Take the step of one tensor in place.
 
@@ -93,13 +128,18 @@ class Online:
             c and a_t.
         """
         coordinates = potential.basis.into(name, move.grad)
+        turn = self.turn(coordinates, state)
+        if turn is not None:
+            coordinates = turn.mT @ coordinates
         metric = self.metric(coordinates, state)
         if isinstance(move.decay, Tensor) or move.decay != 0:
             x.mul_(1 - move.decay)
-        moved = potential.basis.out_of(name, coordinates / metric).reshape(x.shape)
+        moved = coordinates / metric
+        moved = potential.basis.out_of(name, moved if turn is None else turn @ moved).reshape(x.shape)
         x.sub_(moved.to(x.dtype), alpha=float(move.lr) * self.step_size(potential.slots[name].key))
         return coordinates, metric
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types, for a header."""
-        return {"rule": self.rule, "beta": self.beta, "epsilon": self.epsilon, "scale": dict(self.scale)}
+        fixed = {"rule": self.rule, "beta": self.beta, "epsilon": self.epsilon, "refresh": self.refresh}
+        return {**fixed, "scale": dict(self.scale)}

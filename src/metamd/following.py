@@ -1,0 +1,117 @@
+"""A geometry from reference runs alone: what an ordinary optimiser's runs on training tasks say, in closed form, at once.
+
+Rounds of mirror descent learn from runs of their own; where a first metric leads nowhere, as on the plateau on which LeNet
+starts, the runs of another optimiser say more. Start, end and gradients are all that the closed form needs.
+"""
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from metamd.choosing import draw_tasks
+from metamd.factors import learn_factors
+from metamd.gradient_sums import GradientSums
+from metamd.inner import Cost, Trajectory
+from metamd.learned import LearnedOptimiser
+from metamd.moments import Moments
+from metamd.objectives import Reference, Regret
+from metamd.outer import Iterate
+from metamd.potentials.base import Params
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.tasks.base import Task, TaskFamily, config_hash
+
+
+def learn_from_reference(
+    family: TaskFamily,
+    potential: MaxDiagonal,
+    *,
+    reference: Reference,
+    tasks: int = 8,
+    prior: float = 0.0,
+    seed: int = 0,
+) -> LearnedOptimiser:
+    """The metrics that minimise the regret bound of reference runs on training tasks, against their own ends.
+
+    Args:
+        family: its training side.
+        potential: of one piece: `Kronecker()` or `Diagonal()`.
+        reference: the optimiser whose runs are learned from; its gradients up to step T count.
+        tasks: how many runs.
+        prior: as for `Regret`.
+        seed: draws the tasks.
+
+    Example:
+        >>> from metamd import Diagonal, tasks
+        >>> learn_from_reference(tasks.tabular(steps=20), Diagonal(), reference=Reference(lr=0.01), tasks=2)
+        LearnedOptimiser(max-diagonal, 1 piece, tying='parameter', centre='start', 4 tensors, 161 numbers, horizon=20)
+    """
+    if potential.pieces != 1:
+        raise ValueError(f"a reference run says nothing about {potential.pieces} pieces, but about one. Pass pieces=1.")
+    began, built = time.perf_counter(), draw_tasks(family, seed, "follow", tasks)
+    phi = potential.bind(built[0].init()).requires_grad_(False)
+    runs = [_follow(task, phi, reference) for task in built]
+    used = [run for run in runs if not run.diverged]
+    if not used:
+        raise ValueError(f"all {tasks} reference runs diverged. Give a reference with a lower lr than {reference.lr}.")
+    objective = Regret(prior=prior)
+    moments = Moments.total([Moments.of(run, phi, objective) for run in used], [1.0] * len(used))
+    turned = learn_factors(Iterate.of(phi), moments, math.inf)
+    log_d = moments.minimiser({k: v for k, v in phi.log_d.items() if k not in turned.log_d})
+    ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in phi.log_d}
+    found = Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi)
+    described = family.describe()
+    size = described.get("batch_size")
+    cost: dict[str, float] = {
+        "gradient_evaluations": sum(run.cost.gradients for run in runs),
+        "seconds": time.perf_counter() - began,
+    }
+    return LearnedOptimiser.from_potential(
+        found.requires_grad_(True),
+        model={n: tuple(x.shape) for n, x in built[0].init().items()},
+        family={"name": family.name, **described},
+        horizon=family.steps,
+        batch_size=size if isinstance(size, int) and size > 0 else None,
+        objective=repr(objective),
+        estimator=f"ClosedForm() of runs of {reference!r}",
+        seeds=(seed,),
+        cost=cost,
+        task_hashes=tuple(config_hash(task.config) for task in built),
+    )
+
+
+def _follow(task: Task, potential: MaxDiagonal, reference: Reference) -> Trajectory:
+    """The record of a reference run, as if mirror descent had made it."""
+    start = {n: x.detach() for n, x in task.init().items()}
+    sums = GradientSums(potential, 1, products=True)
+    weights = torch.ones(1, dtype=torch.float64).numpy()
+    losses: list[float] = []
+
+    def watch(loss: Tensor, grads: Params) -> None:
+        if len(losses) < task.steps:
+            losses.append(float(loss))
+            sums.add(grads, weights, 0)
+
+    end, cost = reference.run(task, start, task.steps, watch=watch)
+    finite = all(bool(x.isfinite().all()) for x in end.values()) and all(map(math.isfinite, losses))
+    return Trajectory(
+        losses=torch.tensor(losses, dtype=torch.float64),
+        start=start,
+        end=end,
+        reference=end,
+        squares=sums.by_phase(),
+        shares=sums.by_piece(),
+        weights=torch.ones(len(losses), 1, dtype=torch.float64).numpy(),
+        gaps=torch.zeros(len(losses), dtype=torch.float64).numpy(),
+        switches=0,
+        largest_gradient=0.0,
+        local_norm=0.0,
+        gradient_sum=None,
+        linear=None,
+        lr=1.0,
+        steps=task.steps,
+        diverged="" if finite else "The reference run diverged.",
+        cost=Cost(gradients=cost.gradients, seconds=cost.seconds),
+        products=sums.products(),
+    )

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from metamd import Diagonal, LearnedOptimiser, cli
+from metamd.cells import Cell, fill, own_warnings
 from metamd.experiments import quadratic, race, rosenbrock
-from metamd.experiments.cells import Cell, fill, own_warnings
+from metamd.experiments.batched import DIAGONAL, RIVALS, BatchedRival
 from metamd.experiments.race import NEVER, Problems
-from metamd.experiments.rivals import DIAGONAL, RIVALS, Rival
 from metamd.experiments.spread import Spread
 from metamd.guard import OffFamilyWarning
 from metamd.records import Records, read_json, write_json
@@ -36,7 +36,7 @@ RATES = {"low": -3, "high": 0, "per_decade": 2}
 def one_by_one(task, rival, setting, tolerance, limit):
     """The slow obvious race: torch.optim on one problem."""
     theta = torch.nn.Parameter(task.init()["theta"])
-    optimiser = rival.torch([theta], setting)
+    optimiser = rival.torch(theta, setting)
     for t in range(limit + 1):
         (theta.grad,) = torch.autograd.grad(task.loss({"theta": theta}, task.batch(t)), theta)
         if theta.grad.norm() < tolerance:
@@ -68,7 +68,7 @@ def test_a_rival_takes_the_steps_of_its_namesake(key):
         theta = theta - rival.rule(problems.gradient(theta, batch), state, options, t)
     for row, (setting, task) in enumerate((s, task) for s in SETTINGS[key] for task in problems.tasks):
         x = torch.nn.Parameter(task.init()["theta"])
-        optimiser = rival.torch([x], setting)
+        optimiser = rival.torch(x, setting)
         for t in range(30):
             (x.grad,) = torch.autograd.grad(task.loss({"theta": x}, task.batch(t)), x)
             optimiser.step()
@@ -107,7 +107,7 @@ def test_grids_hold_the_default_first_and_every_combination():
     assert {(s["beta1"], s["beta2"]) for s in adam.grid(RATES, everything=False)} == {(0.9, 0.999)}
     assert len(adam.grid(RATES, everything=True)) == 7 * 25
     with pytest.raises(ValueError, match="no namesake"):
-        DIAGONAL.torch([], {})
+        DIAGONAL.torch(torch.nn.Parameter(torch.zeros(1)), {})
 
 
 def test_divergence_counts_as_never():
@@ -212,7 +212,7 @@ def test_only_our_own_warnings_belong_to_a_result(recwarn):
 SLOW = """
 import sys, time
 from pathlib import Path
-from metamd.experiments.cells import Cell, fill
+from metamd.cells import Cell, fill
 from metamd.records import Records
 
 def cell(i):
@@ -280,7 +280,7 @@ def test_the_losses_of_a_valley_are_those_of_torch():
     found = rosenbrock.final_losses(problems, rival, [setting, {"lr": 10.0, "momentum": 0.9}], steps=40)
     task = problems.tasks[0]
     x = torch.nn.Parameter(task.init()["theta"])
-    optimiser = rival.torch([x], setting)
+    optimiser = rival.torch(x, setting)
     for t in range(40):
         (x.grad,) = torch.autograd.grad(task.loss({"theta": x}, task.batch(t)), x)
         optimiser.step()
@@ -289,7 +289,7 @@ def test_the_losses_of_a_valley_are_those_of_torch():
 
 
 def test_a_rival_is_a_plain_record():
-    assert isinstance(RIVALS["sgd"], Rival)
+    assert isinstance(RIVALS["sgd"], BatchedRival)
     assert quadratic.PUBLISHED["published"]["SGD"] == 928
 
 

@@ -8,10 +8,13 @@ from metamd._version import __version__
 if TYPE_CHECKING:
     from metamd import data as data
     from metamd import models as models
+    from metamd import rivals as rivals
     from metamd import tasks as tasks
     from metamd.certificate import Certificate
     from metamd.certification import certify
     from metamd.choosing import learn_start, learn_usage, tuned_reference
+    from metamd.comparing import compare, handicap
+    from metamd.comparison import Comparison
     from metamd.following import learn_from_reference
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
@@ -28,8 +31,13 @@ if TYPE_CHECKING:
     from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
     from metamd.ready import prepare
     from metamd.recorder import Recorder
+    from metamd.rivals.base import Contender, Rival
+    from metamd.rivals.ours import learned_rival
     from metamd.runs import Run
+    from metamd.search import Bayesian, Grid, QuasiRandom
     from metamd.statements import HeldOutCertificate
+    from metamd.training import Measuring
+    from metamd.tuning import tune
     from metamd.usage import Usage
 
 _HOME = {
@@ -69,6 +77,17 @@ _HOME = {
     "Recorder": "recorder",
     "Run": "runs",
     "learn": "ordinary",
+    "Bayesian": "search",
+    "Comparison": "comparison",
+    "Contender": "rivals",
+    "Grid": "search",
+    "Measuring": "training",
+    "QuasiRandom": "search",
+    "Rival": "rivals",
+    "compare": "comparing",
+    "handicap": "comparing",
+    "learned_rival": "rivals",
+    "tune": "tuning",
     "Online": "online",
     "Usage": "usage",
     "learn_from_reference": "following",
@@ -79,11 +98,14 @@ _HOME = {
     "HeldOutCertificate": "statements",
     "certify": "certification",
 }
-_SUBMODULES = ("data", "models", "tasks")
+_SUBMODULES = ("data", "models", "rivals", "tasks")
 
 __all__ = [
+    "Bayesian",
     "Certificate",
     "ClosedForm",
+    "Comparison",
+    "Contender",
     "Diagonal",
     "Direct",
     "Euclidean",
@@ -92,11 +114,13 @@ __all__ = [
     "ForwardDiagonal",
     "ForwardRandom",
     "GradientDescent",
+    "Grid",
     "HeldOutCertificate",
     "Journal",
     "Kronecker",
     "LearnedOptimiser",
     "MaxDiagonal",
+    "Measuring",
     "MetaMD",
     "Method",
     "NegativeEntropy",
@@ -106,10 +130,12 @@ __all__ = [
     "PNorm",
     "PaperBound",
     "Potential",
+    "QuasiRandom",
     "Recorder",
     "Refine",
     "Regret",
     "Reverse",
+    "Rival",
     "Run",
     "Stopping",
     "TrainingLoss",
@@ -118,15 +144,19 @@ __all__ = [
     "__version__",
     "bregman",
     "certify",
+    "compare",
+    "handicap",
     "learn",
     "learn_from_reference",
     "learn_start",
     "learn_usage",
+    "learned_rival",
     "load",
     "meta_train",
     "mirror_step",
     "paper",
     "prepare",
+    "tune",
     "tuned_reference",
 ]
 

@@ -30,8 +30,35 @@ COLOURS = {
 """One colour per optimiser, and per line of a certificate, in all figures."""
 
 
+PALETTE = ("#1f78b4", "#b15928", "#33a02c", "#6a3d9a", "#ff7f00", "#e7298a", "#17becf", "#8c6d31", "#7f7f7f", "#bcbd22")
+"""For optimisers that have no colour of their own, by their name."""
+
+VARIANTS = (", linear decay", ", untuned", " (all)", " (rate)")
+"""Endings of labels that leave an optimiser its colour."""
+
+
 def _colour(label: str) -> str:
-    return COLOURS.get(label) or COLOURS.get(label.split(" (")[0], "#c1272d")
+    bare = label
+    for ending in VARIANTS:
+        bare = bare.removesuffix(ending)
+    known = COLOURS.get(label) or COLOURS.get(bare) or COLOURS.get(bare.split(" (")[0])
+    return known or (COLOURS["MetaMD"] if bare.startswith("MetaMD") else PALETTE[sum(bare.encode()) % len(PALETTE)])
+
+
+def _style(label: str, dashed: bool) -> str:
+    if label.endswith(", untuned"):
+        return ":"
+    return "--" if dashed or label.endswith(", linear decay") else "-"
+
+
+def literal(text: str) -> str:
+    """A text from a record as matplotlib shows it: no mathematics is read into it, and it is not too long.
+
+    Args:
+        text: anything.
+    """
+    shown = "".join(c if c.isprintable() else "?" for c in text[:60])
+    return shown.replace("\\", "/").replace("$", "\\$")
 
 
 def blank(width: float, height: float) -> Any:
@@ -202,25 +229,32 @@ class Curve:
     dashed: bool = False
 
 
-def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, ylabel: str) -> None:
-    """Lines with bands, on a logarithmic vertical axis; one panel per group.
+def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, ylabel: str, logarithmic: bool = True) -> None:
+    """Lines with bands; one panel per group.
 
     Args:
         panels: the curves of each panel by its title.
         path: the image to write.
         xlabel: of all panels.
         ylabel: of the first.
+        logarithmic: whether the vertical axis is.
     """
-    figure = blank(3.9 * len(panels) + 1.6, 3.4)
-    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, (title, members) in zip(grid, panels.items(), strict=True):
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = blank(3.9 * columns + 1.6, 3.4 * lines)
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (title, members) in zip(grid, panels.items(), strict=False):
         for curve in members:
             colour = _colour(curve.label)
-            axes.plot(curve.x, curve.y, "--" if curve.dashed else "-", color=colour, linewidth=1.4, label=curve.label)
+            style = _style(curve.label, curve.dashed)
+            axes.plot(curve.x, curve.y, style, color=colour, linewidth=1.4, label=literal(curve.label))
             if curve.low is not None and curve.high is not None:
                 axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
-        axes.set_yscale("log")
-        axes.set_title(title, fontsize=9)
+        if logarithmic:
+            axes.set_yscale("log")
+        axes.set_title(literal(title), fontsize=9)
         axes.set_xlabel(xlabel, fontsize=8)
         axes.tick_params(labelsize=7)
         axes.grid(color="0.92")

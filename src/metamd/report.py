@@ -1,9 +1,11 @@
 """A report page: one HTML file with its figures inside, that needs nothing beside it. Nothing is computed here."""
 
 import base64
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 
 from metamd.container import write_atomically
 
@@ -65,6 +67,67 @@ class Section:
     figures: Sequence[tuple[Path, str]] = field(default_factory=tuple)
 
 
+def as_text(sections: Sequence[Section]) -> str:
+    """The same page for a terminal, without its figures; what is not printable is spelled out.
+
+    Args:
+        sections: its parts.
+    """
+    lines: list[str] = []
+    for section in sections:
+        title = _printable(section.title)
+        lines += ["", title, "-" * len(title), *(fill(_printable(text), 110) for text in section.texts), ""]
+        if not section.rows:
+            continue
+        table = [[_printable(f) for f in row] for row in (section.heads, *section.rows)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        for row in table:
+            first, rest = row[0].ljust(widths[0]), [v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True)]
+            lines.append("   ".join([first, *rest]))
+    return "\n".join(lines).strip()
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def as_markdown(title: str, sections: Sequence[Section], *, command: str) -> str:
+    """The same page as Markdown, without its figures.
+
+    Args:
+        title: of the page.
+        sections: its parts.
+        command: what made it, for the last line.
+    """
+    lines = [f"# {escaped(title)}", ""]
+    for section in sections:
+        lines += [f"## {escaped(section.title)}", ""]
+        for text in section.texts:
+            lines += [escaped(text), ""]
+        if section.rows:
+            lines += [_row(section.heads), "|---" * len(section.heads) + "|", *map(_row, section.rows), ""]
+    return "\n".join([*lines, f"Made by {escaped(command)}", ""])
+
+
+def _row(fields: Sequence[str]) -> str:
+    return "| " + " | ".join(escaped(f) for f in fields) + " |"
+
+
+def escaped(text: str) -> str:
+    """A text from a record that Markdown shows as it is: no markup, no links, no HTML, one line.
+
+    Args:
+        text: anything.
+
+    Example:
+        >>> escaped("a|b <script>")
+        'a\\\\|b &lt;script&gt;'
+    """
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    plain = plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\\\`*_\[\]|#!])", r"\\\1", plain)
+
+
 def write_page(path: Path, title: str, sections: Sequence[Section], *, command: str) -> None:
     """Write the page.
 
@@ -81,12 +144,12 @@ def write_page(path: Path, title: str, sections: Sequence[Section], *, command: 
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE)
     parts = [
         {
-            "title": s.title,
-            "texts": list(s.texts),
-            "heads": list(s.heads),
-            "rows": [list(row) for row in s.rows],
-            "images": [(base64.b64encode(image.read_bytes()).decode(), caption) for image, caption in s.figures],
+            "title": _printable(s.title),
+            "texts": [_printable(text) for text in s.texts],
+            "heads": [_printable(head) for head in s.heads],
+            "rows": [[_printable(value) for value in row] for row in s.rows],
+            "images": [(base64.b64encode(image.read_bytes()).decode(), _printable(caption)) for image, caption in s.figures],
         }
         for s in sections
     ]
-    write_atomically(path, template.render(title=title, sections=parts, command=command).encode())
+    write_atomically(path, template.render(title=_printable(title), sections=parts, command=_printable(command)).encode())

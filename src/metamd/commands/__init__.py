@@ -162,15 +162,19 @@ class Reproduce:
 
     Args:
         name: of the experiment.
-        scale: smoke takes seconds, cpu minutes on two cores.
+        scale: smoke takes seconds, cpu minutes or hours on two cores; paper is the published protocol, for a GPU.
         out: directory for records and figures; runs/NAME-SCALE if not given.
+        workers: processes.
+        ray: address of a Ray cluster to compute on, for the experiments with networks; local starts one on this machine.
         seed: of everything random.
         json: print one JSON object on standard output instead of text.
     """
 
-    name: Positional[Literal["quadratic", "rosenbrock"]]
-    scale: Literal["smoke", "cpu"] = "cpu"
+    name: Positional[Literal["quadratic", "rosenbrock", "rotated-mnist-mlp", "diverse-digits-lenet"]]
+    scale: Literal["smoke", "cpu", "paper"] = "cpu"
     out: Annotated[Path | None, arg(metavar="DIR")] = None
+    workers: int = 1
+    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     seed: int = 0
     json: bool = False
 
@@ -266,10 +270,85 @@ class Update:
     json: bool = False
 
 
-Options = Certify | Data | Demo | Inspect | Reproduce | Train | Update
+@dataclass(frozen=True)
+class Compare:
+    """Train tasks of a family with a learned optimiser and with tuned rivals; the same command continues a stopped run.
+
+    Args:
+        file: a path, or the name of a learned optimiser shipped with the package.
+        family: as for metamd train.
+        rivals: sgd, sgdm, nesterov, adam, adamw, rmsprop, adagrad, muon, soap, shampoo, schedule-free, schedule-free-sgd,
+            prodigy, dadapt or hypergradient; or learned first: meta-sgd, aruba, aruba-plus, learned-schedule or lstm.
+        protocol: handicap gives rivals the best rate on the very tasks, and MetaMD nothing; paper tunes everybody alike.
+        budget: settings tried per rival and schedule.
+        search: of the protocol paper: bayes, random or grid.
+        schedules: of the rivals' rates: constant, linear.
+        momentum: of MetaMD; as FILE has it if not given.
+        schedule: of MetaMD's rate; as FILE has it if not given.
+        target: the rival that sets the target; the last one if not given.
+        hold_out: the domain to compare on; that of FILE if not given.
+        seeds: tasks, or tasks per domain.
+        steps: training steps of one run; the family's own if not given.
+        model: of a family of images: linear, mlp, lenet or resnet18.
+        images: per domain, at most.
+        width: of a resnet18.
+        start: a checkpoint whose parameters every task begins at, safetensors or torch.save.
+        workers: processes.
+        ray: address of a Ray cluster to train on, with so many workers; local starts one on this machine.
+        out: directory for records and the report.
+        seed: of everything random.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    file: Annotated[Positional[str], arg(metavar="FILE")]
+    family: Annotated[Positional[str], arg(metavar="FAMILY")]
+    rivals: tuple[str, ...] = ("sgd", "sgdm", "adam")
+    protocol: Literal["handicap", "paper"] = "handicap"
+    budget: int = 25
+    search: Literal["bayes", "random", "grid"] = "bayes"
+    schedules: tuple[Literal["constant", "linear"], ...] = ("constant", "linear")
+    momentum: float | None = None
+    schedule: Literal["constant", "linear"] | None = None
+    target: str | None = None
+    hold_out: str | None = None
+    seeds: int = 3
+    steps: int | None = None
+    model: str | None = None
+    images: int | None = None
+    width: int | None = None
+    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
+    workers: int = 1
+    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
+    out: Annotated[Path, arg(metavar="DIR")] = Path("runs/comparison")
+    seed: int = 0
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write the page of a comparison, HTML and Markdown, from its records.
+
+    Args:
+        folder: what metamd compare or metamd reproduce wrote; comparisons in its folders are joined.
+        target: the label of the optimiser that sets the target; that of the records if not given.
+        share: of the steps after which its loss is the target.
+        out: directory for the pages; that of the records if not given.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    folder: Annotated[Positional[Path], arg(metavar="DIR")]
+    target: str | None = None
+    share: float = 0.75
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    json: bool = False
+
+
+Options = Certify | Compare | Data | Demo | Inspect | Report | Reproduce | Train | Update
 
 HOMES: dict[type, str] = {
     Certify: "metamd.commands.certify",
+    Compare: "metamd.commands.compare",
+    Report: "metamd.commands.report",
     Data: "metamd.commands.data",
     Demo: "metamd.commands.demo",
     Inspect: "metamd.commands.inspect",

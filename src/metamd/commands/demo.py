@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from rich.console import Console
 from metamd import figures
 from metamd.commands import Demo
 from metamd.experiments import digits, race
-from metamd.experiments.rivals import RIVALS
+from metamd.experiments.batched import RIVALS
 from metamd.experiments.spread import Spread
 from metamd.meta import meta_train
 from metamd.potentials import Diagonal
 from metamd.records import Result, write_json
-from metamd.report import Section, write_page
+from metamd.report import Section, as_text, write_page
 from metamd.tasks import quadratic
 from metamd.tasks.base import derive_seed
 
@@ -84,7 +83,7 @@ def run(options: Demo, size: Size | None = None) -> int:
     if options.json:
         print(json.dumps(result | {"page": str(page)}))
     else:
-        print(_text(sections))
+        print(as_text(sections))
         print(f"\nThe report is in {page}, and the learned geometries beside it: `metamd inspect` prints one.")
     print(f"Took {time.perf_counter() - began:.0f} s.", file=sys.stderr)
     return 0
@@ -205,15 +204,3 @@ def _certificate(found: Result) -> str:
         f"Certificate: over {found['steps']} steps the linearised regret against a longer run of Adam is at most "
         f"{found['bound']:.3f} per step; realised: {found['realised']:.3f}."
     )
-
-
-def _text(sections: list[Section]) -> str:
-    lines: list[str] = []
-    for section in sections:
-        lines += ["", section.title, "-" * len(section.title), *(fill(text, 110) for text in section.texts), ""]
-        table = [list(section.heads), *(list(r) for r in section.rows)]
-        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-        for row in table:
-            first, rest = row[0].ljust(widths[0]), [v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True)]
-            lines.append("   ".join([first, *rest]))
-    return "\n".join(lines).strip()

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from metamd.commands import Certify, Train
+from metamd.commands import Certify, Compare, Train
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.catalogue import FAMILIES
 from metamd.tasks.shared_start import starting_at
 
 
-def build_family(options: Train | Certify, recorded: Mapping[str, Any] | None = None) -> TaskFamily:
+def build_family(options: Certify | Compare | Train, recorded: Mapping[str, Any] | None = None) -> TaskFamily:
     """The family by its name, with the options that were given.
 
     Args:

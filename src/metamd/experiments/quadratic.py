@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from metamd import tasks
+from metamd.cells import Cell, fill, own_warnings
 from metamd.experiments import race
-from metamd.experiments.cells import Cell, fill, own_warnings
+from metamd.experiments.batched import RIVALS
 from metamd.experiments.race import Entry, Problems
-from metamd.experiments.rivals import RIVALS
 from metamd.experiments.spread import Spread
 from metamd.hypergrad import Reverse
 from metamd.meta import Method, meta_train, paper
@@ -101,17 +101,19 @@ SCALES = {
 }
 
 
-def run(scale: str, folder: Path, seed: int) -> Result:
+def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
     """Fill the table and draw the figures; what is in the folder already is kept.
 
     Args:
         scale: a name in `SCALES`.
         folder: for records and figures.
         seed: of the test problems and of the meta-trainings.
+        workers: processes.
+        ray: address of a Ray cluster.
     """
     settings = {"experiment": "quadratic", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
     records = Records(folder, settings)
-    results = fill(records, cells(SCALES[scale], seed), title="quadratic")
+    results = fill(records, cells(SCALES[scale], seed), title="quadratic", workers=workers, ray=ray)
     rows = table(results)
     draw(results, folder)
     return {"experiment": "quadratic", "scale": scale, "seed": seed, "rows": rows}

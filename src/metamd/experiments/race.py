@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from metamd.experiments.rivals import DIAGONAL, Rival, Setting, State
+from metamd.experiments.batched import DIAGONAL, BatchedRival, Setting, State
 from metamd.learned import LearnedOptimiser
 from metamd.optimiser import MetaMD
 from metamd.tasks.base import Task, TaskFamily
@@ -84,7 +84,7 @@ GRADIENTS: dict[str, Gradient] = {"quadratic": _quadratic, "rosenbrock": _rosenb
 """By hand: ten thousands of steps through vmap and autograd would take minutes. The tests compare them with the tasks."""
 
 
-def iterations(problems: Problems, rival: Rival, settings: Sequence[Setting], tolerance: float, limit: int) -> Tensor:
+def iterations(problems: Problems, rival: BatchedRival, settings: Sequence[Setting], tolerance: float, limit: int) -> Tensor:
     """The steps that each setting takes on each problem, (H, P); `NEVER` if it diverges or needs more than the limit.
 
     A setting is given up, its unfinished runs `NEVER`, as soon as its mean cannot be the smallest any more.
@@ -158,7 +158,7 @@ class Entry:
     path: list[list[float]]
 
 
-def tuned(problems: Problems, rival: Rival, settings: Sequence[Setting], tolerance: float, limit: int) -> Entry:
+def tuned(problems: Problems, rival: BatchedRival, settings: Sequence[Setting], tolerance: float, limit: int) -> Entry:
     """The setting with the smallest mean number of iterations on these very problems, which is generous to the rival.
 
     Args:
@@ -174,7 +174,7 @@ def tuned(problems: Problems, rival: Rival, settings: Sequence[Setting], toleran
     return Entry(settings[best], _counts(own), path(problems, rival, settings[best], int(own[0]), limit))
 
 
-def path(problems: Problems, rival: Rival, setting: Setting, count: int, limit: int) -> list[list[float]]:
+def path(problems: Problems, rival: BatchedRival, setting: Setting, count: int, limit: int) -> list[list[float]]:
     """The points of a run on the first problem: all of the first hundred, then ever fewer.
 
     Args:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from metamd import tasks
-from metamd.experiments.cells import Cell, fill, own_warnings
+from metamd.cells import Cell, fill, own_warnings
+from metamd.experiments.batched import DIAGONAL, RIVALS, BatchedRival, Setting, State
 from metamd.experiments.race import NEVER, Problems, path, start, thinned
-from metamd.experiments.rivals import DIAGONAL, RIVALS, Rival, Setting, State
 from metamd.hypergrad import Reverse
 from metamd.meta import meta_train, paper
 from metamd.optimiser import MetaMD
@@ -59,16 +59,18 @@ class Scale:
 SCALES = {"smoke": Scale(("customary",), 2, 1, 12, False), "cpu": Scale()}
 
 
-def run(scale: str, folder: Path, seed: int) -> Result:
+def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
     """Fill the table and draw the figures; what is in the folder already is kept.
 
     Args:
         scale: a name in `SCALES`.
         folder: for records and figures.
         seed: of the meta-trainings; everything else is deterministic.
+        workers: processes.
+        ray: address of a Ray cluster.
     """
     settings = {"experiment": "rosenbrock", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
-    results = fill(Records(folder, settings), cells(SCALES[scale], seed), title="rosenbrock")
+    results = fill(Records(folder, settings), cells(SCALES[scale], seed), title="rosenbrock", workers=workers, ray=ray)
     draw(results, folder)
     return {"experiment": "rosenbrock", "scale": scale, "seed": seed, "rows": table(results)}
 
@@ -93,7 +95,7 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
         yield Cell(f"{name}-paper", partial(_learned, scale, seed, name, paper(10.0, rho=1e-3, estimator=Reverse())))
 
 
-def _rival(name: str, rival: Rival, grid: Sequence[Setting]) -> Result:
+def _rival(name: str, rival: BatchedRival, grid: Sequence[Setting]) -> Result:
     return tuned(_problem(name), rival, grid)
 
 
@@ -101,7 +103,7 @@ def _problem(name: str) -> Problems:
     return Problems.draw(tasks.rosenbrock(start=STARTS[name], steps=STEPS), 1, 0)
 
 
-def final_losses(problems: Problems, rival: Rival, settings: Sequence[Setting], steps: int = STEPS) -> torch.Tensor:
+def final_losses(problems: Problems, rival: BatchedRival, settings: Sequence[Setting], steps: int = STEPS) -> torch.Tensor:
     """The loss of each setting after so many steps, (H,), infinite if it diverged; the mean over the problems.
 
     Args:
@@ -118,7 +120,7 @@ def final_losses(problems: Problems, rival: Rival, settings: Sequence[Setting], 
     return torch.where(losses.isfinite(), losses, math.inf).view(len(settings), -1).mean(1)
 
 
-def tuned(problems: Problems, rival: Rival, settings: Sequence[Setting]) -> Result:
+def tuned(problems: Problems, rival: BatchedRival, settings: Sequence[Setting]) -> Result:
     """The setting with the smallest loss after the last iteration.
 
     Args:

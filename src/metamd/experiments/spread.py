@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from metamd.paired import quantile
+
 RESAMPLES = 2000
 
 
@@ -51,20 +53,12 @@ class Spread:
         if not x.size:
             raise ValueError("a spread needs at least one value, got none.")
         draws = np.random.default_rng(seed).integers(len(x), size=(RESAMPLES, len(x)))
-        medians = _quantile(x[draws], 0.5)
-        low, high = _quantile(medians, 0.025), _quantile(medians, 0.975)
-        median, lower, upper = (float(_quantile(x, q)) for q in (0.5, 0.25, 0.75))
+        medians = quantile(x[draws], 0.5)
+        low, high = quantile(medians, 0.025), quantile(medians, 0.975)
+        median, lower, upper = (float(quantile(x, q)) for q in (0.5, 0.25, 0.75))
         finite = int(np.isfinite(x).sum())
         return cls(median, lower, upper, float(low), float(high), float(x.mean()), float(x.max()), finite, len(x))
 
     def to_json(self) -> dict[str, Any]:
         """With None for what is infinite."""
         return {k: None if v == np.inf else v for k, v in asdict(self).items()}
-
-
-def _quantile(x: "np.ndarray[Any, np.dtype[np.float64]]", q: float) -> Any:
-    """The mean of the two order statistics around a quantile: numpy's own interpolation makes NaN of two infinities."""
-    ordered = np.sort(x, axis=-1)
-    place = q * (ordered.shape[-1] - 1)
-    below, above = ordered[..., int(np.floor(place))], ordered[..., int(np.ceil(place))]
-    return np.where(below == above, below, 0.5 * (below + above))

@@ -92,6 +92,11 @@ class SolvedTask(Task):
         """The training loss at the optimum."""
         return self.evaluate(self.optimum(), "train").loss
 
+    def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
+        """How far the loss on the training split lies above its minimum; rounding may not take it below zero."""
+        minimum = self.minimum()
+        return lambda params: max(self.evaluate(params, "train").loss - minimum, 0.0)
+
 
 @dataclass(frozen=True)
 class Drawn:

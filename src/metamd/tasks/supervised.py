@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from metamd.tasks.base import Config, Drawn, Evaluation, Split, Task, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.batches import Shuffle, chunks
@@ -171,6 +172,31 @@ class SupervisedTask(Task):
                 right, answers = right + int((outputs.argmax(1) == wanted).sum()), answers + wanted.numel()
         return Evaluation(loss, right / answers if answers else None)
 
+    def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
+        """The loss on some training examples in evaluation mode, except that batch norms use these examples' statistics.
+
+        Args:
+            examples: how many, at most; the same ones for all tasks on the same data.
+        """
+        if examples < 1:
+            raise ValueError(f"examples must be at least 1, got {examples}. 2000 is usual.")
+        chosen = some_rows(len(self.splits["train"][0]), examples)
+        parts = [
+            [self._rows(part, chosen[rows]) for part in self.splits["train"]]
+            for rows in chunks(len(chosen), _EVALUATED_AT_ONCE)
+        ]
+        model = use_batch_statistics(self.recipe.make(self.config["init_seed"])).eval()
+
+        @torch.no_grad()
+        def loss(params: Mapping[str, Tensor]) -> float:
+            found = [
+                self.recipe.loss_fn(functional_call(model, dict(params), (inputs,)), targets) * len(targets)
+                for inputs, targets in parts
+            ]
+            return float(torch.stack(found).sum()) / len(chosen)
+
+        return loss
+
     def _training_inputs(self) -> Iterable[Tensor]:
         inputs = self.splits["train"][0]
         return (self._rows(inputs, rows) for rows in chunks(len(inputs), _EVALUATED_AT_ONCE))
@@ -182,6 +208,17 @@ class SupervisedTask(Task):
         if split not in self.splits:
             raise ValueError(f"This task has the splits {', '.join(self.splits)}, got {split!r}. Give the dataset one.")
         return self.splits[split]
+
+
+def some_rows(rows: int, count: int) -> Tensor:
+    """Which rows a monitor looks at: a random choice that depends on nothing but the numbers.
+
+    Args:
+        rows: how many there are.
+        count: how many are chosen, at most.
+    """
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(derive_seed("monitor", rows)))
+    return order[:count]
 
 
 def is_classification(outputs: Any, targets: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""The usual optimisers, for many small problems and many settings at once.
+"""Rivals for many small problems and many settings at once.
 
-A rival's arithmetic is that of its namesake in torch.optim, with one row for every (setting, problem); the tests hold the
-two against each other. `torch.optim` itself would need a Python call per setting and step.
+The arithmetic is that of the rival of `metamd.rivals`, with one row for every (setting, problem); the tests hold the two
+against each other. The optimiser itself would need a Python call per setting and step.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Optimizer, RMSprop
+
+from metamd import rivals
+from metamd.rivals.base import Rival, Stepper
 
 EPS = 1e-8
 """torch.optim's."""
@@ -24,19 +26,19 @@ Rule = Callable[[Tensor, State, Mapping[str, Tensor], int], Tensor]
 
 
 @dataclass(frozen=True)
-class Rival:
+class BatchedRival:
     """An optimiser and the grids on which it is tuned, fixed before any result was seen.
 
     Args:
         name: for tables.
         rule: its step.
-        optimiser: its namesake.
+        namesake: the same as an optimiser.
         others: the further hyperparameters by name: torch's default first, then what else is tried.
     """
 
     name: str
     rule: Rule
-    optimiser: type[Optimizer] | None
+    namesake: Rival | None
     others: Mapping[str, tuple[float, ...]]
 
     def grid(self, rates: Mapping[str, Any], *, everything: bool) -> list[Setting]:
@@ -51,19 +53,16 @@ class Rival:
         others = [values if everything else values[:1] for values in self.others.values()]
         return [dict(zip(("lr", *self.others), values, strict=True)) for values in product(lrs, *others)]
 
-    def torch(self, params: Any, setting: Setting) -> Optimizer:
+    def torch(self, theta: torch.nn.Parameter, setting: Setting) -> Stepper:
         """The namesake with this setting.
 
         Args:
-            params: as for any torch optimiser.
+            theta: what it moves.
             setting: one of the grid.
         """
-        if self.optimiser is None:
-            raise ValueError(f"{self.name} has no namesake in torch.optim. Use the rule.")
-        options: dict[str, Any] = dict(setting)
-        if "beta1" in options:
-            options["betas"] = (options.pop("beta1"), options.pop("beta2"))
-        return self.optimiser(params, **options)
+        if self.namesake is None:
+            raise ValueError(f"{self.name} has no namesake among the rivals. Use the rule.")
+        return self.namesake.with_setting("constant", **setting).start([("theta", theta)])
 
 
 def _sgd(grad: Tensor, state: State, setting: Mapping[str, Tensor], steps: int) -> Tensor:
@@ -95,13 +94,18 @@ def _diagonal(grad: Tensor, state: State, setting: Mapping[str, Tensor], steps: 
 
 
 RIVALS = {
-    "sgd": Rival("SGD", _sgd, SGD, {}),
-    "sgd-m": Rival("SGD-M", _momentum, SGD, {"momentum": (0.9, 0.5, 0.7, 0.8, 0.95, 0.97, 0.99)}),
-    "adam": Rival("Adam", _adam, Adam, {"beta1": (0.9, 0.0, 0.5, 0.8, 0.95), "beta2": (0.999, 0.5, 0.9, 0.99, 0.9999)}),
-    "rmsprop": Rival(
-        "RMSprop", _rmsprop, RMSprop, {"alpha": (0.99, 0.5, 0.9, 0.999, 0.9999), "momentum": (0.0, 0.5, 0.8, 0.9, 0.95)}
+    "sgd": BatchedRival("SGD", _sgd, rivals.rival("sgd"), {}),
+    "sgd-m": BatchedRival("SGD-M", _momentum, rivals.rival("sgdm"), {"momentum": (0.9, 0.5, 0.7, 0.8, 0.95, 0.97, 0.99)}),
+    "adam": BatchedRival(
+        "Adam", _adam, rivals.rival("adam"), {"beta1": (0.9, 0.0, 0.5, 0.8, 0.95), "beta2": (0.999, 0.5, 0.9, 0.99, 0.9999)}
+    ),
+    "rmsprop": BatchedRival(
+        "RMSprop",
+        _rmsprop,
+        rivals.rival("rmsprop"),
+        {"alpha": (0.99, 0.5, 0.9, 0.999, 0.9999), "momentum": (0.0, 0.5, 0.8, 0.9, 0.95)},
     ),
 }
 
-DIAGONAL = Rival("one diagonal", _diagonal, None, {})
+DIAGONAL = BatchedRival("one diagonal", _diagonal, None, {})
 """Mirror descent in one fixed diagonal metric; its settings are `d0`, `d1`, ... ."""

@@ -1,0 +1,103 @@
+"""`metamd report`: the page of a comparison from its records; nothing is trained."""
+
+import json
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from metamd.commands import Report
+from metamd.comparison import Comparison
+from metamd.comparison_report import certificate_section, sections
+from metamd.container import write_atomically
+from metamd.records import read_json
+from metamd.report import Section, as_markdown, as_text, write_page
+
+
+def run(options: Report) -> int:
+    """Carry out the command.
+
+    Args:
+        options: what was asked.
+    """
+    out = options.out or options.folder
+    comparison, parts = write_report(options.folder, out, options.target, options.share)
+    if options.json:
+        print(json.dumps(summary(comparison) | {"page": str(out / "report.html")}))
+    else:
+        print(as_text([p for p in parts if p.title != "Configuration"]))
+        print(f"\nThe report is in {out / 'report.html'}.")
+    return 0
+
+
+def write_report(
+    folder: Path, out: Path, target: str | None = None, share: float = 0.75
+) -> tuple[Comparison, list[Section]]:
+    """Write `report.html` and `report.md`; what they show is given back.
+
+    Args:
+        folder: of the records.
+        out: of the pages.
+        target: label of the optimiser that sets the target; that of the records if not given.
+        share: of the steps after which its loss is the target.
+    """
+    comparison, versions = read(folder)
+    if target is not None:
+        comparison = comparison.aiming(target, share)
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as figures:
+        parts = sections(comparison, Path(figures), versions=versions)
+        if (folder / "certificate.json").is_file():
+            parts.append(certificate_section(read_json(folder / "certificate.json")))
+        title, command = _title(comparison), f"metamd report {folder}"
+        write_page(out / "report.html", title, parts, command=command)
+        write_atomically(out / "report.md", as_markdown(title, parts, command=command).encode())
+    return comparison, parts
+
+
+def read(folder: Path) -> tuple[Comparison, dict[str, Any]]:
+    """The comparison in a folder, or those in its folders as one, and the versions it was made with.
+
+    Args:
+        folder: with `comparison.json`, or with folders that have one.
+    """
+    places = (
+        [folder] if (folder / "comparison.json").is_file() else sorted(p.parent for p in folder.glob("*/comparison.json"))
+    )
+    if not places:
+        raise FileNotFoundError(f"{folder} holds no comparison. Make one with `metamd compare FILE FAMILY --out {folder}`.")
+    joined = Comparison.join(Comparison.read(p) for p in places)
+    versions = read_json(places[0] / "comparison.json").get("versions")
+    return joined, versions if isinstance(versions, dict) else {}
+
+
+def summary(comparison: Comparison) -> dict[str, Any]:
+    """The tables as one JSON object, None for what is infinite or unknown.
+
+    Args:
+        comparison: what is shown.
+    """
+    tables = {
+        metric: [{k: _finite(v) for k, v in row.items()} for row in comparison.table(metric)]
+        for metric in comparison.metrics
+    }
+    areas = {label: profile.area for label, profile in comparison.profiles().items()}
+    targets = {f.group: _finite(comparison.target(f)) for f in comparison.folds}
+    pays = {
+        label: {
+            "tuned each time": _finite(comparison.tasks_to_pay(label, every_task=True)),
+            "tuned once": _finite(comparison.tasks_to_pay(label, every_task=False)),
+        }
+        for label in comparison.labels[1:]
+    }
+    return {"protocol": comparison.protocol, "targets": targets, "tables": tables, "areas": areas, "tasks_to_pay": pays}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _title(comparison: Comparison) -> str:
+    family = comparison.settings.get("family", {})
+    name = family.get("family", "") if isinstance(family, dict) else ""
+    return f"{comparison.labels[0]} against {len(comparison.labels) - 1} rivals" + (f" on {name}" if name else "")

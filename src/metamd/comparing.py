@@ -1,0 +1,206 @@
+"""Training the same tasks with several optimisers, and what can be said of the difference."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from metamd.cells import Cell, fill
+from metamd.comparison import Comparison
+from metamd.folds import Candidate, Fold, Target, cell_name
+from metamd.learned import versions
+from metamd.records import Records, Result, write_json
+from metamd.rivals.base import Contender, Rival, Schedule
+from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
+from metamd.tasks.held_out import ImageFamily
+from metamd.tasks.shared_start import SharedStart
+from metamd.tasks.supervised import Supervised
+from metamd.training import Measuring, Outcome, step_seconds, train
+
+Entrants = Mapping[str, Contender | Sequence[Contender]]
+"""By label: a contender, or several of which the best on the very tasks is shown."""
+
+
+def handicap(rival: Rival, schedule: Schedule = "constant", *, budget: int = 25) -> list[Contender]:
+    """A rival with `budget` learning rates, evenly over its range: given to `compare`, it is shown with the best of them.
+
+    The best is chosen on the tasks of the comparison, for the quantity that is shown, each quantity with its own best rate.
+    No user of the rival has that advantage.
+
+    Args:
+        rival: the optimiser.
+        schedule: of the learning rate.
+        budget: how many rates.
+    """
+    return [rival.with_setting(schedule, lr=lr) for lr in rival.space["lr"].points(budget)]
+
+
+def compare(
+    optimisers: Entrants,
+    family: TaskFamily,
+    *,
+    seeds: int = 3,
+    steps: int | None = None,
+    seed: int = 0,
+    measuring: Measuring | None = None,
+    folder: Path | str | None = None,
+    workers: int = 1,
+    ray: str | None = None,
+    protocol: str = "",
+    aim: Target | None = None,
+) -> Comparison:
+    """Train the same tasks, initialisations and batches with every optimiser.
+
+    Args:
+        optimisers: by label; the first is the one that the others are compared with. Several contenders under one label,
+            as `handicap` makes them, are shown with the best of them.
+        family: what to draw tasks from: the held-out side of a family, `family.held_out()`.
+        seeds: tasks: initialisations and orders of the batches; for a family of several domains, of each.
+        steps: T and the horizon of all schedules; the family's own if not given.
+        seed: of the draw.
+        measuring: how the runs are watched.
+        folder: where every run is kept as a record, so that a comparison that was stopped continues and grows.
+        workers: processes.
+        ray: address of a Ray cluster to train on instead, with so many workers, or "local"; needs a folder.
+        protocol: by which rule settings were chosen, in a word, for the report.
+        aim: the target of steps-to-target; that of the last optimiser if not given.
+
+    Example:
+        >>> from metamd import tasks
+        >>> from metamd.rivals import rival
+        >>> both = {"SGD": rival("sgd").with_setting(lr=0.1), "half": rival("sgd").with_setting(lr=0.05)}
+        >>> found = compare(both, tasks.quadratic((1.0, 2.0)), seeds=4, steps=30, measuring=Measuring(splits=()))
+        >>> [row["label"] for row in found.table("mean_loss")]
+        ['SGD', 'half']
+    """
+    if not optimisers:
+        raise ValueError("compare needs at least one optimiser, got none.")
+    if ray is not None and folder is None:
+        raise ValueError("a comparison on a Ray cluster needs a folder for its records. Pass folder=.")
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}.")
+    measuring, steps = measuring or Measuring(), family.steps if steps is None else steps
+    entrants = {label: [c] if isinstance(c, Contender) else list(c) for label, c in optimisers.items()}
+    for label, contenders in entrants.items():
+        if not contenders:
+            raise ValueError(f"{label!r} has no contender. Give it one, or several.")
+    groups = draw(family, seeds, seed)
+    tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
+    cells = {
+        (contender.key(), name): _cell(task, contender, steps, measuring)
+        for contenders in entrants.values()
+        for contender in contenders
+        for name, task in tasks.items()
+    }
+    settings = _settings(family, steps, measuring)
+    records = None if folder is None else Records(Path(folder), settings)
+    if workers > 1:
+        _load(family, groups, measuring)
+    results = _fill(records, cells, f"comparing on {family.name}", workers, ray)
+    outcomes = {key: Outcome.from_json(results[cell.name]) for key, cell in cells.items()}
+    folds = []
+    for group, configs in groups.items():
+        members = {
+            label: tuple(Candidate(c.describe(), tuple(outcomes[c.key(), config_hash(x)] for x in configs)) for c in found)
+            for label, found in entrants.items()
+        }
+        costs = {label: dict(found[0].rival.cost) for label, found in entrants.items()}
+        folds.append(Fold(group, members, {}, costs))
+    comparison = Comparison(tuple(folds), settings, protocol=protocol)
+    if aim is not None:
+        comparison = comparison.aiming(aim.baseline, aim.share)
+    return _timed(comparison, entrants, tasks, records)
+
+
+def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
+    """So many tasks of each domain, by domain; of a family without domains, so many tasks.
+
+    Args:
+        family: what to draw from.
+        seeds: tasks per domain.
+        seed: of the draw.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(seed, "comparison"))
+    domains = _domains(family)
+    found: dict[str, list[Config]] = {str(d): [] for d in domains}
+    while any(len(configs) < seeds for configs in found.values()):
+        config = family.sample(generator)
+        group = found.get(group_of(config), next(iter(found.values())))
+        if len(group) < seeds:
+            group.append(config)
+    return found
+
+
+def _domains(family: TaskFamily) -> Sequence[str]:
+    inner = family.family if isinstance(family, SharedStart) else family
+    if isinstance(inner, ImageFamily):
+        return inner.domains
+    return list(inner.data) if isinstance(inner, Supervised) else [inner.name]
+
+
+def group_of(config: Config) -> str:
+    """The domain of a task, or its family.
+
+    Args:
+        config: of the task.
+    """
+    return str(config.get("domain", config.get("dataset", config.get("family", ""))))
+
+
+def _cell(task: Task, contender: Contender, steps: int, measuring: Measuring) -> Cell:
+    return Cell(cell_name(contender.describe(), task.config), partial(_run, task, contender, steps, measuring))
+
+
+def _run(task: Task, contender: Contender, steps: int, measuring: Measuring) -> Result:
+    return train(task, contender, steps=steps, measuring=measuring).to_json()
+
+
+def _load(family: TaskFamily, groups: Mapping[str, Sequence[Config]], measuring: Measuring) -> None:
+    """Have every split of every domain prepared before the processes fork: they share it."""
+    for configs in groups.values():
+        task = family.build(configs[0])
+        task.monitor(measuring.examples)
+        for split in measuring.splits:
+            task.evaluate(task.init(), split)
+
+
+def _fill(
+    records: Records | None, cells: Mapping[Any, Cell], title: str, workers: int, ray: str | None
+) -> dict[str, Result]:
+    if records is None:
+        return {cell.name: cell.compute() for cell in cells.values()}
+    return fill(records, cells.values(), title=title, workers=workers, ray=ray)
+
+
+def _settings(family: TaskFamily, steps: int, measuring: Measuring) -> dict[str, Any]:
+    """All that an outcome depends on beside its task and its contender; other optimisers may join later."""
+    watched = {"every": measuring.every, "examples": measuring.examples, "splits": list(measuring.splits)}
+    return {"family": family.describe(), "steps": steps, "measuring": watched, "torch": versions()["torch"]}
+
+
+def _timed(
+    comparison: Comparison, entrants: Mapping[str, Sequence[Contender]], tasks: Mapping[str, Task], records: Records | None
+) -> Comparison:
+    """The same with the seconds of a step of each optimiser, taken in turns in this process."""
+    fold = comparison.folds[0]
+    chosen = {}
+    for label, found in entrants.items():
+        best = fold.best(label, "mean_loss", None).contender
+        chosen[label] = next(c for c in found if c.describe() == best)
+    keys = json.dumps({label: c.key() for label, c in chosen.items()})
+    name = f"seconds-{hashlib.blake2b(keys.encode(), digest_size=6).hexdigest()}"
+
+    def compute() -> Result:
+        found = step_seconds(next(iter(tasks.values())), chosen, steps=comparison.settings["steps"])
+        return {"seconds": {label: None if math.isnan(x) else x for label, x in found.items()}}
+
+    taken = (compute() if records is None else records.cell(name, compute))["seconds"]
+    timed = comparison.with_seconds({label: math.nan if x is None else x for label, x in taken.items()})
+    if records is not None:
+        write_json(records.folder / "comparison.json", timed.index() | {"versions": versions()})
+    return timed

@@ -1,0 +1,235 @@
+"""A comparison as a page: tables, curves, profiles and costs, from records alone."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metamd import figures
+from metamd.comparison import Comparison
+from metamd.paired import Estimate
+from metamd.protocols import PROTOCOLS
+from metamd.report import Section
+
+HEADS = {
+    "mean_loss": "mean training loss",
+    "final_loss": "loss at the end",
+    "steps_to_target": "steps to target, median",
+    "seconds_to_target": "seconds to target, median",
+    "test_error": "test accuracy, %",
+}
+
+
+def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] | None = None) -> list[Section]:
+    """The parts of the page.
+
+    Args:
+        comparison: what is shown.
+        folder: where the figures go.
+        versions: of the libraries, as the records have them.
+    """
+    return [
+        _results(comparison),
+        _verdicts(comparison),
+        _curves(comparison, folder),
+        _profiles(comparison, folder),
+        _costs(comparison),
+        _choices(comparison, folder),
+        _configuration(comparison, versions or {}),
+    ]
+
+
+def _results(c: Comparison) -> Section:
+    first = c.folds[0].entrants[c.labels[0]][0].outcomes
+    texts = [
+        f"{len(c.folds)} held-out domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {len(first)} "
+        f"seed{'s' * (len(first) > 1)} each, {first[0].places[-1]} steps. Means over all runs; 95 % bootstrap intervals.",
+        f"Protocol: {c.protocol or 'as given'}. {PROTOCOLS.get(c.protocol, '')}".strip(),
+        f"The target on each domain is a training loss of {_targets(c)}. A run that does not reach it counts as infinite.",
+    ]
+    rows = []
+    for label in c.labels:
+        row = [label]
+        for metric in c.metrics:
+            shown = _estimate(c.estimate(label, metric), metric)
+            arrived = float(np.isfinite(c.values(label, metric)).mean())
+            row.append(shown if metric == "test_error" or arrived == 1 else f"{shown}; {arrived:.0%} arrived")
+        rows.append(row)
+    return Section("Results", texts, ["", *(HEADS[m] for m in c.metrics)], rows)
+
+
+def _targets(c: Comparison) -> str:
+    return ", ".join(f"{c.target(f):.4g} ({f.group})" for f in c.folds)
+
+
+def _estimate(e: Estimate, metric: str) -> str:
+    if metric == "test_error":
+        return f"{100 * (1 - e.value):.2f} ({100 * (1 - e.high):.2f} to {100 * (1 - e.low):.2f})"
+    return f"{_number(e.value)} ({_number(e.low)} to {_number(e.high)})"
+
+
+def _short(metric: str) -> str:
+    return HEADS[metric].split(",")[0]
+
+
+def _number(x: float) -> str:
+    return "never" if not math.isfinite(x) else f"{x:.4g}"
+
+
+def _verdicts(c: Comparison) -> Section:
+    ours, pairs = c.labels[0], len(c.groups)
+    rows = []
+    for metric in c.metrics:
+        for d in c.differences(metric):
+            ratio = "" if math.isnan(d.ratio) else f"{d.ratio:.3f} ({d.low:.3f} to {d.high:.3f})"
+            rows.append([f"{_short(metric)}: against {d.label}", ratio, f"{d.wins} : {d.losses}"])
+            rows[-1] += [f"{d.p:.3f}", d.verdict]
+    least = min(1.0, 2.0 ** (1 - pairs) * max(1, len(c.labels) - 1))
+    texts = [
+        f"{ours} against each of the others, on the same tasks, initialisations and batches. The ratio is the geometric "
+        "mean of ours over theirs (of the error, for accuracy), where both are finite; below 1 is better. p is of a "
+        f"two-sided signed-rank test over {pairs} pairs, corrected for the number of rivals by Holm's rule; with so many "
+        f"pairs it cannot fall below {least:.2g}."
+    ]
+    return Section(f"{ours} against the rivals", texts, ["", "ratio", "wins : losses", "p", "verdict"], rows)
+
+
+def _curves(c: Comparison, folder: Path) -> Section:
+    panels: dict[str, list[figures.Curve]] = {f.group: [] for f in c.folds}
+    for label in c.labels:
+        for group, (places, losses) in c.curve(label).items():
+            kept = np.isfinite(losses).all(0)
+            if kept.sum() < 2:
+                continue
+            x, y = np.array(places)[kept].tolist(), losses[:, kept]
+            band = (y.min(0).tolist(), y.max(0).tolist())
+            panels[group].append(figures.Curve(label, x, y.mean(0).tolist(), *band))
+    path = folder / "curves.png"
+    figures.curves(panels, path, xlabel="step", ylabel="training loss")
+    caption = "Training loss on fixed examples: mean over the seeds, the band from the smallest to the largest."
+    return Section("Learning curves", figures=[(path, caption)])
+
+
+def _profiles(c: Comparison, folder: Path) -> Section:
+    metrics = [m for m in ("steps_to_target", "seconds_to_target") if m in c.metrics]
+    found = {m: c.profiles(m) for m in metrics}
+    panels = {
+        _short(m): [figures.Curve(label, p.tau, p.share) for label, p in profiles.items()] for m, profiles in found.items()
+    }
+    path = folder / "profiles.png"
+    figures.curves(panels, path, xlabel="tau", ylabel="share of tasks within tau times the best", logarithmic=False)
+    rows = [[label, *(f"{found[m][label].area:.3f}" for m in metrics)] for label in c.labels]
+    texts = [
+        "The share of tasks on which an optimiser needs at most tau times as much as the best one, and the area under it."
+    ]
+    heads = ["area, tau from 1 to 4", *(_short(m) for m in metrics)]
+    return Section("Performance profiles", texts, heads, rows, [(path, texts[0])])
+
+
+def _costs(c: Comparison) -> Section:
+    ours = c.labels[0]
+    rows = []
+    for label in c.labels:
+        tuning = sum(f.tuning_gradients(label) for f in c.folds) / len(c.folds)
+        seconds = c.folds[0].seconds.get(label, math.nan)
+        learned = [f.costs.get(label, {}).get("seconds", 0.0) for f in c.folds]
+        row = [label, "" if math.isnan(seconds) else f"{1000 * seconds:.2f}", f"{tuning:,.0f}"]
+        row += [f"{c.learning_gradients(label):,.0f}", f"{sum(learned) / len(learned):,.0f}"]
+        if label == ours:
+            row += ["", ""]
+        else:
+            row += [_tasks(c.tasks_to_pay(label, every_task=x)) for x in (True, False)]
+        rows.append(row)
+    texts = [
+        "What choosing settings and learning costs, in gradient evaluations. The last columns say after how many tasks the "
+        f"learning of {ours} is paid for by reaching the target sooner, if the rival is tuned for every task and if it is "
+        "tuned once. The milliseconds of a step are those of one process, taken in turns."
+    ]
+    heads = ["", "ms per step", "tuning, per task", "learning", "learning, s", "paid after, tuned each time", "tuned once"]
+    return Section("Costs", texts, heads, rows)
+
+
+def _tasks(count: float) -> str:
+    return "never" if math.isinf(count) else f"{count:,.0f} task{'s' * (count != 1)}"
+
+
+def _choices(c: Comparison, folder: Path) -> Section:
+    """What was chosen, and what a smaller budget would have found."""
+    rows, curves = [], []
+    for label in c.labels:
+        for fold, candidate in zip(c.folds, c.chosen(label, "mean_loss"), strict=True):
+            tried = len(fold.entrants[label])
+            setting = ", ".join(f"{k} {_value(v)}" for k, v in dict(candidate.contender.get("setting", {})).items())
+            edge = "an end of the range" if tried > 1 and _is_end(c, label, fold.group) else ""
+            failed = sum(any(o.failed for o in x.outcomes) for x in fold.entrants[label])
+            rows.append([f"{label}, {fold.group}", setting, str(candidate.contender.get("schedule", "")), str(tried)])
+            rows[-1] += [str(failed), edge]
+        best = expected_best(c, label)
+        if len(best) > 1:
+            curves.append(figures.Curve(label, list(range(1, len(best) + 1)), best))
+    shown = []
+    if curves:
+        path = folder / "budgets.png"
+        figures.curves({"": curves}, path, xlabel="settings tried", ylabel="expected best mean loss")
+        shown = [(path, "The mean loss of the best of so many settings, drawn at random from those tried.")]
+    heads = ["for the mean loss", "setting", "schedule", "tried", "failed", "the best lies at"]
+    return Section("Settings", ["The candidate with the smallest mean training loss on each domain."], heads, rows, shown)
+
+
+def _value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _is_end(c: Comparison, label: str, group: str) -> bool:
+    fold = next(f for f in c.folds if f.group == group)
+    best = fold.best(label, "mean_loss", None)
+    return best in (fold.entrants[label][0], fold.entrants[label][-1])
+
+
+def expected_best(c: Comparison, label: str) -> list[float]:
+    """The mean loss of the best of k settings drawn without replacement, k = 1, 2, ..., averaged over the domains.
+
+    A setting that fails counts as the worst that did not.
+
+    Args:
+        c: the comparison.
+        label: of the optimiser.
+    """
+    curves = []
+    for fold in c.folds:
+        means = [float(np.mean([o.mean_loss for o in x.outcomes])) for x in fold.entrants[label]]
+        finite = [m for m in means if math.isfinite(m)]
+        if not finite:
+            return []
+        ordered = sorted(m if math.isfinite(m) else max(finite) for m in means)
+        n = len(ordered)
+        # the i-th smallest is the best of k with probability C(n-1-i, k-1) / C(n, k)
+        curves.append(
+            [sum(math.comb(n - 1 - i, k - 1) * x for i, x in enumerate(ordered)) / math.comb(n, k) for k in range(1, n + 1)]
+        )
+    shortest = min(len(x) for x in curves)
+    return [sum(x[k] for x in curves) / len(curves) for k in range(shortest)]
+
+
+def _configuration(c: Comparison, versions: dict[str, Any]) -> Section:
+    rows = [[str(k), _plain(v)] for k, v in c.settings.items()]
+    rows += [[f"version of {k}", _plain(v)] for k, v in versions.items()]
+    return Section("Configuration", (), ["", "value"], rows)
+
+
+def _plain(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 2000 else text[:2000] + " ..."
+
+
+def certificate_section(found: Any) -> Section:
+    """A certificate that lies beside the records, whatever its fields.
+
+    Args:
+        found: what the file holds.
+    """
+    items: Sequence[tuple[Any, Any]] = list(found.items()) if isinstance(found, dict) else [("certificate", found)]
+    return Section("Certificate", (), ["", "value"], [[str(k), _plain(v)] for k, v in items])

@@ -1,0 +1,282 @@
+"""Learn on all domains of a family but one, compare on that one, each in turn: what the image experiments share."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from metamd.cells import Cell, fill
+from metamd.choosing import learn_usage
+from metamd.comparing import compare
+from metamd.comparison import Comparison
+from metamd.folds import Target
+from metamd.hypergrad import ClosedForm
+from metamd.journal import Journal
+from metamd.learned import load
+from metamd.meta import meta_train
+from metamd.objectives import Objective, Reference, Regret
+from metamd.potentials import Potential
+from metamd.protocols import Protocol, entrants
+from metamd.records import Records, Result
+from metamd.rivals import Contender, Schedule, learned_rival, rival
+from metamd.tasks.base import Config, Task, TaskFamily, derive_seed
+from metamd.tasks.held_out import ImageFamily
+from metamd.training import Measuring
+from metamd.usage import Usage
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One way in which a learned geometry enters the comparison.
+
+    Args:
+        usage: metric, momentum, schedule and factor; None for what was chosen on the training tasks, or plainly.
+    """
+
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What is learned for each held-out domain.
+
+    Args:
+        potential: a new one at every call.
+        entries: how it enters, by label.
+        objective: what is minimised.
+        choose_usage: whether metric, momentum, schedule and factor are chosen on training tasks, at a scale that does so.
+    """
+
+    potential: Callable[[], Potential]
+    entries: Mapping[str, Entry]
+    objective: Objective = field(default_factory=lambda: Regret(comparator=Reference(lr=1e-3, factor=1.0)))
+    choose_usage: bool = False
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is computed.
+
+    Args:
+        domains: held out in turn.
+        images: training images per domain; None for all.
+        steps: T.
+        outer_steps: of the meta-training, at most.
+        tasks_per_step: of the meta-training.
+        seeds: runs per domain.
+        budget: settings per rival and schedule.
+        rivals: names in `metamd.rivals.RIVALS`.
+        schedules: of the rivals.
+        protocol: by which rivals are tuned.
+        usage_tasks: training tasks to choose a usage on; 0 for none.
+    """
+
+    domains: tuple[str, ...]
+    images: int | None
+    steps: int = 500
+    outer_steps: int = 6
+    tasks_per_step: int = 5
+    seeds: int = 3
+    budget: int = 25
+    rivals: tuple[str, ...] = ("sgd", "sgdm", "rmsprop", "adam")
+    schedules: tuple[Schedule, ...] = ("constant", "linear")
+    protocol: Protocol = "handicap"
+    usage_tasks: int = 2
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A leave-one-out experiment.
+
+    Args:
+        name: of the experiment.
+        family: with a domain held out, at a scale.
+        geometries: what is learned, by name; the first entry of the first one is what everything is compared with.
+        scales: by name.
+        published: the paper's test accuracies in per cent, by optimiser and domain.
+        target: label of the rival that sets the target.
+    """
+
+    name: str
+    family: Callable[[Scale, str], ImageFamily]
+    geometries: Mapping[str, Geometry]
+    scales: Mapping[str, Scale]
+    published: Mapping[str, Mapping[str, float]]
+    target: str = "Adam"
+
+    def run(self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
+        """Learn, compare and tabulate; what is in the folder already is kept.
+
+        Args:
+            scale: a name in `scales`.
+            folder: for records and learned files.
+            seed: of everything random.
+            workers: processes.
+            ray: address of a Ray cluster to train on; learning is done here.
+        """
+        size = self.scales[scale]
+        settings = {"experiment": self.name, "scale": scale, "seed": seed, **_learning(size)}
+        records = Records(folder, settings)
+        families = {domain: self.family(size, domain) for domain in size.domains}
+        fill(records, self._lessons(size, families, folder, seed), title=f"{self.name}: learning", workers=workers)
+        found = []
+        for domain, family in families.items():
+            ours = dict(self._ours(folder, domain))
+            side = family.held_out()
+            here = folder / f"domain-{domain}"
+            everybody = entrants(
+                size.protocol,
+                ours,
+                [rival(name) for name in size.rivals],
+                side,
+                budget=size.budget,
+                schedules=size.schedules,
+                steps=size.steps,
+                seed=seed,
+                records=Records(here / "tuning", settings) if size.protocol == "paper" else None,
+            )
+            found.append(
+                compare(
+                    everybody,
+                    side,
+                    seeds=size.seeds,
+                    steps=size.steps,
+                    seed=seed,
+                    measuring=Measuring(),
+                    folder=here,
+                    workers=workers,
+                    ray=ray,
+                    protocol=size.protocol,
+                    aim=Target(self.target),
+                )
+            )
+        rows = self.rows(Comparison.join(found))
+        return {"experiment": self.name, "scale": scale, "seed": seed, "protocol": size.protocol, "rows": rows}
+
+    def _lessons(self, size: Scale, families: Mapping[str, ImageFamily], folder: Path, seed: int) -> Iterator[Cell]:
+        (folder / "learned").mkdir(exist_ok=True)
+        for domain, family in families.items():
+            for name, geometry in self.geometries.items():
+                path = folder / "learned" / f"{domain}-{name}.safetensors"
+                yield Cell(f"learn-{domain}-{name}", partial(_learn, size, family, geometry, path, seed))
+
+    def _ours(self, folder: Path, domain: str) -> Iterator[tuple[str, Contender]]:
+        for name, geometry in self.geometries.items():
+            learned = load(folder / "learned" / f"{domain}-{name}.safetensors")
+            for label, entry in geometry.entries.items():
+                yield label, learned_rival(learned, name=f"metamd-{name}", title=label, usage=entry.usage).untuned()
+
+    def rows(self, comparison: Comparison) -> list[Result]:
+        """One row for each optimiser: its test accuracy on every domain and overall, the paper's beside it, and its speed.
+
+        Args:
+            comparison: over all domains.
+        """
+        rows = []
+        per_metric = {m: {r["label"]: r for r in comparison.table(m)} for m in comparison.metrics}
+        areas = {label: p.area for label, p in comparison.profiles().items()}
+        for label in comparison.labels:
+            accuracies = {}
+            for fold, candidate in zip(comparison.folds, comparison.chosen(label, "test_error"), strict=True):
+                values = [100 * o.accuracy("test") for o in candidate.outcomes]
+                accuracies[fold.group] = sum(values) / len(values)
+            row: Result = {"label": label, "accuracy": accuracies, "published": dict(self.published.get(label, {}))}
+            for metric, table in per_metric.items():
+                kept = {k: v for k, v in table[label].items() if k != "label"}
+                row[metric] = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in kept.items()}
+            rows.append(row | {"area": areas[label]})
+        return rows
+
+
+def markdown(rows: list[Result]) -> str:
+    """The tables of the results page.
+
+    Args:
+        rows: as `Experiment.rows` makes them.
+    """
+    domains = list(rows[0]["accuracy"])
+    lines = ["| test accuracy, % | " + " | ".join(domains) + " | mean |", "|---" * (len(domains) + 2) + "|"]
+    for row in rows:
+        values = [row["accuracy"][d] for d in domains]
+        lines.append(_line(row["label"], [*values, sum(values) / len(values)]))
+        if row["published"]:
+            paper = [row["published"].get(d) for d in domains]
+            mean = None if None in paper else sum(x for x in paper if x is not None) / len(paper)
+            lines.append(_line(f"{row['label']}, in the paper", [*paper, mean]))
+    lines += ["", "| | mean loss | final loss | steps to target | arrived | of ours | area |", "|---" * 7 + "|"]
+    for row in rows:
+        steps = row["steps_to_target"]
+        shown = ["never" if steps["value"] is None else f"{steps['value']:.4g}", f"{steps['arrived']:.0%}"]
+        ratio = steps.get("ratio")
+        shown += ["" if ratio is None else f"ours takes {ratio:.2f} x, {steps['verdict']}", f"{row['area']:.3f}"]
+        losses = ["diverged" if row[m]["value"] is None else f"{row[m]['value']:.4g}" for m in ("mean_loss", "final_loss")]
+        lines.append("| " + " | ".join([row["label"], *losses, *shown]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _line(label: str, values: list[float | None]) -> str:
+    return "| " + " | ".join([label, *("" if v is None else f"{v:.2f}" for v in values)]) + " |"
+
+
+def _learning(size: Scale) -> dict[str, Any]:
+    """What learned files depend on: rivals and seeds may be added to a folder later."""
+    kept = ("domains", "images", "steps", "outer_steps", "tasks_per_step", "protocol", "usage_tasks")
+    return {k: v for k, v in asdict(size).items() if k in kept}
+
+
+class Counted(TaskFamily):
+    """A family that counts the batches that are asked of its tasks: one for each gradient evaluation.
+
+    Args:
+        family: any.
+    """
+
+    def __init__(self, family: TaskFamily) -> None:
+        super().__init__(family.name, family.steps, shared_loss=family.shared_loss)
+        self.family, self.batches = family, 0
+
+    def sample(self, generator: torch.Generator) -> Config:
+        """As the family does."""
+        return self.family.sample(generator)
+
+    def build(self, config: Config) -> Task:
+        """The family's task, whose batches are counted."""
+        task = self.family.build(config)
+        batch = task.batch
+
+        def counted(step: int) -> Any:
+            self.batches += 1
+            return batch(step)
+
+        setattr(task, "batch", counted)  # noqa: B010 - an attribute of this task alone
+        return task
+
+    def describe(self) -> dict[str, Any]:
+        """As the family does."""
+        return self.family.describe()
+
+
+def _learn(size: Scale, family: ImageFamily, geometry: Geometry, path: Path, seed: int) -> Result:
+    learned = meta_train(
+        family,
+        geometry.potential(),
+        objective=geometry.objective,
+        estimator=ClosedForm(),
+        outer_steps=size.outer_steps,
+        tasks_per_step=size.tasks_per_step,
+        seed=derive_seed(seed, "learning", path.stem),
+        journal=Journal(path.with_suffix(".run")),
+    )
+    if geometry.choose_usage and size.usage_tasks:
+        began, counted = time.perf_counter(), Counted(family)
+        learned = learn_usage(learned, counted, tasks=size.usage_tasks, seed=derive_seed(seed, "usage", path.stem))
+        cost = dict(learned.header.cost)
+        cost["gradient_evaluations"] = cost.get("gradient_evaluations", 0) + counted.batches
+        cost["seconds"] = cost.get("seconds", 0.0) + time.perf_counter() - began
+        learned = replace(learned, header=replace(learned.header, cost=cost))
+    learned.save(path)
+    return {"file": path.name, "fingerprint": learned.fingerprint(), "cost": dict(learned.header.cost)}

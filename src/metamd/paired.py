@@ -1,0 +1,171 @@
+"""Statistics of paired measurements: intervals, a test, profiles. Infinite values are runs that never arrived."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+RESAMPLES = 2000
+EXACT_UP_TO = 14
+"""Up to so many pairs all signs are enumerated."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and how sure it is.
+
+    Args:
+        value: from all measurements.
+        low: lower end of the 95 % interval.
+        high: upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def bootstrap(values: Array, groups: Sequence[int], *, median: bool = False, seed: int = 0) -> Estimate:
+    """The mean or the median with the 95 % percentile interval of 2,000 resamples.
+
+    Seeds of one dataset resemble each other: where there are several groups, groups are drawn first and then values within
+    each, so that the interval is about the next dataset and not about the next seed.
+
+    Args:
+        values: the measurements.
+        groups: the group of each, counted from 0.
+        median: whether to estimate the median, which bears some infinite values.
+        seed: of the resampling.
+    """
+    drawn = values[resample(groups, seed)]
+    found = quantile(drawn, 0.5) if median else drawn.mean(1)
+    low, high = (float(quantile(found, q)) for q in (0.025, 0.975))
+    return Estimate(float(quantile(values, 0.5) if median else values.mean()), low, high)
+
+
+def resample(groups: Sequence[int], seed: int, resamples: int = RESAMPLES) -> NDArray[np.int64]:
+    """Indices of resamples, (resamples, n), drawn in two stages if there are several groups of equal size.
+
+    Args:
+        groups: the group of each measurement.
+        seed: of the resampling.
+        resamples: how many.
+    """
+    rng, n = np.random.default_rng(seed), len(groups)
+    members = [np.flatnonzero(np.asarray(groups) == g) for g in sorted(set(groups))]
+    sizes = {len(m) for m in members}
+    if len(members) == 1 or len(sizes) > 1:
+        return rng.integers(n, size=(resamples, n))
+    table, size = np.stack(members), sizes.pop()
+    chosen = rng.integers(len(members), size=(resamples, len(members)))
+    inside = rng.integers(size, size=(resamples, len(members), size))
+    found: NDArray[np.int64] = np.take_along_axis(table[chosen], inside, axis=2).reshape(resamples, n)
+    return found
+
+
+def signed_rank_test(ours: Array, theirs: Array, *, seed: int = 0) -> float:
+    """The two-sided p-value that paired measurements differ: signs of the ranked differences, flipped in all ways.
+
+    With up to 14 pairs the test is exact, ties and infinities included; beyond, 20,000 flips are drawn. Pairs that are
+    equal, two infinities among them, say nothing and are left out. Pairs are taken as independent.
+
+    Args:
+        ours: one value per pair.
+        theirs: the other.
+        seed: of the flips.
+
+    Example:
+        >>> signed_rank_test(np.arange(5.0), np.arange(5.0) + 1)
+        0.0625
+    """
+    different = ours != theirs
+    ours, theirs = ours[different], theirs[different]
+    if not len(ours):
+        return 1.0
+    with np.errstate(invalid="ignore"):
+        difference = ours - theirs
+    ranks = rank(np.abs(difference))
+    observed = abs(float((np.sign(difference) * ranks).sum()))
+    if len(ranks) <= EXACT_UP_TO:
+        signs = np.array(list(product((-1.0, 1.0), repeat=len(ranks))))
+        return float((np.abs(signs @ ranks) >= observed - 1e-9).mean())
+    signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=(20_000, len(ranks)))
+    return float((1 + (np.abs(signs @ ranks) >= observed - 1e-9).sum()) / (1 + len(signs)))
+
+
+def rank(values: Array) -> Array:
+    """Ranks from 1, equal values sharing the mean of theirs."""
+    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = counts.cumsum()
+    means = last - (counts - 1) / 2
+    found: Array = means[where]
+    return found
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for having made all these tests, by Holm's step-down rule.
+
+    Args:
+        p_values: of the single tests.
+
+    Example:
+        >>> holm([0.01, 0.04])
+        [0.02, 0.04]
+    """
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    found, largest = [0.0] * len(p_values), 0.0
+    for place, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[i]))
+        found[i] = largest
+    return found
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The share of problems that an optimiser solves within tau times the best one's time, tau from 1 to 4.
+
+    Args:
+        tau: the factors.
+        share: of the problems, for each.
+        area: under the curve over [1, 4], divided by 3: 1 is the best on every problem.
+    """
+
+    tau: tuple[float, ...]
+    share: tuple[float, ...]
+    area: float
+
+
+def profiles(times: Mapping[str, Array], *, largest: float = 4.0, points: int = 61) -> dict[str, Profile]:
+    """Performance profiles after Dolan and More [Dolan2002], as AlgoPerf scores them [Dahl2023].
+
+    A problem that nobody solves counts as unsolved for everybody.
+
+    Args:
+        times: one value per problem, infinite where it was not solved, by optimiser.
+        largest: tau, at most.
+        points: of the curve; the area is exact.
+    """
+    table = np.stack([np.maximum(t, 1e-9) for t in times.values()])
+    best = table.min(0)
+    with np.errstate(invalid="ignore"):
+        ratios = np.where(np.isfinite(table), table / best, np.inf)
+    tau = np.linspace(1.0, largest, points)
+    found = {}
+    for label, row in zip(times, ratios, strict=True):
+        share = (row[None] <= tau[:, None] + 1e-12).mean(1)
+        area = np.clip(largest - row, 0.0, None).mean() / (largest - 1.0)
+        found[label] = Profile(tuple(tau.tolist()), tuple(share.tolist()), float(area))
+    return found
+
+
+def quantile(x: Any, q: float) -> Any:
+    """The mean of the two order statistics around a quantile: numpy's own interpolation makes NaN of two infinities."""
+    ordered = np.sort(x, axis=-1)
+    place = q * (ordered.shape[-1] - 1)
+    below, above = ordered[..., int(np.floor(place))], ordered[..., int(np.ceil(place))]
+    return np.where(below == above, below, 0.5 * (below + above))

@@ -1,0 +1,48 @@
+"""Optimisers to compare with, behind one interface."""
+
+from metamd.rivals.aruba import ARUBA, ARUBA_PLUS
+from metamd.rivals.base import SCHEDULES, Contender, Range, Rival, Schedule, Setting, Stepper
+from metamd.rivals.classical import CLASSICAL
+from metamd.rivals.hypergradient import HYPERGRADIENT
+from metamd.rivals.learners import Learner
+from metamd.rivals.lstm import LSTM
+from metamd.rivals.meta_sgd import META_SGD
+from metamd.rivals.ours import learned_rival
+from metamd.rivals.packages import PACKAGES
+from metamd.rivals.schedule import SCHEDULE
+
+RIVALS: dict[str, Rival] = {r.name: r for r in [*CLASSICAL, *PACKAGES, HYPERGRADIENT]}
+"""Those that need no learning, by name."""
+
+LEARNERS: dict[str, Learner] = {r.name: r for r in (META_SGD, ARUBA, ARUBA_PLUS, SCHEDULE, LSTM)}
+"""Those that are learned on the family first, by name: `LEARNERS["aruba"].rival(family)`."""
+
+__all__ = [
+    "LEARNERS",
+    "RIVALS",
+    "SCHEDULES",
+    "Contender",
+    "Learner",
+    "Range",
+    "Rival",
+    "Schedule",
+    "Setting",
+    "Stepper",
+    "learned_rival",
+    "rival",
+]
+
+
+def rival(name: str) -> Rival:
+    """A rival that needs no learning, by its name.
+
+    Args:
+        name: one of `RIVALS`.
+
+    Example:
+        >>> rival("adam").with_setting("linear", lr=0.003).describe()["setting"]["lr"]
+        0.003
+    """
+    if name not in RIVALS:
+        raise ValueError(f"there is no rival {name!r}. There are {', '.join(RIVALS)}.")
+    return RIVALS[name]

@@ -1,0 +1,198 @@
+"""What a rival is: an optimiser with a search space that was fixed beforehand; and a contender: a rival with its setting."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+Setting = Mapping[str, float]
+"""Hyperparameters by name."""
+
+Named = list[tuple[str, nn.Parameter]]
+Schedule = Literal["constant", "linear"]
+SCHEDULES: dict[str, Callable[[float], float]] = {"constant": lambda done: 1.0, "linear": lambda done: 1.0 - done}
+"""The factor on the learning rate by the share of the steps that is done; the horizon is the same for all contenders."""
+
+
+class Stepper(Protocol):
+    """What the training loop needs of an optimiser; every `torch.optim.Optimizer` is one.
+
+    One with `train()` and `eval()`, as Schedule-Free has them, is switched to evaluation whenever its parameters are judged.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    def step(self) -> Any:
+        """Move the parameters by their `.grad`."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a hyperparameter is looked for, on a logarithmic scale.
+
+    Args:
+        low: the smallest value.
+        high: the largest.
+
+    Example:
+        >>> Range(0.001, 0.1).at(0.5)
+        0.01
+    """
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high < math.inf:
+            raise ValueError(f"a range needs 0 < low < high, got low={self.low}, high={self.high}.")
+
+    def at(self, place: float) -> float:
+        """The value at a place between 0 and 1, to six digits, so that records are readable and exact.
+
+        Args:
+            place: 0 is the low end.
+        """
+        return float(f"{self.low * (self.high / self.low) ** place:.6g}")
+
+    def points(self, count: int) -> list[float]:
+        """Values at equal distances, the ends among them.
+
+        Args:
+            count: how many; a single one lies in the middle.
+        """
+        return [self.at(i / (count - 1)) if count > 1 else self.at(0.5) for i in range(count)]
+
+    def at_edge(self, value: float, share: float = 0.02) -> bool:
+        """Whether a value lies at an end of the range, so that a better one may lie beyond.
+
+        Args:
+            value: the best found, say.
+            share: of the range that counts as its end.
+        """
+        place = math.log(value / self.low) / math.log(self.high / self.low)
+        return not share < place < 1 - share
+
+
+@dataclass(frozen=True)
+class Rival:
+    """An optimiser behind one interface.
+
+    Args:
+        name: on the command line and in records.
+        title: in tables.
+        make: the optimiser for named parameters with a setting.
+        space: where each hyperparameter is looked for, fixed before any result was seen.
+        defaults: the setting without tuning, as its package or paper has it; also what is not searched.
+        grid: values to try, if some were published; else `space` is divided evenly.
+        schedules: those that it may be combined with.
+        gradients: gradient evaluations per step.
+        identity: what else decides what it computes: the fingerprint of a learned geometry, say.
+        cost: gradient evaluations and seconds that were spent on learning it.
+    """
+
+    name: str
+    title: str
+    make: Callable[[Named, Setting], Stepper]
+    space: Mapping[str, Range]
+    defaults: Setting
+    grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    schedules: tuple[Schedule, ...] = ("constant", "linear")
+    gradients: int = 1
+    identity: str = ""
+    cost: Mapping[str, float] = field(default_factory=dict)
+
+    def with_setting(self, schedule: Schedule = "constant", **setting: float) -> "Contender":
+        """This rival with some hyperparameters set, the others as they are by default.
+
+        Args:
+            schedule: of the learning rate.
+            setting: hyperparameters by name.
+        """
+        unknown = sorted(set(setting) - set(self.defaults) - set(self.space))
+        if unknown:
+            known = ", ".join(dict.fromkeys([*self.defaults, *self.space]))
+            raise ValueError(f"{self.title} has the hyperparameters {known}; {unknown[0]!r} is none of them.")
+        if schedule not in self.schedules:
+            raise ValueError(f"{self.title} may have the schedules {', '.join(self.schedules)}, got {schedule!r}.")
+        return Contender(self, {**self.defaults, **setting}, schedule)
+
+    def untuned(self) -> "Contender":
+        """With its defaults, as one uses it who does not tune."""
+        return self.with_setting(self.schedules[0])
+
+    def settings(self, names: Sequence[str], budget: int) -> list[dict[str, float]]:
+        """At most `budget` settings on a grid: the published values of these hyperparameters, or an even division.
+
+        Args:
+            names: of the hyperparameters that vary.
+            budget: how many settings, at most.
+        """
+        names = searched(self, names)
+        if all(n in self.grid for n in names) and math.prod(len(self.grid[n]) for n in names) <= budget:
+            axes: list[Sequence[float]] = [self.grid[n] for n in names]
+        else:
+            each = max(1, int(budget ** (1 / len(names)) + 1e-9))
+            counts = [each] * len(names)
+            counts[0] = max(1, budget // math.prod(counts[1:]))  # the learning rate comes first: what is left over is its
+            axes = [self.space[n].points(c) for n, c in zip(names, counts, strict=True)]
+        return [dict(zip(names, values, strict=True)) for values in product(*axes)]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A rival with all its hyperparameters: what a training needs to know.
+
+    Args:
+        rival: the optimiser.
+        setting: its hyperparameters.
+        schedule: of the learning rate.
+    """
+
+    rival: Rival
+    setting: Setting
+    schedule: Schedule = "constant"
+
+    def start(self, named: Named) -> Stepper:
+        """The optimiser, ready for its first step.
+
+        Args:
+            named: the parameters to train.
+        """
+        return self.rival.make(named, self.setting)
+
+    def describe(self) -> dict[str, Any]:
+        """In JSON's types, for records."""
+        found = {"rival": self.rival.name, "setting": dict(self.setting), "schedule": self.schedule}
+        return found | ({"identity": self.rival.identity} if self.rival.identity else {})
+
+    def key(self) -> str:
+        """A short name that no other contender has."""
+        return contender_key(self.describe())
+
+
+def contender_key(description: Mapping[str, Any]) -> str:
+    """The short name of a contender from its description.
+
+    Args:
+        description: as `Contender.describe` gives it.
+    """
+    text = json.dumps(description, sort_keys=True)
+    return f"{description['rival']}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+
+
+def searched(rival: Rival, names: Sequence[str]) -> list[str]:
+    """Those of these hyperparameters that a rival has; a rival without weight decay is searched in its rate alone.
+
+    Args:
+        rival: what is tuned.
+        names: what a protocol searches.
+    """
+    found = [n for n in names if n in rival.space]
+    if not found:
+        raise ValueError(f"{rival.title} can be searched in {', '.join(rival.space) or 'nothing'}, got {', '.join(names)}.")
+    return found

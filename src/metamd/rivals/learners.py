@@ -1,0 +1,126 @@
+"""Rivals that are learned on the family themselves: what a learner is, and the step with one rate for each coordinate."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from metamd.container import write_atomically
+from metamd.inner import Cost
+from metamd.rivals.base import Named, Range, Rival, Schedule, Setting, Stepper
+from metamd.tasks.base import Task, TaskFamily, derive_seed
+
+Lesson = Callable[[TaskFamily, int], tuple[dict[str, Tensor], Cost]]
+"""Learns tensors on a family under a seed, at a cost."""
+
+FACTOR = Range(0.1, 10)
+"""Of the factor on what was learned."""
+
+
+@dataclass(frozen=True)
+class Learner:
+    """How a learned rival is learned, and how it steps.
+
+    Args:
+        name: on the command line and in records.
+        title: in tables.
+        learn: the tensors that were learned, from the family's training side.
+        make: the optimiser from named parameters, tensors and setting.
+        schedules: that it may be combined with.
+    """
+
+    name: str
+    title: str
+    learn: Lesson
+    make: Callable[[Named, Mapping[str, Tensor], Setting], Stepper]
+    schedules: tuple[Schedule, ...] = ("constant", "linear")
+
+    def rival(self, family: TaskFamily, seed: int = 0, path: Path | None = None) -> Rival:
+        """Learn on a family, or read what was learned before.
+
+        Args:
+            family: its training side.
+            seed: of everything random.
+            path: a safetensors file to keep what was learned in.
+        """
+        if path is not None and path.exists():
+            tensors, cost = _read(path)
+        else:
+            tensors, spent = self.learn(family, seed)
+            # a Hessian-vector product is counted apart, as for our own learning
+            cost = {
+                "gradient_evaluations": float(spent.gradients),
+                "hessian_vector_products": float(spent.hvps),
+                "seconds": spent.seconds,
+            }
+            if path is not None:
+                write_atomically(path, save(tensors, {"cost": json.dumps(cost)}))
+        digest = hashlib.blake2b(digest_size=16)
+        for n, x in sorted(tensors.items()):
+            digest.update(n.encode() + x.contiguous().double().numpy().tobytes())
+
+        def make(named: Named, setting: Setting) -> Stepper:
+            return self.make(named, tensors, setting)
+
+        space, defaults = {"lr": FACTOR}, {"lr": 1.0}
+        return Rival(
+            self.name,
+            self.title,
+            make,
+            space,
+            defaults,
+            schedules=self.schedules,
+            identity=digest.hexdigest(),
+            cost=cost,
+        )
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+    with safe_open(path, "pt") as file:
+        tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+        return tensors, json.loads(file.metadata()["cost"])
+
+
+class PerCoordinate:
+    """theta <- theta - lr rate g, a rate for each coordinate.
+
+    Args:
+        named: the parameters.
+        rates: by name.
+        setting: `lr`, a factor.
+    """
+
+    def __init__(self, named: Named, rates: Mapping[str, Tensor], setting: Setting) -> None:
+        misfits = [n for n, p in named if n not in rates or rates[n].shape != p.shape]
+        if misfits:
+            raise ValueError(f"the learned rates do not fit the parameter {misfits[0]!r}. Learn them on this model.")
+        self.pairs = [(p, rates[n].to(p)) for n, p in named]
+        self.param_groups: list[dict[str, Any]] = [{"lr": setting["lr"], "params": [p for _, p in named]}]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step."""
+        for p, rate in self.pairs:
+            assert p.grad is not None
+            p.addcmul_(rate, p.grad, value=-self.param_groups[0]["lr"])
+
+
+def sampled(family: TaskFamily, count: int, seed: int, purpose: str) -> Iterator[Task]:
+    """Tasks to learn from, one after another.
+
+    Args:
+        family: its training side.
+        count: how many.
+        seed: of the draw.
+        purpose: what for, so that every learner has its own.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(seed, purpose))
+    for _ in range(count):
+        yield family.build(family.sample(generator))

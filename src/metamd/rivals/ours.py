@@ -1,0 +1,62 @@
+"""MetaMD as one more contender, so that it goes through the same loop and the same search as its rivals."""
+
+import json
+from typing import Any
+
+from metamd.averaging import AveragingName
+from metamd.learned import LearnedOptimiser
+from metamd.optimiser import MetaMD
+from metamd.rivals.base import Named, Range, Rival, Schedule, Setting
+from metamd.rivals.classical import DECAY
+from metamd.usage import Usage
+
+COSTS = ("gradient_evaluations", "hessian_vector_products", "seconds")
+
+
+def learned_rival(
+    learned: LearnedOptimiser,
+    *,
+    name: str = "metamd",
+    title: str = "MetaMD",
+    usage: Usage | None = None,
+    exact: bool = True,
+    averaging: AveragingName = "constant",
+) -> Rival:
+    """A learned geometry behind the interface of the rivals; by default as its file says, with nothing tuned.
+
+    Its `lr` is the factor on the learned steps, whatever the momentum: 1 takes them as they are. `MetaMD` is given
+    lr (1 - momentum).
+
+    Args:
+        learned: the geometry.
+        name: in records.
+        title: in tables.
+        usage: metric, momentum, schedule and factor; those of the file if not given.
+        exact: False takes the paper's step.
+        averaging: as for `MetaMD`.
+    """
+    used = usage or learned.usage
+
+    def make(named: Named, setting: Setting) -> MetaMD:
+        options: dict[str, Any] = dict(setting)
+        if averaging == "constant":
+            options["lr"] *= 1 - options["momentum"]
+        options |= {"metric": used.metric, "exact": exact, "averaging": averaging}
+        return MetaMD(named, learned, **options, check_finite=False)
+
+    first: Schedule = used.schedule
+    other: Schedule = "linear" if first == "constant" else "constant"
+    how: dict[str, Any] = {"metric": used.metric, "online": learned.header.online if used.metric == "online" else None}
+    how |= {"exact": exact, "averaging": averaging}
+    momentum = used.momentum or (0.9 if averaging == "schedule-free" else 0.0)
+    return Rival(
+        name,
+        title,
+        make,
+        {"lr": Range(0.1, 10), "weight_decay": DECAY},
+        {"lr": used.factor, "weight_decay": 0.0, "momentum": momentum},
+        {"lr": (1.0, 0.3, 0.5, 0.7, 1.5), "weight_decay": (0.001, 0.0001, 0.0005)},
+        schedules=(first, other),
+        identity=f"{learned.fingerprint()} {json.dumps(how, sort_keys=True)}",
+        cost={k: v for k, v in learned.header.cost.items() if k in COSTS},
+    )

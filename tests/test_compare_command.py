@@ -1,0 +1,303 @@
+"""`metamd compare`, `metamd report` and the leave-one-out experiments, at their smallest; records are not trusted."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from metamd import Comparison, Measuring, cli, compare, rivals, tasks
+from metamd.commands.report import summary, write_report
+from metamd.comparison_report import expected_best
+from metamd.experiments import diverse_digits_lenet, rotated_mnist_mlp
+from metamd.experiments.leave_one_out import Entry, Geometry, Scale, markdown
+from metamd.potentials import Diagonal
+from metamd.protocols import PROTOCOLS, entrants
+from metamd.records import Records
+from metamd.report import Section, as_markdown, as_text
+from metamd.rivals import rival
+from metamd.search import Grid, QuasiRandom
+from metamd.usage import Usage
+from tests.data_builders import place
+from tests.test_families import tiny_data
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+__all__ = ["place", "tiny_data"]
+
+QUADRATIC = tasks.quadratic((0.5, 4.0), steps=30)
+SMALL = ["--rivals", "sgd", "adam", "--budget", "3", "--seeds", "2", "--steps", "30"]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    out = tmp_path_factory.mktemp("learned") / "q.safetensors"
+    quick = ["--steps", "30", "--outer-steps", "2", "--tasks", "2"]
+    assert cli.run(["train", "quadratic", "--out", str(out), *quick]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def compared(learned, tmp_path_factory):
+    out = tmp_path_factory.mktemp("compared")
+    assert cli.run(["compare", str(learned), "quadratic", "--out", str(out), *SMALL]) == 0
+    return out
+
+
+# commands
+
+
+def test_a_comparison_from_the_command_line(compared, learned, capsys):
+    before = {p.name: p.stat().st_mtime_ns for p in (compared / "cells").iterdir()}
+    assert cli.run(["compare", str(learned), "quadratic", "--out", str(compared), "--json", *SMALL]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert {p.name: p.stat().st_mtime_ns for p in (compared / "cells").iterdir()} == before, "something was run twice"
+    assert found["protocol"] == "handicap"
+    labels = [row["label"] for row in found["tables"]["mean_loss"]]
+    assert labels[0] == "MetaMD"
+    assert labels[1:] == ["SGD", "SGD, linear decay", "Adam", "Adam, linear decay", "SGD, untuned", "Adam, untuned"]
+    assert set(found["tasks_to_pay"]) == set(labels[1:])
+    comparison = Comparison.read(compared)
+    assert comparison.aim.baseline == "Adam"
+    assert summary(comparison)["tables"] == found["tables"]
+
+
+def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsys):
+    assert cli.run(["report", str(compared), "--target", "SGD", "--share", "0.5"]) == 0
+    said = capsys.readouterr().out
+    page, text = (compared / "report.html").read_text(), (compared / "report.md").read_text()
+    assert len(re.findall(r'src="data:image/png;base64,', page)) == 3
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    for shown in (said, page, text):
+        assert "Performance profiles" in shown
+        assert "Costs" in shown
+        assert "Protocol: handicap" in shown
+    assert "version of torch" in page
+    assert "report.html" in said
+
+
+def test_a_certificate_beside_the_records_is_shown(compared):
+    path = compared / "certificate.json"
+    path.write_text(json.dumps({"bound": 1.25, "what": "<b>"}))
+    write_report(compared, compared)
+    path.unlink()
+    page = (compared / "report.html").read_text()
+    assert "Certificate" in page
+    assert "1.25" in page
+    assert "<b>" not in page
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["compare", "FILE", "quadratic", "--rivals", "adamm"], "there is no rival 'adamm'"),
+        (["compare", "FILE", "nothing"], "there is no family 'nothing'"),
+        (["compare", "FILE", "quadratic", "--target", "soap"], "--target must be one of the rivals"),
+        (["compare", "FILE", "quadratic", "--budget", "0"], "budget must be at least 1"),
+        (["compare", "FILE", "quadratic", "--seeds", "0"], "seeds must be at least 1"),
+        (["compare", "no-such", "quadratic"], "no learned optimiser 'no-such'"),
+        (["report", "EMPTY"], "holds no comparison"),
+        (["reproduce", "quadratic", "--scale", "paper", "--out", "EMPTY"], "has the scales smoke, cpu"),
+    ],
+)
+def test_bad_input_is_a_sentence(args, message, learned, tmp_path, capsys):
+    real = [str(learned) if a == "FILE" else str(tmp_path) if a == "EMPTY" else a for a in args]
+    out = ["--out", str(tmp_path / "o")] if args[0] == "compare" else []
+    assert cli.run([*real, *out]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in said
+
+
+def test_a_killed_comparison_continues(learned, tmp_path):
+    args = ["compare", str(learned), "quadratic", "--out", str(tmp_path), "--rivals", "sgd", "--budget", "12"]
+    args += ["--steps", "150", "--seeds", "3", "--workers", "2", "--json"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(
+        [sys.executable, "-m", "metamd", *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while len(list(tmp_path.glob("cells/*.json"))) < 8:
+        time.sleep(0.05)
+        assert first.poll() is None
+    first.send_signal(signal.SIGINT)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 130
+    assert b"the same command continues" in said
+    done = len(list(tmp_path.glob("cells/*.json")))
+    assert 8 <= done < 3 * 26
+    second = subprocess.run([sys.executable, "-m", "metamd", *args], env=env, capture_output=True, timeout=200, check=True)
+    assert json.loads(second.stdout)["protocol"] == "handicap"
+
+
+# protocols
+
+
+def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
+    data = {n: tasks_data(i) for i, n in enumerate("ab")}
+    family = tasks.supervised(small_network, data, batch_size=10, steps=10)
+    ours = {"ours": rival("sgdm").with_setting("linear", momentum=0.5)}
+    records = Records(tmp_path, {})
+    options = {"budget": 4, "schedules": ["constant"], "search": QuasiRandom(), "records": records}
+    found = entrants("paper", ours, [rival("adam"), rival("schedule-free")], family, **options)
+    assert list(found) == ["ours", "Adam", "Schedule-Free AdamW", "Adam, untuned", "Schedule-Free AdamW, untuned"]
+    trials = sorted(p.stem for p in tmp_path.glob("cells/*.json"))
+    assert len(trials) == 3 * 4  # the same budget for all three
+    assert found["ours"].schedule == "linear"
+    assert found["ours"].setting["momentum"] == 0.9  # what tuning set, with what it does not set left at its default
+    for label in ("ours", "Adam"):
+        assert found[label].setting["weight_decay"] > 0
+
+
+def test_the_handicap_tunes_rivals_alone():
+    ours = {"ours": rival("sgd").untuned()}
+    found = entrants("handicap", ours, [rival("adam"), rival("schedule-free")], QUADRATIC, budget=5)
+    assert list(found) == [
+        "ours",
+        "Adam",
+        "Adam, linear decay",
+        "Schedule-Free AdamW",
+        "Adam, untuned",
+        "Schedule-Free AdamW, untuned",
+    ]
+    assert [len(c) for c in found.values() if isinstance(c, list)] == [5, 5, 5]
+    with pytest.raises(ValueError, match="protocol must be one of handicap, paper"):
+        entrants("fair", ours, [], QUADRATIC)
+    assert set(PROTOCOLS) == {"handicap", "paper"}
+    assert Grid() != QuasiRandom()
+
+
+def small_network():
+    from torch import nn
+
+    return nn.Linear(4, 3)
+
+
+def tasks_data(seed):
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(60, 4, generator=generator), torch.arange(60) % 3
+
+
+# hostile records
+
+NASTY = "<script>alert(1)</script> | [x](javascript:1) `$\\frac{` \x1b[31m\n# head"
+
+
+def test_hostile_records_are_shown_as_text(tmp_path):
+    """Labels, domains, settings and versions that try to be markup, mathematics or escapes."""
+    both = {NASTY: rival("sgd").untuned(), "b": [rival("adam").with_setting(lr=x) for x in (0.1, 0.2)]}
+    compare(both, QUADRATIC, seeds=2, folder=tmp_path, measuring=Measuring(splits=()), protocol=NASTY)
+    path = tmp_path / "comparison.json"
+    index = json.loads(path.read_text())
+    index["folds"][0]["group"] = NASTY
+    index["versions"] = {NASTY: NASTY}
+    index["folds"][0]["entrants"]["b"][0]["contender"]["setting"] = {NASTY: NASTY}
+    path.write_text(json.dumps(index))
+    run = json.loads((tmp_path / "run.json").read_text())
+    run["settings"]["family"]["family"] = NASTY
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    _, parts = write_report(tmp_path, tmp_path)
+    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    for shown in (page, text):
+        assert "<script" not in shown
+        assert "\x1b" not in shown.replace("&#27;", "")
+    assert "\n# head" not in text
+    assert "[x](javascript" not in text
+    assert "\x1b" not in as_text(parts)
+
+
+def test_text_and_markdown_escape_what_they_show():
+    hostile = [Section("a|b", ["*x* <i>"], ["h"], [["r\nr"]])]
+    text = as_markdown("# t", hostile, command="c")
+    assert "a\\|b" in text
+    assert "\\*x\\* &lt;i&gt;" in text
+    assert "| r r |" in text
+    assert "r\\nr" in as_text(hostile)
+
+
+@pytest.mark.parametrize("change", ["not json", '{"folds": []}', '{"folds": [{}]}', "[]", '{"folds": null}', '{"a": NaN}'])
+def test_broken_indexes_are_sentences(change, tmp_path, capsys):
+    compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=1, folder=tmp_path, measuring=Measuring(splits=()))
+    (tmp_path / "comparison.json").write_text(change)
+    assert cli.run(["report", str(tmp_path)]) == 2
+    assert "comparison.json" in capsys.readouterr().err
+
+
+# what the report computes beside the tables
+
+
+def test_the_expected_best_of_so_many_settings():
+    """Against all subsets, enumerated."""
+    from itertools import combinations
+
+    rates = (0.001, 0.01, 0.05, 0.1, 100.0)
+    found = compare(
+        {"a": [rival("sgd").with_setting(lr=x) for x in rates]}, QUADRATIC, seeds=2, measuring=Measuring(splits=())
+    )
+    means = [sum(o.mean_loss for o in c.outcomes) / 2 for c in found.folds[0].entrants["a"]]
+    worst = max(m for m in means if math.isfinite(m))
+    kept = [min(m, worst) for m in means]
+    assert math.inf in means
+    for k, value in enumerate(expected_best(found, "a"), start=1):
+        best = [min(s) for s in combinations(kept, k)]
+        assert value == pytest.approx(sum(best) / len(best), rel=1e-9)
+
+
+# experiments
+
+TINY = Scale(("0", "45"), 60, steps=6, outer_steps=1, tasks_per_step=1, seeds=1, budget=2, rivals=("adam",), usage_tasks=1)
+
+
+def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatch):
+    def small(scale, hold_out):
+        return tasks.rotated_mnist(
+            angles=[0, 45, 60],
+            hold_out=float(hold_out),
+            model="linear",
+            images=scale.images,
+            batch_size=20,
+            steps=scale.steps,
+        )
+
+    diagonal = {
+        "diagonal": Geometry(
+            Diagonal, choose_usage=True, entries={"MetaMD": Entry(), "MetaMD, linear decay": Entry(Usage(schedule="linear"))}
+        )
+    }
+    tiny = replace(rotated_mnist_mlp.EXPERIMENT, family=small, geometries=diagonal, scales={"smoke": TINY})
+    monkeypatch.setattr(rotated_mnist_mlp, "EXPERIMENT", tiny)
+    out = tmp_path / "out"
+    assert cli.run(["reproduce", "rotated-mnist-mlp", "--scale", "smoke", "--out", str(out)]) == 0
+    assert "MetaMD, in the paper | 95.22 | 95.34" in (out / "tables.md").read_text()
+    assert (out / "report.html").exists()
+    files = {p: p.stat().st_mtime_ns for p in out.rglob("*.json") if "cells" in p.parts}
+    assert {p.name for p in out.glob("learned/*.safetensors")} == {"0-diagonal.safetensors", "45-diagonal.safetensors"}
+    again = tiny.run("smoke", out, 0)
+    assert {p: p.stat().st_mtime_ns for p in files} == files, "something was run twice"
+    assert again == json.loads((out / "summary.json").read_text())
+    assert [r["label"] for r in again["rows"]][:3] == ["MetaMD", "MetaMD, linear decay", "Adam"]
+    assert markdown(again["rows"]) == (out / "tables.md").read_text()
+    for row in again["rows"]:
+        assert set(row["accuracy"]) == {"0", "45"}
+
+
+@pytest.mark.parametrize("experiment", [rotated_mnist_mlp.EXPERIMENT, diverse_digits_lenet.EXPERIMENT], ids=lambda e: e.name)
+def test_declarations_fit_their_families(experiment, tiny_data):
+    assert set(experiment.scales) == {"smoke", "cpu", "paper"}
+    for scale in experiment.scales.values():
+        assert experiment.target in {r.title for r in map(rivals.rival, scale.rivals)}
+        for published in experiment.published.values():
+            assert set(scale.domains) <= set(published)
+    family = experiment.family(experiment.scales["smoke"], experiment.scales["smoke"].domains[0])
+    assert family.held_out().domains == experiment.scales["smoke"].domains[:1]
+    labels = [label for g in experiment.geometries.values() for label in g.entries]
+    assert len(labels) == len(set(labels))
+    assert labels[0] == "MetaMD"

@@ -1,0 +1,447 @@
+"""Comparisons: A/A finds no winner, a planted one is found; statistics against scipy; cells that survive what kills them."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from metamd import Comparison, Diagonal, Measuring, compare, handicap, learned_rival, meta_train, tasks
+from metamd.cells import Cell, fill
+from metamd.comparing import draw
+from metamd.folds import Candidate, Fold, Target
+from metamd.paired import bootstrap, holm, profiles, rank, resample, signed_rank_test
+from metamd.records import Records
+from metamd.rivals import rival
+from metamd.training import Outcome
+
+BARE = Measuring(splits=())
+QUADRATIC = tasks.quadratic((0.5, 4.0), steps=40)
+
+
+# statistics
+
+
+@pytest.mark.parametrize("n", [4, 9, 14])
+def test_the_signed_rank_test_is_scipys(n):
+    rng = np.random.default_rng(n)
+    for shift in (0.0, 0.5, 1.5):
+        ours, theirs = rng.normal(size=n), rng.normal(size=n) + shift
+        wanted = stats.wilcoxon(ours, theirs, method="exact").pvalue
+        assert signed_rank_test(ours, theirs) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_the_signed_rank_test_of_many_pairs_is_near_scipys():
+    rng = np.random.default_rng(0)
+    ours = rng.normal(size=40)
+    theirs = ours + rng.normal(size=40) + 0.4
+    assert signed_rank_test(ours, theirs) == pytest.approx(stats.wilcoxon(ours, theirs).pvalue, abs=0.01)
+
+
+def test_infinities_and_ties_in_the_signed_rank_test():
+    inf = math.inf
+    assert signed_rank_test(np.array([1.0, 2.0, inf]), np.array([1.0, 2.0, inf])) == 1.0
+    # arriving where the other never does is the largest difference there is
+    assert signed_rank_test(np.array([1.0] * 6), np.array([inf] * 6)) == pytest.approx(2 / 64)
+    assert rank(np.array([3.0, 1.0, 3.0, inf])).tolist() == [2.5, 1.0, 2.5, 4.0]
+    assert stats.rankdata([3.0, 1.0, 3.0, inf]).tolist() == [2.5, 1.0, 2.5, 4.0]
+
+
+def test_holm_is_the_textbooks():
+    # Holm (1979): 0.01 x 4, 0.013 x 3 lifted to it, 0.03 x 2, 0.2
+    assert holm([0.2, 0.01, 0.03, 0.013]) == pytest.approx([0.2, 0.04, 0.06, 0.04])
+    assert holm([]) == []
+
+
+def test_intervals_cover_the_mean_of_the_next_domains():
+    """Domains differ: 12 of them with 3 seeds. Drawing seeds alone covers far too seldom. False alarm below 1e-3."""
+    rng = np.random.default_rng(0)
+    groups = [g for g in range(12) for _ in range(3)]
+    covered, naive = 0, 0
+    for i in range(200):
+        values = np.repeat(rng.normal(size=12), 3) + 0.1 * rng.normal(size=36)
+        found = bootstrap(values, groups, seed=i)
+        covered += found.low <= 0 <= found.high
+        found = bootstrap(values, [0] * 36, seed=i)
+        naive += found.low <= 0 <= found.high
+    assert covered >= 170  # nominally 95 %; twelve groups give about 91 %
+    assert naive < 160
+
+
+def test_resamples_keep_domains_together():
+    draws = resample([0, 0, 1, 1, 2, 2], 0, resamples=50)
+    assert draws.shape == (50, 6)
+    pairs = draws.reshape(50, 3, 2) // 2
+    assert (pairs[..., 0] == pairs[..., 1]).all()
+    assert len(np.unique(resample([0, 1, 1], 0, resamples=50))) == 3  # unequal sizes: plainly
+
+
+def test_profiles_by_hand():
+    inf = math.inf
+    found = profiles({"a": np.array([10.0, 10.0, inf, inf]), "b": np.array([20.0, 10.0, 50.0, inf])})
+    assert found["a"].share[0] == 0.5
+    assert found["b"].share[0] == 0.5  # best on the second (a tie) and the third
+    assert found["b"].share[-1] == 0.75
+    at = dict(zip(found["b"].tau, found["b"].share, strict=True))
+    assert at[2.0] == 0.75
+    assert found["a"].area == pytest.approx(0.5)
+    assert found["b"].area == pytest.approx((2 / 3 + 1 + 1) / 4)
+
+
+# comparisons of invented outcomes
+
+
+def invented(losses, steps=100):
+    places = tuple(range(0, steps + 1, 10))
+    return Outcome({"seed": 0}, {"rival": "x"}, places, tuple(losses), losses[-1], {"test": (0.1, 0.9)}, steps)
+
+
+def curve(rate, rng, noise):
+    return np.exp(-np.linspace(0, 1, 11) * rate * math.exp(noise * rng.normal())) * math.exp(0.05 * rng.normal())
+
+
+def simulated(rates, rng, *, domains=6, seeds=3, noise=0.1):
+    folds = []
+    for d in range(domains):
+        difficulty = math.exp(0.5 * rng.normal())
+        entrants = {
+            label: (Candidate({"rival": label}, tuple(invented(curve(r * difficulty, rng, noise)) for _ in range(seeds))),)
+            for label, r in rates.items()
+        }
+        folds.append(Fold(str(d), entrants, dict.fromkeys(rates, 1.0), {}))
+    return Comparison(tuple(folds), {}).aiming(list(rates)[-1])
+
+
+def test_a_against_a_finds_no_winner():
+    """Four rivals like ours, 100 times: at most 5 % may be found, so more than 14 of 100 has probability below 1e-3."""
+    rng = np.random.default_rng(0)
+    found = dict.fromkeys(("mean_loss", "final_loss", "steps_to_target"), 0)
+    for _ in range(100):
+        comparison = simulated(dict.fromkeys("abcde", 3.0), rng)
+        for metric in found:
+            found[metric] += any(d.verdict != "undecided" for d in comparison.differences(metric))
+    assert max(found.values()) <= 14
+
+
+def test_tests_that_are_not_corrected_would_find_one():
+    """The law above rejects a comparison without Holm's correction: four tests at 5 % find something in about 15 %."""
+    rng = np.random.default_rng(0)
+    alarms = 0
+    for _ in range(100):
+        c = simulated(dict.fromkeys("abcdefghijk", 3.0), rng)
+        ours = c.values("a", "mean_loss")
+        alarms += any(signed_rank_test(ours, c.values(x, "mean_loss")) < 0.05 for x in "bcdefghijk")
+    assert alarms > 14
+
+
+def test_a_planted_winner_is_found():
+    comparison = simulated({"ours": 4.5, "worse": 3.0, "same": 4.5, "better": 6.5}, np.random.default_rng(1)).aiming("worse")
+    for metric in ("mean_loss", "final_loss", "steps_to_target"):
+        verdicts = {d.label: d.verdict for d in comparison.differences(metric)}
+        assert verdicts["worse"] == "ahead", metric
+        assert verdicts["same"] == "undecided", metric
+        assert verdicts["better"] == "behind", metric
+    found = {d.label: d for d in comparison.differences("final_loss")}
+    assert found["worse"].low < found["worse"].ratio < found["worse"].high < 1 < found["better"].low
+    rows = {r["label"]: r for r in comparison.table("steps_to_target")}
+    assert rows["better"]["value"] < rows["worse"]["value"]
+    areas = {k: p.area for k, p in comparison.profiles().items()}
+    assert areas["better"] > areas["ours"] > areas["worse"]
+
+
+def test_three_pairs_decide_nothing():
+    comparison = simulated({"ours": 6.0, "worse": 2.0}, np.random.default_rng(0), domains=1, seeds=3)
+    assert comparison.differences("final_loss")[0].wins == 3
+    assert comparison.differences("final_loss")[0].verdict == "undecided"
+
+
+def candidates(*curves):
+    return tuple(Candidate({"rival": "r", "setting": {"lr": i}}, (invented(c),)) for i, c in enumerate(curves))
+
+
+def test_the_best_candidate_is_chosen_for_each_metric_and_domain():
+    early = [2.0, 0.5] + [0.4] * 9
+    late = [2.0] + [1.5] * 8 + [0.1, 0.1]
+    failed = [2.0] + [math.inf] * 10
+    fold = Fold("d", {"r": candidates(early, late, failed), "base": candidates(early)}, {"r": 0.5, "base": 1.0}, {})
+    other = Fold("e", {"r": candidates(failed, failed, late), "base": candidates(late)}, {"r": 0.5, "base": 1.0}, {})
+    comparison = Comparison((fold, other), {}).aiming("base", 1.0)
+    assert [c.contender["setting"]["lr"] for c in comparison.chosen("r", "mean_loss")] == [0, 2]
+    assert [c.contender["setting"]["lr"] for c in comparison.chosen("r", "final_loss")] == [1, 2]
+    assert comparison.values("r", "final_loss").tolist() == [0.1, 0.1]
+    assert Target("base", 1.0).of(fold) == 0.4
+    assert comparison.values("r", "steps_to_target").tolist() == [20.0, 90.0]
+    assert comparison.values("r", "seconds_to_target").tolist() == [10.0, 45.0]
+    assert fold.tuning_gradients("r") == 300
+    assert fold.tuning_gradients("base") == 0
+    with pytest.raises(ValueError, match="baseline must be one of r, base"):
+        comparison.aiming("adam")
+    with pytest.raises(ValueError, match="share must lie in"):
+        comparison.aiming("base", 0.0)
+    with pytest.raises(ValueError, match="metric must be one of"):
+        comparison.values("base", "beauty")
+
+
+def test_when_learning_has_paid_for_itself():
+    ours, theirs = [2.0] + [0.1] * 10, [2.0] * 5 + [0.1] * 6
+    entrants = {"ours": candidates(ours), "rival": candidates(theirs, theirs)}
+    fold = Fold("d", entrants, {}, {"ours": {"gradient_evaluations": 950.0, "hessian_vector_products": 20.0}})
+    comparison = Comparison((fold,), {}).aiming("rival", 0.75)
+    assert comparison.learning_gradients("ours") == 1000  # 950 + 2.5 x 20
+    # to the target: 10 steps against 50; tuning: two candidates of 100 steps
+    assert comparison.tasks_to_pay("rival", every_task=True) == math.ceil(1000 / (40 + 200))
+    assert comparison.tasks_to_pay("rival", every_task=False) == math.ceil((1000 - 200) / 40)
+    backwards = Comparison((Fold("d", {"ours": candidates(theirs), "rival": candidates(ours)}, {}, fold.costs),), {})
+    assert backwards.aiming("rival").tasks_to_pay("rival", every_task=False) == math.inf
+
+
+# real comparisons
+
+
+def entrants():
+    learned = meta_train(QUADRATIC, Diagonal(), outer_steps=3, tasks_per_step=4)
+    return {
+        "MetaMD": learned_rival(learned).untuned(),
+        "SGD": handicap(rival("sgd"), budget=7),
+        "Adam": handicap(rival("adam"), "linear", budget=7),
+        "Adam, untuned": rival("adam").untuned(),
+    }
+
+
+def test_a_comparison_is_its_records(tmp_path):
+    who = entrants()
+    found = compare(who, QUADRATIC, seeds=5, folder=tmp_path, measuring=BARE).aiming("SGD")
+    assert len(list((tmp_path / "cells").iterdir())) == 5 * (1 + 7 + 7 + 1) + 1  # and the seconds
+    verdicts = {d.label: d.wins for d in found.differences("mean_loss")}
+    assert verdicts == {"SGD": 5, "Adam": 5, "Adam, untuned": 5}
+    assert found.metrics == ["mean_loss", "final_loss", "steps_to_target", "seconds_to_target"]
+    again = Comparison.read(tmp_path).aiming("SGD")
+    for label in found.labels:
+        for metric in found.metrics:
+            assert again.values(label, metric).tolist() == found.values(label, metric).tolist()
+    assert again.learning_gradients("MetaMD") == found.learning_gradients("MetaMD") > 0
+    # nothing is computed twice, and another rival may join
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cells").iterdir()}
+    more = compare({**who, "RMSprop": rival("rmsprop").untuned()}, QUADRATIC, seeds=5, folder=tmp_path, measuring=BARE)
+    after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cells").iterdir()}
+    assert {n: after[n] for n in before} == before
+    assert len(after) == len(before) + 5 + 1
+    assert more.values("SGD", "mean_loss").tolist() == found.values("SGD", "mean_loss").tolist()
+    with pytest.raises(ValueError, match="other settings"):
+        compare(who, QUADRATIC, seeds=5, steps=7, folder=tmp_path, measuring=BARE)
+
+
+def test_several_processes_give_what_one_gives(tmp_path):
+    who = entrants()
+    one = compare(who, QUADRATIC, seeds=3, measuring=BARE)
+    two = compare(who, QUADRATIC, seeds=3, measuring=BARE, folder=tmp_path, workers=2)
+    for label in one.labels:
+        assert one.values(label, "mean_loss").tolist() == two.values(label, "mean_loss").tolist()
+
+
+def test_runs_are_paired():
+    found = compare(
+        {"a": rival("sgd").with_setting(lr=0.01), "b": rival("adam").untuned()}, QUADRATIC, seeds=3, measuring=BARE
+    )
+    for one, two in zip(found.chosen("a", "mean_loss")[0].outcomes, found.chosen("b", "mean_loss")[0].outcomes, strict=True):
+        assert one.config == two.config
+        assert one.losses[0] == two.losses[0]
+
+
+def test_every_domain_has_its_seeds():
+    data = {n: (torch.randn(30, 4), torch.arange(30) % 3) for n in "xyz"}
+    family = tasks.supervised(lambda: torch.nn.Linear(4, 3), data, batch_size=5, steps=10)
+    groups = draw(family, 2, 0)
+    assert {g: len(configs) for g, configs in groups.items()} == {"x": 2, "y": 2, "z": 2}
+    assert all(c["dataset"] == g for g, configs in groups.items() for c in configs)
+    found = compare({"a": rival("sgd").untuned()}, family, seeds=2)
+    assert [f.group for f in found.folds] == ["x", "y", "z"]
+    assert found.groups == [0, 0, 1, 1, 2, 2]
+    assert "test_error" in found.metrics
+
+
+def test_domains_are_joined():
+    one, two = (compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=2, seed=s, measuring=BARE) for s in (0, 1))
+    both = Comparison.join([one, two])
+    assert both.values("a", "mean_loss").tolist() == [*one.values("a", "mean_loss"), *two.values("a", "mean_loss")]
+    assert both.groups == [0, 0, 1, 1]
+    other = compare({"b": rival("sgd").untuned()}, QUADRATIC, seeds=2, measuring=BARE)
+    with pytest.raises(ValueError, match="same optimisers"):
+        Comparison.join([one, other])
+    with pytest.raises(ValueError, match="nothing to join"):
+        Comparison.join([])
+
+
+def test_bad_comparisons_are_sentences():
+    with pytest.raises(ValueError, match="at least one optimiser"):
+        compare({}, QUADRATIC)
+    with pytest.raises(ValueError, match="'x' has no contender"):
+        compare({"x": []}, QUADRATIC)
+    with pytest.raises(ValueError, match="needs a folder"):
+        compare({"x": rival("sgd").untuned()}, QUADRATIC, ray="local")
+    with pytest.raises(ValueError, match="seeds must be at least 1"):
+        compare({"x": rival("sgd").untuned()}, QUADRATIC, seeds=0)
+
+
+# cells
+
+
+def test_a_killed_worker_is_replaced_and_its_cell_run_again(tmp_path):
+    """The first attempt at one cell kills its own process, as the kernel does when memory is short."""
+
+    def compute(i):
+        mark = tmp_path / f"tried-{i}"
+        first = not mark.exists()
+        mark.touch()
+        if i == 2 and first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"i": i, "process": os.getpid()}
+
+    cells = [Cell(f"c{i}", lambda i=i: compute(i)) for i in range(6)]
+    found = fill(Records(tmp_path / "r", {}), cells, title="t", workers=2)
+    assert [r["i"] for r in found.values()] == list(range(6))
+    assert all(r["process"] != os.getpid() for r in found.values())
+
+
+def test_a_local_ray_cluster_and_a_killed_actor(tmp_path):
+    """As above on a cluster; the records are written here, whatever process computed them."""
+    pytest.importorskip("ray")
+    program = """
+import os, signal, sys
+from pathlib import Path
+from metamd.cells import Cell, fill
+from metamd.records import Records
+
+folder = Path(sys.argv[1])
+
+def compute(i):
+    mark = folder / f"tried-{i}"
+    first = not mark.exists()
+    mark.touch()
+    if i == 2 and first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if i == 9:
+        raise ValueError("nine is too many.")
+    return {"i": i, "process": os.getpid()}
+
+cells = [Cell(f"c{i}", lambda i=i: compute(i)) for i in range(5)]
+found = fill(Records(folder / "r", {}), cells, title="t", workers=2, ray="local")
+assert [r["i"] for r in found.values()] == list(range(5))
+assert os.getpid() not in {r["process"] for r in found.values()}
+assert fill(Records(folder / "r", {}), cells, title="t", workers=2, ray="local") == found
+
+import ray
+from metamd import Measuring, compare, tasks
+from metamd.rivals import rival
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+both = {"a": rival("sgd").untuned(), "b": rival("muon").untuned()}
+options = {"seeds": 2, "steps": 12, "measuring": Measuring(splits=())}
+there = compare(both, tasks.quadratic(), folder=folder / "c", workers=2, ray="local", **options)
+here = compare(both, tasks.quadratic(), **options)
+assert there.values("b", "mean_loss").tolist() == here.values("b", "mean_loss").tolist()
+try:
+    fill(Records(folder / "r", {}), [Cell("c9", lambda: compute(9))], title="t", ray="local")
+except ValueError as error:
+    assert str(error) == "nine is too many."
+else:
+    raise AssertionError
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_cell_that_always_kills_its_process_is_given_up(tmp_path):
+    cells = [Cell("good", lambda: {}), Cell("bad", lambda: os.kill(os.getpid(), signal.SIGKILL))]
+    with pytest.raises(RuntimeError, match=r"'bad' was killed 3 times \(code -9\)"):
+        fill(Records(tmp_path, {}), cells, title="t", workers=2)
+
+
+def test_the_sentence_of_a_cell_arrives(tmp_path):
+    def bad():
+        raise ValueError("lr must be positive.")
+
+    def bug():
+        raise KeyError("x")
+
+    with pytest.raises(ValueError, match=r"^lr must be positive\.$"):
+        fill(Records(tmp_path / "a", {}), [Cell("a", bad), Cell("b", dict)], title="t", workers=2)
+    with pytest.raises(RuntimeError, match="a: KeyError"):
+        fill(Records(tmp_path / "b", {}), [Cell("a", bug), Cell("b", dict)], title="t", workers=2)
+    with pytest.raises(ValueError, match="workers must be at least 1"):
+        fill(Records(tmp_path / "c", {}), [], title="t", workers=0)
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from metamd.cells import Cell, fill
+from metamd.records import Records
+
+def compute(i):
+    with open(Path(sys.argv[1]) / "log", "a") as log:
+        log.write(f"{i}\\n")
+    time.sleep(0.15)
+    return {"i": i}
+
+cells = [Cell(f"c{i}", lambda i=i: compute(i)) for i in range(12)]
+fill(Records(Path(sys.argv[1]) / "r", {}), cells, title="t", workers=2)
+"""
+
+
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL])
+def test_filling_survives_ctrl_c_and_kill(tmp_path, blow):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    first = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True)
+    while len(list(tmp_path.glob("r/cells/*.json"))) < 3:
+        time.sleep(0.02)
+        assert first.poll() is None
+    first.send_signal(blow)
+    first.communicate(timeout=30)
+    done = {p.stem for p in tmp_path.glob("r/cells/*.json")}
+    assert 3 <= len(done) < 12
+    time.sleep(0.5)  # a child of a killed parent ends its cell
+    done = {p.stem for p in tmp_path.glob("r/cells/*.json")}
+    before = (tmp_path / "log").read_text().split()
+    subprocess.run(command, env=env, check=True, capture_output=True, timeout=60)
+    log = (tmp_path / "log").read_text().split()
+    assert {p.stem for p in tmp_path.glob("r/cells/*.json")} == {f"c{i}" for i in range(12)}
+    assert not {f"c{i}" for i in log[len(before) :]} & done, "a finished cell was run twice"
+    assert not list(tmp_path.glob("r/cells/*.tmp*"))
+
+
+def test_the_index_is_not_trusted(tmp_path):
+    compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=1, folder=tmp_path, measuring=BARE)
+    path = tmp_path / "comparison.json"
+    good = json.loads(path.read_text())
+    run = good["folds"][0]["entrants"]["a"][0]["runs"][0]
+
+    def reading(change):
+        index = json.loads(json.dumps(good))
+        change(index)
+        path.write_text(json.dumps(index))
+        return Comparison.read(tmp_path)
+
+    reading(lambda i: None)
+    for name in ("../../etc/passwd", "/etc/passwd", run + "/../x", 5, ""):
+        with pytest.raises(ValueError, match="name of a record"):
+            reading(lambda i, name=name: i["folds"][0]["entrants"]["a"][0].update(runs=[name]))
+    with pytest.raises(ValueError, match="run all tasks"):
+        reading(lambda i: i["folds"][0]["entrants"]["a"][0].update(runs=[]))
+    with pytest.raises(ValueError, match="is not the index"):
+        reading(lambda i: i.update(folds=5))
+    with pytest.raises(ValueError, match="same optimisers"):
+        reading(lambda i: i.update(folds=[]))
+    with pytest.raises(ValueError, match="is not the index"):
+        reading(lambda i: i["folds"][0].pop("seconds"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.factors import moment_shapes, spread
+from metamd.factors import compared, moment_shapes
 from metamd.hypergrad import ClosedForm, Estimator, Moments
 from metamd.inner import Cost, Trajectory, gradient, run_inner
 from metamd.lockstep import run_many
@@ -83,7 +83,7 @@ class Lecture:
         if isinstance(self.estimator, ClosedForm):
             shapes = moment_shapes(iterate)
             sums = {f"{s}/{k}": torch.zeros(v, dtype=torch.float64) for k, v in shapes.items() for s in ("x", "y")}
-            sums |= {f"s/{k}": torch.zeros(4, dtype=torch.float64) for k in shapes if k not in iterate.log_d}
+            sums |= {f"{s}/{k}": torch.zeros(shapes[k], dtype=torch.float64) for k in compared(iterate) for s in ("u", "v")}
         else:
             sums = {f"gradient/{n}": torch.zeros(v.shape).double() for n, v in names.items()}
         return sums | {"tasks": torch.zeros((), dtype=torch.float64)}
@@ -106,14 +106,26 @@ class Lecture:
                 assert isinstance(self.objective, Regret)
                 moments = Moments.of(run, fit, self.objective)
                 sums = {f"x/{k}": v for k, v in moments.x.items()} | {f"y/{k}": v for k, v in moments.y.items()}
-                sums |= {f"s/{k}": spread(moments, k) for k in moments.x if k not in iterate.log_d}
+                if i % 2:  # half of the tasks, against which the others can be held
+                    sums |= {f"u/{k}": moments.x[k] for k in compared(iterate)}
+                    sums |= {f"v/{k}": moments.y[k] for k in compared(iterate)}
                 sums["tasks"] = torch.ones((), dtype=torch.float64)
             attempts[i] = lesson, sums
         return attempts
 
-    def runs(self, tasks: list[Task], iterate: Iterate, *, products: bool = False) -> list[tuple[MaxDiagonal, Trajectory]]:
-        """Plain runs, side by side where that is faster, each with its potential; with products for a learned basis."""
-        options: dict[str, Any] = {"exact": self.exact, "reference": self.objective.reference, "products": products}
+    def runs(
+        self, tasks: list[Task], iterate: Iterate, *, products: bool = False, referred: bool = True
+    ) -> list[tuple[MaxDiagonal, Trajectory]]:
+        """Plain runs, side by side where that is faster, each with its potential.
+
+        Args:
+            tasks: the problems.
+            iterate: the metrics.
+            products: whether to record what a learned basis is computed from.
+            referred: whether to make the reference runs too.
+        """
+        reference = self.objective.reference if referred else None
+        options: dict[str, Any] = {"exact": self.exact, "reference": reference, "products": products}
         if self.together and len(tasks) > 1:
             fit = self.fit(iterate, tasks[0])
             found = run_many(tasks, fit, together=True, **options)
@@ -210,17 +222,20 @@ def contest(
     """
     if by_loss:
         lecture = replace(lecture, objective=TrainingLoss())
-    by_iterate = [lecture.runs(list(tasks.values()), iterate) if tasks else [] for iterate in iterates]
+    by_iterate = [lecture.runs(list(tasks.values()), iterate, referred=False) if tasks else [] for iterate in iterates]
     found = {}
     for row, (i, task) in enumerate(tasks.items()):
         entries = [runs[row] for runs in by_iterate]
         finished = [run for _, run in entries if not run.diverged]
-        objective = lecture.objective
-        if finished and isinstance(objective, Regret) and objective.reference is None:
+        objective, extra = lecture.objective, Cost()
+        if finished and objective.reference is not None:
+            best, extra = objective.reference.run(task, finished[0].start, finished[0].steps)
+            entries = [(fit, replace(run, reference=best)) for fit, run in entries]
+        elif finished and isinstance(objective, Regret):
             objective = objective.held(min(finished, key=_tail))
         with torch.no_grad():
             values = [None if run.diverged else float(objective.value(run, fit)) for fit, run in entries]
-        cost = sum((run.cost for _, run in entries), Cost())
+        cost = sum((run.cost for _, run in entries), extra)
         found[i] = {"task": config_hash(task.config), "values": values, "cost": cost}
     return found
 

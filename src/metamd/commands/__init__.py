@@ -170,7 +170,16 @@ class Reproduce:
         json: print one JSON object on standard output instead of text.
     """
 
-    name: Positional[Literal["quadratic", "rosenbrock", "rotated-mnist-mlp", "diverse-digits-lenet"]]
+    name: Positional[
+        Literal[
+            "quadratic",
+            "rosenbrock",
+            "rotated-mnist-mlp",
+            "diverse-digits-lenet",
+            "adapt-rotated-mnist",
+            "adapt-rotated-mnist-learned",
+        ]
+    ]
     scale: Literal["smoke", "cpu", "paper"] = "cpu"
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     workers: int = 1

@@ -10,21 +10,23 @@ from typing import Any
 import torch
 
 from metamd.cells import Cell, fill
-from metamd.choosing import learn_usage
+from metamd.choosing import learn_usage, tuned_reference
 from metamd.comparing import compare
 from metamd.comparison import Comparison
 from metamd.folds import Target
+from metamd.following import learn_from_reference
 from metamd.hypergrad import ClosedForm
 from metamd.journal import Journal
-from metamd.learned import load
+from metamd.learned import LearnedOptimiser, load
 from metamd.meta import meta_train
 from metamd.objectives import Objective, Reference, Regret
-from metamd.potentials import Potential
+from metamd.potentials import MaxDiagonal
 from metamd.protocols import Protocol, entrants
 from metamd.records import Records, Result
 from metamd.rivals import Contender, Schedule, learned_rival, rival
 from metamd.tasks.base import Config, Task, TaskFamily, derive_seed
 from metamd.tasks.held_out import ImageFamily
+from metamd.tasks.shared_start import SharedStart
 from metamd.training import Measuring
 from metamd.usage import Usage
 
@@ -49,12 +51,15 @@ class Geometry:
         entries: how it enters, by label.
         objective: what is minimised.
         choose_usage: whether metric, momentum, schedule and factor are chosen on training tasks, at a scale that does so.
+        follow: whether it is learned from runs of a reference optimiser, whose rate is chosen on training tasks, instead of
+            in rounds; as many runs as a round has tasks, twice.
     """
 
-    potential: Callable[[], Potential]
+    potential: Callable[[], MaxDiagonal]
     entries: Mapping[str, Entry]
     objective: Objective = field(default_factory=lambda: Regret(comparator=Reference(lr=1e-3, factor=1.0)))
     choose_usage: bool = False
+    follow: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class Experiment:
     """
 
     name: str
-    family: Callable[[Scale, str], ImageFamily]
+    family: Callable[[Scale, str], ImageFamily | SharedStart]
     geometries: Mapping[str, Geometry]
     scales: Mapping[str, Scale]
     published: Mapping[str, Mapping[str, float]]
@@ -157,7 +162,9 @@ class Experiment:
         rows = self.rows(Comparison.join(found))
         return {"experiment": self.name, "scale": scale, "seed": seed, "protocol": size.protocol, "rows": rows}
 
-    def _lessons(self, size: Scale, families: Mapping[str, ImageFamily], folder: Path, seed: int) -> Iterator[Cell]:
+    def _lessons(
+        self, size: Scale, families: Mapping[str, ImageFamily | SharedStart], folder: Path, seed: int
+    ) -> Iterator[Cell]:
         (folder / "learned").mkdir(exist_ok=True)
         for domain, family in families.items():
             for name, geometry in self.geometries.items():
@@ -260,23 +267,35 @@ class Counted(TaskFamily):
         return self.family.describe()
 
 
-def _learn(size: Scale, family: ImageFamily, geometry: Geometry, path: Path, seed: int) -> Result:
+def _learn(size: Scale, family: ImageFamily | SharedStart, geometry: Geometry, path: Path, seed: int) -> Result:
+    began, counted = time.perf_counter(), Counted(family)
+    learned, spent = _geometry(size, counted, geometry, path, seed)
+    if geometry.choose_usage and size.usage_tasks:
+        reference = tuned_reference(counted, seed=seed)
+        chosen = derive_seed(seed, "usage", path.stem)
+        learned = learn_usage(learned, counted, reference=reference, tasks=size.usage_tasks, seed=chosen)
+    if counted.batches:
+        cost = {"gradient_evaluations": spent + counted.batches, "seconds": time.perf_counter() - began}
+        learned = replace(learned, header=replace(learned.header, cost={**learned.header.cost, **cost}))
+    learned.save(path)
+    return {"file": path.name, "fingerprint": learned.fingerprint(), "cost": dict(learned.header.cost)}
+
+
+def _geometry(size: Scale, family: "Counted", geometry: Geometry, path: Path, seed: int) -> tuple[LearnedOptimiser, float]:
+    """What is learned, and the gradients that it took and that the family has not counted."""
+    drawn = derive_seed(seed, "learning", path.stem)
+    if geometry.follow:
+        reference = tuned_reference(family, seed=seed)
+        tasks = 2 * size.tasks_per_step
+        return learn_from_reference(family, geometry.potential(), reference=reference, tasks=tasks, seed=drawn), 0.0
     learned = meta_train(
-        family,
+        family.family,
         geometry.potential(),
         objective=geometry.objective,
         estimator=ClosedForm(),
         outer_steps=size.outer_steps,
         tasks_per_step=size.tasks_per_step,
-        seed=derive_seed(seed, "learning", path.stem),
+        seed=drawn,
         journal=Journal(path.with_suffix(".run")),
     )
-    if geometry.choose_usage and size.usage_tasks:
-        began, counted = time.perf_counter(), Counted(family)
-        learned = learn_usage(learned, counted, tasks=size.usage_tasks, seed=derive_seed(seed, "usage", path.stem))
-        cost = dict(learned.header.cost)
-        cost["gradient_evaluations"] = cost.get("gradient_evaluations", 0) + counted.batches
-        cost["seconds"] = cost.get("seconds", 0.0) + time.perf_counter() - began
-        learned = replace(learned, header=replace(learned.header, cost=cost))
-    learned.save(path)
-    return {"file": path.name, "fingerprint": learned.fingerprint(), "cost": dict(learned.header.cost)}
+    return learned, learned.header.cost.get("gradient_evaluations", 0.0)

@@ -1,9 +1,11 @@
 """`metamd reproduce rotated-mnist-mlp`: the paper's table of a 3-layer MLP on rotated MNIST [GaoMetaMD2022].
 
 Five angles to learn from, the sixth to compare on, each in turn. The paper trains its inner loop to convergence by a
-criterion that it does not publish; here a run has 500 steps, and the curves show where it has converged.
+criterion that it does not publish; here a run has 500 steps, and the curves show where it has converged. With 10,000 images
+a domain the accuracies are about those of the paper, which does not say how many it had.
 """
 
+from functools import partial
 from pathlib import Path
 
 from metamd import tasks
@@ -29,7 +31,7 @@ SCALES = {
     "smoke": Scale(
         ("0", "45"), 200, steps=20, outer_steps=1, tasks_per_step=2, seeds=2, budget=3, rivals=("sgd", "adam"), usage_tasks=0
     ),
-    "cpu": Scale(ANGLES, 1000),
+    "cpu": Scale(ANGLES, 10_000, tasks_per_step=4, rivals=("sgdm", "rmsprop", "adam", "adamw", "muon")),
     "paper": Scale(ANGLES, 1000, seeds=10, outer_steps=20, rivals=("sgd", "sgdm", "rmsprop", "adam"), protocol="paper"),
 }
 
@@ -46,13 +48,14 @@ EXPERIMENT = Experiment(
     _family,
     {
         "kronecker": Geometry(
-            Kronecker,
+            partial(Kronecker, rank=128),
             {
                 "MetaMD": Entry(),
                 "MetaMD, plain": Entry(Usage()),
                 "MetaMD, momentum, linear decay": Entry(Usage(momentum=0.9, schedule="linear")),
             },
             choose_usage=True,
+            follow=True,
         ),
         "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}),
     },

@@ -1,0 +1,89 @@
+"""`metamd reproduce adapt-rotated-mnist`: a model trained at 45 degrees is adapted to other angles in 100 steps.
+
+Every task begins at the same model, the regime of nightly retrains and of one model per customer. Nine angles to learn
+from, the tenth to compare on; the rivals begin at the same model. `adapt-rotated-mnist-learned` is the same from the
+learned start, the mean of the solutions on the nine angles, which the rivals are given too.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from metamd import tasks
+from metamd.choosing import learn_start
+from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.objectives import Reference, Regret
+from metamd.potentials import Diagonal, Kronecker
+from metamd.records import Result
+from metamd.tasks.adaptation import ADAPTED
+from metamd.tasks.shared_start import SharedStart
+from metamd.usage import Usage
+
+__all__ = ["EXPERIMENT", "SCALES", "markdown", "run"]
+
+ANGLES = tuple(str(a) for a in ADAPTED)
+MODERN = ("sgdm", "rmsprop", "adam", "adamw", "muon", "soap", "schedule-free", "prodigy")
+
+SCALES = {
+    "smoke": Scale(
+        ("0", "90"),
+        200,
+        steps=20,
+        outer_steps=1,
+        tasks_per_step=2,
+        seeds=2,
+        budget=3,
+        rivals=("sgdm", "adam"),
+        usage_tasks=0,
+    ),
+    "cpu": Scale(ANGLES, 5000, steps=100, outer_steps=4, tasks_per_step=9, rivals=MODERN),
+    "paper": Scale(ANGLES, 5000, steps=100, outer_steps=8, tasks_per_step=18, seeds=10, rivals=MODERN),
+}
+
+
+def _family(scale: Scale, hold_out: str, *, learned_start: bool) -> SharedStart:
+    family = tasks.adapt_rotated_mnist(hold_out=float(hold_out), images=scale.images, steps=scale.steps)
+    if not learned_start:
+        return family
+    start = learn_start(family, reference=Reference(lr=2e-3, factor=2), tasks=2 * scale.tasks_per_step)
+    return SharedStart(family.family, start)
+
+
+def adaptation(name: str, *, learned_start: bool) -> Experiment:
+    """The experiment from one of the two starts.
+
+    Args:
+        name: of the experiment.
+        learned_start: whether tasks begin at the mean of the training tasks' solutions instead of the pretrained model.
+    """
+    regret = Regret(comparator=Reference(lr=2e-3, factor=2))
+    return Experiment(
+        name,
+        partial(_family, learned_start=learned_start),
+        {
+            "kronecker": Geometry(
+                partial(Kronecker, rank=128),
+                {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage())},
+                objective=regret,
+                choose_usage=True,
+            ),
+            "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}, objective=regret),
+        },
+        SCALES,
+        {},
+    )
+
+
+EXPERIMENT = adaptation("adapt-rotated-mnist", learned_start=False)
+
+
+def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
+    """Fill the table from the given start; what is in the folder already is kept.
+
+    Args:
+        scale: a name in `SCALES`.
+        folder: for records and learned files.
+        seed: of everything random.
+        workers: processes.
+        ray: address of a Ray cluster.
+    """
+    return EXPERIMENT.run(scale, folder, seed, workers, ray)

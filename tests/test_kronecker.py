@@ -223,6 +223,9 @@ def test_everything_equals_the_dense_matrices_it_stands_for(task, sides, rank, p
         stepped = mirror_step(only, {name: grad}, phi, 0.5).params[name]
     expected = start[name].reshape(-1) - 0.5 * torch.linalg.solve(matrices[j], grad.reshape(-1))
     assert torch.allclose(stepped.reshape(-1), expected)
+    smallest = min(float(torch.linalg.eigvalsh(m)[0]) for m in matrices)
+    assert phi.strong_convexity().constant <= smallest * (1 + 1e-9), "the bias may have a smaller one"
+    assert min(float(phi.metric(name).min()), 1e9) == pytest.approx(smallest)
     u = {name: problem.normal(*start[name].shape)}
     y = matrices[j] @ flat
     values = torch.stack([0.5 * u[name].reshape(-1) @ m @ u[name].reshape(-1) for m in matrices]) + phi.offsets.detach()

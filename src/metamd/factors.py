@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 TOLERATED = 0.05
 """The share of the bound that `rank="auto"` gives away at most, if `LARGEST` allows it."""
 
-LARGEST = 37
+LARGEST = 24
 """The largest rank that `rank="auto"` takes. Two products with r columns take 2r/(3b) of the operations of a gradient from b
-examples: at b = 100 this is a quarter."""
+examples; at b = 100 this is a sixth, and of the time about a quarter, since thin products are slower."""
 
 SQUARED = torch.tensor([1.0, 2.0, 2.0, 2.0], dtype=torch.float64)
 """The powers of a task's weight in the sums of `spread`."""

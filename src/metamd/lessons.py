@@ -111,9 +111,19 @@ class Lecture:
             attempts[i] = lesson, sums
         return attempts
 
-    def runs(self, tasks: list[Task], iterate: Iterate, *, products: bool = False) -> list[tuple[MaxDiagonal, Trajectory]]:
-        """Plain runs, side by side where that is faster, each with its potential; with products for a learned basis."""
-        options: dict[str, Any] = {"exact": self.exact, "reference": self.objective.reference, "products": products}
+    def runs(
+        self, tasks: list[Task], iterate: Iterate, *, products: bool = False, compared: bool = True
+    ) -> list[tuple[MaxDiagonal, Trajectory]]:
+        """Plain runs, side by side where that is faster, each with its potential.
+
+        Args:
+            tasks: the problems.
+            iterate: the metrics.
+            products: whether to record what a learned basis is computed from.
+            compared: whether to make the reference runs too.
+        """
+        reference = self.objective.reference if compared else None
+        options: dict[str, Any] = {"exact": self.exact, "reference": reference, "products": products}
         if self.together and len(tasks) > 1:
             fit = self.fit(iterate, tasks[0])
             found = run_many(tasks, fit, together=True, **options)
@@ -210,17 +220,20 @@ def contest(
     """
     if by_loss:
         lecture = replace(lecture, objective=TrainingLoss())
-    by_iterate = [lecture.runs(list(tasks.values()), iterate) if tasks else [] for iterate in iterates]
+    by_iterate = [lecture.runs(list(tasks.values()), iterate, compared=False) if tasks else [] for iterate in iterates]
     found = {}
     for row, (i, task) in enumerate(tasks.items()):
         entries = [runs[row] for runs in by_iterate]
         finished = [run for _, run in entries if not run.diverged]
-        objective = lecture.objective
-        if finished and isinstance(objective, Regret) and objective.reference is None:
+        objective, extra = lecture.objective, Cost()
+        if finished and objective.reference is not None:
+            best, extra = objective.reference.run(task, finished[0].start, finished[0].steps)
+            entries = [(fit, replace(run, reference=best)) for fit, run in entries]
+        elif finished and isinstance(objective, Regret):
             objective = objective.held(min(finished, key=_tail))
         with torch.no_grad():
             values = [None if run.diverged else float(objective.value(run, fit)) for fit, run in entries]
-        cost = sum((run.cost for _, run in entries), Cost())
+        cost = sum((run.cost for _, run in entries), extra)
         found[i] = {"task": config_hash(task.config), "values": values, "cost": cost}
     return found
 

@@ -335,7 +335,7 @@ class PaperBound(Objective):
         """The whole of it."""
         k = self._k(run)
         # one amin over everything: smallest entries that tie share the gradient equally across tensors too
-        smallest = torch.cat([v.double().reshape(-1) for v in potential.log_d.values()]).amin()
+        smallest = torch.cat([v.double().reshape(-1) for v in potential.logarithms()]).amin()
         strength = (0.5 * smallest).exp() if self.strong_convexity == "paper" else smallest.exp()
         return potential.divergence(end, run.start) + k / strength
 

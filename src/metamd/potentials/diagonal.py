@@ -230,8 +230,13 @@ class MaxDiagonal(Potential):
 
     def strong_convexity(self) -> StrongConvexity:
         """The smallest metric of all, in the Euclidean norm. (The paper has min M, the root of it.)"""
-        logs = [slot.spread(self.table[escape(slot.key)]) for slot in self.slots.values()] or list(self.table.values())
-        return StrongConvexity(min(float(v.detach().min().exp()) for v in logs), "l2")
+        return StrongConvexity(min(float(v.detach().min().exp()) for v in self.logarithms()), "l2")
+
+    def logarithms(self) -> list[Tensor]:
+        """log D of all coordinates that have one of their own, as functions of what is stored."""
+        if self.basis.kind == "both" and self.slots:  # a sum over rows and columns
+            return [slot.spread(self.table[escape(slot.key)]) for slot in self.slots.values()]
+        return list(self.table.values())
 
     # the step
 

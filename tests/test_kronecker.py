@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import metamd
 from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, cli, meta_train, mirror_step
 from metamd.commands.inspect import distributions
-from metamd.factors import learn_factors, shrunk, spread
+from metamd.factors import best_shares, learn_factors
+from metamd.header import SCHEMA_VERSIONS
 from metamd.inner import run_inner
 from metamd.moments import Moments
 from metamd.objectives import Reference
@@ -225,7 +226,7 @@ def test_everything_equals_the_dense_matrices_it_stands_for(task, sides, rank, p
     assert torch.allclose(stepped.reshape(-1), expected)
     smallest = min(float(torch.linalg.eigvalsh(m)[0]) for m in matrices)
     assert phi.strong_convexity().constant <= smallest * (1 + 1e-9), "the bias may have a smaller one"
-    assert min(float(phi.metric(name).min()), 1e9) == pytest.approx(smallest)
+    assert float(phi.metric(name).detach().min()) == pytest.approx(smallest)
     u = {name: problem.normal(*start[name].shape)}
     y = matrices[j] @ flat
     values = torch.stack([0.5 * u[name].reshape(-1) @ m @ u[name].reshape(-1) for m in matrices]) + phi.offsets.detach()
@@ -385,30 +386,28 @@ def dense_sides(now: Iterate) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def test_automatic_shrinkage_is_the_rule_of_ledoit_and_wolf_over_tasks():
-    """It falls like 1/n; with few tasks the shrunk mean is nearer the truth than the mean and than the target."""
+def test_automatic_shrinkage_is_the_best_on_tasks_not_learned_from():
+    """With few samples it shrinks more, and what it takes is better on the truth than the least of its candidates."""
     generator = torch.Generator().manual_seed(0)
-    truth, shares = spd(6, 1), {}
-    root = torch.linalg.cholesky(truth)
-    for n in (4, 64):
-        rows = torch.randn(n, 6, 3, generator=generator, dtype=F64)
-        tasks = [root @ r @ r.T @ root.T / 3 for r in rows]
-        each = [Moments({"k": m}, {"k": m}) for m in tasks]
-        total = Moments.total(each, [1.0] * n)
-        found, _ = shrunk(total.x["k"], total.y["k"], "auto", sum(spread(m, "k") for m in each))
-        mean = sum(tasks) / n
-        level = float(mean.diagonal().mean())
-        share = float((found / n - mean).diagonal().mean()) / level
-        spread_of = sum(float((m - mean).square().sum()) for m in tasks) / n**2
-        rho = spread_of / float((mean - level * torch.eye(6)).square().sum())
-        assert share == pytest.approx(rho / (1 - rho))
-        shares[n] = share
-        shrunk_mean = (1 - rho) * mean + rho * level * torch.eye(6)
-        errors = [float((m - truth).norm()) for m in (shrunk_mean, mean, level * torch.eye(6))]
-        assert errors[0] == min(errors) or n > 4
-    assert shares[64] < 0.2 * shares[4]
-    with pytest.raises(ValueError, match='shrinkage="auto" compares the matrices of several tasks'):
-        shrunk(truth, truth, "auto")
+    truth, shares = (spd(8, 1), spd(8, 2)), {}
+    roots = [torch.linalg.cholesky(m) for m in truth]
+
+    def sample(n: int, root: Tensor) -> Tensor:
+        rows = root @ torch.randn(8, n, generator=generator, dtype=F64)
+        return rows @ rows.T / n
+
+    for n in (6, 4000):
+        halves = [[sample(n, root) for root in roots] for _ in range(2)]
+        x, y = (a + b for a, b in zip(*halves, strict=True))
+        shares[n] = best_shares(x, y, *halves[0])
+        raised = [
+            [m + s * m.diagonal().mean() * torch.eye(8) for m, s in zip((x, y), pair, strict=True)]
+            for pair in (shares[n], (0.01, 1e-4))
+        ]
+        found, least = (float(bound_of(best_metric(*pair), *truth)) for pair in raised)
+        assert found <= least
+    assert shares[6][0] > shares[4000][0] == 0.01
+    assert best_shares(x, y, x, y) == (0.1, 0.001), "without another half there is nothing to compare with"
 
 
 @pytest.mark.parametrize("shrinkage", [(0.1, 0.001), "auto"])
@@ -597,7 +596,8 @@ def test_committed_files_load_and_are_written_back_as_they_were(tmp_path, versio
     assert found.header.schema_version == version
     assert same(found, replace(made(), header=found.header))
     found.save(tmp_path / "x.safetensors")
-    assert (tmp_path / "x.safetensors").read_bytes() == file.read_bytes()
+    # the last version may gain fields until it is released
+    assert version == SCHEMA_VERSIONS[-1] or (tmp_path / "x.safetensors").read_bytes() == file.read_bytes()
 
 
 def test_a_file_says_its_basis(tmp_path, capsys):

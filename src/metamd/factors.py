@@ -1,7 +1,6 @@
 """How a learned basis is found: the best metric of every weight matrix in closed form, and the basis it is diagonal in."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from metamd.moments import Moments
 from metamd.positive import best_metric, geometric_mean, towards
 from metamd.potentials.basis import Basis
-from metamd.potentials.kronecker import Learned, Rank, Shrinkage
+from metamd.potentials.kronecker import Learned, Rank
 from metamd.potentials.orthogonal import Orthogonal
 
 if TYPE_CHECKING:
@@ -24,11 +23,9 @@ LARGEST = 24
 """The largest rank that `rank="auto"` takes. Two products with r columns take 2r/(3b) of the operations of a gradient from b
 examples; at b = 100 this is a sixth, and of the time about a quarter, since thin products are slower."""
 
-SQUARED = torch.tensor([1.0, 2.0, 2.0, 2.0], dtype=torch.float64)
-"""The powers of a task's weight in the sums of `spread`."""
-
-LEAST = (1e-3, 1e-5)
-"""The smallest shares that `shrinkage="auto"` takes of X and of Y: with few tasks their spread is hardly known."""
+DEFAULT = (0.1, 0.001)
+CANDIDATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 1e-1)
+"""Shares of X and of Y that `shrinkage="auto"` tries; those of X first, with the default of Y."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +82,13 @@ def moment_shapes(iterate: "Iterate") -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def spread(moments: Moments, key: str) -> Tensor:
-    """What tells, summed over tasks, how much their matrices differ: 1, 1, |X|^2 and |Y|^2 of one task."""
-    norms = [m[key].square().sum() for m in (moments.x, moments.y)]
-    return torch.stack([torch.ones_like(norms[0]), torch.ones_like(norms[0]), *norms])
+def compared(iterate: "Iterate") -> list[str]:
+    """The keys of the matrices of which half of the tasks are held against the others: all, for `shrinkage="auto"`."""
+    auto = isinstance(iterate.basis, Learned) and iterate.basis.shrinkage == "auto"
+    return [k for k in moment_shapes(iterate) if k not in iterate.log_d] if auto else []
 
 
-def learn_factors(now: "Iterate", moments: Moments, reach: float, spreads: Mapping[str, Tensor] | None = None) -> Turned:
+def learn_factors(now: "Iterate", moments: Moments, reach: float, half: Moments | None = None) -> Turned:
     """To the minimisers X^-1 # Y of all matrices, or as far as the trust region reaches, in the bases they are diagonal in.
 
     With factors on both sides, each minimiser is for the other side as it was, and the step goes half way to both: the
@@ -101,7 +98,7 @@ def learn_factors(now: "Iterate", moments: Moments, reach: float, spreads: Mappi
         now: the metrics so far.
         moments: what the runs say.
         reach: the largest change of log D in any direction.
-        spreads: the sums of `spread` over the same runs, which `shrinkage="auto"` needs.
+        half: what every other run says, which `shrinkage="auto"` needs.
     """
     basis = now.basis
     if not isinstance(basis, Learned):
@@ -117,7 +114,11 @@ def learn_factors(now: "Iterate", moments: Moments, reach: float, spreads: Mappi
                 found[side] = _stored(now, key)[side]
                 continue
             x, y = moments.x[factor], moments.y[factor]
-            raised = shrunk(x, y, basis.shrinkage, (spreads or {}).get(factor))
+            shares = basis.shrinkage
+            if shares == "auto":
+                known = half is not None and factor in half.x
+                shares = best_shares(x, y, half.x[factor], half.y[factor]) if half is not None and known else DEFAULT
+            raised = _raised(x, shares[0]), _raised(y, shares[1])
             new, changes[factor] = _step(present, *raised, reach, 1 / len(sides))
             columns, numbers = _truncated(new, *raised, basis.rank)
             factors[factor], found[side] = columns.float().contiguous(), numbers.log()
@@ -150,36 +151,30 @@ def halfway(a: "Iterate", b: "Iterate") -> tuple[dict[str, Tensor], Basis]:
     return log_d, basis.with_factors(factors)
 
 
-def shrunk(x: Tensor, y: Tensor, shrinkage: Shrinkage, spread: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The two moments, each with a share of its mean diagonal added to its diagonal.
+def best_shares(x: Tensor, y: Tensor, x_half: Tensor, y_half: Tensor) -> tuple[float, float]:
+    """The shares of their mean diagonals that X and Y are to be given: those of the lowest bound on tasks not learned from.
 
-    "auto" is the rule of [LedoitWolf2004] with tasks as samples: the intensity rho = E|mean - truth|^2 / |mean - mu I|^2,
-    both estimated, makes (1 - rho) M + rho mu I the best of such combinations; added to M that is a share rho / (1 - rho).
+    D is computed from half of the tasks and its bound tr(D X) + tr(D^-1 Y) from the other half, both ways.
 
     Args:
         x: X, summed over tasks.
         y: Y.
-        shrinkage: the shares, or "auto".
-        spread: the sums of `spread`.
+        x_half: X of half of the tasks.
+        y_half: their Y.
     """
-    if shrinkage != "auto":
-        return _raised(x, shrinkage[0]), _raised(y, shrinkage[1])
-    if spread is None:
-        raise ValueError('shrinkage="auto" compares the matrices of several tasks. Learn by meta_train, or pass two shares.')
-    weight, squared, *norms = spread.tolist()
-    return tuple(
-        _raised(m, max(_share(m, weight, squared, norm), least)) for m, norm, least in zip((x, y), norms, LEAST, strict=True)
-    )  # type: ignore[return-value]
+    halves = [(x_half, y_half), (x - x_half, y - y_half)]
+    if any(not float(m.trace()) > 0 for half in halves for m in half):
+        return DEFAULT
 
+    def bound(shares: tuple[float, float]) -> float:
+        total = 0.0
+        for here, there in (halves, halves[::-1]):
+            d = best_metric(_raised(here[0], shares[0]), _raised(here[1], shares[1]))
+            total += float((d * there[0]).sum() + torch.trace(torch.linalg.solve(d, there[1])))
+        return total
 
-def _share(total: Tensor, weight: float, squared: float, norm: float) -> float:
-    """rho / (1 - rho) of a sum of matrices."""
-    mean = total / weight
-    level = float(mean.diagonal().mean())
-    error = max(norm - squared * float(mean.square().sum()), 0.0) / weight**2
-    distance = float(mean.square().sum()) - len(mean) * level**2
-    rho = min(error / distance, 0.99) if distance > 0 else 0.99
-    return rho / (1 - rho)
+    first = min(((share, DEFAULT[1]) for share in CANDIDATES[0]), key=bound)
+    return min(((first[0], share) for share in CANDIDATES[1]), key=bound)
 
 
 def _raised(m: Tensor, share: float) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.factors import moment_shapes, spread
+from metamd.factors import compared, moment_shapes
 from metamd.hypergrad import ClosedForm, Estimator, Moments
 from metamd.inner import Cost, Trajectory, gradient, run_inner
 from metamd.lockstep import run_many
@@ -83,7 +83,7 @@ class Lecture:
         if isinstance(self.estimator, ClosedForm):
             shapes = moment_shapes(iterate)
             sums = {f"{s}/{k}": torch.zeros(v, dtype=torch.float64) for k, v in shapes.items() for s in ("x", "y")}
-            sums |= {f"s/{k}": torch.zeros(4, dtype=torch.float64) for k in shapes if k not in iterate.log_d}
+            sums |= {f"{s}/{k}": torch.zeros(shapes[k], dtype=torch.float64) for k in compared(iterate) for s in ("u", "v")}
         else:
             sums = {f"gradient/{n}": torch.zeros(v.shape).double() for n, v in names.items()}
         return sums | {"tasks": torch.zeros((), dtype=torch.float64)}
@@ -106,13 +106,15 @@ class Lecture:
                 assert isinstance(self.objective, Regret)
                 moments = Moments.of(run, fit, self.objective)
                 sums = {f"x/{k}": v for k, v in moments.x.items()} | {f"y/{k}": v for k, v in moments.y.items()}
-                sums |= {f"s/{k}": spread(moments, k) for k in moments.x if k not in iterate.log_d}
+                if i % 2:  # half of the tasks, against which the others can be held
+                    sums |= {f"u/{k}": moments.x[k] for k in compared(iterate)}
+                    sums |= {f"v/{k}": moments.y[k] for k in compared(iterate)}
                 sums["tasks"] = torch.ones((), dtype=torch.float64)
             attempts[i] = lesson, sums
         return attempts
 
     def runs(
-        self, tasks: list[Task], iterate: Iterate, *, products: bool = False, compared: bool = True
+        self, tasks: list[Task], iterate: Iterate, *, products: bool = False, referred: bool = True
     ) -> list[tuple[MaxDiagonal, Trajectory]]:
         """Plain runs, side by side where that is faster, each with its potential.
 
@@ -120,9 +122,9 @@ class Lecture:
             tasks: the problems.
             iterate: the metrics.
             products: whether to record what a learned basis is computed from.
-            compared: whether to make the reference runs too.
+            referred: whether to make the reference runs too.
         """
-        reference = self.objective.reference if compared else None
+        reference = self.objective.reference if referred else None
         options: dict[str, Any] = {"exact": self.exact, "reference": reference, "products": products}
         if self.together and len(tasks) > 1:
             fit = self.fit(iterate, tasks[0])
@@ -220,7 +222,7 @@ def contest(
     """
     if by_loss:
         lecture = replace(lecture, objective=TrainingLoss())
-    by_iterate = [lecture.runs(list(tasks.values()), iterate, compared=False) if tasks else [] for iterate in iterates]
+    by_iterate = [lecture.runs(list(tasks.values()), iterate, referred=False) if tasks else [] for iterate in iterates]
     found = {}
     for row, (i, task) in enumerate(tasks.items()):
         entries = [runs[row] for runs in by_iterate]

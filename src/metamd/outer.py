@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from metamd.factors import SQUARED, halfway, learn_factors
+from metamd.factors import halfway, learn_factors
 from metamd.hypergrad import Moments
 from metamd.potentials.basis import Basis, Identity
 from metamd.potentials.diagonal import MaxDiagonal
@@ -118,9 +118,9 @@ class TrustRegion(Outer):
     def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
         """To the closed form's minimiser, or as far as the region reaches."""
         kept = {n: v + carried[n] if n in carried else v for n, v in sums.items() if n != "tasks"}
-        moments = Moments(*({n[2:]: v for n, v in kept.items() if n.startswith(s)} for s in ("x/", "y/")))
+        moments, half = (Moments(*({n[2:]: v for n, v in kept.items() if n[0] == s} for s in pair)) for pair in ("xy", "uv"))
         reach = factor * self.radius
-        turned = learn_factors(now, moments, reach, {n[2:]: v for n, v in kept.items() if n.startswith("s/")})
+        turned = learn_factors(now, moments, reach, half)
         best = moments.minimiser({k: v for k, v in potential.log_d.items() if k not in turned.log_d})
         log_d = {k: v + (best[k] - v).clamp(-reach, reach) for k, v in now.log_d.items() if k in best}
         before, after = _bound(now.log_d, moments) + turned.before, _bound(log_d, moments) + turned.after
@@ -128,10 +128,7 @@ class TrustRegion(Outer):
         # What runs with another metric say about a coordinate is stale: all of it once the metric has doubled or halved.
         fresh = {k: 1 - (now.log_d[k] - v).abs()[0].double() / math.log(2.0) for k, v in log_d.items()}
         fresh |= {k: torch.tensor(1 - v / math.log(2.0), dtype=torch.float64) for k, v in turned.changes.items()}
-        shares = {k: self.memory * v.clamp_min(0) for k, v in fresh.items()}
-        # of the sums in "s/" the first is one of weights, the others are of their squares
-        carried = {n: v * (shares[n[2:]] if n[0] != "s" else shares[n[2:]] ** SQUARED) for n, v in kept.items()}
-        carried = carried if self.memory else {}
+        carried = {n: v * self.memory * fresh[n[2:]].clamp_min(0) for n, v in kept.items()} if self.memory else {}
         ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in now.log_d}
         return Update(now.moved(ordered, basis=turned.basis), carried, change)
 

@@ -48,7 +48,7 @@ def Kronecker(  # noqa: N802
             models of another width.
         centre: as for `MaxDiagonal`.
         shrinkage: what is added to the diagonals of the two moment matrices that D is computed from, as shares of the mean;
-            "auto" chooses from how much the tasks differ.
+            "auto" takes those with which half of the tasks give the lowest bound on the other half.
         limit: sides longer than this keep the identity, and a number for every column.
 
     Example:

@@ -90,7 +90,7 @@ def compare(
     }
     settings = _settings(family, steps, measuring)
     records = None if folder is None else Records(Path(folder), settings)
-    if workers > 1:
+    if workers > 1 and records is not None and not all(records.has(cell.name) for cell in cells.values()):
         _load(family, groups, measuring)
     results = _fill(records, cells, f"comparing on {family.name}", workers, ray)
     outcomes = {key: Outcome.from_json(results[cell.name]) for key, cell in cells.items()}

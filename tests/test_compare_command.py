@@ -144,13 +144,15 @@ def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
     family = tasks.supervised(small_network, data, batch_size=10, steps=10)
     ours = {"ours": rival("sgdm").with_setting("linear", momentum=0.5)}
     records = Records(tmp_path, {})
-    options = {"budget": 4, "schedules": ["constant"], "search": QuasiRandom(), "records": records}
+    options = {"budget": 4, "schedules": ["constant"], "search": QuasiRandom(), "records": records, "workers": 2}
     found = entrants("paper", ours, [rival("adam"), rival("schedule-free")], family, **options)
     assert list(found) == ["ours", "Adam", "Schedule-Free AdamW", "Adam, untuned", "Schedule-Free AdamW, untuned"]
-    trials = sorted(p.stem for p in tmp_path.glob("cells/*.json"))
+    trials = sorted(p.stem for p in tmp_path.glob("cells/trial-*.json"))
     assert len(trials) == 3 * 4  # the same budget for all three
     assert found["ours"].schedule == "linear"
-    assert found["ours"].setting["momentum"] == 0.9  # what tuning set, with what it does not set left at its default
+    assert found["ours"].setting["momentum"] == 0.5  # tuning leaves it as it entered
+    searched = [json.loads(p.read_text()) for p in tmp_path.glob("cells/trial-sgdm-*.json")]
+    assert {run["contender"]["setting"]["momentum"] for trial in searched for run in trial["runs"]} == {0.5}
     for label in ("ours", "Adam"):
         assert found[label].setting["weight_decay"] > 0
 

@@ -418,7 +418,6 @@ def test_filling_survives_ctrl_c_and_kill(tmp_path, blow):
     log = (tmp_path / "log").read_text().split()
     assert {p.stem for p in tmp_path.glob("r/cells/*.json")} == {f"c{i}" for i in range(12)}
     assert not {f"c{i}" for i in log[len(before) :]} & done, "a finished cell was run twice"
-    assert not list(tmp_path.glob("r/cells/*.tmp*"))
 
 
 def test_the_index_is_not_trusted(tmp_path):

@@ -78,17 +78,8 @@ def compare(
         >>> [row["label"] for row in found.table("mean_loss")]
         ['SGD', 'half']
     """
-    if not optimisers:
-        raise ValueError("compare needs at least one optimiser, got none.")
-    if ray is not None and folder is None:
-        raise ValueError("a comparison on a Ray cluster needs a folder for its records. Pass folder=.")
-    if seeds < 1:
-        raise ValueError(f"seeds must be at least 1, got {seeds}.")
+    entrants = _checked(optimisers, seeds, ray is not None and folder is None)
     measuring, steps = measuring or Measuring(), family.steps if steps is None else steps
-    entrants = {label: [c] if isinstance(c, Contender) else list(c) for label, c in optimisers.items()}
-    for label, contenders in entrants.items():
-        if not contenders:
-            raise ValueError(f"{label!r} has no contender. Give it one, or several.")
     groups = draw(family, seeds, seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
     cells = {
@@ -99,10 +90,35 @@ def compare(
     }
     settings = _settings(family, steps, measuring)
     records = None if folder is None else Records(Path(folder), settings)
-    if workers > 1:
+    if workers > 1 and records is not None and not all(records.has(cell.name) for cell in cells.values()):
         _load(family, groups, measuring)
     results = _fill(records, cells, f"comparing on {family.name}", workers, ray)
     outcomes = {key: Outcome.from_json(results[cell.name]) for key, cell in cells.items()}
+    comparison = Comparison(_folds(groups, entrants, outcomes), settings, protocol=protocol)
+    if aim is not None:
+        comparison = comparison.aiming(aim.baseline, aim.share)
+    return _timed(comparison, entrants, tasks, records)
+
+
+def _checked(optimisers: Entrants, seeds: int, homeless: bool) -> dict[str, list[Contender]]:
+    if not optimisers:
+        raise ValueError("compare needs at least one optimiser, got none.")
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}.")
+    if homeless:
+        raise ValueError("a comparison on a Ray cluster needs a folder for its records. Pass folder=.")
+    entrants = {label: [c] if isinstance(c, Contender) else list(c) for label, c in optimisers.items()}
+    for label, contenders in entrants.items():
+        if not contenders:
+            raise ValueError(f"{label!r} has no contender. Give it one, or several.")
+    return entrants
+
+
+def _folds(
+    groups: Mapping[str, Sequence[Config]],
+    entrants: Mapping[str, Sequence[Contender]],
+    outcomes: Mapping[tuple[str, str], Outcome],
+) -> tuple[Fold, ...]:
     folds = []
     for group, configs in groups.items():
         members = {
@@ -111,10 +127,7 @@ def compare(
         }
         costs = {label: dict(found[0].rival.cost) for label, found in entrants.items()}
         folds.append(Fold(group, members, {}, costs))
-    comparison = Comparison(tuple(folds), settings, protocol=protocol)
-    if aim is not None:
-        comparison = comparison.aiming(aim.baseline, aim.share)
-    return _timed(comparison, entrants, tasks, records)
+    return tuple(folds)
 
 
 def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:

@@ -1,13 +1,16 @@
 """By which rule the hyperparameters of everybody are chosen: every table names one of these protocols."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
+from metamd.cells import Cell, fill
 from metamd.comparing import Entrants, draw, handicap
-from metamd.records import Records
+from metamd.records import Records, Result
 from metamd.rivals.base import Contender, Rival, Schedule
 from metamd.search import Bayesian, Search
-from metamd.tasks.base import TaskFamily, derive_seed
+from metamd.tasks.base import Task, TaskFamily, derive_seed
 from metamd.tuning import tune
 
 Protocol = Literal["handicap", "paper"]
@@ -39,6 +42,7 @@ def entrants(
     seed: int = 0,
     search: Search | None = None,
     records: Records | None = None,
+    workers: int = 1,
 ) -> Entrants:
     """Everybody who enters a comparison: ours first, then the rivals as the protocol tunes them, then the same untuned.
 
@@ -53,6 +57,7 @@ def entrants(
         seed: of the tasks to tune on and of the search.
         search: under `paper`; Bayesian if not given.
         records: where the trials of `paper` are kept.
+        workers: processes for the searches of `paper`.
     """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol!r}.")
@@ -64,23 +69,36 @@ def entrants(
         found |= ours
         found |= {TITLES[s].format(r.title): handicap(r, s, budget=budget) for r, s in pairs}
     else:
-        tasks = [family.build(c) for configs in draw(family, 1, derive_seed(seed, "tuning")).values() for c in configs]
-
-        def tuned(rival: Rival, schedule: Schedule) -> Contender:
-            return tune(
-                rival,
-                tasks,
-                search=search or Bayesian(),
-                budget=budget,
-                metric="validation_error",
-                schedule=schedule,
-                steps=steps,
-                seed=seed,
-                records=records,
-            ).best
-
-        for label, contender in ours.items():
-            best = tuned(contender.rival, contender.schedule)
-            found[label] = Contender(contender.rival, {**contender.setting, **best.setting}, contender.schedule)
-        found |= {TITLES[s].format(r.title): tuned(r, s) for r, s in pairs}
+        tuned = _tuned(
+            [*((replace(c.rival, defaults=c.setting), c.schedule) for c in ours.values()), *pairs],
+            [family.build(c) for configs in draw(family, 1, derive_seed(seed, "tuning")).values() for c in configs],
+            {"search": search or Bayesian(), "budget": budget, "steps": steps, "seed": seed},
+            records,
+            workers,
+        )
+        for (label, contender), best in zip(ours.items(), tuned, strict=False):
+            found[label] = Contender(contender.rival, {**contender.setting, **best}, contender.schedule)
+        rest = tuned[len(ours) :]
+        found |= {TITLES[s].format(r.title): r.with_setting(s, **b) for (r, s), b in zip(pairs, rest, strict=True)}
     return found | {f"{r.title}, untuned": r.untuned() for r in rivals}
+
+
+def _tuned(
+    pairs: Sequence[tuple[Rival, Schedule]],
+    tasks: Sequence[Task],
+    options: Mapping[str, Any],
+    records: Records | None,
+    workers: int,
+) -> list[dict[str, float]]:
+    """The best setting of each rival and schedule, in learning rate and weight decay; searches run side by side."""
+
+    def search(rival: Rival, schedule: Schedule) -> Result:
+        names = ("lr", "weight_decay")
+        found = tune(rival, tasks, metric="validation_error", names=names, schedule=schedule, records=records, **options)
+        return {"setting": {n: x for n, x in found.best.setting.items() if n in names}, "at_edge": found.at_edge}
+
+    cells = [Cell(f"search-{r.with_setting(s).key()}", partial(search, r, s)) for r, s in pairs]
+    if records is None:
+        return [cell.compute()["setting"] for cell in cells]
+    results = fill(records, cells, title="tuning everybody", workers=workers)
+    return [results[cell.name]["setting"] for cell in cells]

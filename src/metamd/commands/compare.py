@@ -54,6 +54,7 @@ def run(options: Compare) -> int:
             seed=options.seed,
             search=SEARCHES[options.search],
             records=trials,
+            workers=options.workers,
         )
         compare(
             everybody,

@@ -143,6 +143,7 @@ class Experiment:
                 steps=size.steps,
                 seed=seed,
                 records=Records(here / "tuning", settings) if size.protocol == "paper" else None,
+                workers=workers,
             )
             found.append(
                 compare(

@@ -7,6 +7,7 @@ training tasks decide the rest, so that nothing is left to tune on the next task
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import get_args
 
 import torch
@@ -264,17 +265,7 @@ def learn_usage(
         finder = reference or tuned_reference(family, seed=seed)
         found += [learn_scale(learned, family, reference=finder, refresh=r, seed=seed) for r in refreshes]
     built = draw_tasks(family, seed, "usage", tasks)
-    phi = learned.potential.bind(built[0].init())
-
-    def score(usage: Usage, online: Online | None) -> float:
-        total = 0.0
-        for task in built:
-            run = train(task, phi, usage, online=online)
-            total += _tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf
-        if watch is not None:
-            watch(usage, total / len(built))
-        return total / len(built)
-
+    score = partial(_score, built, learned.potential.bind(built[0].init()), watch)
     combinations = [
         (Usage("learned" if o is None else "online", b, s), o) for o in found for b in momenta for s in schedules
     ]
@@ -292,6 +283,23 @@ def learn_usage(
         task_hashes=hashes,
     )
     return replace(learned, header=header)
+
+
+def _score(
+    built: Sequence[Task],
+    potential: MaxDiagonal,
+    watch: Callable[[Usage, float], None] | None,
+    usage: Usage,
+    online: Online | None,
+) -> float:
+    """The loss at the end of runs with a usage, averaged over tasks; infinite if any diverged."""
+    total = 0.0
+    for task in built:
+        run = train(task, potential, usage, online=online)
+        total += _tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf
+    if watch is not None:
+        watch(usage, total / len(built))
+    return total / len(built)
 
 
 def learn_start(

@@ -11,7 +11,7 @@ from metamd.comparing import compare
 from metamd.folds import Target
 from metamd.learned import LearnedOptimiser, load
 from metamd.protocols import TITLES, entrants
-from metamd.records import Records
+from metamd.records import Records, write_json
 from metamd.rivals import LEARNERS, Contender, Rival, learned_rival, rival
 from metamd.search import SEARCHES
 from metamd.tasks.base import TaskFamily
@@ -71,6 +71,8 @@ def run(options: Compare) -> int:
     except KeyboardInterrupt:
         print(f"Stopped; the same command continues from {one_line(str(options.out))}.", file=sys.stderr)
         raise
+    if learned.header.held_out:
+        write_json(options.out / "certificate.json", learned.header.held_out)
     return report_command.run(Report(options.out, json=options.json))
 
 

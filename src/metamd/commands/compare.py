@@ -6,7 +6,7 @@ from typing import Any
 from metamd.cli import one_line
 from metamd.commands import Compare, Report
 from metamd.commands import report as report_command
-from metamd.commands.families import build_family
+from metamd.commands.families import build_family, held_out_side
 from metamd.comparing import compare
 from metamd.folds import Target
 from metamd.learned import LearnedOptimiser, load
@@ -105,8 +105,7 @@ def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, Task
     held = getattr(inner, "hold_out", None)
     if held is not None and str(held) in [str(d) for d in known.get("domains") or []]:
         print(f"Note: the file was learned on {one_line(str(held))} too, so that nothing is held out.", file=sys.stderr)
-    held_out = getattr(family, "held_out", None)
-    return (family, family) if held is None or held_out is None else (family, held_out())
+    return family, held_out_side(family)
 
 
 def _label(title: str, labels: Any) -> str:

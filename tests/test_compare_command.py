@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from metamd import Comparison, Measuring, cli, compare, load, rivals, tasks
-from metamd.commands.report import summary, write_report
+from metamd.commands.report import read, summary, write_report
 from metamd.comparison_report import expected_best
 from metamd.experiments import diverse_digits_lenet, rotated_mnist_mlp
 from metamd.experiments.leave_one_out import Entry, Geometry, Scale, markdown
@@ -223,6 +224,40 @@ def test_text_and_markdown_escape_what_they_show():
     assert "\\*x\\* &lt;i&gt;" in text
     assert "| r r |" in text
     assert "r\\nr" in as_text(hostile)
+
+
+def places_in(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places_in(inner, (*path, key))
+
+
+def test_records_changed_anywhere_give_tables_or_a_sentence(tmp_path):
+    """Values of other types, sizes and signs in place of any other, or nothing."""
+    both = {"a": rival("sgd").untuned(), "b": [rival("adam").with_setting(lr=x) for x in (0.1, 0.2)]}
+    compare(both, QUADRATIC, seeds=2, folder=tmp_path, measuring=Measuring(splits=()))
+    values = [None, 0, -1, 1e308, "x", [], {}, True, {"a": 1}, 10**400]
+    draw, refused = random.Random(0), 0
+    for path in (tmp_path / "comparison.json", tmp_path / "run.json", next((tmp_path / "cells").glob("sgd*"))):
+        text = path.read_text()
+        for _ in range(60):
+            changed = json.loads(text)
+            *way, last = draw.choice([p for p in places_in(changed) if p])
+            inner = changed
+            for key in way:
+                inner = inner[key]
+            if draw.random() < 0.2:
+                del inner[last]
+            else:
+                inner[last] = draw.choice(values)
+            path.write_text(json.dumps(changed))
+            try:
+                summary(read(tmp_path)[0])
+            except (ValueError, OSError):
+                refused += 1
+        path.write_text(text)
+    assert 20 < refused < 160
 
 
 @pytest.mark.parametrize("change", ["not json", '{"folds": []}', '{"folds": [{}]}', "[]", '{"folds": null}', '{"a": NaN}'])

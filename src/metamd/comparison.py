@@ -284,5 +284,5 @@ class Comparison:
             found = cls(folds, Records.settings(folder), protocol=str(index.get("protocol", "")))
             aim = index.get("aim")
             return found if aim is None else found.aiming(aim["baseline"], float(aim["share"]))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{where} is not the index of a comparison: {error!r}.") from None

@@ -162,7 +162,8 @@ def _choices(c: Comparison, folder: Path) -> Section:
     for label in c.labels:
         for fold, candidate in zip(c.folds, c.chosen(label, "mean_loss"), strict=True):
             tried = len(fold.entrants[label])
-            setting = ", ".join(f"{k} {_value(v)}" for k, v in dict(candidate.contender.get("setting", {})).items())
+            found = candidate.contender.get("setting")
+            setting = ", ".join(f"{k} {_value(v)}" for k, v in found.items()) if isinstance(found, dict) else str(found)
             edge = "an end of the range" if tried > 1 and _is_end(c, label, fold.group) else ""
             failed = sum(any(o.failed for o in x.outcomes) for x in fold.entrants[label])
             rows.append([f"{label}, {fold.group}", setting, str(candidate.contender.get("schedule", "")), str(tried)])

@@ -135,6 +135,8 @@ class Outcome:
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"this is not the record of a training: {error!r}. Delete it, and it is made again.") from None
+        if max(places, default=0) > 2**53:
+            raise ValueError("the record of a training must have places below 2^53.")
         if len(places) != len(losses) or len(places) < 2 or places != sorted(set(places)) or places[0] != 0:
             raise ValueError("the record of a training must have one loss for each of at least two places, counted from 0.")
         return outcome

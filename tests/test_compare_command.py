@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from metamd import Comparison, Measuring, cli, compare, rivals, tasks
+from metamd import Comparison, Measuring, cli, compare, load, rivals, tasks
 from metamd.commands.report import summary, write_report
 from metamd.comparison_report import expected_best
 from metamd.experiments import diverse_digits_lenet, rotated_mnist_mlp
@@ -303,3 +303,12 @@ def test_declarations_fit_their_families(experiment, tiny_data):
     labels = [label for g in experiment.geometries.values() for label in g.entries]
     assert len(labels) == len(set(labels))
     assert labels[0] == "MetaMD"
+
+
+def test_the_certificate_of_the_file_is_on_the_page(learned, tmp_path):
+    found = load(learned)
+    header = replace(found.header, held_out={"tasks": 12, "what": "an invented bound of 7"})
+    replace(found, header=header).save(tmp_path / "certified.safetensors")
+    out = tmp_path / "out"
+    assert cli.run(["compare", str(tmp_path / "certified.safetensors"), "quadratic", "--out", str(out), *SMALL]) == 0
+    assert "an invented bound of 7" in (out / "report.html").read_text()

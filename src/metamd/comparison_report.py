@@ -226,10 +226,11 @@ def _plain(value: Any) -> str:
 
 
 def certificate_section(found: Any) -> Section:
-    """A certificate that lies beside the records, whatever its fields.
+    """What the learned file says of held-out tasks, as it lies beside the records; whatever its fields.
 
     Args:
         found: what the file holds.
     """
     items: Sequence[tuple[Any, Any]] = list(found.items()) if isinstance(found, dict) else [("certificate", found)]
-    return Section("Certificate", (), ["", "value"], [[str(k), _plain(v)] for k, v in items])
+    texts = ["What the learned file says about tasks that it was not learned on."]
+    return Section("Certificate", texts, ["", "value"], [[str(k), _plain(v)] for k, v in items])

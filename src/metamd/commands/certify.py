@@ -13,15 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from metamd.certification import certify
 from metamd.cli import one_line
 from metamd.commands import Certify
-from metamd.commands.families import build_family, check_place
+from metamd.commands.families import build_family, check_place, held_out_side
 from metamd.container import shown
 from metamd.data.locks import locked
 from metamd.learned import SHIPPED, LearnedOptimiser, load, locate
 from metamd.objectives import Reference
 from metamd.report import Section, write_page
 from metamd.statements import HEADINGS, HeldOutCertificate
-from metamd.tasks.base import TaskFamily
-from metamd.tasks.shared_start import SharedStart
 
 
 def run(options: Certify) -> int:
@@ -33,7 +31,7 @@ def run(options: Certify) -> int:
     torch.set_num_threads(1)  # tasks are small; sums in one order give the same numbers everywhere
     learned = load(options.file)
     out = _place(options)
-    family = _held_out_side(build_family(options, learned.header.family))
+    family = held_out_side(build_family(options, learned.header.family))
     reference = None if options.reference_lr is None else Reference(lr=options.reference_lr)
     with _Display(options.held_out_tasks) as display:
         found = certify(
@@ -102,13 +100,6 @@ def _place(options: Certify) -> Path:
         raise ValueError(f"{shown(options.file)} is shipped with the package and stays as it is. Pass --out FILE.")
     check_place(path)
     return path
-
-
-def _held_out_side(family: TaskFamily) -> TaskFamily:
-    """Tasks on what was kept from training, where the family has such a side."""
-    inner = family.family if isinstance(family, SharedStart) else family
-    has_side = hasattr(inner, "held_out") and getattr(inner, "hold_out", "a half") is not None
-    return family.held_out() if has_side else family  # type: ignore[attr-defined]
 
 
 def _write(file: str, out: Path, learned: LearnedOptimiser, found: HeldOutCertificate) -> None:

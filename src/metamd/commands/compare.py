@@ -6,12 +6,12 @@ from typing import Any
 from metamd.cli import one_line
 from metamd.commands import Compare, Report
 from metamd.commands import report as report_command
-from metamd.commands.families import build_family
+from metamd.commands.families import build_family, held_out_side
 from metamd.comparing import compare
 from metamd.folds import Target
 from metamd.learned import LearnedOptimiser, load
 from metamd.protocols import TITLES, entrants
-from metamd.records import Records
+from metamd.records import Records, write_json
 from metamd.rivals import LEARNERS, Contender, Rival, learned_rival, rival
 from metamd.search import SEARCHES
 from metamd.tasks.base import TaskFamily
@@ -71,6 +71,8 @@ def run(options: Compare) -> int:
     except KeyboardInterrupt:
         print(f"Stopped; the same command continues from {one_line(str(options.out))}.", file=sys.stderr)
         raise
+    if learned.header.held_out:
+        write_json(options.out / "certificate.json", learned.header.held_out)
     return report_command.run(Report(options.out, json=options.json))
 
 
@@ -103,8 +105,7 @@ def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, Task
     held = getattr(inner, "hold_out", None)
     if held is not None and str(held) in [str(d) for d in known.get("domains") or []]:
         print(f"Note: the file was learned on {one_line(str(held))} too, so that nothing is held out.", file=sys.stderr)
-    held_out = getattr(family, "held_out", None)
-    return (family, family) if held is None or held_out is None else (family, held_out())
+    return family, held_out_side(family)
 
 
 def _label(title: str, labels: Any) -> str:

@@ -47,6 +47,17 @@ def build_family(options: Certify | Compare | Train, recorded: Mapping[str, Any]
         raise
 
 
+def held_out_side(family: TaskFamily) -> TaskFamily:
+    """The side of a family that learning never sees; the family itself, if it has none or was made without.
+
+    Args:
+        family: as `build_family` makes it.
+    """
+    inner = getattr(family, "family", family)
+    has_side = hasattr(inner, "held_out") and getattr(inner, "hold_out", "a half") is not None
+    return family.held_out() if has_side else family  # type: ignore[attr-defined]
+
+
 def check_place(out: Path) -> None:
     """Refuse a file that could not be written, before anything is computed.
 

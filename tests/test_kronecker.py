@@ -177,7 +177,6 @@ def test_a_step_towards_a_metric_is_limited_in_every_direction():
     ratios = torch.from_numpy(scipy.linalg.eigh(near.numpy(), now.numpy(), eigvals_only=True))
     assert float(ratios.log().abs().max()) <= 0.3 + 1e-9
     assert torch.allclose(logs.sort().values, ratios.log().sort().values, atol=1e-9)
-    assert torch.allclose(towards((vectors, d), best, 100.0, 0.5)[0], geometric_mean(now, best))
 
 
 @pytest.mark.parametrize(("n", "r"), [(7, 7), (7, 3), (4, 3), (5, 1)])
@@ -440,7 +439,7 @@ def test_an_interrupted_meta_training_continues_to_the_very_same_file(tmp_path, 
         meta_train(Regressions(), phi, **QUICK, method=method, journal=metamd.Journal(tmp_path), log=stop)
     again = meta_train(Regressions(), phi, **QUICK, method=method, journal=metamd.Journal(tmp_path))
     assert again.fingerprint() == whole.fingerprint()
-    assert len(whole.header.factors) == (2 if sides == "both" else 1)
+    assert "right/fc.weight" in whole.header.factors or tying == "role"
     other = Kronecker(2, sides=sides, rank=rank, tying=tying, shrinkage=(0.2, 0.2))
     with pytest.raises(ValueError, match="another configuration: basis is"):
         meta_train(Regressions(), other, **QUICK, method=method, journal=metamd.Journal(tmp_path))

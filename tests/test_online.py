@@ -10,7 +10,19 @@ import torch
 from scipy.optimize import minimize_scalar
 
 import metamd
-from metamd import Diagonal, Euclidean, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, meta_train, prepare
+from metamd import (
+    Diagonal,
+    Euclidean,
+    Kronecker,
+    LearnedOptimiser,
+    MaxDiagonal,
+    MetaMD,
+    Online,
+    Usage,
+    cli,
+    meta_train,
+    prepare,
+)
 from metamd.choosing import Tally, learn_scale, learn_start, learn_usage, train, tuned_reference
 from metamd.following import learn_from_reference
 from metamd.inner import gradient
@@ -392,3 +404,32 @@ def test_a_geometry_from_reference_runs_is_the_closed_form_of_them():
         learn_from_reference(family, MaxDiagonal(3), reference=reference)
     with pytest.raises(ValueError, match="all 1 reference runs diverged"):
         learn_from_reference(family, Diagonal(), reference=Reference(torch.optim.SGD, lr=1e30), tasks=1)
+
+
+def test_every_task_that_was_used_is_in_the_file():
+    """Also those that the reference's rate and the online scales were found on: none may be held out later."""
+    family = tabular(steps=10)
+    built = []
+    real = family.build
+    family.build = lambda config: built.append(metamd.tasks.config_hash(config)) or real(config)
+    learned = learn_from_reference(family, Kronecker(), tasks=2, seed=5)
+    found = learn_usage(learned, family, momenta=(0.0,), schedules=("linear",), factors=(1.0,), tasks=1, seed=5)
+    assert set(found.header.task_hashes) == set(built)
+    assert found.header.cost["gradient_evaluations"] > learned.header.cost["gradient_evaluations"] > 0
+
+
+@pytest.mark.parametrize("flags", [["--follow", "--potential", "kronecker", "--usage"], ["--learn-start"]])
+def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
+    torch.save({"theta": torch.tensor([0.5, 0.5], dtype=torch.float64)}, tmp_path / "start.pt")
+    family = (
+        ["quadratic", "--start", str(tmp_path / "start.pt")] if flags == ["--learn-start"] else ["tabular", "--steps", "10"]
+    )
+    out = tmp_path / "learned.safetensors"
+    assert cli.run(["train", *family, *flags, "--tasks", "1", "--outer-steps", "1", "--out", str(out)]) == 0
+    learned = metamd.load(out)
+    if flags == ["--learn-start"]:
+        assert learned.start["theta"].shape == (2,)
+        assert len(learned.header.task_hashes) >= 2
+    else:
+        assert learned.header.usage is not None
+        assert "loss" in capsys.readouterr().err

@@ -5,6 +5,7 @@ training tasks decide the rest, so that nothing is left to tune on the next task
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from metamd.online import Online, Rule, State
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
+from metamd.tasks.counted import Counted
 from metamd.tasks.shared_start import SharedStart
 from metamd.usage import Metric, Schedule, Usage
 
@@ -164,7 +166,8 @@ def tuned_reference(
         raise ValueError(
             f"Adam diverged on {family.name!r} at all of the rates {', '.join(map(str, rates))}. Give lower ones."
         )
-    return Reference(torch.optim.Adam, min(finite, key=lambda rate: finite[rate]), factor)
+    best = min(finite, key=lambda rate: finite[rate])
+    return Reference(torch.optim.Adam, best, factor, chosen_on=tuple(config_hash(task.config) for task in built))
 
 
 def _tail_loss(task: Task, params: Params, batches: int = 10) -> float:
@@ -260,7 +263,9 @@ def learn_usage(
         >>> learn_usage(learned, family, tasks=1, factors=(1.0,), momenta=(0.0,)).usage.metric in ("learned", "online")
         True
     """
+    began, family = time.perf_counter(), Counted(family)
     found: list[Online | None] = [None] if "learned" in metrics else []
+    finder = None
     if "online" in metrics:
         finder = reference or tuned_reference(family, seed=seed)
         found += [learn_scale(learned, family, reference=finder, refresh=r, seed=seed) for r in refreshes]
@@ -275,12 +280,14 @@ def learn_usage(
     value, (best, online) = min(values, key=lambda entry: entry[0])
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
-    hashes = tuple(dict.fromkeys([*learned.header.task_hashes, *(config_hash(t.config) for t in built)]))
+    chosen_on = () if finder is None else finder.chosen_on
+    hashes = tuple(dict.fromkeys([*learned.header.task_hashes, *chosen_on, *family.tasks]))
     header = replace(
         learned.header,
         usage=best.to_dict(),
         online=None if online is None else online.to_dict(),
         task_hashes=hashes,
+        cost={**learned.header.cost, **_with(learned.header.cost, family.batches, time.perf_counter() - began)},
     )
     return replace(learned, header=header)
 
@@ -302,6 +309,11 @@ def _score(
     return total / len(built)
 
 
+def _with(cost: Mapping[str, float], gradients: int, seconds: float) -> dict[str, float]:
+    more = {"gradient_evaluations": gradients, "seconds": seconds}
+    return {name: cost.get(name, 0) + value for name, value in more.items()}
+
+
 def learn_start(
     family: TaskFamily, *, reference: Reference | None = None, tasks: int = 8, seed: int = 0
 ) -> dict[str, Tensor]:
@@ -316,7 +328,7 @@ def learn_start(
         tasks: how many.
         seed: draws them.
     """
-    if not isinstance(family, SharedStart):
+    if not isinstance(family.family if isinstance(family, Counted) else family, SharedStart):
         raise ValueError(
             f"a learned start needs tasks that begin at one model, but those of {family.name!r} have initialisations of "
             "their own. Give them one with metamd.tasks.starting_at(family, parameters)."

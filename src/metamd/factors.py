@@ -91,8 +91,8 @@ def compared(iterate: "Iterate") -> list[str]:
 def learn_factors(now: "Iterate", moments: Moments, reach: float, half: Moments | None = None) -> Turned:
     """To the minimisers X^-1 # Y of all matrices, or as far as the trust region reaches, in the bases they are diagonal in.
 
-    With factors on both sides, each minimiser is for the other side as it was, and the step goes half way to both: the
-    bound is convex along geodesics jointly, so that it is no larger there than the mean of the two.
+    With factors on both sides, each minimiser is for the other side as it was, and the side that gains more is taken: the
+    bound cannot rise, and since it is convex along geodesics jointly, taking turns leads to its minimum.
 
     Args:
         now: the metrics so far.
@@ -104,29 +104,46 @@ def learn_factors(now: "Iterate", moments: Moments, reach: float, half: Moments 
     if not isinstance(basis, Learned):
         return Turned({}, basis, {}, 0.0, 0.0)
     log_d: dict[str, Tensor] = {}
-    factors, changes, before, after = basis.factors(), {}, 0.0, 0.0
+    changes: dict[str, float] = {}
+    factors, before, after = basis.factors(), 0.0, 0.0
     for key, sides in _by_key(basis).items():
-        parts = _sides(now, key)
-        found: dict[str, Tensor] = {}
-        for side, present in parts.items():
-            factor = f"{side}/{key}"
-            if side not in sides:
-                found[side] = _stored(now, key)[side]
-                continue
-            x, y = moments.x[factor], moments.y[factor]
-            shares = basis.shrinkage
-            if shares == "auto":
-                known = half is not None and factor in half.x
-                shares = best_shares(x, y, half.x[factor], half.y[factor]) if half is not None and known else DEFAULT
-            raised = _raised(x, shares[0]), _raised(y, shares[1])
-            new, changes[factor] = _step(present, *raised, reach, 1 / len(sides))
-            columns, numbers = _truncated(new, *raised, basis.rank)
-            factors[factor], found[side] = columns.float().contiguous(), numbers.log()
-            if side == "right":
-                before, after = before + present.bound(x, y), after + _whole(columns, numbers).bound(x, y)
-        old = now.log_d[key]
-        log_d[key] = torch.cat([found[s] for s in ("left", "right") if s in found]).to(old.dtype).unsqueeze(0)
+        steps = {}
+        for side in sides:
+            steps[side] = _side_step(basis, _sides(now, key)[side], moments, f"{side}/{key}", reach, half)
+        taken = max(steps, key=lambda side: steps[side].before - steps[side].after)
+        step, stored = steps[taken], _stored(now, key)
+        factors[f"{taken}/{key}"], stored[taken] = step.columns, step.logs
+        # the moments of one side depend on the metric of the other
+        changes |= {f"{side}/{key}": step.change for side in sides}
+        before, after = before + step.before, after + step.after
+        log_d[key] = torch.cat(list(stored.values())).to(now.log_d[key].dtype).unsqueeze(0)
     return Turned(log_d, basis.with_factors(factors), changes, before, after)
+
+
+@dataclass(frozen=True)
+class _SideStep:
+    """A new metric of one side: its columns and logarithms as they are stored, and the bound before and after."""
+
+    columns: Tensor
+    logs: Tensor
+    change: float
+    before: float
+    after: float
+
+
+def _side_step(
+    basis: Learned, present: Metric, moments: Moments, factor: str, reach: float, half: Moments | None
+) -> _SideStep:
+    x, y = moments.x[factor], moments.y[factor]
+    shares = basis.shrinkage
+    if shares == "auto":
+        known = half is not None and factor in half.x
+        shares = best_shares(x, y, half.x[factor], half.y[factor]) if half is not None and known else DEFAULT
+    raised = _raised(x, shares[0]), _raised(y, shares[1])
+    new, change = _step(present, *raised, reach)
+    columns, numbers = _truncated(new, *raised, basis.rank)
+    after = _whole(columns, numbers).bound(x, y)
+    return _SideStep(columns.float().contiguous(), numbers.log(), change, present.bound(x, y), after)
 
 
 def halfway(a: "Iterate", b: "Iterate") -> tuple[dict[str, Tensor], Basis]:
@@ -182,8 +199,8 @@ def _raised(m: Tensor, share: float) -> Tensor:
     return m + level * torch.eye(len(m), dtype=m.dtype, device=m.device)
 
 
-def _step(now: Metric, x: Tensor, y: Tensor, reach: float, share: float) -> tuple[Metric, float]:
-    new, logs = towards((now.vectors, now.d), best_metric(x, y), reach, share)
+def _step(now: Metric, x: Tensor, y: Tensor, reach: float) -> tuple[Metric, float]:
+    new, logs = towards((now.vectors, now.d), best_metric(x, y), reach)
     d, vectors = torch.linalg.eigh(new)
     return Metric(vectors, d.clamp_min(d.max() * torch.finfo(torch.float64).eps)), float(logs.square().mean().sqrt())
 

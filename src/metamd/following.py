@@ -10,7 +10,7 @@ import time
 import torch
 from torch import Tensor
 
-from metamd.choosing import draw_tasks
+from metamd.choosing import draw_tasks, tuned_reference
 from metamd.factors import learn_factors
 from metamd.gradient_sums import GradientSums
 from metamd.inner import Cost, Trajectory
@@ -20,14 +20,15 @@ from metamd.objectives import Reference, Regret
 from metamd.outer import Iterate
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import Task, TaskFamily, config_hash
+from metamd.tasks.base import Task, TaskFamily
+from metamd.tasks.counted import Counted
 
 
 def learn_from_reference(
     family: TaskFamily,
     potential: MaxDiagonal,
     *,
-    reference: Reference,
+    reference: Reference | None = None,
     tasks: int = 8,
     prior: float = 0.0,
     seed: int = 0,
@@ -37,7 +38,8 @@ def learn_from_reference(
     Args:
         family: its training side.
         potential: of one piece: `Kronecker()` or `Diagonal()`.
-        reference: the optimiser whose runs are learned from; its gradients up to step T count.
+        reference: the optimiser whose runs are learned from; its gradients up to step T count. `tuned_reference` if not
+            given.
         tasks: how many runs.
         prior: as for `Regret`.
         seed: draws the tasks.
@@ -49,7 +51,9 @@ def learn_from_reference(
     """
     if potential.pieces != 1:
         raise ValueError(f"a reference run says nothing about {potential.pieces} pieces, but about one. Pass pieces=1.")
-    began, built = time.perf_counter(), draw_tasks(family, seed, "follow", tasks)
+    began, family = time.perf_counter(), Counted(family)
+    reference = reference or tuned_reference(family, seed=seed)
+    built = draw_tasks(family, seed, "follow", tasks)
     phi = potential.bind(built[0].init()).requires_grad_(False)
     runs = [_follow(task, phi, reference) for task in built]
     used = [run for run in runs if not run.diverged]
@@ -64,7 +68,9 @@ def learn_from_reference(
     described = family.describe()
     size = described.get("batch_size")
     cost: dict[str, float] = {
-        "gradient_evaluations": sum(run.cost.gradients for run in runs),
+        "gradient_evaluations": family.batches,
+        "hessian_vector_products": 0,
+        "outer_steps": 0,
         "seconds": time.perf_counter() - began,
     }
     return LearnedOptimiser.from_potential(
@@ -77,7 +83,7 @@ def learn_from_reference(
         estimator=f"ClosedForm() of runs of {reference!r}",
         seeds=(seed,),
         cost=cost,
-        task_hashes=tuple(config_hash(task.config) for task in built),
+        task_hashes=tuple(dict.fromkeys([*reference.chosen_on, *family.tasks])),
     )
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -96,14 +96,17 @@ class LearnedOptimiser:
         tables: dict[str, Any] = _tables(bound)
         return LearnedOptimiser(replace(self.header, **tables), bound, self.moments, self.start)
 
-    def with_start(self, start: Mapping[str, Tensor]) -> "LearnedOptimiser":
+    def with_start(self, start: Mapping[str, Tensor], tasks: Iterable[str] = ()) -> "LearnedOptimiser":
         """The same with a start that is kept in the file: `model.load_state_dict(learned.start, strict=False)` uses it.
 
         Args:
             start: parameters by name, as `learn_start` finds them.
+            tasks: hashes of the tasks it was learned on, so that none of them is held out later.
         """
         kept = {n: x.detach().cpu().clone() for n, x in start.items()}
-        return replace(self, start=kept, header=replace(self.header, start={n: tuple(x.shape) for n, x in kept.items()}))
+        shapes = {n: tuple(x.shape) for n, x in kept.items()}
+        hashes = tuple(dict.fromkeys([*self.header.task_hashes, *tasks]))
+        return replace(self, start=kept, header=replace(self.header, start=shapes, task_hashes=hashes))
 
     @property
     def usage(self) -> Usage:

@@ -130,6 +130,7 @@ class Reference:
         optimiser: a torch optimiser; called as optimiser(params, lr=lr).
         lr: its first learning rate.
         factor: how many times longer than the run it is.
+        chosen_on: hashes of the tasks that lr was chosen on, if it was.
 
     Example:
         >>> Regret(comparator=Reference(torch.optim.Adam, lr=1e-3, factor=2))
@@ -139,6 +140,7 @@ class Reference:
     optimiser: Callable[..., Optimizer] = torch.optim.Adam
     lr: float = 1e-3
     factor: float = 2.0
+    chosen_on: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not self.factor > 0:

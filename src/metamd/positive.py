@@ -51,8 +51,8 @@ def symmetric(a: Tensor) -> Tensor:
     return 0.5 * (a + a.mT)
 
 
-def towards(now: tuple[Tensor, Tensor], best: Tensor, reach: float, share: float = 1.0) -> tuple[Tensor, Tensor]:
-    """A share of the way from D to another metric along the geodesic, every direction's logarithm by at most `reach`.
+def towards(now: tuple[Tensor, Tensor], best: Tensor, reach: float) -> tuple[Tensor, Tensor]:
+    """The way from D to another metric along the geodesic, every direction's logarithm by at most `reach`.
 
     With D^-1/2 B D^-1/2 = Q diag(e) Q' the result is D^1/2 Q diag(clamp(log e)) Q' D^1/2; between metrics that commute
     this limits the change of each log d on its own.
@@ -61,7 +61,6 @@ def towards(now: tuple[Tensor, Tensor], best: Tensor, reach: float, share: float
         now: V and d of D = V diag(d) V'.
         best: B.
         reach: the largest change of a logarithm.
-        share: 1 for the whole way.
 
     Returns:
         The metric, and the changes of logarithms that were made.
@@ -69,6 +68,6 @@ def towards(now: tuple[Tensor, Tensor], best: Tensor, reach: float, share: float
     vectors, d = now
     half, back = vectors * d.sqrt(), vectors / d.sqrt()
     values, turned = torch.linalg.eigh(symmetric(back.mT @ best @ back))
-    logs = values.clamp_min(torch.finfo(values.dtype).tiny).log().mul(share).clamp(-reach, reach)
+    logs = values.clamp_min(torch.finfo(values.dtype).tiny).log().clamp(-reach, reach)
     spanned = half @ turned
     return symmetric((spanned * logs.exp()) @ spanned.mT), logs

@@ -208,6 +208,9 @@ class Train:
         images: per domain, at most.
         width: of a resnet18; 64 is the published one, 16 runs on a small CPU.
         start: a checkpoint with the parameters that every task begins at; otherwise each has its own initialisation.
+        learn_start: begin at the mean of the tasks' solutions, which is kept in the file; for tasks with a shared start.
+        follow: learn from runs of Adam alone, twice as many as --tasks says, in closed form and without rounds.
+        usage: try metrics, momenta, schedules and factors on training tasks at the end, and keep the best in the file.
         outer_steps: rounds of training tasks and setting the metrics, at most.
         tasks: tasks in each of them.
         reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.003 for
@@ -240,6 +243,9 @@ class Train:
     images: int | None = None
     width: int | None = None
     start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
+    learn_start: bool = False
+    follow: bool = False
+    usage: bool = False
     outer_steps: int = 10
     tasks: int = 8
     reference: float | None = None

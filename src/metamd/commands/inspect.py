@@ -79,9 +79,10 @@ def distributions(learned: LearnedOptimiser) -> list[Distribution]:
     """
     found = []
     for key, value in learned.potential.log_d.items():
-        logs_d, left = value.detach().double(), learned.header.factors.get(f"left/{key}")
-        if left is not None:  # log D is a sum over rows and columns
-            rows = min(left[1] + 1, left[0])
+        logs_d, sides = value.detach().double(), [learned.header.factors.get(f"{side}/{key}") for side in ("left", "right")]
+        numbers = [None if shape is None else min(shape[1] + 1, shape[0]) for shape in sides]
+        if learned.header.basis == "both" and numbers != [None, None]:  # log D is a sum over rows and columns
+            rows = numbers[0] if numbers[0] is not None else logs_d.shape[1] - (numbers[1] or 0)
             logs_d = logs_d[:, :rows, None] + logs_d[:, None, rows:]
         logs = [-row.flatten().numpy() / np.log(10) for row in logs_d]
         found += [Distribution(key, j + 1, np.sort(row)) for j, row in enumerate(logs)]

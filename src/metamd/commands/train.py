@@ -14,17 +14,23 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from metamd.choosing import learn_start, learn_usage
 from metamd.cli import one_line
 from metamd.commands import Train
 from metamd.commands.families import build_family, check_place
+from metamd.following import learn_from_reference
 from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.hypergrad.base import Estimator
 from metamd.journal import Journal, Log
+from metamd.learned import LearnedOptimiser
 from metamd.meta import Method, meta_train, paper
 from metamd.objectives import End, Reference, Regret
 from metamd.outer_steps import Refine, Stopping
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Kronecker
+from metamd.tasks.base import TaskFamily
+from metamd.tasks.counted import Counted
+from metamd.tasks.shared_start import starting_at
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward": Forward,
@@ -50,16 +56,7 @@ def run(options: Train) -> int:
         log = _also(display.show, tensorboard(folder / "tensorboard") if options.tensorboard and rank == 0 else None)
         try:
             with display:
-                learned = meta_train(
-                    family,
-                    **_method(options),
-                    outer_steps=options.outer_steps,
-                    tasks_per_step=options.tasks,
-                    seed=options.seed,
-                    max_norm=options.max_norm,
-                    journal=Journal(folder, every=options.every),
-                    log=log,
-                )
+                learned = _learn(options, family, Journal(folder, every=options.every), log, display)
         except KeyboardInterrupt:
             if rank == 0:
                 print(f"Stopped; the same command continues from {one_line(str(folder))}.", file=sys.stderr)
@@ -68,6 +65,41 @@ def run(options: Train) -> int:
             learned.save(options.out)
             _report(options, learned.header.to_dict(), learned.fingerprint(), display.notes)
     return 0
+
+
+def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, display: "_Display") -> LearnedOptimiser:
+    start, counted = None, Counted(family)
+    if options.learn_start:
+        display.say("the mean of the tasks' solutions, as a start")
+        start = learn_start(counted, tasks=options.tasks, seed=options.seed)
+        family = starting_at(family, start)
+    method = _method(options)
+    if options.follow:
+        display.say("runs of Adam to learn from")
+        learned = learn_from_reference(
+            family,
+            method["potential"],
+            reference=Reference(lr=options.reference) if options.reference else None,
+            tasks=2 * options.tasks,
+            prior=options.prior,
+            seed=options.seed,
+        )
+    else:
+        learned = meta_train(
+            family,
+            **method,
+            outer_steps=options.outer_steps,
+            tasks_per_step=options.tasks,
+            seed=options.seed,
+            max_norm=options.max_norm,
+            journal=journal,
+            log=log,
+        )
+    if options.usage:
+        learned = learn_usage(
+            learned, family, seed=options.seed, watch=lambda usage, loss: display.say(f"{usage}: loss {loss:.4g}")
+        )
+    return learned if start is None else learned.with_start(start, counted.tasks)
 
 
 def tensorboard(folder: Path) -> Log:
@@ -172,6 +204,11 @@ class _Display:
 
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
+
+    def say(self, line: str) -> None:
+        """What is being done beside the outer steps."""
+        if not self.quiet:
+            self.progress.console.print(one_line(line), soft_wrap=True)
 
     def show(self, record: dict[str, Any], step: int) -> None:
         """One more outer step."""

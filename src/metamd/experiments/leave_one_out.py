@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from metamd.cells import Cell, fill
 from metamd.choosing import learn_usage, tuned_reference
 from metamd.comparing import compare
@@ -17,14 +15,15 @@ from metamd.folds import Target
 from metamd.following import learn_from_reference
 from metamd.hypergrad import ClosedForm
 from metamd.journal import Journal
-from metamd.learned import LearnedOptimiser, load
+from metamd.learned import load
 from metamd.meta import meta_train
 from metamd.objectives import Objective, Reference, Regret
 from metamd.potentials import MaxDiagonal
 from metamd.protocols import Protocol, entrants
 from metamd.records import Records, Result
 from metamd.rivals import Contender, Schedule, learned_rival, rival
-from metamd.tasks.base import Config, Task, TaskFamily, derive_seed
+from metamd.tasks.base import derive_seed
+from metamd.tasks.counted import Counted
 from metamd.tasks.held_out import ImageFamily
 from metamd.tasks.shared_start import SharedStart
 from metamd.training import Measuring
@@ -236,67 +235,29 @@ def _learning(size: Scale) -> dict[str, Any]:
     return {k: v for k, v in asdict(size).items() if k in kept}
 
 
-class Counted(TaskFamily):
-    """A family that counts the batches that are asked of its tasks: one for each gradient evaluation.
-
-    Args:
-        family: any.
-    """
-
-    def __init__(self, family: TaskFamily) -> None:
-        super().__init__(family.name, family.steps, shared_loss=family.shared_loss)
-        self.family, self.batches = family, 0
-
-    def sample(self, generator: torch.Generator) -> Config:
-        """As the family does."""
-        return self.family.sample(generator)
-
-    def build(self, config: Config) -> Task:
-        """The family's task, whose batches are counted."""
-        task = self.family.build(config)
-        batch = task.batch
-
-        def counted(step: int) -> Any:
-            self.batches += 1
-            return batch(step)
-
-        setattr(task, "batch", counted)  # noqa: B010 - an attribute of this task alone
-        return task
-
-    def describe(self) -> dict[str, Any]:
-        """As the family does."""
-        return self.family.describe()
-
-
 def _learn(size: Scale, family: ImageFamily | SharedStart, geometry: Geometry, path: Path, seed: int) -> Result:
     began, counted = time.perf_counter(), Counted(family)
-    learned, spent = _geometry(size, counted, geometry, path, seed)
-    if geometry.choose_usage and size.usage_tasks:
-        reference = tuned_reference(counted, seed=seed)
-        chosen = derive_seed(seed, "usage", path.stem)
-        learned = learn_usage(learned, counted, reference=reference, tasks=size.usage_tasks, seed=chosen)
-    if counted.batches:
-        cost = {"gradient_evaluations": spent + counted.batches, "seconds": time.perf_counter() - began}
-        learned = replace(learned, header=replace(learned.header, cost={**learned.header.cost, **cost}))
-    learned.save(path)
-    return {"file": path.name, "fingerprint": learned.fingerprint(), "cost": dict(learned.header.cost)}
-
-
-def _geometry(size: Scale, family: "Counted", geometry: Geometry, path: Path, seed: int) -> tuple[LearnedOptimiser, float]:
-    """What is learned, and the gradients that it took and that the family has not counted."""
+    reference = tuned_reference(counted, seed=seed) if geometry.follow or geometry.choose_usage else None
+    searched = {"gradient_evaluations": float(counted.batches), "seconds": time.perf_counter() - began}
     drawn = derive_seed(seed, "learning", path.stem)
-    if geometry.follow:
-        reference = tuned_reference(family, seed=seed)
+    if geometry.follow and reference is not None:
         tasks = 2 * size.tasks_per_step
-        return learn_from_reference(family, geometry.potential(), reference=reference, tasks=tasks, seed=drawn), 0.0
-    learned = meta_train(
-        family.family,
-        geometry.potential(),
-        objective=geometry.objective,
-        estimator=ClosedForm(),
-        outer_steps=size.outer_steps,
-        tasks_per_step=size.tasks_per_step,
-        seed=drawn,
-        journal=Journal(path.with_suffix(".run")),
-    )
-    return learned, learned.header.cost.get("gradient_evaluations", 0.0)
+        learned = learn_from_reference(family, geometry.potential(), reference=reference, tasks=tasks, seed=drawn)
+    else:
+        learned = meta_train(
+            family,
+            geometry.potential(),
+            objective=geometry.objective,
+            estimator=ClosedForm(),
+            outer_steps=size.outer_steps,
+            tasks_per_step=size.tasks_per_step,
+            seed=drawn,
+            journal=Journal(path.with_suffix(".run")),
+        )
+    if geometry.choose_usage and size.usage_tasks:
+        chosen = derive_seed(seed, "usage", path.stem)
+        learned = learn_usage(learned, family, reference=reference, tasks=size.usage_tasks, seed=chosen)
+    cost = {k: v + searched.get(k, 0.0) for k, v in learned.header.cost.items()}
+    learned = replace(learned, header=replace(learned.header, cost=cost))
+    learned.save(path)
+    return {"file": path.name, "fingerprint": learned.fingerprint(), "cost": cost}

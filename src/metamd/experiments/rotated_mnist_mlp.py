@@ -10,6 +10,7 @@ from pathlib import Path
 
 from metamd import tasks
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.objectives import Reference, Regret
 from metamd.potentials import Diagonal, Kronecker
 from metamd.records import Result
 from metamd.tasks.held_out import ImageFamily
@@ -31,7 +32,7 @@ SCALES = {
     "smoke": Scale(
         ("0", "45"), 200, steps=20, outer_steps=1, tasks_per_step=2, seeds=2, budget=3, rivals=("sgd", "adam"), usage_tasks=0
     ),
-    "cpu": Scale(ANGLES, 10_000, tasks_per_step=4, rivals=("sgdm", "rmsprop", "adam", "adamw", "muon")),
+    "cpu": Scale(ANGLES, 10_000, outer_steps=4, tasks_per_step=4, rivals=("sgdm", "rmsprop", "adam", "adamw", "muon")),
     "paper": Scale(ANGLES, 1000, seeds=10, outer_steps=20, rivals=("sgd", "sgdm", "rmsprop", "adam"), protocol="paper"),
 }
 
@@ -48,14 +49,14 @@ EXPERIMENT = Experiment(
     _family,
     {
         "kronecker": Geometry(
-            partial(Kronecker, rank=128),
+            partial(Kronecker, rank=64),
             {
                 "MetaMD": Entry(),
                 "MetaMD, plain": Entry(Usage()),
                 "MetaMD, momentum, linear decay": Entry(Usage(momentum=0.9, schedule="linear")),
             },
+            objective=Regret(comparator=Reference(lr=3e-3, factor=1.0)),
             choose_usage=True,
-            follow=True,
         ),
         "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}),
     },

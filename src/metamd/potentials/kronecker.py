@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -72,18 +73,20 @@ class Place:
     key: str
     shape: Shape
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The lengths of the two sides that a factor can act on."""
         return {"left": self.shape[0], "right": math.prod(self.shape[1:])}
 
     def matrix(self, x: Tensor) -> Tensor:
         """The tensor as (..., rows, columns); a part of the rows will do, and there may be dimensions in front."""
-        return x.reshape(*x.shape[: x.ndim - len(self.shape)], -1, math.prod(self.shape[1:]))
+        if x.ndim == len(self.shape) == 2:
+            return x
+        return x.reshape(*x.shape[: x.ndim - len(self.shape)], -1, self.sizes["right"])
 
     def tensor(self, m: Tensor) -> Tensor:
         """The matrix in the shape of the tensor."""
-        return m.reshape(*m.shape[:-2], -1, *self.shape[1:])
+        return m if m.ndim == len(self.shape) == 2 else m.reshape(*m.shape[:-2], -1, *self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -300,14 +303,15 @@ class Learned:
         """V diag(d)^-1 V' on the right of a matrix, if d is one of the metrics that stay for the whole run."""
         if self.sides == "both" or m.ndim > 2:
             return None
-        for j, piece in enumerate(self._metrics.get(name, ())):
-            if piece.data_ptr() == d.data_ptr() and piece.dtype == d.dtype == m.dtype:
-                if (name, j) not in self._inverses:
-                    right = self._at("right", name, m)
-                    assert right is not None
-                    self._inverses[name, j] = Inverse.of(right, d)
-                return self._inverses[name, j]
-        return None
+        address = name, d.data_ptr()
+        if address in self._inverses:
+            return self._inverses[address]
+        if d.dtype != m.dtype or all(piece.data_ptr() != d.data_ptr() for piece in self._metrics.get(name, ())):
+            return None
+        right = self._at("right", name, m)
+        assert right is not None
+        self._inverses[address] = Inverse.of(right, d)
+        return self._inverses[address]
 
     def _at(self, side: str, name: str, like: Tensor) -> Orthogonal | None:
         """A factor in the type and on the device of a tensor."""

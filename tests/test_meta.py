@@ -352,8 +352,7 @@ def test_the_paper_preset_runs_and_learns_on_the_quadratics():
         warnings.simplefilter("ignore", NotConvergedWarning)
         found = meta_train(
             tasks.quadratic(steps=100),
-            **paper(k=10.0, rho=0.01),
-            outer_steps=3,
+            **paper(k=10.0, rho=0.01, outer_steps=3),
             tasks_per_step=2,
             log=lambda r, s: records.append(r),
         )
@@ -367,7 +366,7 @@ def test_the_paper_preset_runs_and_learns_on_the_quadratics():
 
 def test_the_paper_preset_warns_when_runs_have_not_converged():
     with pytest.warns(NotConvergedWarning, match="Give the tasks more steps"):
-        meta_train(tasks.quadratic(steps=10), **paper(), outer_steps=1, tasks_per_step=2)
+        meta_train(tasks.quadratic(steps=10), **paper(outer_steps=1), tasks_per_step=2)
 
 
 # several pieces

@@ -102,12 +102,13 @@ def test_learn_equals_the_closed_form_on_the_same_trajectories(tying, weights, p
 
 
 def test_learn_by_hand():
-    """D_i = sqrt((y_i + s mean y) / (x_i + s mean x)), with x and y the weighted sums over two runs."""
+    """Of each run x_i + s q y_i and (1 + s) y_i, q = sum x / sum y; D_i^2 is the ratio of their weighted sums."""
     x1, y1, x2, y2 = (torch.tensor(v, dtype=torch.float64) for v in ([1.0, 4], [2.0, 8], [0.0, 9], [6.0, 1]))
     zero = {"x": torch.zeros(2, dtype=torch.float64)}
     runs = [Run(zero, {"x": x.sqrt()}, {"x": y[None]}, {"x": 1.0}, steps=5) for x, y in ((x1, y1), (x2, y2))]
     for prior in (0.0, 0.3):
-        x, y = (a + 3 * b + prior * (a.mean() + 3 * b.mean()) for a, b in ((x1, x2), (y1, y2)))
+        x = sum(w * (x + prior * x.sum() / y.sum() * y) for w, x, y in ((1, x1, y1), (3, x2, y2)))
+        y = (1 + prior) * (y1 + 3 * y2)
         found = logs(learn(runs, weights=[1, 3], prior=prior))["x"][0]
         assert torch.allclose(found.exp(), (y / x).sqrt(), rtol=1e-12)
 
@@ -292,7 +293,7 @@ def test_the_prior_keeps_what_moves_little_from_starving(nightly):
     starved, kept = bias_rates(0.0, nightly), bias_rates(PRIOR, nightly)
     assert starved[-1] < 0.05
     assert starved[-1] < starved[0] / 2, "and it goes on falling"
-    assert min(kept) > 0.3
+    assert min(kept) > 0.15
     assert min(kept) > kept[0] / 2
 
 

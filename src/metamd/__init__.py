@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from metamd.online import Online
     from metamd.optimiser import MetaMD
     from metamd.ordinary import learn
+    from metamd.gap import LogGap
     from metamd.outer import GradientDescent, TrustRegion
     from metamd.outer_steps import Refine, Stopping
     from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
@@ -66,6 +67,7 @@ _HOME = {
     "paper": "meta",
     "PaperBound": "objectives",
     "Regret": "objectives",
+    "LogGap": "gap",
     "TrainingLoss": "objectives",
     "ClosedForm": "hypergrad",
     "Direct": "hypergrad",
@@ -119,6 +121,7 @@ __all__ = [
     "Journal",
     "Kronecker",
     "LearnedOptimiser",
+    "LogGap",
     "MaxDiagonal",
     "Measuring",
     "MetaMD",

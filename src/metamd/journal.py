@@ -15,7 +15,7 @@ from metamd.data.locks import locked
 from metamd.potentials.basis import Basis
 from metamd.state import State
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
 FACTS_KEY, CHECKSUM_KEY = "metamd.checkpoint", "metamd.checksum"
 
 Log = Callable[[dict[str, Any], int], None]

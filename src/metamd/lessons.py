@@ -86,6 +86,7 @@ class Lecture:
             sums |= {f"{s}/{k}": torch.zeros(shapes[k], dtype=torch.float64) for k in compared(iterate) for s in ("u", "v")}
         else:
             sums = {f"gradient/{n}": torch.zeros(v.shape).double() for n, v in names.items()}
+            sums["value"] = torch.zeros((), dtype=torch.float64)
         return sums | {"tasks": torch.zeros((), dtype=torch.float64)}
 
     def learn(self, tasks: Mapping[int, Task], iterate: Iterate, generator: Generators) -> dict[int, Attempt]:
@@ -140,7 +141,8 @@ class Lecture:
         if not lesson.diverged and not _finite(found.grads):
             lesson = replace(lesson, diverged="The hypergradient is not finite. Start from larger metrics.")
         sums = {f"gradient/log_d/{k}": v for k, v in found.grads.items()} | {"gradient/offsets": found.offsets}
-        return lesson, {} if lesson.diverged else {**sums, "tasks": torch.ones((), dtype=torch.float64)}
+        sums |= {"value": torch.tensor(lesson.value, dtype=torch.float64), "tasks": torch.ones((), dtype=torch.float64)}
+        return lesson, {} if lesson.diverged else sums
 
     @torch.no_grad()
     def _lesson(self, task: Task, fit: MaxDiagonal, run: Trajectory) -> Lesson:
@@ -231,7 +233,7 @@ def contest(
         if finished and objective.reference is not None:
             best, extra = objective.reference.run(task, finished[0].start, finished[0].steps)
             entries = [(fit, replace(run, reference=best)) for fit, run in entries]
-        elif finished and isinstance(objective, Regret):
+        elif finished and (objective.looks_ahead or isinstance(objective, Regret)):
             objective = objective.held(min(finished, key=_tail))
         with torch.no_grad():
             values = [None if run.diverged else float(objective.value(run, fit)) for fit, run in entries]

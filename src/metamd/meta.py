@@ -29,6 +29,11 @@ SETTLED = 1e-2
 """A run has converged, for `PaperBound`, when its gradient has fallen to this share of the first."""
 
 
+PRIOR = 1e-4
+"""The strength of the prior of `Regret` if no objective is given: no step size falls below 0.7 % of its tensor's or of the
+model's. Networks can do with more, but tasks with curvatures that truly differ by fifty or a hundred cannot."""
+
+
 class NotConvergedWarning(UserWarning):
     """Runs end before they have converged, where the objective takes their ends for solutions."""
 
@@ -42,6 +47,8 @@ class Method:
         exact: False takes the paper's inner step.
         keep: "best" judges the last metrics and the best of those before on fresh tasks; "last" does not.
         stopping: when it has converged.
+        start: fresh metrics begin at "one", or at the largest "curvature" of the first tasks at their starts, D = lambda_max:
+            with it no step along any direction is too long there.
         spread: of the logarithms of M_j at the start, so that several pieces are not all the same.
         step_scales: factors such as (0.5, 0.7, 1.0, 1.4) that the learned steps are tried with at the end, on tasks of the
             family; the one with the lowest mean training loss becomes part of the metrics. None are tried if empty.
@@ -51,6 +58,7 @@ class Method:
     exact: bool = True
     keep: Literal["best", "last"] = "best"
     stopping: Stopping = field(default_factory=Stopping)
+    start: Literal["one", "curvature"] = "one"
     spread: float = 0.1
     step_scales: tuple[float, ...] = ()
 
@@ -63,7 +71,7 @@ def meta_train(
     family: TaskFamily,
     potential: Potential,
     *,
-    objective: Objective = Regret(),  # noqa: B008
+    objective: Objective = Regret(prior=PRIOR),  # noqa: B008
     estimator: Estimator = ClosedForm(),  # noqa: B008
     outer_steps: int = 10,
     tasks_per_step: int = 8,
@@ -105,7 +113,8 @@ def meta_train(
     learnable = _check(potential, objective, estimator, method, outer_steps, tasks_per_step)
     workers = Workers.present()
     with _opened(journal, workers):
-        found = probe(family, learnable, seed, tasks_per_step, workers)
+        curved = method.start == "curvature"
+        found = probe(family, learnable, seed, tasks_per_step, workers, curvature=curved)
         lecture = Lecture(found.bound, objective, estimator, method.exact, family.shared_loss)
         closed = isinstance(estimator, ClosedForm)
         stages = _stages(closed, learnable.pieces, outer_steps, method, refine)
@@ -118,28 +127,37 @@ def meta_train(
 
 
 def paper(
-    k: float | FromLipschitz = 10.0, *, rho: float = 0.1, pieces: int = 3, estimator: Estimator | None = None
+    k: float | FromLipschitz = 10.0,
+    *,
+    rho: float | None = None,
+    pieces: int = 3,
+    estimator: Estimator | None = None,
+    outer_steps: int = 200,
 ) -> dict[str, Any]:
     """The options that make `meta_train` Algorithm 1 of the paper [GaoMetaMD2022].
 
     M <- M - rho/n sum_i dE_i/dM with E = B(theta_{T+1}||theta_1) + k/lambda, N = 3 diagonals centred at the origin, the
-    paper's inner step, forward-mode gradients; the last M is kept. It needs runs that converge, see docs/limits.md.
+    paper's inner step, forward-mode gradients; the last M is kept. What the paper leaves open is chosen from the data: M
+    starts at the square root of the largest curvature, and rho is a share of M^2 / E. It needs runs that converge, and
+    that start near the origin: see docs/limits.md.
 
     Args:
         k: of `PaperBound`; the paper leaves it open.
-        rho: the outer learning rate.
+        rho: the outer learning rate; None scales it, see `GradientDescent`.
         pieces: N.
         estimator: of the gradient, if not `Forward()`.
+        outer_steps: plain gradient descent needs hundreds.
 
     Example:
         >>> sorted(paper())
-        ['estimator', 'method', 'objective', 'potential']
+        ['estimator', 'method', 'objective', 'outer_steps', 'potential']
     """
     return {
         "potential": MaxDiagonal(pieces, centre="origin"),
         "objective": PaperBound(k),
         "estimator": estimator or Forward(),
-        "method": Method(GradientDescent(rho), exact=False, keep="last"),
+        "method": Method(GradientDescent(rho), exact=False, keep="last", start="curvature"),
+        "outer_steps": outer_steps,
     }
 
 
@@ -188,6 +206,8 @@ def _stages(
 def _begin(found: Findings, plan: Plan, method: Method) -> State:
     """The first state: one piece for the closed form, pieces that differ a little for gradients."""
     now = Iterate.of(found.bound)
+    if found.curvature and not any(bool(v.any()) for v in now.log_d.values()):
+        now = now.shifted(math.log(found.curvature))
     if isinstance(plan.lecture.estimator, ClosedForm):
         # of several metrics, the geometric mean
         now = now.moved({k: v.mean(0, keepdim=True) for k, v in now.log_d.items()}, torch.zeros(1, dtype=torch.float64))

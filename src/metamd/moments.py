@@ -36,20 +36,20 @@ class Moments:
     def of(cls, run: "Trajectory", potential: "MaxDiagonal", objective: "Regret") -> "Moments":
         """The moments of a run against the objective's comparator, with its prior."""
         u = objective.comparator.of(run)
-        means = objective.prior_of(run, u)
+        pseudo = objective.pseudo(run, u) if objective.prior else {}
+        rates = {n: float(a.sum() / b.sum()) if bool(b.any()) else 0.0 for n, (a, b) in pseudo.items()}
         x: dict[str, Tensor] = {}
         y: dict[str, Tensor] = {}
         matrices = MatrixMoments(potential) if run.products else None
         for n, slot in potential.slots.items():
             start = run.start[n]
             if matrices is not None and matrices.knows(n):
-                matrices.add(n, run, (u[n] - start).double(), means)
+                matrices.add(n, run, (u[n] - start).double(), objective.prior, rates[n] if rates else 0.0)
                 continue
             delta = potential.basis.into(n, (u[n] - start).double())
-            squares = run.squares[n].double().sum(0)
-            tied = start.numel() / max(squares.numel(), 1)
-            here = (grouped_squares(delta, slot.shape) + tied * means[0]) / run.lr
-            there = (squares + tied * means[1]) * run.lr
+            more = pseudo.get(n, (0.0, 0.0))
+            here = (grouped_squares(delta, slot.shape) + more[0]) / run.lr
+            there = (run.squares[n].double().sum(0) + more[1]) * run.lr
             x[slot.key] = x.get(slot.key, 0) + slot.gather(here)
             y[slot.key] = y.get(slot.key, 0) + slot.gather(there)
         return cls(x, y) if matrices is None else cls(x | matrices.x, y | matrices.y)
@@ -105,14 +105,15 @@ class MatrixMoments:
         """Whether a factor can be learned for this tensor."""
         return bool(self.basis.turning().get(name))
 
-    def add(self, name: str, run: "Trajectory", delta: Tensor, means: tuple[float, float]) -> None:
+    def add(self, name: str, run: "Trajectory", delta: Tensor, prior: float, rate: float) -> None:
         """Count one tensor of a run.
 
         Args:
             name: of the tensor.
             run: the record, with its products.
             delta: u - theta_1, in float64.
-            means: what a prior adds to every coordinate's squares.
+            prior: its strength s: Y counts 1 + s times, and X is given the displacements that s Y would have led to.
+            rate: the squared step size with which, as `typical_rates` has it.
         """
         place = self.basis.places[name]
         m = place.matrix(delta)
@@ -125,9 +126,9 @@ class MatrixMoments:
                 scaled = self.basis.scaled(name, other, m, d)
                 between = scaled if side == "right" else scaled.mT
                 weight, weight_back = float(d.sum()), float((1 / d).sum())
-            eye = torch.eye(place.sizes[side], dtype=torch.float64, device=m.device)
             key = f"{side}/{place.key}"
-            x = (rows.mT @ between + weight * means[0] * eye) / run.lr
-            y = (run.products[f"{side}/{name}"].double().sum(0) + weight_back * means[1] * eye) * run.lr
+            products = run.products[f"{side}/{name}"].double().sum(0)
+            x = (rows.mT @ between + prior * rate * weight / weight_back * products) / run.lr
+            y = (1 + prior) * products * run.lr
             self.x[key] = self.x[key] + x if key in self.x else x
             self.y[key] = self.y[key] + y if key in self.y else y

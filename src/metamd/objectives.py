@@ -8,9 +8,10 @@ and every estimator of its gradient works from these two parts. `value` evaluate
 function of the metrics alone: its gradient is the direct one, without the dependence of the run on the metrics.
 """
 
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -63,6 +64,9 @@ class Objective(ABC):
     runs: ClassVar[bool] = True
     """Whether there is a sum over the steps at all."""
 
+    looks_ahead: ClassVar[bool] = False
+    """Whether what a step adds depends on constants that only the end of the run shows: it is then to be `held`."""
+
     @abstractmethod
     def running(self, point: Point) -> Tensor:
         """What step t adds."""
@@ -109,6 +113,9 @@ class Objective(ABC):
 
 
 # the comparator of the regret
+
+Pseudo = Mapping[str, tuple[Tensor, Tensor]]
+"""Squared displacements and squared gradients that nobody saw, by tensor, over coordinates that share a metric."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +197,11 @@ class Fixed:
 
     Args:
         point: u.
-        means: the means that a prior works with; those of the run at hand if not given.
+        pseudo: what a prior adds, as `Regret.pseudo` has it; that of the run at hand if not given.
     """
 
     point: Params
-    means: tuple[float, float] | None = None
+    pseudo: "Pseudo | None" = None
 
     def of(self, run: Trajectory) -> Params:
         """The point."""
@@ -212,9 +219,9 @@ class Regret(Objective):
 
     Args:
         comparator: u: `End()`, `Reference(...)`, or `Fixed(point)` where the solution is known.
-        prior: strength s of a prior: every coordinate is given, on top of its own displacement and gradients, s times the
-            mean x over the model of delta^2, and s times the mean y of sum_t g_t^2. No metric of the closed form can then
-            exceed eta sqrt((sum_t g_t^2 + s y) / (s x)), however little its coordinate moves.
+        prior: strength s of a prior: the squared step sizes 1/D^2 of the closed form are averaged, with the weights 1 and s,
+            with those of their tensor and of the model. However little its coordinate moves, no step size is then below
+            sqrt(s/2 / (1 + s)) times either. See `pseudo`.
 
     Where u lies on a kink of a mixture, B has no derivative by D, and the gradient is that of one of the active forms.
     """
@@ -250,36 +257,37 @@ class Regret(Objective):
         return bound + self._penalty(run, potential, u) if self.prior else bound
 
     def held(self, run: Trajectory) -> "Regret":
-        """With the comparator of this run, and its means in the prior."""
+        """With the comparator of this run, and its prior."""
         u = self.comparator.of(run)
-        return replace(self, comparator=Fixed(u, self._means(run, u)))
+        return replace(self, comparator=Fixed(u, self.pseudo(run, u)))
 
-    def prior_of(self, run: Trajectory, u: Params) -> tuple[float, float]:
-        """What the prior adds to every coordinate's squared displacement and to its summed squared gradients."""
-        x, y = self._means(run, u) if self.prior else (0.0, 0.0)
-        return self.prior * x, self.prior * y
+    def pseudo(self, run: Trajectory, u: Params) -> Pseudo:
+        """What the prior adds to every metric's squared displacement and squared gradients, by tensor.
 
-    def _means(self, run: Trajectory, u: Params) -> tuple[float, float]:
-        held = self.comparator.means if isinstance(self.comparator, Fixed) else None
-        return held or means(run, u)
+        A coordinate with squared gradients y_i is given s y_i more of them, with the displacement s y_i / D^2 that they would
+        have led to with D, 1/D^2 = (q_n + q) / 2, where q = sum delta^2 / sum g^2 over the tensor, and over the model.
+        """
+        if isinstance(self.comparator, Fixed) and self.comparator.pseudo is not None:
+            return self.comparator.pseudo
+        s, typical = self.prior, typical_rates(run, u)
+        y = {n: v.double().sum(0) for n, v in run.squares.items()}
+        return {n: (s * typical[n] * v, s * v) for n, v in y.items()}
 
     def _penalty(self, run: Trajectory, potential: MaxDiagonal, u: Params) -> Tensor:
-        """sum_i mean_j [D_ji x / (2 eta) + eta y / (2 D_ji)], x and y s times the means of delta_i^2 and sum_t g_ti^2."""
-        x, y = self.prior_of(run, u)
+        """sum_i mean_j [D_ji x_i / (2 eta) + eta y_i / (2 D_ji)] with the x and y of `pseudo`."""
         terms = []
-        for n, start in run.start.items():
+        for n, (x, y) in self.pseudo(run, u).items():
             d = potential.metric(n).double()
-            tied = start.numel() / max(d[0].numel(), 1)
-            terms.append(tied / potential.pieces * (0.5 * x / run.lr * d + 0.5 * run.lr * y / d).sum())
+            terms.append((0.5 / run.lr * x * d + 0.5 * run.lr * y / d).sum() / potential.pieces)
         return torch.stack(terms).sum()
 
 
-def means(run: Trajectory, u: Params) -> tuple[float, float]:
-    """The means over all coordinates of the squared displacement to u, and of the summed squared gradient."""
-    count = sum(x.numel() for x in run.start.values())
-    x = sum(float((u[n] - run.start[n]).square().sum(dtype=torch.float64)) for n in run.start)
-    y = sum(float(s.sum(dtype=torch.float64)) for s in run.squares.values())
-    return x / count, y / count
+def typical_rates(run: Trajectory, u: Params) -> dict[str, float]:
+    """The squared step size that a prior averages with, by tensor: (q_n + q) / 2, see `Regret.pseudo`."""
+    felt = {n: float(v.sum(dtype=torch.float64)) for n, v in run.squares.items()}
+    moved = {n: float((u[n] - run.start[n]).square().sum(dtype=torch.float64)) for n in felt}
+    model = sum(moved.values()) / max(sum(felt.values()), sys.float_info.min)
+    return {n: (moved[n] / max(felt[n], sys.float_info.min) + model) / 2 for n in felt}
 
 
 @dataclass(frozen=True)

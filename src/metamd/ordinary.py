@@ -17,8 +17,8 @@ from metamd.runs import Run
 from metamd.tying import Shape, TyingName
 
 PRIOR = 0.1
-"""The default strength s of the prior: a coordinate that stands still has a step size of sqrt(s / (1 + s)), here 0.30, of
-what it would have had with an average displacement, for average gradients; without a prior it would have zero."""
+"""The default strength s of the prior: a coordinate that stands still has a step size of at least sqrt(s/2 / (1 + s)), here
+0.21, of its tensor's and of the model's; without a prior, zero."""
 
 
 def learn(
@@ -32,8 +32,7 @@ def learn(
     """Learn a geometry from recorded runs, the closed form D_i = sqrt(E sum_t g_ti^2 / E delta_i^2) [Khodak2019].
 
     The comparator is the end of each run. A coordinate that hardly moved would be given a step size near zero, move less in
-    the next run, and so on; the prior prevents it: every coordinate is given, on top of its own, `prior` times the mean
-    over the model of delta^2 and of sum_t g^2.
+    the next run, and so on; the prior prevents it: squared step sizes are averaged with their tensor's, see `Regret`.
 
     Args:
         runs: of models with the same tensors; by role, of any widths and depths.

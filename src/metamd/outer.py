@@ -171,25 +171,41 @@ class GradientDescent(Outer):
     task diverges, the algorithm as published has no gradient left: M goes half way back, and the next steps are smaller.
 
     Args:
-        rho: the outer learning rate.
+        rho: the outer learning rate; None takes pace x M^2 / E, with the mean of M^2 at the first outer step and the largest
+            objective E of the steps so far. An entry that all of E depends on has dE/dM = 2E/M: whatever the units of the
+            parameters, the first step changes no entry by much more than twice the pace.
+        pace: see rho.
     """
 
-    rho: float = 0.1
+    rho: float | None = None
+    pace: float = 0.05
     retreats = False
 
     def __post_init__(self) -> None:
-        if not self.rho > 0:
-            raise ValueError(f"rho must be positive, got {self.rho}. It is the outer learning rate of M.")
+        if self.rho is not None and not self.rho > 0:
+            raise ValueError(f"rho must be positive, got {self.rho}. It is the outer learning rate of M; None scales it.")
+        if not self.pace > 0:
+            raise ValueError(f"pace must be positive, got {self.pace}. 0.05 changes M by a few per cent in an outer step.")
 
     def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
         """One plain gradient step on M."""
+        kept = {} if self.rho is not None else _largest(now, sums, carried)
+        rho = self.rho if self.rho is not None else self.pace * float(kept["squares"] / kept["value"])
         log_d = {}
         for k, v in now.log_d.items():
             m = (0.5 * v.double()).exp()
             # dE/dM = dE/dlog D dlog D/dM = 2/M dE/dlog D
-            m = m - factor * self.rho * 2 / m * sums[f"gradient/log_d/{k}"] / sums["tasks"]
+            m = m - factor * rho * 2 / m * sums[f"gradient/log_d/{k}"] / sums["tasks"]
             log_d[k] = (2 * m.abs().clamp_min(1e-18).log()).to(v.dtype)
-        return Update(now.moved(log_d))
+        return Update(now.moved(log_d), kept)
+
+
+def _largest(now: Iterate, sums: Sums, carried: Sums) -> dict[str, Tensor]:
+    """The mean of M^2 at the first outer step, and the largest objective so far."""
+    value = (sums["value"] / sums["tasks"]).abs().clamp_min(1e-300)
+    if "value" in carried:
+        return {"squares": carried["squares"], "value": torch.maximum(carried["value"], value)}
+    return {"squares": torch.cat([v.double().exp().reshape(-1) for v in now.log_d.values()]).mean(), "value": value}
 
 
 def _bound(log_d: Mapping[str, Tensor], moments: Moments) -> float:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from metamd.hypergrad import ClosedForm, Estimator, Reverse
+from metamd.objectives import Objective
 from metamd.outer import Adam, Outer, TrustRegion
 
 
@@ -38,11 +39,13 @@ class Refine:
         steps: how many at most.
         estimator: of the hypergradient.
         outer: the rule of the outer step.
+        objective: what is refined, and judged by afterwards, if it is not that of the training.
     """
 
     steps: int = 10
     estimator: Estimator = field(default_factory=Reverse)
     outer: Outer = field(default_factory=Adam)
+    objective: Objective | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:

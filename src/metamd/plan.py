@@ -88,11 +88,18 @@ class Plan:
     def _class(self, purpose: str, state: State) -> Class:
         return Class(self.family, self.seed, purpose, state.step + 1, self.tasks_per_step, self.workers)
 
+    def _lecture(self, state: State) -> Lecture:
+        """With the objective of the refinement from there on, if it has one of its own."""
+        refining = any(name == "refine" for name, _ in self.stages[: state.stage + 1])
+        if self.refine is None or self.refine.objective is None or not refining:
+            return self.lecture
+        return replace(self.lecture, objective=self.refine.objective)
+
     # learning
 
     def _learn(self, state: State) -> tuple[State, OuterStep]:
         stage, limit = self.stages[state.stage]
-        lecture, outer = self.lecture, self.outer
+        lecture, outer = self._lecture(state), self.outer
         if stage == "refine" and self.refine is not None:
             lecture, outer = replace(lecture, estimator=self.refine.estimator), self.refine.outer
         held = hold(self._class("train", state), lecture, state, self.ball, retreats=outer.retreats)
@@ -175,7 +182,8 @@ class Plan:
     def _judge(self, state: State) -> tuple[State, OuterStep]:
         """The last metrics and the best of those before, on fresh tasks and against common comparators."""
         entrants = [*state.candidates, state.now]
-        best, value, record = self._contest(entrants, self._class("judge", state), default=len(entrants) - 1, errors=2.0)
+        room = self._class("judge", state)
+        best, value, record = self._contest(entrants, room, self._lecture(state), default=len(entrants) - 1, errors=2.0)
         which = f"of outer step {best.step}" if best.step else "of the last update"
         note = f"kept the metrics {which}: the objective is {value:.4g} on {self.tasks_per_step} fresh tasks"
         return self._settle(state, best, replace(record, note=note))
@@ -191,6 +199,7 @@ class Plan:
         self,
         entrants: list[Iterate],
         room: Class,
+        lecture: Lecture,
         *,
         default: int = 0,
         errors: float = 0.0,
@@ -200,7 +209,7 @@ class Plan:
 
         The default gives way only to one whose mean is lower by so many standard errors of the differences by task.
         """
-        rows = contest(self.lecture, room.tasks(), entrants, by_loss=by_loss)
+        rows = contest(lecture, room.tasks(), entrants, by_loss=by_loss)
         found = room.workers.gather(rows, room.count)
         finishable = [r["values"] for r in found if any(v is not None for v in r["values"])]
         if not finishable:
@@ -225,7 +234,7 @@ class Plan:
     def _scale(self, state: State) -> tuple[State, OuterStep]:
         """One factor on all steps, the one with which training tasks have the lowest mean loss, folded into the metrics."""
         entrants = [self.ball.project(state.now.shifted(-math.log(scale))) for scale in self.step_scales]
-        best, value, record = self._contest(entrants, self._class("scale", state), by_loss=True)
+        best, value, record = self._contest(entrants, self._class("scale", state), self._lecture(state), by_loss=True)
         scale = self.step_scales[next(i for i, entrant in enumerate(entrants) if entrant is best)]
         note = f"steps times {scale:g}: the mean training loss is {value:.4g} on {self.tasks_per_step} fresh tasks"
         return self._settle(state, best, replace(record, loss=value, objective=math.nan, note=note))
@@ -247,7 +256,7 @@ class Plan:
         if count:
             built = [self.ball.project(build_pieces(state.now, sums, count, strength)) for strength in (0.5, 1.0)]
             entrants += [pieces for pieces in built if _differ(pieces)]
-        best, value, record = self._contest(entrants, room)
+        best, value, record = self._contest(entrants, room, self.lecture)
         taken = best is not state.now
         note = (
             f"{self.pieces} pieces lower the regret to {value:.4g}"

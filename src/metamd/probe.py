@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
+from metamd.hypergrad.tangents import hessian_products
 from metamd.inner import Cost
 from metamd.lessons import draw
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import Task, TaskFamily
+from metamd.tasks.base import Task, TaskFamily, derive_seed
 from metamd.tying import some
 from metamd.workers import Workers
 
+POWERS = 20
+"""Products with the Hessian that the power method takes."""
 
 @dataclass(frozen=True)
 class Findings:
@@ -23,16 +26,20 @@ class Findings:
         bound: the potential, bound to the first task.
         shapes: of the first task's tensors.
         scale: root mean square of the first gradient, by key of the metric.
+        curvature: the largest of the tasks' Hessians at the start, if it was asked for.
         cost: of looking.
     """
 
     bound: MaxDiagonal
     shapes: dict[str, tuple[int, ...]]
     scale: dict[str, float]
+    curvature: float | None
     cost: Cost
 
 
-def probe(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, workers: Workers) -> Findings:
+def probe(
+    family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, workers: Workers, *, curvature: bool = False
+) -> Findings:
     """Look at the start of so many tasks, spread over the processes; all of them raise what one of them finds.
 
     Args:
@@ -41,6 +48,7 @@ def probe(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, wor
         seed: of the meta-training; the tasks are those of its first outer step.
         count: how many.
         workers: the processes.
+        curvature: whether to measure it.
     """
     first = _first(family, seed)
     start = first.init()
@@ -49,7 +57,8 @@ def probe(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, wor
     seen: dict[int, dict[str, Any]] = {}
     for i in workers.mine(count):
         try:
-            seen[i] = _look(draw(family, seed, "train", 1, i), bound, shapes)
+            task = draw(family, seed, "train", 1, i)
+            seen[i] = _look(task, bound, shapes) | ({"curvature": largest_curvature(task, seed)} if curvature else {})
         except ValueError as error:
             seen[i] = {"error": f"{error}"}
     found = workers.gather(seen, count)
@@ -64,7 +73,31 @@ def probe(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, wor
         )
     totals = {k: [sum(row["squares"][k][j] for row in finite if k in row["squares"]) for j in (0, 1)] for k in bound.log_d}
     scale = {k: math.sqrt(s / n) for k, (s, n) in totals.items() if n}
-    return Findings(bound, shapes, scale, Cost(gradients=count))
+    bends = [row["curvature"] for row in finite if math.isfinite(row.get("curvature", math.nan))]
+    cost = Cost(gradients=count * (1 + curvature), hvps=POWERS * count * curvature)
+    return Findings(bound, shapes, scale, max(bends, default=None), cost)
+
+
+def largest_curvature(task: Task, seed: int) -> float:
+    """|lambda|, the largest eigenvalue of the Hessian at the start, by the power method.
+
+    Args:
+        task: the problem; its first batch is taken.
+        seed: of the first direction.
+    """
+    start = task.init()
+    generator = torch.Generator().manual_seed(derive_seed(seed, "curvature"))
+    tangents = {n: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for n, x in start.items()}
+    found = 0.0
+    for _ in range(POWERS):
+        length = math.sqrt(sum(float(v.square().sum(dtype=torch.float64)) for v in tangents.values()))
+        if not 0 < length < math.inf:
+            break
+        units = {n: (v / length).unsqueeze(0) for n, v in tangents.items()}
+        _, _, products = hessian_products(task, start, task.batch(0), units)
+        tangents = {n: h[0] for n, h in products.items()}
+        found = math.sqrt(sum(float(h.square().sum(dtype=torch.float64)) for h in tangents.values()))
+    return found
 
 
 def _first(family: TaskFamily, seed: int) -> Task:

@@ -211,7 +211,7 @@ class Train:
         learn_start: begin at the mean of the tasks' solutions, which is kept in the file; for tasks with a shared start.
         follow: learn from runs of Adam alone, twice as many as --tasks says, in closed form and without rounds.
         usage: try metrics, momenta, schedules and factors on training tasks at the end, and keep the best in the file.
-        outer_steps: rounds of training tasks and setting the metrics, at most.
+        outer_steps: rounds of training tasks and setting the metrics, at most; 10 if not given, 200 for the paper's.
         tasks: tasks in each of them.
         reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.003 for
             kronecker and 0 for diagonal, if not given.
@@ -223,7 +223,7 @@ class Train:
         estimator: of that hypergradient: reverse, forward, forward-diagonal or forward-random.
         preset: default, or paper for the published algorithm.
         k: the constant of the paper's objective.
-        rho: the outer learning rate of the paper's algorithm.
+        rho: the outer learning rate of the paper's algorithm; scaled to the tasks if not given.
         every: outer steps between checkpoints.
         seed: of everything random.
         tensorboard: write event files beside the log.
@@ -246,18 +246,18 @@ class Train:
     learn_start: bool = False
     follow: bool = False
     usage: bool = False
-    outer_steps: int = 10
+    outer_steps: int | None = None
     tasks: int = 8
     reference: float | None = None
     step_scale: bool = False
-    prior: float = 0.0
+    prior: float = 1e-4
     max_norm: float | None = None
     tolerance: float = 1e-3
     refine: int = 0
     estimator: str = "reverse"
     preset: str = "default"
     k: float = 10.0
-    rho: float = 0.1
+    rho: float | None = None
     every: int = 1
     seed: int = 0
     tensorboard: bool = False

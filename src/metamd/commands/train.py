@@ -51,8 +51,9 @@ def run(options: Train) -> int:
     family = build_family(options)
     check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
+    method = _method(options)
     with _processes() as rank:
-        display = _Display(options, rank)
+        display = _Display(method["outer_steps"] + options.refine + 1, rank)
         log = _also(display.show, tensorboard(folder / "tensorboard") if options.tensorboard and rank == 0 else None)
         try:
             with display:
@@ -88,7 +89,6 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
         learned = meta_train(
             family,
             **method,
-            outer_steps=options.outer_steps,
             tasks_per_step=options.tasks,
             seed=options.seed,
             max_norm=options.max_norm,
@@ -125,7 +125,8 @@ def tensorboard(folder: Path) -> Log:
 
 def _method(options: Train) -> dict[str, Any]:
     if options.preset == "paper":
-        return paper(options.k, rho=options.rho)
+        steps = {} if options.outer_steps is None else {"outer_steps": options.outer_steps}
+        return paper(options.k, rho=options.rho, **steps)
     if options.preset != "default":
         raise ValueError(f'preset must be "default" or "paper", got {options.preset!r}.')
     if options.estimator not in ESTIMATORS:
@@ -138,6 +139,7 @@ def _method(options: Train) -> dict[str, Any]:
         "objective": Regret(comparator, prior=options.prior),
         "method": Method(stopping=Stopping(options.tolerance), step_scales=STEP_SCALES if options.step_scale else ()),
         "refine": refine,
+        "outer_steps": 10 if options.outer_steps is None else options.outer_steps,
     }
 
 
@@ -181,7 +183,7 @@ def _also(first: Log, second: Log | None) -> Log:
 class _Display:
     """Outer step, tasks done, objective, bound and time left, on standard error."""
 
-    def __init__(self, options: Train, rank: int) -> None:
+    def __init__(self, total: int, rank: int) -> None:
         self.notes: list[str] = []
         self.done, self.began = 0, time.monotonic()
         console = Console(stderr=True, markup=False, highlight=False)
@@ -196,7 +198,7 @@ class _Display:
             console=console,
             disable=not self.live,
         )
-        self.bar = self.progress.add_task("meta-training", total=options.outer_steps + options.refine + 1)
+        self.bar = self.progress.add_task("meta-training", total=total)
 
     def __enter__(self) -> "_Display":
         self.progress.start()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metamd.inner import Cost, Trajectory
+from metamd.inner import Cost, Trajectory, run_inner
 from metamd.objectives import Objective
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
@@ -92,6 +92,16 @@ def given_up(run: Trajectory, potential: MaxDiagonal, cost: Cost) -> Hypergradie
     """What is returned for a run that diverged."""
     zeros = {k: torch.zeros_like(v.detach()) for k, v in potential.log_d.items()}
     return Hypergradient(zeros, torch.zeros_like(potential.offsets.detach()), float("inf"), run, cost)
+
+
+def foreseen(
+    objective: Objective, task: Task, potential: MaxDiagonal, *, lr: float, exact: bool, steps: int | None
+) -> tuple[Objective, Cost]:
+    """The objective with the constants it takes from the end of a run; a run is made beforehand if it needs any."""
+    if not objective.looks_ahead:
+        return objective, Cost()
+    run = run_inner(task, potential, lr=lr, exact=exact, steps=steps)
+    return objective if run.diverged else objective.held(run), run.cost
 
 
 def needs_generator(generator: torch.Generator | None, estimator: object) -> torch.Generator:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from metamd.hypergrad.base import Estimator, Hypergradient, differentiate, given_up, learnable, needs_generator
+from metamd.hypergrad.base import Estimator, Hypergradient, differentiate, foreseen, given_up, learnable, needs_generator
 from metamd.hypergrad.recursion import Passage, Recursion
 from metamd.hypergrad.tangents import Pulled, hessian_products, pull, push
 from metamd.inner import Walk
@@ -43,6 +43,7 @@ class ForwardDiagonal(Estimator):
     ) -> Hypergradient:
         """Run the task once, with one tangent for every piece."""
         began, source = time.perf_counter(), needs_generator(generator, self)
+        objective, ahead = foreseen(objective, task, potential, lr=lr, exact=exact, steps=steps)
         walk = Walk(task, potential, lr=lr, exact=exact, steps=steps)
         leaf = learnable(potential, walk.start)
         carried = _Responses(Recursion(walk, leaf), walk.start)
@@ -58,11 +59,11 @@ class ForwardDiagonal(Estimator):
         run = walk.finish(objective.reference)
         hvps = leaf.pieces * len(run.losses)
         if run.diverged:
-            return given_up(run, leaf, replace(run.cost, hvps=hvps))
+            return given_up(run, leaf, replace(run.cost + ahead, hvps=hvps))
         ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
         by_log, by_offset, by_end = differentiate(objective.final(run, leaf, ends), leaf, *ends.values())
         grads = carried.total(by_log, dict(zip(ends, by_end, strict=True)))
-        cost = replace(run.cost, hvps=hvps, seconds=time.perf_counter() - began)
+        cost = replace(run.cost + ahead, hvps=hvps, seconds=time.perf_counter() - began)
         return Hypergradient(grads, by_offset, float(objective.value(run, leaf).detach()), run, cost)
 
 

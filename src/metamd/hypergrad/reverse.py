@@ -62,6 +62,7 @@ class Reverse(Estimator):
         run = walk.finish(objective.reference)
         if run.diverged:
             return given_up(run, leaf, run.cost)
+        objective = objective.held(run) if objective.looks_ahead else objective
         adjoint = Adjoint(Recursion(walk, leaf), objective, run)
         for i in reversed(range(len(heads))):
             first = i * length

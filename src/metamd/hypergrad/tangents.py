@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from metamd.hypergrad.base import differentiate, learnable
+from metamd.hypergrad.base import differentiate, foreseen, learnable
 from metamd.hypergrad.recursion import Passage, Recursion, stays
 from metamd.hypergrad.straight import Straight, dot
 from metamd.inner import Cost, Trajectory, Walk, gradient
@@ -94,6 +94,7 @@ def carry(
         steps: T.
     """
     began = time.perf_counter()
+    objective, ahead = foreseen(objective, task, potential, lr=lr, exact=exact, steps=steps)
     walk = Walk(task, potential, lr=lr, exact=exact, steps=steps)
     leaf = learnable(potential, walk.start)
     recursion = Recursion(walk, leaf)
@@ -130,7 +131,7 @@ def carry(
         by_log, by_offset, by_end = differentiate(final, leaf, *ends.values())
         along += dot(by_key, by_log) + offsets @ by_offset + dot(z, dict(zip(ends, by_end, strict=True)))
     value = math.inf if run.diverged else float(objective.value(run, leaf).detach())
-    cost = replace(run.cost, hvps=hvps, seconds=time.perf_counter() - began)
+    cost = replace(run.cost + ahead, hvps=hvps, seconds=time.perf_counter() - began)
     return Derivatives(along, value, run, cost)
 
 

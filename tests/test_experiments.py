@@ -249,9 +249,9 @@ def test_a_killed_run_continues(tmp_path):
 def tiny(monkeypatch):
     """Both experiments as small as they go."""
     numbers = (("k", 10), ("rho", 0.001), ("lr", 0.1), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 20))
-    scale = quadratic.Scale(("published",), ("far",), 3, 500, 50, 1, 1, 1, numbers, numbers, 5, False)
+    scale = quadratic.Scale(("published",), ("far",), 3, 500, 50, 1, 1, 1, numbers, numbers, numbers, 5, False)
     monkeypatch.setitem(quadratic.SCALES, "smoke", scale)
-    monkeypatch.setitem(rosenbrock.SCALES, "smoke", rosenbrock.Scale(("customary",), 1, 1, 4, False))
+    monkeypatch.setitem(rosenbrock.SCALES, "smoke", rosenbrock.Scale(("customary",), 1, 1, 4, False, 2))
     monkeypatch.setattr(rosenbrock, "RATES", RATES)
 
 
@@ -284,8 +284,9 @@ def test_the_losses_of_a_valley_are_those_of_torch():
     for t in range(40):
         (x.grad,) = torch.autograd.grad(task.loss({"theta": x}, task.batch(t)), x)
         optimiser.step()
-    assert float(found[0]) == pytest.approx(task.evaluate({"theta": x.detach()}).loss, rel=1e-9)
-    assert float(found[1]) == float("inf")
+    assert found.shape == (2, 1)
+    assert float(found[0, 0]) == pytest.approx(task.evaluate({"theta": x.detach()}).loss, rel=1e-9)
+    assert float(found[1, 0]) == float("inf")
 
 
 def test_a_rival_is_a_plain_record():

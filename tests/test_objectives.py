@@ -233,7 +233,11 @@ def test_the_names_are_exported():
         assert getattr(metamd, name).__name__ == name
 
 
-@pytest.mark.parametrize("objective", [Regret(), PaperBound(), TrainingLoss(), LogGap(0.1, (1.2, 0.5)), LogGap(0.1, (1.7, 0.5))], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize(
+    "objective",
+    [Regret(), PaperBound(), TrainingLoss(), LogGap(0.1, (1.2, 0.5)), LogGap(0.1, (1.7, 0.5))],
+    ids=lambda o: type(o).__name__,
+)
 def test_slopes_by_hand_are_those_of_autograd(objective):
     point = Point(torch.tensor(1.5, dtype=torch.float64), lambda: torch.tensor(0.7, dtype=torch.float64), 0.3, 20)
     found, wanted = objective.slopes(point), Objective.slopes(objective, point)
@@ -253,9 +257,7 @@ def test_the_log_of_the_gap_by_hand():
 def test_half_the_steps_to_the_tolerance_is_half_the_value():
     """gap_t = c^t: n = log(tolerance) / log(c) steps to the tolerance, and E is about n log(1/tolerance) / (2T)."""
     run = run_inner(Quadratic(1, 8), Diagonal(), lr=0.01)
-    fast, slow = (
-        replace(run, losses=torch.logspace(0, -200 / n, 200, 1e10, dtype=F64) + 3, steps=200) for n in (20, 40)
-    )
+    fast, slow = (replace(run, losses=torch.logspace(0, -200 / n, 200, 1e10, dtype=F64) + 3, steps=200) for n in (20, 40))
     values = [float(LogGap(1e-10).value(r, potential_for(Quadratic(1, 8)))) for r in (fast, slow)]
     assert values[1] == pytest.approx(2 * values[0], rel=0.05)
     assert values[0] == pytest.approx(20 * math.log(1e10) / 2 / 200, rel=0.15)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from metamd.comparing import compare, handicap
     from metamd.comparison import Comparison
     from metamd.following import learn_from_reference
+    from metamd.gap import LogGap
     from metamd.guard import OffFamilyWarning
     from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
     from metamd.journal import Journal
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from metamd.online import Online
     from metamd.optimiser import MetaMD
     from metamd.ordinary import learn
-    from metamd.gap import LogGap
     from metamd.outer import GradientDescent, TrustRegion
     from metamd.outer_steps import Refine, Stopping
     from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman

@@ -227,9 +227,7 @@ class Walk:
             best = {n: x.detach() for n, x in reference.items()}
         elif reference is not None and not self.diverged:
             best, extra = reference.run(self.task, self.start, self.steps)
-            cost = cost + extra
-            if not _finite(best):
-                self.diverged = "The reference run diverged. Give the comparator a lower lr."
+            cost, self.diverged = cost + extra, reference_trouble(best)
         supports = [tuple(w > 0) for w in (*self._weights, self.active.weights)]
         squares, shares = self._sums.by_phase(), self._sums.by_piece()
         return Trajectory(
@@ -290,6 +288,11 @@ def bound(potential: Potential, start: Params) -> MaxDiagonal:
     fit = (potential if potential.slots else potential.bind(start)).centred_at(start)
     with torch.no_grad():
         return fit.fixed({n: fit.metric(n) for n in start})
+
+
+def reference_trouble(end: Params) -> str:
+    """What is wrong with the end of a reference run; empty if it is finite."""
+    return "" if _finite(end) else "The reference run diverged. Give the comparator a lower lr."
 
 
 def trouble(step: int, first: float, loss: float, norm: float) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from metamd.inner import Cost, ReferenceRun, Trajectory, bound, check_run, local_norm, run_inner, trouble
+from metamd.inner import Cost, ReferenceRun, Trajectory, bound, check_run, local_norm, reference_trouble, run_inner, trouble
 from metamd.mirror import mirror_step
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
@@ -141,7 +141,7 @@ class _Lockstep:
         cost, best = Cost(gradients=taken, seconds=seconds), None
         if reference is not None and not why:
             best, extra = reference.run(self.tasks[i], start, self.steps)
-            cost = cost + extra
+            cost, why = cost + extra, reference_trouble(best)
         return Trajectory(
             losses=torch.from_numpy(self._losses[:taken, i].copy()),
             start=start,

@@ -47,8 +47,8 @@ class Method:
         exact: False takes the paper's inner step.
         keep: "best" judges the last metrics and the best of those before on fresh tasks; "last" does not.
         stopping: when it has converged.
-        start: fresh metrics begin at "one", or at the largest "curvature" of the first tasks at their starts, D = lambda_max:
-            with it no step along any direction is too long there.
+        start: fresh metrics begin at "one", or at the largest "curvature" of the first tasks where they start, D =
+            lambda_max, with which no first step is too long in any direction.
         spread: of the logarithms of M_j at the start, so that several pieces are not all the same.
         step_scales: factors such as (0.5, 0.7, 1.0, 1.4) that the learned steps are tried with at the end, on tasks of the
             family; the one with the lowest mean training loss becomes part of the metrics. None are tried if empty.
@@ -314,10 +314,16 @@ def _result(plan: Plan, state: State) -> LearnedOptimiser:
         batch_size=size if isinstance(size, int) and size > 0 else None,
         gradient_scale={k: v for k, v in state.scale.items() if math.isfinite(v)},
         objective=repr(plan.lecture.objective),
-        estimator=repr(plan.lecture.estimator) + (f", then {plan.refine!r}" if plan.refine else ""),
+        estimator=_said(plan, potential.pieces),
         seeds=(plan.seed,),
         cost=cost,
         task_hashes=state.tasks,
         max_norm=plan.ball.radius,
         target_loss=state.target,
     )
+
+
+def _said(plan: Plan, pieces: int) -> str:
+    """How it was learned, in words where the result has fewer pieces than were asked for."""
+    said = repr(plan.lecture.estimator) + (f", then {plan.refine!r}" if plan.refine else "")
+    return said if pieces == plan.pieces else f"{said}; kept one piece, of {plan.pieces} that were tried"

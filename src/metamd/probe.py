@@ -18,6 +18,7 @@ from metamd.workers import Workers
 POWERS = 20
 """Products with the Hessian that the power method takes."""
 
+
 @dataclass(frozen=True)
 class Findings:
     """What the first gradients of a family's tasks say.

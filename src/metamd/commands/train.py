@@ -125,8 +125,8 @@ def tensorboard(folder: Path) -> Log:
 
 def _method(options: Train) -> dict[str, Any]:
     if options.preset == "paper":
-        steps = {} if options.outer_steps is None else {"outer_steps": options.outer_steps}
-        return paper(options.k, rho=options.rho, **steps)
+        preset = paper(options.k, rho=options.rho)
+        return preset if options.outer_steps is None else preset | {"outer_steps": options.outer_steps}
     if options.preset != "default":
         raise ValueError(f'preset must be "default" or "paper", got {options.preset!r}.')
     if options.estimator not in ESTIMATORS:
@@ -238,6 +238,8 @@ def _report(options: Train, header: dict[str, Any], fingerprint: str, notes: lis
         print(json.dumps({"file": str(options.out), "fingerprint": fingerprint, "notes": notes, "header": header}))
         return
     cost = header["cost"]
+    for note in (n for n in notes if n.startswith("kept one piece")):
+        print(f"{note[0].upper()}{note[1:]}.")
     print(
         f"Learned {header['pieces']} piece{'s' * (header['pieces'] > 1)} from {len(header['task_hashes'])} tasks in "
         f"{cost['outer_steps']} outer steps, {cost['gradient_evaluations']:,} gradients, {cost['seconds']:.1f} s.\n"

@@ -4,7 +4,6 @@ Every rival is tuned on the test problems themselves, on a grid fixed beforehand
 family and has nothing tuned. The best diagonal, found by brute force on the test problems, is what one metric can reach.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -19,9 +18,12 @@ from metamd.experiments import race
 from metamd.experiments.batched import RIVALS
 from metamd.experiments.race import Entry, Problems
 from metamd.experiments.spread import Spread
-from metamd.hypergrad import Reverse
-from metamd.meta import Method, meta_train, paper
+from metamd.experiments.trainings import Training, raced, train
+from metamd.gap import LogGap
+from metamd.hypergrad import Forward, Reverse
+from metamd.meta import Method, paper
 from metamd.outer import Adam
+from metamd.outer_steps import Refine
 from metamd.potentials import Diagonal
 from metamd.records import Records, Result
 from metamd.tasks.base import TaskFamily, derive_seed
@@ -29,8 +31,14 @@ from metamd.tasks.base import TaskFamily, derive_seed
 ROWS = {"published": (0.3, 14.0), "ill": (0.01, 14.0)}
 """The means of Q's diagonal. Those of the paper's second row are not published; (0.01, 14) is ours."""
 
-PAPER = {"paper-published": "MetaMD, paper", "paper-adam": "MetaMD, paper (Adam on log D)"}
-"""Algorithm 1 as published, and its objective with another outer rule."""
+PAPER = {
+    "paper-published": "MetaMD, paper",
+    "paper-k5": "MetaMD, paper (k = 5)",
+    "paper-k20": "MetaMD, paper (k = 20)",
+    "paper-there": "MetaMD, paper (trained from (3, 3))",
+    "paper-adam": "MetaMD, paper (Adam on log D)",
+}
+"""Algorithm 1, trained from near the origin; with other k; trained from the far start; with another outer rule."""
 
 STARTS = {"far": 3.0, "near": 0.1}
 TOLERANCES = {"tight": 1e-6, "loose": 1e-2}
@@ -40,8 +48,19 @@ PUBLISHED = {
 }
 """The paper's iterations. Its threshold, its starting point and the second row's means are not given there."""
 
-PAPER_PLACES = (("published", "far"), ("published", "near"), ("ill", "far"))
-"""Where the paper's objective is tried: it needs second derivatives, and is slow."""
+PAPER_PLACES = {
+    ("published", "far"): ("published", "k5", "k20", "there", "adam"),
+    ("published", "near"): ("published", "k5", "k20", "adam"),
+    ("ill", "far"): ("published", "adam"),
+    ("ill", "near"): ("published",),
+}
+"""Where the paper's objective is tried, and how: it needs second derivatives, and is slow."""
+
+OURS = {"metamd": "MetaMD", "refined": "MetaMD, refined"}
+"""Our default, and the same refined by the hypergradient of `LogGap`."""
+
+REFINED = {"tolerance": 1e-12, "steps": 40, "lr": 0.05, "T": 100}
+"""`LogGap` of the refinement, and how it is followed."""
 
 RATES = {"low": -5, "high": 2, "per_decade": 8}
 
@@ -62,7 +81,8 @@ class Scale:
         trainings: meta-trainings of our default, with different seeds.
         outer_steps: at most, of our default.
         tasks_per_step: of our default.
-        published: k, rho, outer_steps, tasks_per_step and T of the preset `paper`, which is plain gradient descent on M.
+        published: k, outer_steps, tasks_per_step and T of the preset `paper`, which is plain gradient descent on M.
+        converging: the same for the ill-conditioned row, whose runs need more steps to converge, with rho.
         adam: the same for the paper's objective followed by Adam on log D, with its lr.
         grid: points per coordinate of the brute force.
         everything: whether rivals are also tuned in more than the rate.
@@ -76,7 +96,8 @@ class Scale:
     trainings: int = 3
     outer_steps: int = 20
     tasks_per_step: int = 16
-    published: Numbers = (("k", 10), ("rho", 0.001), ("outer_steps", 20), ("tasks_per_step", 4), ("T", 200))
+    published: Numbers = (("k", 10), ("outer_steps", 200), ("tasks_per_step", 4), ("T", 200))
+    converging: Numbers = (("k", 10), ("rho", 1e-5), ("outer_steps", 150), ("tasks_per_step", 2), ("T", 4000))
     adam: Numbers = (("k", 10), ("lr", 0.1), ("outer_steps", 150), ("tasks_per_step", 4), ("T", 200))
     grid: int = 25
     everything: bool = True
@@ -92,7 +113,7 @@ SCALES = {
         trainings=1,
         outer_steps=2,
         tasks_per_step=2,
-        published=(("k", 10), ("rho", 0.001), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 100)),
+        published=(("k", 10), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 100)),
         adam=(("k", 10), ("lr", 0.1), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 100)),
         grid=7,
         everything=False,
@@ -153,7 +174,10 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
     for row, start in places:
         for number in range(scale.trainings):
             yield Cell(f"{row}-{start}-metamd-{number}", partial(_ours, scale, seed, row, start, number))
-        for name in ("published", "adam") if (row, start) in PAPER_PLACES else ():
+        for number in range(scale.trainings if (row, start) == ("published", "far") else 1):
+            label = f"{row}-{start}-refined-{number}"
+            yield Cell(label, partial(_ours, scale, seed, row, start, number, refined=True))
+        for name in PAPER_PLACES[row, start]:
             yield Cell(f"{row}-{start}-paper-{name}", partial(_preset, scale, seed, row, start, name))
 
 
@@ -168,42 +192,37 @@ def _rival(scale: Scale, seed: int, place: tuple[str, str], tolerance: float, ke
     return _entry(entry) | {"tried": len(settings)}
 
 
-def _ours(scale: Scale, seed: int, row: str, start: str, number: int) -> Result:
-    options = {"outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
-    return _learned(scale, seed, (row, start), number, {"potential": Diagonal(), **options})
+def _ours(scale: Scale, seed: int, row: str, start: str, number: int, refined: bool = False) -> Result:
+    options: dict[str, Any] = {"outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
+    steps = 200
+    if refined:
+        count, steps = min(int(REFINED["steps"]), 2 * scale.outer_steps), int(REFINED["T"])
+        options["refine"] = Refine(count, Forward(), Adam(REFINED["lr"]), LogGap(REFINED["tolerance"]))
+    training = train(family(row, start, steps), {"potential": Diagonal(), **options}, derive_seed(seed, "training", number))
+    return _raced(scale, seed, (row, start), training)
+
+
+def _raced(scale: Scale, seed: int, place: tuple[str, str], training: Training, *, exact: bool = True) -> Result:
+    return raced(_problems(*place, scale.problems, seed), training, TOLERANCES, scale.learned_limit, exact=exact)
 
 
 def _preset(scale: Scale, seed: int, row: str, start: str, name: str) -> Result:
-    given = dict(scale.published if name == "published" else scale.adam)
-    # Reverse gives Forward's gradient to rounding, in a fraction of the time
-    options = paper(given["k"], rho=given.get("rho", 1.0), estimator=Reverse())
+    """The paper's algorithm from near the origin, or the far start if it is said; then the test problems of this start."""
+    training, given = _published(scale, seed, row, start if name in ("there", "adam") else "near", name)
+    return _raced(scale, seed, (row, start), training, exact=False) | {"setting": given}
+
+
+@lru_cache
+def _published(scale: Scale, seed: int, row: str, start: str, name: str) -> tuple[Training, Result]:
+    given: Result = dict(scale.adam if name == "adam" else scale.converging if row == "ill" else scale.published)
+    given |= {"k": int(name[1:])} if name in ("k5", "k20") else {}
+    # Reverse gives Forward's gradient to rounding, in less time where there are few steps
+    estimator = Reverse() if name == "adam" else Reverse(1)
+    options = paper(given["k"], rho=given.get("rho"), estimator=estimator, outer_steps=int(given["outer_steps"]))
     if name == "adam":
         options["method"] = Method(Adam(given["lr"]), exact=False, keep="last")
-    counts = {k: int(given[k]) for k in ("outer_steps", "tasks_per_step")}
-    return _learned(scale, seed, (row, start), 0, options | counts, steps=int(given["T"])) | {"setting": given}
-
-
-def _learned(
-    scale: Scale, seed: int, place: tuple[str, str], number: int, options: Mapping[str, Any], steps: int = 200
-) -> Result:
-    """Meta-train, then run on the test problems; what was warned about is part of the result."""
-    problems = _problems(*place, scale.problems, seed)
-    exact = "method" not in options
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            training = meta_train(family(*place, steps), **options, seed=derive_seed(seed, "training", number))
-        except ValueError as error:  # the preset may diverge for good: a result, not a failure
-            return {"failed": str(error), "warnings": own_warnings(caught)}
-        entries = race.learned(problems, training, list(TOLERANCES.values()), scale.learned_limit, exact=exact)
-    metrics = next(v.detach().exp().tolist() for v in training.potential.log_d.values())
-    return {
-        "iterations": {name: entry.counts for name, entry in zip(TOLERANCES, entries, strict=True)},
-        "metrics": metrics,
-        "cost": {k: v for k, v in (training.header.cost or {}).items() if k != "seconds"},
-        "warnings": own_warnings(caught),
-        "path": entries[0].path,
-    }
+    options["tasks_per_step"] = int(given["tasks_per_step"])
+    return train(family(row, start, int(given["T"])), options, derive_seed(seed, "training", 0)), given
 
 
 def _entry(entry: Entry) -> Result:
@@ -230,13 +249,14 @@ def table(results: Mapping[str, Result]) -> list[Result]:
 
 
 def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> Iterator[tuple[str, list[Any], Result]]:
-    trainings = [r for k, r in results.items() if k.startswith(f"{row}-{start}-metamd-") and "failed" not in r]
-    if trainings:
-        each = [
-            {"metrics": r["metrics"], "mean": Spread.of(r["iterations"][name]).to_json()["mean"], **r["cost"]}
-            for r in trainings
-        ]
-        yield "MetaMD", [c for r in trainings for c in r["iterations"][name]], {"trainings": each}
+    for key, label in OURS.items():
+        trainings = [r for k, r in results.items() if k.startswith(f"{row}-{start}-{key}-") and "failed" not in r]
+        if trainings:
+            each = [
+                {"metrics": r["metrics"], "mean": Spread.of(r["iterations"][name]).to_json()["mean"], **r["cost"]}
+                for r in trainings
+            ]
+            yield label, [c for r in trainings for c in r["iterations"][name]], {"trainings": each}
     for key, label in PAPER.items():
         preset = results.get(f"{row}-{start}-{key}", {"failed": ""})
         if "failed" not in preset:
@@ -285,11 +305,15 @@ def _table(rows: list[Result], row: str, start: str) -> str:
             "" if published is None else f"{published:,}",
         ]
         lines.append(f"| {' | '.join(fields)} |")
-    means = [t["mean"] for t in tight.get("MetaMD", {}).get("trainings", [])]
-    best = tight["best diagonal"]["mean"]
-    if means and best:
-        each = ", ".join("not all arrived" if m is None else f"{m / best:.2f}" for m in means)
-        lines.append(f"\nMean iterations of each meta-training over those of the best diagonal, at 1e-6: {each}.")
+    best, ratios = tight["best diagonal"]["mean"], []
+    for label in OURS.values():
+        means = [t["mean"] for t in tight.get(label, {}).get("trainings", [])]
+        if means and best:
+            each = ", ".join("not all arrived" if m is None else f"{m / best:.2f}" for m in means)
+            ratios.append(f"{label}: {each}")
+    if ratios:
+        said = "; ".join(ratios)
+        lines.append(f"\nMean iterations of each meta-training over those of the best diagonal, at 1e-6. {said}.")
     return "\n".join(lines)
 
 
@@ -348,7 +372,8 @@ def _panels(results: Mapping[str, Result], row: str, problems: Problems) -> Iter
     def surface(x: Any, y: Any) -> Any:
         return q[0, 0] * x**2 + 2 * q[0, 1] * x * y + q[1, 1] * y**2 - b[0] * x - b[1] * y
 
-    shown = {"MetaMD": "metamd-0", **{label: key for key, label in PAPER.items()}}
+    shown = {"MetaMD": "metamd-0", "MetaMD, refined": "refined-0"}
+    shown |= {PAPER[key]: key for key in ("paper-published", "paper-adam")}
     shown |= {rival.name: f"tight-{key}-rate" for key, rival in RIVALS.items()}
     for label, key in shown.items():
         found = results.get(f"{row}-far-{key}", {"failed": ""})

@@ -18,18 +18,16 @@ import torch
 
 from metamd import tasks
 from metamd.cells import Cell, fill, own_warnings
-from metamd.experiments.batched import DIAGONAL, RIVALS, BatchedRival, Setting, State
-from metamd.experiments.race import NEVER, Problems, path, start, thinned
+from metamd.experiments import valleys
+from metamd.experiments.batched import DIAGONAL, RIVALS, BatchedRival, Setting
+from metamd.experiments.race import NEVER, Problems, path, thinned
+from metamd.experiments.valleys import REACHED, STEPS, final_losses
 from metamd.hypergrad import Reverse
 from metamd.meta import meta_train, paper
 from metamd.optimiser import MetaMD
 from metamd.potentials import Diagonal, MaxDiagonal
 from metamd.records import Records, Result
 from metamd.tasks.base import derive_seed
-
-STEPS = 500
-REACHED = 1e-6
-"""The minimum, 0, counts as reached when the loss is below this after the last iteration."""
 
 KEPT = ("loss", "distance", "reached", "setting", "metrics", "failed")
 
@@ -47,6 +45,7 @@ class Scale:
         tasks_per_step: all tasks are the same function, as in the paper.
         grid: points per coordinate of the brute force.
         everything: whether rivals are also tuned in more than the rate.
+        valleys: how many shifted and scaled ones are tested on.
     """
 
     starts: tuple[str, ...] = ("customary", "origin", "far")
@@ -54,9 +53,10 @@ class Scale:
     tasks_per_step: int = 1
     grid: int = 60
     everything: bool = True
+    valleys: int = 50
 
 
-SCALES = {"smoke": Scale(("customary",), 2, 1, 12, False), "cpu": Scale()}
+SCALES = {"smoke": Scale(("customary",), 2, 1, 12, False, 3), "cpu": Scale()}
 
 
 def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
@@ -92,7 +92,9 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
         yield Cell(f"{name}-metamd", partial(_learned, scale, seed, name, {"potential": Diagonal()}))
         yield Cell(f"{name}-mixture", partial(_learned, scale, seed, name, {"potential": MaxDiagonal(3)}))
         # Reverse gives Forward's gradient to rounding, in a fraction of the time
-        yield Cell(f"{name}-paper", partial(_learned, scale, seed, name, paper(10.0, rho=1e-3, estimator=Reverse())))
+        yield Cell(f"{name}-paper", partial(_learned, scale, seed, name, paper(estimator=Reverse())))
+    counts = {"outer_steps": scale.outer_steps, "tasks_per_step": 8}
+    yield from valleys.cells(scale.valleys, counts, scale.grid, RATES, scale.everything, seed)
 
 
 def _rival(name: str, rival: BatchedRival, grid: Sequence[Setting]) -> Result:
@@ -103,23 +105,6 @@ def _problem(name: str) -> Problems:
     return Problems.draw(tasks.rosenbrock(start=STARTS[name], steps=STEPS), 1, 0)
 
 
-def final_losses(problems: Problems, rival: BatchedRival, settings: Sequence[Setting], steps: int = STEPS) -> torch.Tensor:
-    """The loss of each setting after so many steps, (H,), infinite if it diverged; the mean over the problems.
-
-    Args:
-        problems: what is minimised.
-        rival: the optimiser.
-        settings: H of them.
-        steps: iterations.
-    """
-    theta, batch, options = start(problems, settings)
-    state, gradient = State(), problems.gradient
-    for t in range(steps):
-        theta = theta - rival.rule(gradient(theta, batch), state, options, t)
-    losses = torch.func.vmap(lambda x, b: problems.tasks[0].loss({"theta": x}, b))(theta, batch)
-    return torch.where(losses.isfinite(), losses, math.inf).view(len(settings), -1).mean(1)
-
-
 def tuned(problems: Problems, rival: BatchedRival, settings: Sequence[Setting]) -> Result:
     """The setting with the smallest loss after the last iteration.
 
@@ -128,7 +113,7 @@ def tuned(problems: Problems, rival: BatchedRival, settings: Sequence[Setting]) 
         rival: the optimiser.
         settings: the grid.
     """
-    best = settings[int(final_losses(problems, rival, settings).argmin())]
+    best = settings[int(final_losses(problems, rival, settings).mean(1).argmin())]
     points = path(problems, rival, best, NEVER, STEPS)
     return _outcome(problems, points, sorted(thinned(STEPS))) | {"setting": best, "tried": len(settings)}
 
@@ -140,7 +125,7 @@ def _brute(scale: Scale, name: str) -> Result:
     for _ in range(3):
         axes = [torch.logspace(c - width, c + width, scale.grid, dtype=torch.float64).tolist() for c in centre]
         settings = [{"d0": a, "d1": b} for a, b in product(*axes)]
-        best = settings[int(final_losses(problems, DIAGONAL, settings).argmin())]
+        best = settings[int(final_losses(problems, DIAGONAL, settings).mean(1).argmin())]
         centre, width = (math.log10(best["d0"]), math.log10(best["d1"])), 4 * width / scale.grid
     return tuned(problems, DIAGONAL, [best])
 
@@ -151,13 +136,8 @@ def _learned(scale: Scale, seed: int, name: str, options: Mapping[str, Any]) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            training = meta_train(
-                family,
-                **options,
-                outer_steps=scale.outer_steps,
-                tasks_per_step=scale.tasks_per_step,
-                seed=derive_seed(seed, name),
-            )
+            counts = {"outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
+            training = meta_train(family, **{**options, **counts}, seed=derive_seed(seed, name))
         except ValueError as error:  # a training that diverges for good is a result
             return {"failed": str(error), "warnings": own_warnings(caught)}
         task = problems.tasks[0]
@@ -196,7 +176,8 @@ def _outcome(problems: Problems, points: list[list[float]], steps: list[int]) ->
 
 def labels() -> dict[str, str]:
     """What each cell is called, by the second part of its name."""
-    found = {"metamd": "MetaMD", "mixture": "MetaMD (3 pieces)", "paper": "MetaMD, paper", "best-diagonal": "best diagonal"}
+    found = {"metamd": "MetaMD", "refined": "MetaMD, refined", "mixture": "MetaMD (3 pieces)", "paper": "MetaMD, paper"}
+    found |= {"best-diagonal": "best diagonal"}
     for key, rival in RIVALS.items():
         found |= {f"{key}-rate": f"{rival.name} (rate)", f"{key}-all": f"{rival.name} (all)"}
     return found
@@ -215,7 +196,7 @@ def table(results: Mapping[str, Result]) -> list[Result]:
             if found is not None:
                 kept: Result = {k: found[k] for k in KEPT if k in found}
                 rows.append({"start": name, "optimiser": label, **kept})
-    return rows
+    return rows + valleys.table(results, labels())
 
 
 def markdown(rows: list[Result]) -> str:
@@ -231,6 +212,10 @@ def markdown(rows: list[Result]) -> str:
             lines = ["| optimiser | loss after 500 | distance to the minimum | reached | chosen |", "|---" * 5 + "|"]
             lines += [_line(r) for r in here]
             parts.append(f"**Start ({place[0]:g}, {place[1]:g})**\n\n" + "\n".join(lines))
+    here = [r for r in rows if r["start"] == "family"]
+    if here:
+        body = valleys.markdown(here, {r["optimiser"]: _chosen(r) for r in here})
+        parts.append(f"**Valleys that are shifted and scaled, start (-1.2, 1)**\n\n{body}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -238,11 +223,15 @@ def _line(row: Result) -> str:
     if row.get("loss") is None:
         what = "the meta-training diverged" if "failed" in row else "diverged"
         return f"| {row['optimiser']} | {what} | | no | |"
-    chosen = ", ".join(f"{k} {v:.3g}" for k, v in row.get("setting", {}).items())
-    if "metrics" in row:
-        chosen = "D = " + "; ".join("(" + ", ".join(f"{d:.3g}" for d in piece) + ")" for piece in row["metrics"])
     reached = "yes" if row["reached"] else "no"
-    return f"| {row['optimiser']} | {row['loss']:.1e} | {row['distance']:.1e} | {reached} | {chosen} |"
+    return f"| {row['optimiser']} | {row['loss']:.1e} | {row['distance']:.1e} | {reached} | {_chosen(row)} |"
+
+
+def _chosen(row: Result) -> str:
+    """The setting, or the metrics."""
+    if "metrics" in row:
+        return "D = " + "; ".join("(" + ", ".join(f"{d:.3g}" for d in piece) + ")" for piece in row["metrics"])
+    return ", ".join(f"{k} {v:.3g}" for k, v in row.get("setting", {}).items())
 
 
 # the figures

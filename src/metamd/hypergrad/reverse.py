@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,16 +21,20 @@ from metamd.potentials.base import Active, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task
 
+SHARE = 2 / 3
+"""Segments per sqrt(T): a head takes less memory than the graph of a step, so that segments may be longer than many."""
+
 
 @dataclass(frozen=True)
 class Reverse(Estimator):
     """The exact gradient for any number of metrics, from the last step to the first.
 
     The run is cut into segments and only the state at the head of each is kept; going back, a segment is run again with
-    the graph of every gradient. With sqrt(T) segments memory is O(sqrt(T)) and the cost about four gradients a step.
+    the graph of every gradient, but for the last, the longest, whose graphs are kept. With 2/3 sqrt(T) segments memory is
+    O(sqrt(T)) and the cost about four gradients a step.
 
     Args:
-        checkpoints: how many segments; None for sqrt(T), 1 for the full tape, which repeats nothing.
+        checkpoints: how many segments; None for 2/3 sqrt(T), 1 for the full tape, which repeats nothing.
 
     Example:
         >>> Reverse()
@@ -57,19 +62,18 @@ class Reverse(Estimator):
         began = time.perf_counter()
         walk = Walk(task, potential, lr=lr, exact=exact, steps=steps)
         leaf = learnable(potential, walk.start)
-        length = math.ceil(walk.steps / (self.checkpoints or math.ceil(math.sqrt(walk.steps))))
-        heads, tape = _forwards(walk, length)
+        cuts = _cuts(walk.steps, self.checkpoints or math.ceil(SHARE * math.sqrt(walk.steps)))
+        heads, tape = _forwards(walk, cuts)
         run = walk.finish(objective.reference)
         if run.diverged:
             return given_up(run, leaf, run.cost)
         objective = objective.held(run) if objective.looks_ahead else objective
         adjoint = Adjoint(Recursion(walk, leaf), objective, run)
-        for i in reversed(range(len(heads))):
-            first = i * length
-            last = min(first + length, walk.steps)
-            adjoint.back_over(tape if i == len(heads) - 1 else _replay(walk, heads[i], range(first, last)))
-            tape = []
-        repeated = (len(heads) - 1) * length
+        adjoint.back_over(tape)
+        del tape
+        for first, last in reversed(list(pairwise(cuts))):
+            adjoint.back_over(_replay(walk, heads.pop(first), range(first, last)))
+        repeated = cuts[-1]
         cost = replace(
             run.cost,
             gradients=run.cost.gradients + repeated,
@@ -103,15 +107,25 @@ class _Enter(torch.autograd.Function):
         return tuple(x.view_as(x) for x in point)
 
 
-def _forwards(walk: Walk, length: int) -> tuple[list[State], list[Taped]]:
-    """The run: the states at the heads of the segments, and the last segment with its graphs."""
-    heads: list[State] = []
+def _cuts(steps: int, segments: int) -> list[int]:
+    """The first step of every segment; the last segment, which is not run again, is the longest.
+
+    Example:
+        >>> _cuts(10, 3)
+        [0, 3, 6]
+    """
+    length = max(steps // segments, 1)
+    return list(range(0, length * min(segments, steps), length))
+
+
+def _forwards(walk: Walk, cuts: Sequence[int]) -> tuple[dict[int, State], list[Taped]]:
+    """The run: the states at the heads of all segments but the last, by step, and the last segment with its graphs."""
+    heads: dict[int, State] = {}
     tape: list[Taped] = []
-    last = (walk.steps - 1) // length * length
     while walk.going:
-        if walk.step % length == 0:
-            heads.append((walk.params, walk.active))
-        if walk.step < last:
+        if walk.step in cuts[:-1]:
+            heads[walk.step] = (walk.params, walk.active)
+        if walk.step < cuts[-1]:
             walk.advance(*gradient(walk.task, walk.params, walk.task.batch(walk.step)))
             continue
         before, active = walk.params, walk.active

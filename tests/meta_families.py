@@ -4,6 +4,7 @@ import torch
 
 from metamd.tasks import Config, Evaluation, Task, TaskFamily, quadratic
 from metamd.tasks.base import draw_seed
+from tests.small_tasks import NoisyCoordinate
 
 
 class Wrapped(TaskFamily):
@@ -90,3 +91,21 @@ class MixedTask(Task):
 
 def small(steps=60):
     return quadratic(steps=steps)
+
+
+class Noisy(TaskFamily):
+    """Tasks with a tensor of pure noise, which starves under the comparator at the end of the run."""
+
+    def __init__(self, steps=50):
+        super().__init__("noisy", steps)
+
+    def sample(self, generator: torch.Generator) -> Config:
+        return {"family": self.name, "seed": draw_seed(generator) % 10_000}
+
+    def build(self, config: Config) -> Task:
+        task = NoisyCoordinate(config["seed"], self.steps)
+        task.config = config
+        return task
+
+    def describe(self):
+        return {"steps": self.steps}

@@ -1,3 +1,4 @@
+import math
 import warnings
 from dataclasses import dataclass, replace
 
@@ -9,12 +10,14 @@ from metamd import (
     Diagonal,
     Euclidean,
     Forward,
+    LogGap,
     MaxDiagonal,
     Method,
     NotConvergedWarning,
     PaperBound,
     Refine,
     Regret,
+    Reverse,
     Stopping,
     TrainingLoss,
     TrustRegion,
@@ -27,7 +30,8 @@ from metamd.inner import run_inner
 from metamd.lessons import draw
 from metamd.outer import Adam, GradientDescent, Iterate, Update
 from metamd.phases import build_pieces, rising, run_phases
-from tests.meta_families import Mixed, jealous, poisoned, small
+from metamd.probe import largest_curvature
+from tests.meta_families import Mixed, Noisy, jealous, poisoned, small
 
 SMALL = {"outer_steps": 6, "tasks_per_step": 4, "seed": 0}
 
@@ -364,6 +368,34 @@ def test_the_paper_preset_runs_and_learns_on_the_quadratics():
     assert not bool((found.potential.log_d["theta"][0] == found.potential.log_d["theta"][1]).all())
 
 
+@pytest.mark.filterwarnings("ignore::metamd.NotConvergedWarning")
+def test_the_paper_preset_starts_where_no_step_is_too_long_and_scales_its_rate():
+    family, records = tasks.quadratic(start=0.1, steps=200), []
+    found = meta_train(family, **paper(outer_steps=2), tasks_per_step=4, log=lambda r, s: records.append(r))
+    hessians = [2 * torch.tensor(draw(family, 0, "train", 1, i).config["Q"]) for i in range(4)]
+    largest = max(float(torch.linalg.eigvalsh(h).max()) for h in hessians)
+    assert largest_curvature(draw(family, 0, "train", 1, 0), 0) == pytest.approx(
+        float(torch.linalg.eigvalsh(hessians[0]).max()), rel=1e-6
+    )
+    m = metrics(found)["theta"].sqrt() / largest**0.5
+    assert bool(((m > 0.6) & (m < 1.6)).all()), "the spread of the pieces, and two steps of a few per cent"
+    assert not any(r["diverged"] for r in records)
+    assert records[-1]["unsettled"] < 0.1
+
+
+def test_the_scaled_rate_of_plain_gradient_descent_by_hand():
+    now = Iterate({"x": torch.tensor([[0.0, 2.0]]).double()}, torch.zeros(1).double())
+    sums = {"gradient/log_d/x": torch.tensor([[3.0, -1.0]]).double(), "tasks": torch.tensor(2.0), "value": torch.tensor(8.0)}
+    first = GradientDescent(pace=0.1).update(now, Diagonal(), sums, {}, 1.0)
+    m, rho = now.log_d["x"].div(2).exp(), 0.1 * (1 + math.exp(2)) / 2 / 4
+    expected = m - rho * 2 / m * sums["gradient/log_d/x"] / 2
+    torch.testing.assert_close(first.iterate.log_d["x"].div(2).exp(), expected)
+    for value, share in ((800.0, 0.01), (0.8, 1.0)):  # a larger objective lowers the rate, a smaller does not raise it
+        sums["value"] = torch.tensor(value)
+        again = GradientDescent(pace=0.1).update(now, Diagonal(), sums, first.carried, 1.0)
+        torch.testing.assert_close(again.iterate.log_d["x"].div(2).exp(), m - share * (m - expected))
+
+
 def test_the_paper_preset_warns_when_runs_have_not_converged():
     with pytest.warns(NotConvergedWarning, match="Give the tasks more steps"):
         meta_train(tasks.quadratic(steps=10), **paper(outer_steps=1), tasks_per_step=2)
@@ -436,4 +468,27 @@ def test_refinement_is_judged_against_what_it_started_from():
     assert [r["stage"] for r in records][-3:] == ["refine", "refine", "judge"]
     assert records[-2]["hvps"] > 0
     assert "Refine" in found.header.estimator
+    assert records[-1]["objective"] > 1, "judged by the regret, as there is no other objective"
     assert found.header.cost["hessian_vector_products"] > 0
+
+
+def test_refining_by_the_gap_is_judged_by_the_gap_and_saves_iterations():
+    """Means (0.3, 14) from (3, 3): the bound asks for D_0 near 0.9, where 0.62 takes fewest iterations."""
+    records, options = [], {"outer_steps": 6, "tasks_per_step": 8, "seed": 0}
+    family = tasks.quadratic(steps=60)
+    plain = meta_train(family, Diagonal(), **options)
+    refine = Refine(8, Reverse(1), objective=LogGap(1e-12))
+    found = meta_train(family, Diagonal(), **options, refine=refine, log=lambda r, s: records.append(r))
+    assert float(metrics(found)["theta"][0]) < 0.9 * float(metrics(plain)["theta"][0])
+    assert records[-1]["stage"] == "judge"
+    assert records[-1]["objective"] < 30, "asinh of the gap, averaged; the regret would be in the hundreds"
+    assert "LogGap(tolerance=1e-12)" in found.header.estimator
+
+
+def test_coordinates_do_not_starve_by_default():
+    method = Method(TrustRegion(memory=0), stopping=Stopping(0.0), keep="last")
+    options = {"outer_steps": 16, "tasks_per_step": 2, "method": method}
+    default, bare = (meta_train(Noisy(), Diagonal(), **options, **more) for more in ({}, {"objective": Regret()}))
+    rates = [1 / metrics(found)["noise"] * metrics(found)["signal"] for found in (default, bare)]
+    assert float(rates[0]) > 1e-3
+    assert float(rates[1]) < 1e-3 * float(rates[0])

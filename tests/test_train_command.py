@@ -135,6 +135,23 @@ def test_tensorboard_gets_the_numbers(monkeypatch, tmp_path):
         tensorboard(tmp_path)
 
 
+def test_tensorboard_itself_reads_what_was_written(tmp_path, capsys):
+    reason = "tensorboard is not installed: pip install metamd[tensorboard]"
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=reason)
+    out = tmp_path / "x.safetensors"
+    assert cli.run(["train", "quadratic", "--out", str(out), "--tensorboard", *QUICK]) == 0
+    found = events.EventAccumulator(str(tmp_path / "x.safetensors.run" / "tensorboard"))
+    found.Reload()
+    assert [e.step for e in found.Scalars("learn/objective")] == [1, 2]
+
+
+def test_fewer_pieces_than_asked_for_are_said_in_words(tmp_path, capsys):
+    out = tmp_path / "x.safetensors"
+    assert cli.run(["train", "quadratic", "--pieces", "3", "--out", str(out), *QUICK]) == 0
+    assert "Kept one piece: 3 do not lower the regret" in capsys.readouterr().out
+    assert load(out).header.estimator == "ClosedForm(); kept one piece, of 3 that were tried"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from metamd import tasks
-from metamd.cells import Cell, fill, own_warnings
+from metamd.cells import Cell, fill
 from metamd.experiments import race
 from metamd.experiments.batched import RIVALS
 from metamd.experiments.race import Entry, Problems

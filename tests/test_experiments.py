@@ -249,7 +249,7 @@ def test_a_killed_run_continues(tmp_path):
 def tiny(monkeypatch):
     """Both experiments as small as they go."""
     numbers = (("k", 10), ("rho", 0.001), ("lr", 0.1), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 20))
-    scale = quadratic.Scale(("published",), ("far",), 3, 500, 50, 1, 1, 1, numbers, numbers, numbers, 5, False)
+    scale = quadratic.Scale(("published",), ("far",), 3, 500, 50, 1, 1, 1, numbers, numbers, 5, False)
     monkeypatch.setitem(quadratic.SCALES, "smoke", scale)
     monkeypatch.setitem(rosenbrock.SCALES, "smoke", rosenbrock.Scale(("customary",), 1, 1, 4, False, 2))
     monkeypatch.setattr(rosenbrock, "RATES", RATES)

@@ -31,14 +31,8 @@ from metamd.tasks.base import TaskFamily, derive_seed
 ROWS = {"published": (0.3, 14.0), "ill": (0.01, 14.0)}
 """The means of Q's diagonal. Those of the paper's second row are not published; (0.01, 14) is ours."""
 
-PAPER = {
-    "paper-published": "MetaMD, paper",
-    "paper-k5": "MetaMD, paper (k = 5)",
-    "paper-k20": "MetaMD, paper (k = 20)",
-    "paper-there": "MetaMD, paper (trained from (3, 3))",
-    "paper-adam": "MetaMD, paper (Adam on log D)",
-}
-"""Algorithm 1, trained from near the origin; with other k; trained from the far start; with another outer rule."""
+PAPER = {"paper-published": "MetaMD, paper", "paper-adam": "MetaMD, paper (Adam on log D)"}
+"""Algorithm 1 as published, trained from near the origin; and its objective with another outer rule."""
 
 STARTS = {"far": 3.0, "near": 0.1}
 TOLERANCES = {"tight": 1e-6, "loose": 1e-2}
@@ -49,12 +43,12 @@ PUBLISHED = {
 """The paper's iterations. Its threshold, its starting point and the second row's means are not given there."""
 
 PAPER_PLACES = {
-    ("published", "far"): ("published", "k5", "k20", "there", "adam"),
-    ("published", "near"): ("published", "k5", "k20", "adam"),
-    ("ill", "far"): ("published", "adam"),
-    ("ill", "near"): ("published",),
+    ("published", "far"): ("published", "adam"),
+    ("published", "near"): ("published", "adam"),
+    ("ill", "far"): ("adam",),
+    ("ill", "near"): (),
 }
-"""Where the paper's objective is tried, and how: it needs second derivatives, and is slow."""
+"""Where the paper's objective is tried: it needs second derivatives, and the ill row thousands of steps to converge."""
 
 OURS = {"metamd": "MetaMD", "refined": "MetaMD, refined"}
 """Our default, and the same refined by the hypergradient of `LogGap`."""
@@ -82,7 +76,6 @@ class Scale:
         outer_steps: at most, of our default.
         tasks_per_step: of our default.
         published: k, outer_steps, tasks_per_step and T of the preset `paper`, which is plain gradient descent on M.
-        converging: the same for the ill-conditioned row, whose runs need more steps to converge, with rho.
         adam: the same for the paper's objective followed by Adam on log D, with its lr.
         grid: points per coordinate of the brute force.
         everything: whether rivals are also tuned in more than the rate.
@@ -97,7 +90,6 @@ class Scale:
     outer_steps: int = 20
     tasks_per_step: int = 16
     published: Numbers = (("k", 10), ("outer_steps", 200), ("tasks_per_step", 4), ("T", 200))
-    converging: Numbers = (("k", 10), ("rho", 1e-5), ("outer_steps", 150), ("tasks_per_step", 2), ("T", 4000))
     adam: Numbers = (("k", 10), ("lr", 0.1), ("outer_steps", 150), ("tasks_per_step", 4), ("T", 200))
     grid: int = 25
     everything: bool = True
@@ -207,18 +199,17 @@ def _raced(scale: Scale, seed: int, place: tuple[str, str], training: Training, 
 
 
 def _preset(scale: Scale, seed: int, row: str, start: str, name: str) -> Result:
-    """The paper's algorithm from near the origin, or the far start if it is said; then the test problems of this start."""
-    training, given = _published(scale, seed, row, start if name in ("there", "adam") else "near", name)
+    """The paper's algorithm from near the origin, with Adam from where it is tested; then these test problems."""
+    training, given = _published(scale, seed, row, start if name == "adam" else "near", name)
     return _raced(scale, seed, (row, start), training, exact=False) | {"setting": given}
 
 
 @lru_cache
 def _published(scale: Scale, seed: int, row: str, start: str, name: str) -> tuple[Training, Result]:
-    given: Result = dict(scale.adam if name == "adam" else scale.converging if row == "ill" else scale.published)
-    given |= {"k": int(name[1:])} if name in ("k5", "k20") else {}
+    given: Result = dict(scale.adam if name == "adam" else scale.published)
     # Reverse gives Forward's gradient to rounding, in less time where there are few steps
     estimator = Reverse() if name == "adam" else Reverse(1)
-    options = paper(given["k"], rho=given.get("rho"), estimator=estimator, outer_steps=int(given["outer_steps"]))
+    options = paper(given["k"], estimator=estimator, outer_steps=int(given["outer_steps"]))
     if name == "adam":
         options["method"] = Method(Adam(given["lr"]), exact=False, keep="last")
     options["tasks_per_step"] = int(given["tasks_per_step"])

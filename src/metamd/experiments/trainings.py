@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from metamd.experiments import race
 from metamd.cells import own_warnings
+from metamd.experiments import race
 from metamd.experiments.race import Problems
 from metamd.learned import LearnedOptimiser
 from metamd.meta import meta_train

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from metamd import tasks
 from metamd.cells import Cell
-from metamd.experiments.race import Problems, start
 from metamd.experiments.batched import DIAGONAL, RIVALS, BatchedRival, Setting, State
+from metamd.experiments.race import Problems, start
 from metamd.experiments.spread import Spread
 from metamd.experiments.trainings import metrics_of, train
 from metamd.gap import LogGap

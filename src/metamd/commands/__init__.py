@@ -250,7 +250,7 @@ class Train:
     tasks: int = 8
     reference: float | None = None
     step_scale: bool = False
-    prior: float = 1e-4
+    prior: float = 1e-7
     max_norm: float | None = None
     tolerance: float = 1e-3
     refine: int = 0

@@ -31,7 +31,7 @@ SETTLED = 1e-2
 
 PRIOR = 1e-7
 """The strength of the prior of `Regret` if no objective is given, a safety net: no step size falls below 0.02 % of its
-tensor's or of the model's. Networks gain from 1e-4; tasks whose curvatures differ by a thousand and more are ruined by it."""
+tensor's or of the model's. Networks gain from 1e-4; where curvatures differ by a thousand, that is ruinous."""
 
 
 class NotConvergedWarning(UserWarning):

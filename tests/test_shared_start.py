@@ -160,6 +160,8 @@ def test_no_task_has_an_image_that_the_model_was_pretrained_on(monkeypatch):
 
     monkeypatch.setattr(tasks.adaptation, "Domain", spy)
     family = tasks.adapt_rotated_mnist(angles=(0, 90), images=300, steps=3, pretraining_steps=1)
+    assert not seen, "the model was trained before it was needed"
+    assert family.start.keys() == family.example().keys()
     rows = family.family.collection.domain("90").rows
     assert not seen["rows"] & set(rows["train"].tolist())
     assert not seen["rows"] & set(rows["validation"].tolist())

@@ -30,7 +30,7 @@ class Reverse(Estimator):
     """The exact gradient for any number of metrics, from the last step to the first.
 
     The run is cut into segments and only the state at the head of each is kept; going back, a segment is run again with
-    the graph of every gradient, but for the last, the longest, whose graphs are kept. With 2/3 sqrt(T) segments memory is
+    the graph of every gradient, but for the last, whose graphs are kept. With 2/3 sqrt(T) segments memory is
     O(sqrt(T)) and the cost about four gradients a step.
 
     Args:
@@ -108,14 +108,14 @@ class _Enter(torch.autograd.Function):
 
 
 def _cuts(steps: int, segments: int) -> list[int]:
-    """The first step of every segment; the last segment, which is not run again, is the longest.
+    """The first step of every segment; the last segment, which is not run again, is as long as any.
 
     Example:
         >>> _cuts(10, 3)
         [0, 3, 6]
     """
-    length = max(steps // segments, 1)
-    return list(range(0, length * min(segments, steps), length))
+    segments = min(segments, steps)
+    return [i * steps // segments for i in range(segments)]
 
 
 def _forwards(walk: Walk, cuts: Sequence[int]) -> tuple[dict[int, State], list[Taped]]:

@@ -15,7 +15,7 @@ from metamd.tasks.held_out import ImageFamily
 from metamd.tasks.images import rotated_mnist
 from metamd.tasks.pixels import rotate
 from metamd.tasks.recipe import trained
-from metamd.tasks.shared_start import SharedStart
+from metamd.tasks.shared_start import Late, SharedStart
 
 ADAPTED = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
 
@@ -33,7 +33,7 @@ def adapt_rotated_mnist(
 ) -> SharedStart:
     """Rotated MNIST whose tasks all begin at one model, which was trained at another angle on images that no task has.
 
-    The model is trained when the family is made (Adam, rate 0.001 falling linearly to zero), in a second or two.
+    The model is trained when the first task is built (Adam, rate 0.001 falling linearly to zero), in a second or two.
 
     Args:
         pretrained_at: the angle that the model was trained at, in degrees.
@@ -57,7 +57,7 @@ def adapt_rotated_mnist(
         "pretraining_steps": pretraining_steps,
         "pretraining": "Adam, rate 0.001 falling linearly to zero, on images that no task has",
     }
-    return SharedStart(family, pretrain(family, pretrained_at, pretraining_steps))
+    return SharedStart(family, Late(partial(pretrain, family, pretrained_at, pretraining_steps)))
 
 
 def pretrain(family: ImageFamily, angle: float, steps: int) -> dict[str, Tensor]:

@@ -139,7 +139,7 @@ def leave_one_out(family: Domains) -> Iterator[Domains]:
         raise TypeError(f"leave_one_out needs a family of image domains, got {inner.name!r}.")
     for domain in inner.collection.preparations:
         side = inner._side(domain, held=False)
-        yield SharedStart(side, family.start) if isinstance(family, SharedStart) else side
+        yield SharedStart(side, family._start) if isinstance(family, SharedStart) else side
 
 
 def check_batch_size(batch_size: int, images: int, name: str) -> None:

@@ -1,8 +1,8 @@
 """Families whose tasks all begin at one given model: nightly retrains, one model per customer, fine-tuning."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -45,24 +45,46 @@ def starting_at(family: TaskFamily, start: Mapping[str, Tensor] | str | Path) ->
     return SharedStart(inner, {n: given[n].detach().to(x).clone() for n, x in wanted.items()})
 
 
+class Late:
+    """A start that is found when it is first asked for, and then kept.
+
+    Args:
+        find: finds it.
+    """
+
+    def __init__(self, find: Callable[[], Mapping[str, Tensor]]) -> None:
+        self.find = find
+
+    @cached_property
+    def value(self) -> Mapping[str, Tensor]:
+        """The start."""
+        return self.find()
+
+
 class SharedStart(TaskFamily):
     """See `starting_at`.
 
     Args:
         family: what the tasks are.
-        start: theta_1 of all of them.
+        start: theta_1 of all of them, or what finds it once it is needed.
     """
 
-    def __init__(self, family: TaskFamily, start: Mapping[str, Tensor]) -> None:
+    def __init__(self, family: TaskFamily, start: "Mapping[str, Tensor] | Late") -> None:
         super().__init__(family.name, family.steps, shared_loss=family.shared_loss)
-        self.family, self.start = family, dict(start)
+        self.family = family
+        self._start = start if isinstance(start, Late) else dict(start)
+
+    @property
+    def start(self) -> Mapping[str, Tensor]:
+        """theta_1."""
+        return self._start.value if isinstance(self._start, Late) else self._start
 
     def held_out(self) -> "SharedStart":
         """The held-out side, from the same start."""
         side = getattr(self.family, "held_out", None)
         if side is None:
             raise ValueError(f"{self.name} has no held-out side. Sample tasks that training did not use instead.")
-        return SharedStart(side(), self.start)
+        return SharedStart(side(), self._start)
 
     def sample(self, generator: torch.Generator) -> Config:
         """As the family does."""

@@ -248,6 +248,9 @@ def test_a_reference_may_be_given_in_several_ways():
         optimiser.certificate([other[0].weight])
     with pytest.raises(ValueError, match=r"'0\.weight' in shape \(3,\), but the parameter has \(8, 5\)"):
         optimiser.certificate({**other.state_dict(), "0.weight": torch.zeros(3)})
+    for wrong in (3, "model.pt", [1.0, 2.0]):
+        with pytest.raises(TypeError, match=r"a reference must be a state_dict, a module, or tensors"):
+            optimiser.certificate(wrong)
 
 
 def test_what_is_missing_is_said():

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -425,7 +426,8 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
         ["quadratic", "--start", str(tmp_path / "start.pt")] if flags == ["--learn-start"] else ["tabular", "--steps", "10"]
     )
     out = tmp_path / "learned.safetensors"
-    assert cli.run(["train", *family, *flags, "--tasks", "1", "--outer-steps", "1", "--out", str(out)]) == 0
+    rounds = ["--outer-steps", "1"] if flags == ["--learn-start"] else []
+    assert cli.run(["train", *family, *flags, "--tasks", "1", *rounds, "--out", str(out)]) == 0
     learned = metamd.load(out)
     if flags == ["--learn-start"]:
         assert learned.start["theta"].shape == (2,)
@@ -433,3 +435,33 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
     else:
         assert learned.header.usage is not None
         assert "loss" in capsys.readouterr().err
+
+
+def test_what_cannot_be_learned_from_or_prepared_is_said():
+    family = tabular(steps=5)
+    learned = learn_from_reference(family, Kronecker(), reference=Reference(lr=0.01), tasks=1)
+    params = [(n, torch.nn.Parameter(torch.zeros(s))) for n, s in learned.header.model.items()]
+    with pytest.raises(TypeError, match=r"got str\. Pass metamd\.load"):
+        metamd.prepare(params, "learned.safetensors", steps=5)
+    with pytest.raises(TypeError, match=r"got MaxDiagonal\. Pass metamd\.load"):
+        learn_usage(Kronecker(), family)
+    for name in ("metrics", "momenta", "schedules", "factors"):
+        with pytest.raises(ValueError, match=f"{name} must have one to choose from"):
+            learn_usage(learned, family, **{name: ()})
+    with pytest.raises(TypeError, match=r"Diagonal\(\) or Kronecker\(\), got NegativeEntropy"):
+        learn_from_reference(family, metamd.NegativeEntropy(), tasks=1)
+    start = {n: p.detach() for n, p in params}
+    assert set(learned.with_start(start).start) == set(start)
+    for wrong in ({}, {**start, "0.weight": torch.zeros(3)}):
+        with pytest.raises(ValueError, match=r"'0\.weight' is missing or has another shape"):
+            learned.with_start(wrong)
+
+
+def test_a_certificate_says_that_the_recommended_usage_is_another():
+    family = tabular(steps=5)
+    learned = learn_from_reference(family, Kronecker(), reference=Reference(lr=0.01), tasks=1)
+    used = replace(learned, header=replace(learned.header, usage=Usage(momentum=0.9).to_dict()))
+    plain, other = (str(metamd.certify(x, family, held_out_tasks=1, target=1.0)) for x in (learned, used))
+    assert "learned from reference runs" in plain
+    assert "is not certified" not in plain
+    assert "(learned metric, momentum 0.9, constant schedule, factor 1) is not certified" in " ".join(other.split())

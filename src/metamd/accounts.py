@@ -318,8 +318,8 @@ def _holds(evidence: Evidence) -> str:
         claim = "any gradients, scaled by the lr of their group: not the regret of a loss, for pieces share one lr"
     elif ledger.ascent and ledger.descent:
         claim = "any gradients, with the sign of their group: a game, not the regret of a loss"
-    if not ledger.constant:
-        claim += ". Unweighted, B(u || z_t) would be needed at every change of lr"
     if evidence.averaged and ledger.decay:
         claim += ", the decay's part taken at the iterates"
+    if not ledger.constant:
+        claim += ". Unweighted, B(u || z_t) would be needed at every change of lr"
     return claim

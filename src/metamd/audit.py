@@ -120,6 +120,6 @@ def quadratic(bound: Potential, named: Params) -> MaxDiagonal:
         }
         return Diagonal(tying="tensor").bind(named).fixed(ones)
     raise ValueError(
-        f"certify=True needs a potential of quadratic forms (Diagonal, MaxDiagonal, Euclidean), got {type(bound).__name__}. "
-        "For others there is no guarantee to print: leave certify=False."
+        f"certify=True needs a potential of quadratic forms (Diagonal, MaxDiagonal, Kronecker, Euclidean), got "
+        f"{type(bound).__name__}. For others there is no guarantee to print: leave certify=False."
     )

@@ -113,7 +113,12 @@ def reference_tensors(reference: Reference, named: Params, rename: Rename | None
     if isinstance(reference, Mapping):
         found = {clean_name(n, rename): x for n, x in reference.items()}
     else:
-        tensors = list(reference)
+        tensors = list(reference) if isinstance(reference, Iterable) else [reference]
+        if not all(isinstance(x, Tensor) for x in tensors):
+            raise TypeError(
+                "a reference must be a state_dict, a module, or tensors in the order of the parameters, got "
+                f"{type(reference).__name__}. Pass reference=model.state_dict()."
+            )
         if len(tensors) != len(named):
             raise ValueError(
                 f"the reference has {len(tensors)} tensors, but the optimiser has {len(named)} parameters. Pass one for "

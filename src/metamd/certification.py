@@ -15,6 +15,7 @@ from metamd.scores import Score, run_task, solve
 from metamd.statements import HeldOutCertificate, Statement
 from metamd.tasks.base import Config, TaskFamily, config_hash
 from metamd.training_tasks import displacements, training_tasks
+from metamd.usage import Usage
 
 Log = Callable[[dict[str, Any], int], None]
 """Called with the score of a task and its number, from 1."""
@@ -127,7 +128,7 @@ def _about_the_mean(
     if len(regrets) < len(scores):
         return [*found, Statement("mean", "regret", None, "no bound", UNKNOWN, 1 - delta)]
     if regret_cap is None:
-        missing = "the regret has no range of its own: state one beforehand with regret_cap=b"
+        missing = "the regret has no range of its own: state one beforehand with regret_cap=b (--regret-cap)"
         return [*found, Statement("mean", "regret", None, "no bound", missing, 1 - delta)]
     # both together at 1 - delta
     found.append(_mean(f"min(regret, {regret_cap:.4g})", regrets, regret_cap, delta / 2))
@@ -233,6 +234,7 @@ def _assumptions(learned: LearnedOptimiser, family: TaskFamily) -> tuple[str, ..
     now = json.loads(json.dumps(family.describe()))
     changed = sorted(k for k in about if k != "name" and about[k] != now.get(k))
     other = (f"the family is not the one of learning: {', '.join(changed)} differ",) if changed else ()
+    plain = () if learned.usage == Usage() else (f"the usage that the file recommends ({learned.usage}) is not certified",)
     return (
         "held-out tasks and the next one are independent draws of the family, and the next is trained as these were: exact "
         f"mirror descent, lr = 1, {family.steps} steps, no momentum, no decay",
@@ -241,6 +243,7 @@ def _assumptions(learned: LearnedOptimiser, family: TaskFamily) -> tuple[str, ..
         "target, caps and radius were not chosen by looking at these tasks, nor was this file chosen among others by them",
         "steps are counted on a fixed part of the training split at equal intervals, and end at the first of two looks in a "
         "row at or below the target",
+        *plain,
         *other,
     )
 
@@ -262,7 +265,8 @@ def _target(learned: LearnedOptimiser, target: float | None) -> float:
     found = learned.header.target_loss if target is None else target
     if found is None:
         raise ValueError(
-            "there must be a loss to count steps to, and the file has none from its training tasks. State one: target=0.1."
+            "there must be a loss to count steps to, and the file has none from its training tasks. State one: target=0.1 "
+            "(--target 0.1), chosen without looking at held-out tasks."
         )
     if not math.isfinite(found):
         raise ValueError(f"target must be a finite loss, got {found}.")

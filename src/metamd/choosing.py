@@ -263,6 +263,7 @@ def learn_usage(
         >>> learn_usage(learned, family, tasks=1, factors=(1.0,), momenta=(0.0,)).usage.metric in ("learned", "online")
         True
     """
+    _check_choices(learned, metrics=metrics, momenta=momenta, schedules=schedules, factors=factors)
     began, family = time.perf_counter(), Counted(family)
     found: list[Online | None] = [None] if "learned" in metrics else []
     finder = None
@@ -290,6 +291,14 @@ def learn_usage(
         cost={**learned.header.cost, **_with(learned.header.cost, family.batches, time.perf_counter() - began)},
     )
     return replace(learned, header=header)
+
+
+def _check_choices(learned: object, **choices: Sequence[object]) -> None:
+    if not isinstance(learned, LearnedOptimiser):
+        raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
+    for name, offered in choices.items():
+        if not offered:
+            raise ValueError(f"{name} must have one to choose from at least, got none. Leave it out for the usual ones.")
 
 
 def _score(

@@ -49,6 +49,11 @@ def learn_from_reference(
         >>> learn_from_reference(tasks.tabular(steps=20), Diagonal(), reference=Reference(lr=0.01), tasks=2)
         LearnedOptimiser(max-diagonal, 1 piece, tying='parameter', centre='start', 4 tensors, 161 numbers, horizon=20)
     """
+    if not isinstance(potential, MaxDiagonal):
+        raise TypeError(
+            f"only metrics are learned from reference runs: potential must be Diagonal() or Kronecker(), got "
+            f"{type(potential).__name__}."
+        )
     if potential.pieces != 1:
         raise ValueError(f"a reference run says nothing about {potential.pieces} pieces, but about one. Pass pieces=1.")
     began, family = time.perf_counter(), Counted(family)

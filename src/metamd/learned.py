@@ -103,6 +103,13 @@ class LearnedOptimiser:
             start: parameters by name, as `learn_start` finds them.
             tasks: hashes of the tasks it was learned on, so that none of them is held out later.
         """
+        other = [n for n, x in start.items() if self.header.model.get(n, tuple(x.shape)) != tuple(x.shape)]
+        other += [n for n in self.header.model if n not in start]
+        if other:
+            raise ValueError(
+                f"the start must have every parameter of the model that this was learned on, in its shape, but {other[0]!r} "
+                "is missing or has another shape. Pass what metamd.learn_start(family) gives."
+            )
         kept = {n: x.detach().cpu().clone() for n, x in start.items()}
         shapes = {n: tuple(x.shape) for n, x in kept.items()}
         hashes = tuple(dict.fromkeys([*self.header.task_hashes, *tasks]))

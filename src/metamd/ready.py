@@ -14,7 +14,7 @@ def prepare(params: Iterable[Any], learned: LearnedOptimiser, *, steps: int, **o
 
     Args:
         params: `model.named_parameters()`, as for `MetaMD`.
-        learned: a file with a `usage`; one without is used plainly.
+        learned: what `load` gives, with a `usage`; one without is used plainly.
         steps: how many times `schedule.step()` will be called: the length of the run.
         options: of `MetaMD`, where you want others.
 
@@ -26,6 +26,8 @@ def prepare(params: Iterable[Any], learned: LearnedOptimiser, *, steps: int, **o
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of the run.")
+    if not isinstance(learned, LearnedOptimiser):
+        raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
     usage = learned.usage
     chosen: dict[str, Any] = {"lr": usage.lr, "momentum": usage.momentum, "metric": usage.metric}
     optimiser = MetaMD(params, learned, **{**chosen, **options})

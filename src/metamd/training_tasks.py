@@ -47,7 +47,9 @@ def training_tasks(header: Header, family: TaskFamily) -> TrainingTasks:
         ValueError: if these are not the tasks, with the reason.
     """
     known, steps = set(header.task_hashes), int(header.cost.get("outer_steps", 0))
-    if not known or not steps or len(header.seeds) != 1:
+    if known and not steps:
+        raise ValueError("the file was learned from reference runs, not in outer steps whose tasks can be drawn again.")
+    if not known or len(header.seeds) != 1:
         raise ValueError("the file does not say which tasks it was learned on.")
     if len(known) % steps:
         raise ValueError("its training tasks were not all different, so that they are not a sample of independent tasks.")

@@ -48,6 +48,10 @@ class Usage:
         """The schedule at step t of T, counted from 0."""
         return 1 - step / steps if self.schedule == "linear" else 1.0
 
+    def __str__(self) -> str:
+        """In words: "learned metric, momentum 0.9, linear schedule, factor 1"."""
+        return f"{self.metric} metric, momentum {self.momentum:g}, {self.schedule} schedule, factor {self.factor:g}"
+
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types, for a header."""
         return {"metric": self.metric, "momentum": self.momentum, "schedule": self.schedule, "factor": self.factor}

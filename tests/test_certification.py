@@ -329,6 +329,17 @@ def test_the_command_prints_and_writes_it(file, tmp_path, capsys):
     assert cli.run(["inspect", str(file)]) == 0
 
 
+def test_inspect_prints_a_certificate_in_lines(file, capsys):
+    assert cli.run(["certify", str(file), "quadratic", "--held-out-tasks", "20"]) == 0
+    capsys.readouterr()
+    assert cli.run(["inspect", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "certificate from 20 tasks of quadratic" in said
+    assert "next task: loss after 60 steps <= " in said
+    assert "used in learning (--json lists them)" in said
+    assert '"statements"' not in said
+
+
 def test_the_command_in_json_and_elsewhere(file, tmp_path, capsys):
     content, out = file.read_bytes(), tmp_path / "new.safetensors"
     args = ["--held-out-tasks", "19", "--json", "--out", str(out), "--delta", "0.1", "--regret-cap", "1000", "--seed", "3"]

@@ -85,6 +85,14 @@ def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsy
     assert "report.html" in said
 
 
+def test_the_page_says_who_set_the_target(compared, tmp_path, capsys):
+    assert cli.run(["report", str(compared), "--share", "0.5", "--out", str(tmp_path)]) == 0
+    assert "has after 50% of the steps" in capsys.readouterr().out.replace("\n", " ")
+    assert cli.run(["report", str(compared), "--share", "3", "--out", str(tmp_path / "none")]) == 2
+    assert "share must lie in (0, 1], got 3.0" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_certificate_beside_the_records_is_shown(compared):
     path = compared / "certificate.json"
     path.write_text(json.dumps({"bound": 1.25, "what": "<b>"}))
@@ -100,6 +108,7 @@ def test_a_certificate_beside_the_records_is_shown(compared):
     ("args", "message"),
     [
         (["compare", "FILE", "quadratic", "--rivals", "adamm"], "there is no rival 'adamm'"),
+        (["compare", "FILE", "quadratic", "--rivals", "meta"], "learned-schedule"),
         (["compare", "FILE", "nothing"], "there is no family 'nothing'"),
         (["compare", "FILE", "quadratic", "--target", "soap"], "--target must be one of the rivals"),
         (["compare", "FILE", "quadratic", "--budget", "0"], "budget must be at least 1"),

@@ -182,7 +182,7 @@ def test_the_best_candidate_is_chosen_for_each_metric_and_domain():
     assert comparison.values("r", "seconds_to_target").tolist() == [10.0, 45.0]
     assert fold.tuning_gradients("r") == 300
     assert fold.tuning_gradients("base") == 0
-    with pytest.raises(ValueError, match="baseline must be one of r, base"):
+    with pytest.raises(ValueError, match="baseline, which sets the target, must be one of r; base"):
         comparison.aiming("adam")
     with pytest.raises(ValueError, match="share must lie in"):
         comparison.aiming("base", 0.0)

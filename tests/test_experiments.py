@@ -184,7 +184,7 @@ def test_records_resume_and_refuse_other_settings(tmp_path):
     assert made == ["a", "b"]
     assert first["a"] == second["a"] == {"value": [1, None, 2.5]}
     assert Records.settings(tmp_path)["seed"] == 0
-    with pytest.raises(ValueError, match=r"other settings.*--out"):
+    with pytest.raises(ValueError, match=r"other settings: seed is 0, and would be 1; pair is .*--out"):
         Records(tmp_path, {"seed": 1})
 
 

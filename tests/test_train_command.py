@@ -75,6 +75,8 @@ def test_the_paper_preset_from_the_command_line(tmp_path):
         (["quadratic", "--pieces", "0"], "pieces must be at least 1"),
         (["quadratic", "--potential", "mine"], "--potential must be diagonal or kronecker"),
         (["quadratic", "--rank", "3"], "--rank and --sides are for --potential kronecker"),
+        (["quadratic", "--follow", "--refine", "2"], "--refine would change nothing with --follow"),
+        (["quadratic", "--preset", "paper", "--pieces", "2"], "--pieces would change nothing with --preset paper"),
         (["quadratic", "--potential", "kronecker", "--rank", "some"], "--rank must be a number of directions, auto or all"),
     ],
 )

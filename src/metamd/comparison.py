@@ -95,7 +95,9 @@ class Comparison:
             share: of the steps after which its loss is the target.
         """
         if baseline not in self.labels:
-            raise ValueError(f"the baseline must be one of {', '.join(self.labels)}, got {baseline!r}.")
+            raise ValueError(
+                f"the baseline, which sets the target, must be one of {'; '.join(self.labels)}; got {baseline!r}."
+            )
         if not 0 < share <= 1:
             raise ValueError(f"share must lie in (0, 1], got {share}.")
         return replace(self, aim=Target(baseline, share))

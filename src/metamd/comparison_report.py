@@ -10,6 +10,7 @@ import numpy as np
 
 from metamd import figures
 from metamd.comparison import Comparison
+from metamd.folds import Target
 from metamd.paired import Estimate
 from metamd.protocols import PROTOCOLS
 from metamd.report import Section
@@ -44,11 +45,13 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
 
 def _results(c: Comparison) -> Section:
     first = c.folds[0].entrants[c.labels[0]][0].outcomes
+    aim = c.aim or Target(c.labels[-1])
     texts = [
         f"{len(c.folds)} held-out domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {len(first)} "
         f"seed{'s' * (len(first) > 1)} each, {first[0].places[-1]} steps. Means over all runs; 95 % bootstrap intervals.",
         f"Protocol: {c.protocol or 'as given'}. {PROTOCOLS.get(c.protocol, '')}".strip(),
-        f"The target on each domain is a training loss of {_targets(c)}. A run that does not reach it counts as infinite.",
+        f"The target on each domain is a training loss of {_targets(c)}, which {aim.baseline} has after {aim.share:.0%} of "
+        "the steps. A run that does not reach it counts as infinite.",
     ]
     rows = []
     for label in c.labels:
@@ -91,8 +94,8 @@ def _verdicts(c: Comparison) -> Section:
     texts = [
         f"{ours} against each of the others, on the same tasks, initialisations and batches. The ratio is the geometric "
         "mean of ours over theirs (of the error, for accuracy), where both are finite; below 1 is better. p is of a "
-        f"two-sided signed-rank test over {pairs} pairs, corrected for the number of rivals by Holm's rule; with so many "
-        f"pairs it cannot fall below {least:.2g}."
+        f"two-sided signed-rank test over these pairs, corrected for the number of rivals by Holm's rule. With "
+        f"{pairs} pair{'s' * (pairs != 1)} the smallest p that can come out is {least:.2g}."
     ]
     return Section(f"{ours} against the rivals", texts, ["", "ratio", "wins : losses", "p", "verdict"], rows)
 

@@ -8,6 +8,7 @@ from typing import Any
 from metamd.container import strict_json, write_atomically
 
 FORMAT = 1
+TOP = ("", "settings")
 
 Result = dict[str, Any]
 """What a cell holds, in JSON's own types; the count of a run that never arrived, say, is None."""
@@ -37,9 +38,10 @@ class Records:
         if not path.exists():
             write_json(path, about)
         elif (found := read_json(path)) != about:
-            was, now = (json.dumps(x.get("settings") if isinstance(x, dict) else x) for x in (found, about))
+            lines = _differences(found, about)
+            differing = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
             raise ValueError(
-                f"{str(folder)!r} holds a run with other settings: {was}, not {now}. Choose another --out or delete it."
+                f"{str(folder)!r} holds a run with other settings: {differing}. Choose another --out or delete it."
             )
 
     @staticmethod
@@ -97,6 +99,15 @@ def read_json(path: Path) -> Any:
         return strict_json(path.read_bytes(), repr(str(path)))
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}. Delete the file, and it is computed again.") from None
+
+
+def _differences(found: Any, now: Any, path: str = "") -> list[str]:
+    """Where two values of JSON differ, such as "steps is 30 there, not 20"."""
+    if isinstance(found, dict) and isinstance(now, dict):
+        names = [k for k in {**found, **now} if found.get(k) != now.get(k)]
+        return [line for k in names for line in _differences(found.get(k), now.get(k), k if path in TOP else f"{path}.{k}")]
+    was, is_now = ("not there" if x is None else json.dumps(x) for x in (found, now))
+    return [f"{path} is {was}, and would be {is_now}"]
 
 
 def _plain(value: Any) -> Any:

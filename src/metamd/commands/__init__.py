@@ -161,7 +161,7 @@ class Reproduce:
     """Run one of the paper's experiments; what is computed stays in records, and the same command continues it.
 
     Args:
-        name: of the experiment.
+        name: which experiment.
         scale: smoke takes seconds, cpu minutes or hours on two cores; paper is the published protocol, for a GPU.
         out: directory for records and figures; runs/NAME-SCALE if not given.
         workers: processes.
@@ -346,14 +346,14 @@ class Report:
     Args:
         folder: what metamd compare or metamd reproduce wrote; comparisons in its folders are joined.
         target: the label of the optimiser that sets the target; that of the records if not given.
-        share: of the steps after which its loss is the target.
+        share: of the steps after which its loss is the target; that of the records, 0.75 as a rule, if not given.
         out: directory for the pages; that of the records if not given.
         json: print one JSON object on standard output instead of text.
     """
 
     folder: Annotated[Positional[Path], arg(metavar="DIR")]
     target: str | None = None
-    share: float = 0.75
+    share: float | None = None
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     json: bool = False
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any
@@ -132,15 +132,32 @@ def _header_table(file: str, learned: LearnedOptimiser) -> Table:
     shown["tensors"] = f"{len(learned.header.tensors)} (below)"
     shown["factors"] = ", ".join(f"{k} {n} x {r}" for k, (n, r) in learned.header.factors.items()) or "none: the identity"
     shown["model"] = "\n".join(f"{one_line(n)} {s}" for n, s in learned.header.model.items()) or None
+    shown["task_hashes"] = _count(learned.header.task_hashes, "task", "used in learning")
+    shown["held_out"] = _held_out(learned.header.held_out)
     for name, value in shown.items():
         table.add_row(Text(name), Text(_plain(name, value)))
     return table
 
 
+def _count(found: Sequence[Any], what: str, tail: str) -> str | None:
+    return f"{len(found)} {what}{'s' * (len(found) != 1)} {tail} (--json lists them)" if found else None
+
+
+def _held_out(found: Mapping[str, Any]) -> str | None:
+    """The statements of a certificate that say something, a line each; anything else as JSON."""
+    certificate = found.get("certificate")
+    if set(found) != {"certificate"} or not isinstance(certificate, dict):
+        return one_line(json.dumps(found, ensure_ascii=False)) if found else None
+    statements = [s for s in certificate.get("statements", ()) if isinstance(s, dict)]
+    lines = [f"certificate from {certificate.get('tasks')} tasks of {certificate.get('family')} (--json has it whole)"]
+    lines += [f"{s['about']}: {s['quantity']} <= {s['bound']:.5g}" for s in statements if s.get("verdict") == "holds"]
+    return "\n".join(map(one_line, lines))
+
+
 def _plain(name: str, value: Any) -> str:
     if value is None or value in ("", [], {}):
         return "not recorded"
-    if name == "model":  # its lines were made safe one by one
+    if name in ("model", "held_out"):  # their lines were made safe one by one
         return str(value)
     return one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 

@@ -10,6 +10,7 @@ from metamd.commands import Report
 from metamd.comparison import Comparison
 from metamd.comparison_report import certificate_section, sections
 from metamd.container import write_atomically
+from metamd.folds import Target
 from metamd.records import read_json
 from metamd.report import Section, as_markdown, as_text, write_page
 
@@ -31,7 +32,7 @@ def run(options: Report) -> int:
 
 
 def write_report(
-    folder: Path, out: Path, target: str | None = None, share: float = 0.75
+    folder: Path, out: Path, target: str | None = None, share: float | None = None
 ) -> tuple[Comparison, list[Section]]:
     """Write `report.html` and `report.md`; what they show is given back.
 
@@ -39,11 +40,12 @@ def write_report(
         folder: of the records.
         out: of the pages.
         target: label of the optimiser that sets the target; that of the records if not given.
-        share: of the steps after which its loss is the target.
+        share: of the steps after which its loss is the target; that of the records if not given.
     """
     comparison, versions = read(folder)
-    if target is not None:
-        comparison = comparison.aiming(target, share)
+    if target is not None or share is not None:
+        aim = comparison.aim or Target(comparison.labels[-1])
+        comparison = comparison.aiming(target or aim.baseline, aim.share if share is None else share)
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as figures:
         parts = sections(comparison, Path(figures), versions=versions)

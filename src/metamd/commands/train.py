@@ -48,6 +48,7 @@ def run(options: Train) -> int:
     Args:
         options: what was asked.
     """
+    _refuse_ignored(options)
     family = build_family(options)
     check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
@@ -121,6 +122,20 @@ def tensorboard(folder: Path) -> Log:
         writer.flush()
 
     return log
+
+
+def _refuse_ignored(options: Train) -> None:
+    """Options that would change nothing beside others are a mistake, not a wish."""
+    usual = Train(options.family)
+    rounds = ("refine", "estimator", "step_scale", "max_norm", "tolerance")
+    shape = ("potential", "pieces", "tying", "sides", "rank", "reference", "prior", "follow")
+    for why, names in {
+        "--follow": ("outer_steps", *rounds) if options.follow else (),
+        "--preset paper": (*shape, *rounds[:3], "tolerance") if options.preset == "paper" else (),
+    }.items():
+        given = [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(usual, n)]
+        if given:
+            raise ValueError(f"{', '.join(given)} would change nothing with {why}. Leave one of them out.")
 
 
 def _method(options: Train) -> dict[str, Any]:

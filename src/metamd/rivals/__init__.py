@@ -44,5 +44,5 @@ def rival(name: str) -> Rival:
         0.003
     """
     if name not in RIVALS:
-        raise ValueError(f"there is no rival {name!r}. There are {', '.join(RIVALS)}.")
+        raise ValueError(f"there is no rival {name!r}. There are {', '.join((*RIVALS, *LEARNERS))}.")
     return RIVALS[name]

@@ -16,6 +16,7 @@ from metamd import Forward, Journal, MaxDiagonal, Method, Refine, Stopping, cont
 from metamd.outer import Adam
 from metamd.tasks import quadratic
 from metamd.tasks.synthetic import QuadraticTask
+from metamd.workers import join
 
 OPTIONS = {
     "outer_steps": 3,
@@ -73,7 +74,7 @@ def arm(point):
 if __name__ == "__main__":
     folder, point = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        join("gloo")
         once = Path(folder) / "struck"
         if os.environ["RANK"] == "1" and point and not once.exists():
             Path(folder).mkdir(exist_ok=True)

@@ -1,5 +1,6 @@
 """The processes that share the tasks of an outer step; alone, there is one and nothing is sent."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,3 +75,23 @@ class Workers:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def join(backend: str) -> None:
+    """Join the other processes that torchrun started.
+
+    Processes that come back after a kill must not find the addresses of those that died, which torchrun's store still has:
+    every restart has a part of the store to itself.
+
+    Args:
+        backend: "gloo" or "nccl".
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend)
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    server = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"metamd/{attempt}", server)  # type: ignore[attr-defined]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)

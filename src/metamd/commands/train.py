@@ -31,6 +31,7 @@ from metamd.potentials.kronecker import Kronecker
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.counted import Counted
 from metamd.tasks.shared_start import starting_at
+from metamd.workers import join
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward": Forward,
@@ -179,7 +180,7 @@ def _processes() -> Iterator[int]:
     if not started or dist.is_initialized():
         yield dist.get_rank() if started else 0
         return
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    join("nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield dist.get_rank()
     finally:

@@ -116,4 +116,4 @@ def full_header() -> Header:
         usage=Usage("online", 0.8, "linear", 1.4).to_dict(),
         online=Online("sum", scale={"fc1.weight": 20.0}).to_dict(),
     )
-    return optimiser.with_start({"fc2.bias": torch.zeros(3)}).header
+    return optimiser.with_start(model()).header

@@ -1,6 +1,6 @@
 """Which memory layout and which compiler the paper's models gain from: `python benchmarks/models.py [--rounds N]`.
 
-The models put their images into channels-last memory by themselves; "plain" is without that. Time of loss and
+ResNet18 puts its images into channels-last memory by itself; "plain" is without that. Time of loss and
 gradient at batch 100 on one thread, over the plain model's, medians of interleaved rounds. The first call of a compiled
 model is not counted; its seconds are in the record.
 """

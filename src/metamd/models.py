@@ -92,7 +92,7 @@ class LeNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """One logit per class."""
-        maps = F.max_pool2d(F.relu(self.first(channels_last(images))), 2)
+        maps = F.max_pool2d(F.relu(self.first(images)), 2)
         maps = F.max_pool2d(F.relu(self.second(maps)), 2)
         hidden = F.relu(self.fourth(F.relu(self.third(maps.flatten(1)))))
         logits: Tensor = self.output(hidden)

@@ -17,11 +17,12 @@ from torch import Tensor
 from metamd.averaging import blend, rate_of_iterate
 from metamd.inner import gradient, trouble
 from metamd.learned import LearnedOptimiser
+from metamd.lessons import draw
 from metamd.objectives import Reference
 from metamd.online import Online, Rule, State
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
+from metamd.tasks.base import Task, TaskFamily, config_hash
 from metamd.tasks.counted import Counted
 from metamd.tasks.shared_start import SharedStart
 from metamd.usage import Metric, Schedule, Usage
@@ -361,8 +362,7 @@ def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[
     """
     if count < 1:
         raise ValueError(f"tasks must be at least 1, got {count}.")
-    seeds = [derive_seed(seed, "usage", purpose, i) for i in range(count)]
-    return [family.build(family.sample(torch.Generator().manual_seed(s))) for s in seeds]
+    return [draw(family, seed, "usage", purpose, i) for i in range(count)]
 
 
 def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -108,7 +108,7 @@ class ResNet18(nn.Module):
         width: channels of the first stage; 16 has 701,466 parameters and suits a machine without accelerator.
         norm: `"batch"` as published, or `"group"`, whose output depends on the example alone: with it the
             loss is a pure function of the parameters and the batch, without running statistics. Batch norm runs
-            in channels-last memory on a CPU; group norm is slower there.
+            in channels-last memory on a CPU.
         generator: draws the initial weights.
     """
 

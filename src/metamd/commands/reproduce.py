@@ -21,7 +21,8 @@ def run(options: Reproduce) -> int:
         raise ValueError(f"{options.name} has the scales {', '.join(experiment.SCALES)}, got {options.scale!r}.")
     folder = options.out or Path("runs") / f"{options.name}-{options.scale}"
     folder.mkdir(parents=True, exist_ok=True)
-    result = experiment.run(options.scale, folder, options.seed, options.workers, options.ray)
+    runner = getattr(experiment, "EXPERIMENT", experiment)  # leave-one-out experiments are declared, the others written out
+    result = runner.run(options.scale, folder, options.seed, options.workers, options.ray)
     text = experiment.markdown(result["rows"])
     write_json(folder / "summary.json", result)
     if any(folder.glob("*/comparison.json")):

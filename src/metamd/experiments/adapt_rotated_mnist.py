@@ -7,19 +7,17 @@ rivals are given too.
 """
 
 from functools import partial
-from pathlib import Path
 
 from metamd import tasks
 from metamd.choosing import learn_start
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
 from metamd.objectives import Reference, Regret
 from metamd.potentials import Diagonal, Kronecker
-from metamd.records import Result
 from metamd.tasks.adaptation import ADAPTED
 from metamd.tasks.shared_start import SharedStart
 from metamd.usage import Usage
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown", "run"]
+__all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
 ANGLES = tuple(str(a) for a in ADAPTED)
 MODERN = ("sgdm", "rmsprop", "adam", "adamw", "muon", "soap", "schedule-free", "prodigy")
@@ -75,16 +73,3 @@ def adaptation(name: str, *, learned_start: bool) -> Experiment:
 
 
 EXPERIMENT = adaptation("adapt-rotated-mnist", learned_start=False)
-
-
-def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
-    """Fill the table from the given start; what is in the folder already is kept.
-
-    Args:
-        scale: a name in `SCALES`.
-        folder: for records and learned files.
-        seed: of everything random.
-        workers: processes.
-        ray: address of a Ray cluster.
-    """
-    return EXPERIMENT.run(scale, folder, seed, workers, ray)

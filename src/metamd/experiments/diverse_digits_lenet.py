@@ -3,16 +3,13 @@
 Each dataset is held out in turn, T = 500. QMNIST takes part where its images are at hand.
 """
 
-from pathlib import Path
-
 from metamd import tasks
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
 from metamd.potentials import Diagonal, Kronecker
-from metamd.records import Result
 from metamd.tasks.held_out import ImageFamily
 from metamd.usage import Usage
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown", "run"]
+__all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
 DATASETS = ("mnist", "qmnist", "kmnist", "fashionmnist", "usps", "svhn")
 HERE = tuple(d for d in DATASETS if d != "qmnist")
@@ -66,16 +63,3 @@ EXPERIMENT = Experiment(
     SCALES,
     {label: dict(zip(DATASETS, values, strict=True)) for label, values in PUBLISHED.items()},
 )
-
-
-def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
-    """Fill the table; what is in the folder already is kept.
-
-    Args:
-        scale: a name in `SCALES`.
-        folder: for records and learned files.
-        seed: of everything random.
-        workers: processes.
-        ray: address of a Ray cluster.
-    """
-    return EXPERIMENT.run(scale, folder, seed, workers, ray)

@@ -6,17 +6,15 @@ a domain the accuracies are about those of the paper, which does not say how man
 """
 
 from functools import partial
-from pathlib import Path
 
 from metamd import tasks
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
 from metamd.objectives import Reference, Regret
 from metamd.potentials import Diagonal, Kronecker
-from metamd.records import Result
 from metamd.tasks.held_out import ImageFamily
 from metamd.usage import Usage
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown", "run"]
+__all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
 ANGLES = ("0", "15", "30", "45", "60", "75")
 
@@ -63,16 +61,3 @@ EXPERIMENT = Experiment(
     SCALES,
     {label: dict(zip(ANGLES, values, strict=True)) for label, values in PUBLISHED.items()},
 )
-
-
-def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
-    """Fill the table; what is in the folder already is kept.
-
-    Args:
-        scale: a name in `SCALES`.
-        folder: for records and learned files.
-        seed: of everything random.
-        workers: processes.
-        ray: address of a Ray cluster.
-    """
-    return EXPERIMENT.run(scale, folder, seed, workers, ray)

@@ -112,7 +112,7 @@ def test_momentum_schedules_and_weight_decay_work_with_it():
         torch.testing.assert_close(p.detach(), x[n], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["average", "sum"])
+@pytest.mark.parametrize("rule", ["average", "sum", "polar"])
 def test_resume_and_copies_are_bit_exact(rule):
     model = small_model()
     potential, _ = turned(model)
@@ -159,13 +159,21 @@ def learned():
     return meta_train(tabular(steps=30), Kronecker(), outer_steps=2, tasks_per_step=3, seed=0)
 
 
-@pytest.mark.parametrize("usage", [Usage(), Usage("online", 0.8, "linear", 1.4), Usage("learned", 0.9, "linear", 0.5)])
-def test_what_is_chosen_is_what_the_optimiser_does(learned, usage):
+@pytest.mark.parametrize(
+    ("usage", "rule"),
+    [
+        (Usage(), "average"),
+        (Usage("online", 0.8, "linear", 1.4), "average"),
+        (Usage("online", 0.0, "linear", 0.7), "polar"),
+        (Usage("learned", 0.9, "linear", 0.5), "average"),
+    ],
+)
+def test_what_is_chosen_is_what_the_optimiser_does(learned, usage, rule):
     """`train`, by which usages are compared, gives the numbers of `prepare` in an ordinary loop."""
     family = tabular(steps=30)
     task = family.build(family.sample(torch.Generator().manual_seed(3)))
     potential = learned.potential.bind(task.init())
-    online = Online(scale={slot.key: 100.0 for slot in potential.slots.values()})
+    online = Online(rule, scale={slot.key: 100.0 for slot in potential.slots.values()})
     outcome = train(task, potential, usage, online=online)
     header = metamd.learned.replace(learned.header, usage=usage.to_dict(), online=online.to_dict())
     params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
@@ -246,7 +254,8 @@ def test_the_reference_rate_is_the_best_of_those_given():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: Online("mean"), 'rule must be "sum" or "average"'),
+        (lambda: Online("mean"), 'rule must be "sum", "average" or "polar", got'),
+        (lambda: Online("polar", refresh=10), "finds the output side in every step"),
         (lambda: Online(beta=1.0), "beta must lie between 0 and 1, got 1.0"),
         (lambda: Online(epsilon=0.0), "epsilon must be positive"),
         (lambda: Online(scale={"a": -1.0}), "the scale of 'a' must be positive and finite, got -1.0"),

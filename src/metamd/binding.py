@@ -123,6 +123,16 @@ def online_metric(metric: Metric | Online, geometry: LearnedOptimiser | Potentia
     return found
 
 
+def check_whole(online: Online | None, named: Params) -> None:
+    """Refuse sharded weights where a rule looks at whole ones."""
+    for name, p in named.items():
+        if online is not None and (online.rule == "polar" or online.refresh) and p.ndim > 1 and is_sharded(p):
+            raise ValueError(
+                f"this online metric needs whole weights on one process, but {name!r} is sharded. Use metric='learned', or "
+                'metamd.Online("average").'
+            )
+
+
 def check_group(group: Mapping[str, Any]) -> None:
     """Refuse options of a group that no step can be taken with."""
     lr = group["lr"]

@@ -19,7 +19,7 @@ from metamd.inner import gradient, trouble
 from metamd.learned import LearnedOptimiser
 from metamd.lessons import draw
 from metamd.objectives import Reference
-from metamd.online import Online, Rule, State
+from metamd.online import Online, State, Watch
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily, config_hash
@@ -30,8 +30,11 @@ from metamd.usage import Metric, Schedule, Usage
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
 
+RULES = (Online(), Online(refresh=10), Online("polar", beta=0.9), Online("polar", beta=0.95))
+"""Online metrics that a usage may have, before their scales are learned."""
+
 MOMENTA = (0.0, 0.8, 0.9)
-FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0)
+FACTORS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,12 @@ def train(
             moves = {n: Move(g, lr) for n, g in grads.items()}
             if usage.metric == "online" and online is not None:
                 for n, move in moves.items():
-                    found = online.advance(phi, n, z[n], move, states[n])
-                    if sums is not None:
-                        sums.add(n, *found, share)
+                    online.advance(phi, n, z[n], move, states[n], None if sums is None else sums.adding(n, share))
             else:
                 active = phi.step(z, moves, active=active, into=z).active
             for n in x:
                 blend(x[n], z[n], t + 1, usage.momentum, "constant")
-    tally = None if sums is None or comparator is None else sums.tally(start, comparator, states)
+    tally = None if sums is None or comparator is None else sums.tally(start, comparator, states, total)
     finite = all(bool(v.isfinite().all()) for v in x.values())
     return Outcome(sum(losses) / total if finite else math.inf, x, tally)
 
@@ -122,23 +123,31 @@ class _Sums:
         self.metrics: dict[str, Tensor] = {}
         self.y: dict[str, float] = {}
 
-    def add(self, name: str, coordinates: Tensor, metric: Tensor, share: float) -> None:
-        key = self.potential.slots[name].key
-        self.y[key] = self.y.get(key, 0.0) + share**2 * float((coordinates.square() / metric).sum())
-        if self.online.rule == "sum":
-            self.metrics[name] = metric
-        else:
-            self.metrics[name] = self.metrics[name].add_(metric) if name in self.metrics else metric.clone()
+    def adding(self, name: str, share: float) -> Watch:
+        """What a step of a tensor is told to.
 
-    def tally(self, start: Params, comparator: Params, states: Mapping[str, State]) -> Tally:
+        Args:
+            name: of the tensor.
+            share: r_t.
+        """
+        key = self.potential.slots[name].key
+
+        def add(energy: Tensor, metric: Tensor) -> None:
+            self.y[key] = self.y.get(key, 0.0) + share**2 * float(energy)
+            if self.online.rule == "sum" or name not in self.metrics:
+                self.metrics[name] = metric.clone()
+            else:
+                self.metrics[name].add_(metric)
+
+        return add
+
+    def tally(self, start: Params, comparator: Params, states: Mapping[str, State], steps: int) -> Tally:
         x: dict[str, float] = {}
         for name, metric in self.metrics.items():
-            delta = self.potential.basis.into(name, comparator[name] - start[name])
-            if "turn" in states[name]:
-                delta = states[name]["turn"].mT @ delta
-            mean = metric if self.online.rule == "sum" else metric / states[name]["counted"]
+            mean = metric if self.online.rule == "sum" else metric / steps
             key = self.potential.slots[name].key
-            x[key] = x.get(key, 0.0) + float((delta.square() * mean).sum())
+            far = self.online.distance(self.potential, name, comparator[name] - start[name], mean, states[name])
+            x[key] = x.get(key, 0.0) + far
         return Tally(x, self.y)
 
 
@@ -181,9 +190,7 @@ def learn_scale(
     family: TaskFamily,
     *,
     reference: Reference,
-    rule: Rule = "average",
-    beta: float = 0.99,
-    refresh: int = 0,
+    online: Online | None = None,
     usage: Usage | None = None,
     rounds: int = 2,
     tasks: int = 4,
@@ -198,31 +205,43 @@ def learn_scale(
         learned: whose basis is used.
         family: its training side.
         reference: what finds the comparator.
-        rule: of the online metric.
-        beta: of the average.
-        refresh: of the basis of the output side; 0 for none.
+        online: the rule; its scales are not looked at.
         usage: momentum and schedule of the runs.
         rounds: of training the tasks and setting the scale.
         tasks: in each.
         seed: draws them.
     """
-    how = replace(usage or Usage(momentum=0.8, schedule="linear"), metric="online")
+    rule = online or Online()
+    own = 0.0 if rule.rule == "polar" else 0.8
+    how = replace(usage or Usage(momentum=own, schedule="linear"), metric="online")
     built = draw_tasks(family, seed, "scale", tasks)
     points = [reference.run(task, task.init(), task.steps)[0] for task in built]
     phi = learned.potential.bind(built[0].init())
-    first = 1 / reference.lr if rule == "average" else 1 / (reference.lr * math.sqrt(family.steps))
-    online = Online(rule, beta, scale={slot.key: first for slot in phi.slots.values()}, refresh=refresh)
+    unit = _unit_steps(phi, built[0].init(), rule, family.steps)
+    found = replace(rule, scale={key: step / reference.lr for key, step in unit.items()})
     for _ in range(rounds):
-        runs = [train(t, phi, how, online=online, comparator=u) for t, u in zip(built, points, strict=True)]
+        runs = [train(t, phi, how, online=found, comparator=u) for t, u in zip(built, points, strict=True)]
         tallies = [run.tally for run in runs if run.tally is not None and math.isfinite(run.loss)]
         if not tallies:
-            online = replace(online, scale={k: 2 * s for k, s in online.scale.items()})
+            found = replace(found, scale={k: 2 * s for k, s in found.scale.items()})
             continue
         x, y = (_added([getattr(t, side) for t in tallies]) for side in ("x", "y"))
-        online = replace(
-            online, scale={k: math.sqrt(y[k] / x[k]) if x.get(k) and y.get(k) else s for k, s in online.scale.items()}
+        found = replace(
+            found, scale={k: math.sqrt(y[k] / x[k]) if x.get(k) and y.get(k) else s for k, s in found.scale.items()}
         )
-    return online
+    return found
+
+
+def _unit_steps(potential: MaxDiagonal, params: Params, online: Online, steps: int) -> dict[str, float]:
+    """How far a number of each key moves in a step with s = 1, roughly."""
+    found = {}
+    for name, x in params.items():
+        step = 1 / math.sqrt(steps) if online.rule == "sum" else 1.0
+        if online.rule == "polar" and x.ndim > 1:
+            longer = max(x.shape[0], x.numel() // x.shape[0])
+            step = float((1 / potential.metric(name)[0]).mean().detach() / longer) ** 0.5
+        found[potential.slots[name].key] = step
+    return found
 
 
 def learn_usage(
@@ -234,7 +253,7 @@ def learn_usage(
     momenta: Sequence[float] = MOMENTA,
     schedules: Sequence[Schedule] = get_args(Schedule),
     factors: Sequence[float] = FACTORS,
-    refreshes: Sequence[int] = (0, 10),
+    rules: Sequence[Online] = RULES,
     tasks: int = 3,
     seed: int = 0,
     watch: Callable[[Usage, float], None] | None = None,
@@ -252,7 +271,7 @@ def learn_usage(
         momenta: see there.
         schedules: see there.
         factors: see there.
-        refreshes: of online metrics: see `Online`.
+        rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
         tasks: to decide on.
         seed: draws them.
         watch: called with every usage tried and its loss.
@@ -270,12 +289,11 @@ def learn_usage(
     finder = None
     if "online" in metrics:
         finder = reference or tuned_reference(family, seed=seed)
-        found += [learn_scale(learned, family, reference=finder, refresh=r, seed=seed) for r in refreshes]
+        found += [learn_scale(learned, family, reference=finder, online=rule, seed=seed) for rule in rules]
     built = draw_tasks(family, seed, "usage", tasks)
     score = partial(_score, built, learned.potential.bind(built[0].init()), watch)
-    combinations = [
-        (Usage("learned" if o is None else "online", b, s), o) for o in found for b in momenta for s in schedules
-    ]
+    pairs = [(o, b) for o in found for b in ((0.0,) if o is not None and o.rule == "polar" else momenta)]
+    combinations = [(Usage("learned" if o is None else "online", b, s), o) for o, b in pairs for s in schedules]
     values = [(score(*pair), pair) for pair in combinations]
     _, (usage, online) = min(values, key=lambda entry: entry[0])
     values += [(score(u, online), (u, online)) for f in factors if (u := replace(usage, factor=f)) != usage]

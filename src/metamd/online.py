@@ -5,13 +5,18 @@ With c = V'g the coordinates of a gradient, H_t = s a_t is the metric of step t,
     a_t = sqrt(sum_{r <= t} c_r^2)                       rule "sum", AdaGrad's [Duchi2011]
     a_t = sqrt(average of c_r^2, beta a step)            rule "average", Adam's [Kingma2015]
 
-and s, a number per tensor, is learned: see `metamd.choosing`. No eigendecomposition is made during a run, unless `refresh`
-asks for a basis of the output side as well: hidden units are exchangeable from task to task, so that a family knows the
-input side of a weight and not the other. That one is then estimated during the run, as SOAP does on both sides [Vyas2024].
+and s, a number per tensor, is learned: see `metamd.choosing`. Hidden units are exchangeable from task to task, so that a
+family knows the input side of a weight and not the other. `refresh` estimates a basis of the output side during the run, as
+SOAP does on both sides [Vyas2024]. Rule "polar" gives it a whole metric instead: with M_t the average of the gradients of a
+weight and D the learned metric of its inputs,
+
+    theta <- theta - lr/s (C C')^-1/2 C D^-1/2,  C = M_t D^-1/2,
+
+so that H_t = s (C C')^1/2 x D: steepest descent by the spectral norm of theta D^1/2. For D = 1 it is Muon [Jordan2024].
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -21,11 +26,18 @@ from torch import Tensor
 from metamd.potentials.base import Move
 from metamd.potentials.diagonal import MaxDiagonal
 
-Rule = Literal["sum", "average"]
+Rule = Literal["sum", "average", "polar"]
 
 State = dict[str, Any]
 """What a tensor carries from step to step: the `squares` of its coordinates, how many were `counted`, and, where the output
-side is followed too, the average `products` of its rows and the `turn`, an orthonormal basis of them."""
+side is followed too, the average `products` of its rows and the `turn`, an orthonormal basis of them; for the rule "polar",
+the `average` of its gradients."""
+
+Watch = Callable[[Tensor, Tensor], None]
+"""Called with the energy c' a_t^-1 c and the metric a_t of a step."""
+
+SQUARES = 0.99
+"""What the squares of a tensor that is no matrix keep of themselves in each step, under the rule "polar"."""
 
 FOLLOW = 0.95
 """What the average of the rows' products keeps of itself in each step."""
@@ -39,8 +51,9 @@ class Online:
     """How the diagonal follows the run, and at which scale.
 
     Args:
-        rule: "sum" of all squared coordinates so far, or exponential "average".
-        beta: what an average keeps of itself in each step.
+        rule: "sum" of all squared coordinates so far, their exponential "average", or "polar": all directions of a weight's
+            averaged gradient are taken with the same length, in learned coordinates.
+        beta: what an average keeps of itself in each step; that of the gradients for "polar".
         epsilon: added to the root, so that coordinates without gradients stay where they are.
         scale: s by metric key.
         refresh: follow the output side of weights too, and renew its basis every so many steps; 0 leaves it as it is.
@@ -58,13 +71,15 @@ class Online:
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
-            raise ValueError(f'rule must be "sum" or "average", got {self.rule!r}.')
+            raise ValueError(f'rule must be "sum", "average" or "polar", got {self.rule!r}.')
         if not 0 < self.beta < 1:
             raise ValueError(f"beta must lie between 0 and 1, got {self.beta}. Pass beta=0.99, say.")
         if not 0 < self.epsilon < math.inf:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}. Pass epsilon=1e-8, say.")
         if type(self.refresh) is not int or self.refresh < 0:
             raise ValueError(f"refresh must be a number of steps, or 0 for never; got {self.refresh!r}.")
+        if self.refresh and self.rule == "polar":
+            raise ValueError('the rule "polar" finds the output side in every step. Leave refresh out.')
         for key, value in self.scale.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"the scale of {key!r} must be positive and finite, got {value}.")
@@ -89,8 +104,9 @@ class Online:
         if self.rule == "sum":
             squares.addcmul_(coordinates, coordinates)
             return squares.sqrt().add_(self.epsilon)
-        squares.lerp_(coordinates.square(), 1 - self.beta)
-        return (squares / (1 - self.beta ** state["counted"])).sqrt_().add_(self.epsilon)
+        beta = SQUARES if self.rule == "polar" else self.beta
+        squares.lerp_(coordinates.square(), 1 - beta)
+        return (squares / (1 - beta ** state["counted"])).sqrt_().add_(self.epsilon)
 
     def turn(self, coordinates: Tensor, state: State) -> Tensor | None:
         """The basis of the output side, brought up to date with the present gradient; None where it is not followed.
@@ -114,32 +130,91 @@ class Online:
         basis: Tensor = state["turn"]
         return basis
 
-    def advance(self, potential: MaxDiagonal, name: str, x: Tensor, move: Move, state: State) -> tuple[Tensor, Tensor]:
+    def advance(
+        self, potential: MaxDiagonal, name: str, x: Tensor, move: Move, state: State, watch: Watch | None = None
+    ) -> None:
         """Take the step of one tensor in place.
 
         Args:
-            potential: bound; its basis and its keys are used, its metrics are not.
+            potential: bound; its basis and its keys are used, and, for the rule "polar", the metric of its first piece.
             name: of the tensor.
             x: the tensor.
             move: gradient, step size and decay.
             state: of this tensor.
-
-        Returns:
-            c and a_t.
+            watch: told what the step met.
         """
-        coordinates = potential.basis.into(name, move.grad)
+        if self.rule == "polar":
+            moved = self._polar(potential, name, move.grad, state, watch)
+        else:
+            moved = self._scaled(potential, name, move.grad, state, watch)
+        if isinstance(move.decay, Tensor) or move.decay != 0:
+            x.mul_(1 - move.decay)
+        moved = moved.reshape(x.shape).to(x.dtype)
+        x.sub_(moved, alpha=float(move.lr) * self.step_size(potential.slots[name].key))
+
+    def _scaled(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Tensor:
+        """V (c / a_t)."""
+        coordinates = potential.basis.into(name, grad)
         turn = self.turn(coordinates, state)
         if turn is not None:
             coordinates = turn.mT @ coordinates
         metric = self.metric(coordinates, state)
-        if isinstance(move.decay, Tensor) or move.decay != 0:
-            x.mul_(1 - move.decay)
         moved = coordinates / metric
-        moved = potential.basis.out_of(name, moved if turn is None else turn @ moved).reshape(x.shape)
-        x.sub_(moved.to(x.dtype), alpha=float(move.lr) * self.step_size(potential.slots[name].key))
-        return coordinates, metric
+        if watch is not None:
+            watch((coordinates * moved).sum(), metric)
+        return potential.basis.out_of(name, moved if turn is None else turn @ moved)
+
+    def _polar(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Tensor:
+        """(C C')^-1/2 C D^-1/2 of a weight; a tensor that is no matrix follows the average of its squares."""
+        average = state.setdefault("average", torch.zeros_like(grad))
+        average.lerp_(grad, 1 - self.beta)
+        ahead = grad.lerp(average, self.beta)
+        if grad.ndim < 2:
+            metric = self.metric(grad, state)
+            moved = ahead / (1 - self.beta ** (state["counted"] + 1)) / metric
+            if watch is not None:
+                watch((grad.square() / metric).sum(), metric)
+            return moved
+        d, rows = potential.metric(name)[0], grad.shape[0]
+        if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(grad.shape[1:]):
+            # the metric is of the columns: C C' = M D^-1 M' and C D^-1/2 = M D^-1, one product with D^-1 for both
+            m = ahead.reshape(rows, -1)
+            b = potential.basis.descend(name, torch.zeros_like(ahead), ahead, d, -1.0, None).reshape(rows, -1)
+            return _whitened(b @ m.mT, watch) @ b
+        root, coordinates = d.sqrt(), potential.basis.into(name, ahead)
+        c = (coordinates / root).reshape(rows, -1)
+        c = _whitened(c @ c.mT, watch) @ c if rows <= c.shape[1] else c @ _whitened(c.mT @ c, watch)
+        return potential.basis.out_of(name, c.reshape(coordinates.shape) / root)
+
+    def distance(self, potential: MaxDiagonal, name: str, delta: Tensor, metric: Tensor, state: State) -> float:
+        """|delta|^2 in a metric a, such as the mean of those that `watch` was given.
+
+        Args:
+            potential: bound.
+            name: of the tensor.
+            delta: in its shape.
+            metric: a.
+            state: of this tensor.
+        """
+        c = potential.basis.into(name, delta)
+        if self.rule == "polar" and delta.ndim > 1:
+            c = (c * potential.metric(name)[0].detach().sqrt()).reshape(delta.shape[0], -1)
+            return float((c * (metric @ c if len(c) <= c.shape[1] else c @ metric)).sum())
+        if "turn" in state:
+            c = state["turn"].mT @ c
+        return float((c.square() * metric).sum())
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types, for a header."""
         fixed = {"rule": self.rule, "beta": self.beta, "epsilon": self.epsilon, "refresh": self.refresh}
         return {**fixed, "scale": dict(self.scale)}
+
+
+def _whitened(products: Tensor, watch: Watch | None) -> Tensor:
+    """A^-1/2 of A = C C'; directions lost in rounding, of a length below the root of its precision, are left small."""
+    values, vectors = torch.linalg.eigh(products)
+    limits = torch.finfo(products.dtype)
+    roots = values.clamp_min(max(limits.eps * float(values[-1]), limits.tiny)).sqrt()
+    if watch is not None:
+        watch(values.clamp_min(0).sqrt().sum(), (vectors * values.clamp_min(0).sqrt()) @ vectors.mT)
+    return (vectors / roots) @ vectors.mT

@@ -126,6 +126,7 @@ class MetaMD(Optimizer):
         named = binding.named_parameters(self.param_groups, self._potential)
         self._places = {id(p): (n, p, p.device) for n, p in named.items()}
         starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
+        binding.check_whole(self._online, named)
         self._bound = binding.fit(self._potential, named, starts, fused=self.fused)
         if self._audit is not None:
             self._audit.bind(self._bound, named)

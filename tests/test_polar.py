@@ -1,0 +1,153 @@
+"""The rule "polar": all directions of an averaged gradient with the same length, in learned coordinates."""
+
+import pytest
+import torch
+from torch import nn
+
+from metamd import Diagonal, Kronecker, MaxDiagonal, MetaMD, Online
+from metamd.potentials.base import Move
+from tests.helpers import small_model, train
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def polar(c):
+    """U V' of a singular value decomposition."""
+    u, _, vh = torch.linalg.svd(c, full_matrices=False)
+    return u @ vh
+
+
+def learned(weight, *, sides="right", rank=None):
+    """A bound potential with a random metric in a random basis, and D^-1/2 as a function of a matrix."""
+    rows, columns = weight.shape[0], weight[0].numel()
+    kept = columns if rank is None else rank
+    factors = {"right/w": torch.linalg.qr(random(columns, columns, seed=1))[0][:, :kept].contiguous()}
+    if sides == "both":
+        factors["left/w"] = torch.linalg.qr(random(rows, rows, seed=2))[0]
+    fresh = Kronecker(sides=sides).bind({"w": weight})
+    potential = MaxDiagonal(1, tying="tensor", basis=fresh.basis.with_factors(factors)).bind({"w": weight})
+    log_d = {"w": random(*potential.log_d["w"].shape, seed=3)}
+    potential = potential.with_metrics(log_d).bind({"w": weight})
+
+    def halved(m):
+        root = potential.metric("w")[0].detach().sqrt()
+        moved = potential.basis.into("w", m.reshape(weight.shape)) / root
+        return potential.basis.out_of("w", moved).reshape(rows, columns)
+
+    return potential, halved
+
+
+def moved(potential, weight, grads, online):
+    """How far the last of these gradients moves a weight."""
+    x, state = weight.clone(), {}
+    for grad in grads:
+        before = x.clone()
+        with torch.no_grad():
+            online.advance(potential, "w", x, Move(grad, 1.0), state)
+    return before - x
+
+
+SHAPES = [
+    ((3, 7), {}),
+    ((7, 3), {}),
+    ((4, 4), {}),
+    ((1, 5), {}),
+    ((3, 7), {"rank": 2}),
+    ((5, 2, 3), {}),
+    ((4, 6), {"sides": "both"}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), SHAPES)
+def test_a_step_is_the_polar_factor_in_learned_coordinates(shape, options):
+    weight, grads = random(*shape), [random(*shape, seed=s) for s in (5, 6, 7)]
+    potential, halved = learned(weight, **options)
+    average = torch.zeros(shape, dtype=torch.float64)
+    for grad in grads:
+        average = 0.8 * average + 0.2 * grad
+    ahead = 0.8 * average + 0.2 * grads[-1]
+    expected = halved(polar(halved(ahead))).reshape(shape) / 50
+    step = moved(potential, weight, grads, Online("polar", 0.8, scale={"w": 50.0}))
+    torch.testing.assert_close(step, expected, rtol=1e-8, atol=1e-10)
+    other = polar(ahead.reshape(shape[0], -1)).reshape(shape) / 50
+    assert (step - other).abs().max() > 1e-4, "the learned metric makes no difference"
+
+
+def test_a_metric_for_every_number_has_one_too():
+    for shape in [(3, 7), (7, 3), (4, 2, 3)]:
+        weight, grad = random(*shape), random(*shape, seed=5)
+        potential = Diagonal().bind({"w": weight}).with_metrics({"w": random(1, *shape, seed=3)}).bind({"w": weight})
+        root = potential.metric("w")[0].detach().sqrt()
+        expected = polar((grad / root).reshape(shape[0], -1)).reshape(shape) / root
+        step = moved(potential, weight, [grad], Online("polar", 0.9, scale={"w": 1.0}))
+        torch.testing.assert_close(step, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_no_step_of_its_length_descends_further():
+    """It maximises <M, step> over |step D^1/2| <= 1 in the spectral norm, and the value is what `watch` is told."""
+    weight, grad = random(4, 6), random(4, 6, seed=5)
+    potential, halved = learned(weight)
+    told = []
+    online, state = Online("polar", 0.9, scale={"w": 1.0}), {}
+    x = weight.clone()
+    with torch.no_grad():
+        online.advance(potential, "w", x, Move(grad, 1.0), state, lambda energy, metric: told.append((energy, metric)))
+    best = float((0.19 * grad * (weight - x)).sum())  # the average after one step, looked ahead: 0.9 x 0.1 + 0.1
+    (energy, root), c = told[0], halved(0.19 * grad)
+    assert best == pytest.approx(float(energy))
+    assert best == pytest.approx(float(torch.linalg.svdvals(c).sum()))
+    torch.testing.assert_close(root @ root, c @ c.mT)
+    for seed in range(200):
+        other = random(4, 6, seed=seed)
+        other = halved(other / torch.linalg.matrix_norm(other, 2))
+        assert float((0.19 * grad * other).sum()) < best
+    delta = random(4, 6, seed=9)
+    scaled = potential.basis.into("w", delta) * potential.metric("w")[0].detach().sqrt()
+    assert online.distance(potential, "w", delta, root, state) == pytest.approx(float((scaled.mT @ root @ scaled).trace()))
+
+
+def test_without_a_metric_it_is_torchs_muon_up_to_its_iteration():
+    """Muon's five iterations give singular values between about 0.7 and 1.2 instead of 1: the directions agree."""
+    model, other = nn.Linear(7, 4, bias=False), nn.Linear(7, 4, bias=False)
+    other.load_state_dict(model.state_dict())
+    ours = MetaMD(model.named_parameters(), Diagonal(), metric=Online("polar", 0.9, scale={"weight": 100.0}))
+    theirs = torch.optim.Muon(other.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.0)
+    for t in range(5):
+        inputs, start = random(16, 7, seed=t).float(), model.weight.detach().clone()
+        steps = []
+        for m, o in [(model, ours), (other, theirs)]:
+            before = m.weight.detach().clone()
+            o.zero_grad()
+            m(inputs).square().mean().backward()
+            o.step()
+            steps.append((m.weight.detach() - before).flatten())
+        other.load_state_dict(model.state_dict())
+        assert torch.cosine_similarity(*steps, dim=0) > 0.95
+        assert not torch.equal(start, model.weight)
+    shuffled = steps[1][torch.randperm(28, generator=torch.Generator().manual_seed(0))]
+    assert torch.cosine_similarity(steps[0], shuffled, dim=0) < 0.9
+
+
+def test_gradients_that_are_zero_or_of_low_rank_give_finite_steps():
+    weight = random(4, 6).float()
+    potential, _ = learned(weight)
+    potential = potential.with_metrics({"w": potential.log_d["w"].detach().float()}).bind({"w": weight})
+    online = Online("polar", 0.9, scale={"w": 1.0})
+    assert torch.equal(moved(potential, weight, [torch.zeros(4, 6)], online), torch.zeros(4, 6))
+    thin = random(4, 1).float() @ random(1, 6).float()
+    step = moved(potential, weight, [thin], online)
+    lengths = torch.linalg.svdvals(potential.basis.into("w", step) * potential.metric("w")[0].detach().sqrt())
+    assert 0.9 < lengths[0] < 1.1
+    assert lengths[1] < 0.1
+
+
+def test_biases_follow_the_average_of_their_squares():
+    model = small_model(dtype=torch.float64)
+    scales = {n: 100.0 for n, _ in model.named_parameters()}
+    twin = small_model(dtype=torch.float64)
+    train(model, MetaMD(model.named_parameters(), Diagonal(), metric=Online("polar", 0.9, scale=scales)), 1)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if p.ndim == 1:  # one step: the corrected averages are the gradient and its square
+            torch.testing.assert_close((q - p).detach().abs(), torch.full_like(p, 0.01), rtol=1e-5, atol=1e-9, msg=name)

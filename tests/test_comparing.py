@@ -239,6 +239,27 @@ def test_a_comparison_is_its_records(tmp_path):
         compare(who, QUADRATIC, seeds=5, steps=7, folder=tmp_path, measuring=BARE)
 
 
+def test_screening_runs_the_best_few_of_the_first_task_and_keeps_what_it_dropped(tmp_path):
+    who = entrants()
+    whole = compare(who, QUADRATIC, seeds=4, measuring=BARE)
+    found = compare(who, QUADRATIC, seeds=4, measuring=BARE, folder=tmp_path, screen=2)
+    firsts = [c.outcomes[0] for c in whole.folds[0].entrants["SGD"]]
+    kept = set()
+    for value in (lambda o: o.mean_loss, lambda o: o.final_loss):
+        kept |= {id(o) for o in sorted(firsts, key=value)[:2]}
+    sizes = [len(c.outcomes) for c in found.folds[0].entrants["SGD"]]
+    assert sizes == [4 if id(o) in kept else 1 for o in firsts]
+    assert found.chosen("SGD", "mean_loss")[0].contender == whole.chosen("SGD", "mean_loss")[0].contender
+    assert 0 < found.folds[0].tuning_gradients("SGD") < whole.folds[0].tuning_gradients("SGD")
+    assert "first task" in found.screening
+    assert not whole.screening
+    again = Comparison.read(tmp_path)
+    assert [len(c.outcomes) for c in again.folds[0].entrants["SGD"]] == sizes
+    assert again.values("Adam", "mean_loss").tolist() == found.values("Adam", "mean_loss").tolist()
+    with pytest.raises(ValueError, match="screen must be at least 1, got 0"):
+        compare(who, QUADRATIC, screen=0)
+
+
 def test_several_processes_give_what_one_gives(tmp_path):
     who = entrants()
     one = compare(who, QUADRATIC, seeds=3, measuring=BARE)

@@ -30,10 +30,10 @@ from metamd.usage import Metric, Schedule, Usage
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
 
-RULES = (Online(), Online(refresh=10), Online("polar", beta=0.9), Online("polar", beta=0.95))
+RULES = (Online(), Online("polar", beta=0.9), Online("polar", beta=0.95))
 """Online metrics that a usage may have, before their scales are learned."""
 
-MOMENTA = (0.0, 0.8, 0.9)
+MOMENTA = (0.0, 0.9)
 FACTORS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 
 
@@ -260,8 +260,9 @@ def learn_usage(
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule and factor on training tasks; the choice is stored in the file.
 
-    First metric, momentum and schedule at the learned steps as they are, then the factor, by the loss at the end of the run:
-    the mean training loss of fresh batches at the last parameters. What diverges on any task is out.
+    First metric, momentum and schedule at the learned steps as they are, then the factor. What counts is the geometric mean
+    of two losses, so that it is the ratios that matter: the mean over the run, and that of fresh batches of the training
+    data at its end. What diverges on any task is out.
 
     Args:
         learned: the geometry.
@@ -289,11 +290,10 @@ def learn_usage(
     finder = None
     if "online" in metrics:
         finder = reference or tuned_reference(family, seed=seed)
-        found += [learn_scale(learned, family, reference=finder, online=rule, seed=seed) for rule in rules]
+        found += [learn_scale(learned, family, reference=finder, online=rule, tasks=tasks, seed=seed) for rule in rules]
     built = draw_tasks(family, seed, "usage", tasks)
     score = partial(_score, built, learned.potential.bind(built[0].init()), watch)
-    pairs = [(o, b) for o in found for b in ((0.0,) if o is not None and o.rule == "polar" else momenta)]
-    combinations = [(Usage("learned" if o is None else "online", b, s), o) for o, b in pairs for s in schedules]
+    combinations = [(u, o) for o in found for u in _first_usages(o, momenta, schedules)]
     values = [(score(*pair), pair) for pair in combinations]
     _, (usage, online) = min(values, key=lambda entry: entry[0])
     values += [(score(u, online), (u, online)) for f in factors if (u := replace(usage, factor=f)) != usage]
@@ -312,6 +312,13 @@ def learn_usage(
     return replace(learned, header=header)
 
 
+def _first_usages(online: Online | None, momenta: Sequence[float], schedules: Sequence[Schedule]) -> list[Usage]:
+    """What a metric is tried with before the factor is chosen: the bound makes steps of averaged gradients rather long."""
+    if online is not None and online.rule == "polar":
+        return [Usage("online", 0.0, s, f) for s in schedules for f in (0.5, 1.0)]
+    return [Usage("learned" if online is None else "online", b, s) for b in momenta for s in schedules]
+
+
 def _check_choices(learned: object, **choices: Sequence[object]) -> None:
     if not isinstance(learned, LearnedOptimiser):
         raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
@@ -327,14 +334,16 @@ def _score(
     usage: Usage,
     online: Online | None,
 ) -> float:
-    """The loss at the end of runs with a usage, averaged over tasks; infinite if any diverged."""
-    total = 0.0
+    """The score of runs with a usage; infinite if any diverged."""
+    mean, end = 0.0, 0.0
     for task in built:
         run = train(task, potential, usage, online=online)
-        total += _tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf
+        mean += run.loss
+        end += _tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf
+    score = math.sqrt(mean * end) / len(built) if mean > 0 and end > 0 else end / len(built)
     if watch is not None:
-        watch(usage, total / len(built))
-    return total / len(built)
+        watch(usage, score)
+    return score
 
 
 def _with(cost: Mapping[str, float], gradients: int, seconds: float) -> dict[str, float]:

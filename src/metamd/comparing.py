@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from metamd.tasks.held_out import ImageFamily
 from metamd.tasks.shared_start import SharedStart
 from metamd.tasks.supervised import Supervised
 from metamd.training import Measuring, Outcome, step_seconds, train
+from metamd.tuning import METRICS
 
 Entrants = Mapping[str, Contender | Sequence[Contender]]
 """By label: a contender, or several of which the best on the very tasks is shown."""
@@ -53,6 +54,7 @@ def compare(
     ray: str | None = None,
     protocol: str = "",
     aim: Target | None = None,
+    screen: int | None = None,
 ) -> Comparison:
     """Train the same tasks, initialisations and batches with every optimiser.
 
@@ -69,6 +71,8 @@ def compare(
         ray: address of a Ray cluster to train on instead, with so many workers, or "local"; needs a folder.
         protocol: by which rule settings were chosen, in a word, for the report.
         aim: the target of steps-to-target; that of the last optimiser if not given.
+        screen: run all contenders of a label on the first task of a domain, and on the others only those that are among so
+            many best there in mean loss, final loss or an error; all if not given.
 
     Example:
         >>> from metamd import tasks
@@ -78,33 +82,40 @@ def compare(
         >>> [row["label"] for row in found.table("mean_loss")]
         ['SGD', 'half']
     """
-    entrants = _checked(optimisers, seeds, ray is not None and folder is None)
+    entrants = _checked(optimisers, seeds, screen, ray is not None and folder is None)
     measuring, steps = measuring or Measuring(), family.steps if steps is None else steps
     groups = draw(family, seeds, seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
-    cells = {
-        (contender.key(), name): _cell(task, contender, steps, measuring)
-        for contenders in entrants.values()
-        for contender in contenders
-        for name, task in tasks.items()
-    }
     settings = _settings(family, steps, measuring)
     records = None if folder is None else Records(Path(folder), settings)
-    if workers > 1 and records is not None and not all(records.has(cell.name) for cell in cells.values()):
-        _load(family, groups, measuring)
-    results = _fill(records, cells, f"comparing on {family.name}", workers, ray)
-    outcomes = {key: Outcome.from_json(results[cell.name]) for key, cell in cells.items()}
+
+    def run(pairs: Iterable[tuple[Contender, str]], title: str) -> dict[tuple[str, str], Outcome]:
+        cells = {(c.key(), name): _cell(tasks[name], c, steps, measuring) for c, name in pairs}
+        if workers > 1 and records is not None and not all(records.has(cell.name) for cell in cells.values()):
+            _load(family, groups, measuring)
+        results = _fill(records, cells, title, workers, ray)
+        return {key: Outcome.from_json(results[cell.name]) for key, cell in cells.items()}
+
+    title, names = f"comparing on {family.name}", [[config_hash(c) for c in configs] for configs in groups.values()]
+    if screen is None:
+        outcomes = run(((c, n) for ns in names for n in ns for cs in entrants.values() for c in cs), title)
+    else:
+        outcomes = run(((c, ns[0]) for ns in names for cs in entrants.values() for c in cs), f"{title}, first tasks")
+        kept = [(c, ns) for ns in names for cs in entrants.values() for c in _best_few(cs, ns[0], outcomes, screen)]
+        outcomes |= run(((c, n) for c, ns in kept for n in ns[1:]), title)
     comparison = Comparison(_folds(groups, entrants, outcomes), settings, protocol=protocol)
     if aim is not None:
         comparison = comparison.aiming(aim.baseline, aim.share)
     return _timed(comparison, entrants, tasks, records)
 
 
-def _checked(optimisers: Entrants, seeds: int, homeless: bool) -> dict[str, list[Contender]]:
+def _checked(optimisers: Entrants, seeds: int, screen: int | None, homeless: bool) -> dict[str, list[Contender]]:
     if not optimisers:
         raise ValueError("compare needs at least one optimiser, got none.")
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}.")
+    if screen is not None and screen < 1:
+        raise ValueError(f"screen must be at least 1, got {screen}. Leave it out to run all settings on all tasks.")
     if homeless:
         raise ValueError("a comparison on a Ray cluster needs a folder for its records. Pass folder=.")
     entrants = {label: [c] if isinstance(c, Contender) else list(c) for label, c in optimisers.items()}
@@ -122,12 +133,32 @@ def _folds(
     folds = []
     for group, configs in groups.items():
         members = {
-            label: tuple(Candidate(c.describe(), tuple(outcomes[c.key(), config_hash(x)] for x in configs)) for c in found)
+            label: tuple(Candidate(c.describe(), _outcomes_of(c, configs, outcomes)) for c in found)
             for label, found in entrants.items()
         }
         costs = {label: dict(found[0].rival.cost) for label, found in entrants.items()}
         folds.append(Fold(group, members, {}, costs))
     return tuple(folds)
+
+
+def _outcomes_of(
+    contender: Contender, configs: Sequence[Config], outcomes: Mapping[tuple[str, str], Outcome]
+) -> tuple[Outcome, ...]:
+    keys = [(contender.key(), config_hash(x)) for x in configs]
+    return tuple(outcomes[key] for key in keys if key in outcomes)
+
+
+def _best_few(
+    contenders: Sequence[Contender], task: str, outcomes: Mapping[tuple[str, str], Outcome], screen: int
+) -> list[Contender]:
+    """Those that are among so many best on one task, by any of the quantities that tables show."""
+    found = [outcomes[c.key(), task] for c in contenders]
+    errors = [f"{split}_error" for split, (_, accuracy) in found[0].ends.items() if accuracy is not None]
+    kept: set[int] = set()
+    for metric in ("mean_loss", "final_loss", *errors):
+        values = [math.inf if o.failed else METRICS[metric](o) for o in found]
+        kept |= set(sorted(range(len(found)), key=values.__getitem__)[:screen])
+    return [contenders[i] for i in sorted(kept)]
 
 
 def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:

@@ -110,6 +110,16 @@ class Comparison:
         """
         return (self.aim or Target(self.labels[-1])).of(fold)
 
+    @property
+    def screening(self) -> str:
+        """A sentence on settings that were not run on all tasks; empty if all were."""
+        if all(len(f.finished(label)) == len(f.entrants[label]) for f in self.folds for label in self.labels):
+            return ""
+        return (
+            "All settings were run on the first task of a domain; those that were among the best few there by any quantity "
+            "were run on the others."
+        )
+
     def chosen(self, label: str, metric: str) -> list[Candidate]:
         """The candidate of an optimiser that is shown for a metric, on each domain.
 

@@ -49,7 +49,7 @@ def _results(c: Comparison) -> Section:
     texts = [
         f"{len(c.folds)} held-out domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {len(first)} "
         f"seed{'s' * (len(first) > 1)} each, {first[0].places[-1]} steps. Means over all runs; 95 % bootstrap intervals.",
-        f"Protocol: {c.protocol or 'as given'}. {PROTOCOLS.get(c.protocol, '')}".strip(),
+        f"Protocol: {c.protocol or 'as given'}. {PROTOCOLS.get(c.protocol, '')} {c.screening}".strip(),
         f"The target on each domain is a training loss of {_targets(c)}, which {aim.baseline} has after {aim.share:.0%} of "
         "the steps. A run that does not reach it counts as infinite.",
     ]
@@ -204,7 +204,8 @@ def expected_best(c: Comparison, label: str) -> list[float]:
     """
     curves = []
     for fold in c.folds:
-        means = [float(np.mean([o.mean_loss for o in x.outcomes])) for x in fold.entrants[label]]
+        shared = min(len(x.outcomes) for x in fold.entrants[label])
+        means = [float(np.mean([o.mean_loss for o in x.outcomes[:shared]])) for x in fold.entrants[label]]
         finite = [m for m in means if math.isfinite(m)]
         if not finite:
             return []

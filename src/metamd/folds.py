@@ -17,11 +17,11 @@ TO_TARGET = ("steps_to_target", "seconds_to_target")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting of an optimiser on all tasks of a fold.
+    """One setting of an optimiser on the tasks of a fold.
 
     Args:
         contender: what `Contender.describe` says.
-        outcomes: one per task.
+        outcomes: one per task; of the first tasks alone for a setting that was screened out.
     """
 
     contender: Mapping[str, Any]
@@ -47,6 +47,8 @@ class Fold:
     def best(self, label: str, metric: str, target: float | None) -> Candidate:
         """The candidate with the smallest mean of a metric, a run that failed or never arrived counted as very large.
 
+        Those that were screened out are not asked.
+
         Args:
             label: of the optimiser.
             metric: a name in `METRICS` or `TO_TARGET`.
@@ -56,9 +58,17 @@ class Fold:
             return self.entrants[label][0]
         worst = 1e6
         return min(
-            self.entrants[label],
+            self.finished(label),
             key=lambda c: sum(min(self.value(o, label, metric, target), worst) for o in c.outcomes),
         )
+
+    def finished(self, label: str) -> list[Candidate]:
+        """The candidates that were run on all tasks."""
+        return [c for c in self.entrants[label] if len(c.outcomes) == self.tasks(label)]
+
+    def tasks(self, label: str) -> int:
+        """How many tasks there are."""
+        return max(len(c.outcomes) for c in self.entrants[label])
 
     def value(self, outcome: Outcome, label: str, metric: str, target: float | None) -> float:
         """One number of one training.
@@ -79,7 +89,7 @@ class Fold:
     def tuning_gradients(self, label: str) -> int:
         """Gradient evaluations spent on candidates, per task of this fold; none where nothing was chosen."""
         found = self.entrants[label]
-        return 0 if len(found) == 1 else sum(o.gradients for c in found for o in c.outcomes) // len(found[0].outcomes)
+        return 0 if len(found) == 1 else sum(o.gradients for c in found for o in c.outcomes) // self.tasks(label)
 
 
 @dataclass(frozen=True)
@@ -129,8 +139,8 @@ def read_fold(folder: Path, found: Mapping[str, Any]) -> Fold:
         entrants[str(label)] = tuple(
             Candidate(dict(c["contender"]), tuple(_outcome(folder, name) for name in c["runs"])) for c in candidates
         )
-    sizes = {len(c.outcomes) for cs in entrants.values() for c in cs}
-    if len(sizes) != 1 or 0 in sizes or not all(entrants.values()):
+    sizes = {max((len(c.outcomes) for c in cs), default=0) for cs in entrants.values()}
+    if len(sizes) != 1 or 0 in sizes or not all(c.outcomes for cs in entrants.values() for c in cs):
         raise ValueError(f"every optimiser must have run all tasks of {found['group']!r}.")
     seconds = {str(k): math.nan if v is None else float(v) for k, v in found["seconds"].items()}
     costs = {str(k): {str(n): float(x) for n, x in v.items()} for k, v in found["costs"].items()}

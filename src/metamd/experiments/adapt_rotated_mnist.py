@@ -34,7 +34,7 @@ SCALES = {
         rivals=("sgdm", "adam"),
         usage_tasks=0,
     ),
-    "cpu": Scale(("0", "30", "60", "90"), 5000, steps=100, outer_steps=4, tasks_per_step=9, rivals=MODERN),
+    "cpu": Scale(("0", "30", "60", "90"), 5000, steps=100, outer_steps=4, tasks_per_step=9, rivals=MODERN, screen=3),
     "paper": Scale(ANGLES, 5000, steps=100, outer_steps=8, tasks_per_step=18, seeds=10, rivals=MODERN),
 }
 
@@ -62,13 +62,14 @@ def adaptation(name: str, *, learned_start: bool) -> Experiment:
             "kronecker": Geometry(
                 partial(Kronecker, rank=128),
                 {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage())},
-                objective=regret,
                 choose_usage=True,
+                follow=2.0,
             ),
             "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}, objective=regret),
         },
         SCALES,
         {},
+        share=0.5,
     )
 
 

@@ -36,7 +36,15 @@ SCALES = {
         schedules=("constant",),
         usage_tasks=0,
     ),
-    "cpu": Scale(HERE, 10_000, budget=9),
+    "cpu": Scale(
+        HERE,
+        10_000,
+        outer_steps=2,
+        tasks_per_step=4,
+        rivals=("sgdm", "adam", "soap", "muon"),
+        schedules=("linear",),
+        screen=3,
+    ),
     "paper": Scale(DATASETS, None, outer_steps=20, rivals=("sgd", "sgdm", "rmsprop", "adam"), protocol="paper"),
 }
 
@@ -51,12 +59,9 @@ EXPERIMENT = Experiment(
     {
         "kronecker": Geometry(
             Kronecker,
-            {
-                "MetaMD": Entry(),
-                "MetaMD, plain": Entry(Usage()),
-                "MetaMD, momentum, linear decay": Entry(Usage(momentum=0.9, schedule="linear")),
-            },
+            {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage())},
             choose_usage=True,
+            follow=1.0,
         ),
         "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}),
     },

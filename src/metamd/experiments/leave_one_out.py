@@ -11,6 +11,8 @@ from metamd.cells import Cell, fill
 from metamd.choosing import learn_usage, tuned_reference
 from metamd.comparing import compare
 from metamd.comparison import Comparison
+from metamd.experiments.pace import lines as pace_lines
+from metamd.experiments.pace import pace
 from metamd.folds import Target
 from metamd.following import learn_from_reference
 from metamd.hypergrad import ClosedForm
@@ -28,6 +30,9 @@ from metamd.tasks.held_out import ImageFamily
 from metamd.tasks.shared_start import SharedStart
 from metamd.training import Measuring
 from metamd.usage import Usage
+
+PAPERS = ("sgd", "sgdm", "nesterov", "rmsprop", "adam", "adamw")
+"""Rivals that the paper has, and their nearest relatives."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +55,16 @@ class Geometry:
         entries: how it enters, by label.
         objective: what is minimised.
         choose_usage: whether metric, momentum, schedule and factor are chosen on training tasks, at a scale that does so.
-        follow: whether it is learned from runs of a reference optimiser, whose rate is chosen on training tasks, instead of
-            in rounds; as many runs as a round has tasks, twice.
+        follow: learn from runs of a reference optimiser, whose rate is chosen on training tasks, instead of in rounds: runs
+            so many times longer than those of the comparison, at a rate as many times lower; as many of them as a round has
+            tasks, twice. 0 for rounds.
     """
 
     potential: Callable[[], MaxDiagonal]
     entries: Mapping[str, Entry]
     objective: Objective = field(default_factory=lambda: Regret(comparator=Reference(lr=1e-3, factor=1.0)))
     choose_usage: bool = False
-    follow: bool = False
+    follow: float = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class Scale:
         schedules: of the rivals.
         protocol: by which rivals are tuned.
         usage_tasks: training tasks to choose a usage on; 0 for none.
+        screen: settings that go on from the first seed to the others, by each quantity; None for all.
     """
 
     domains: tuple[str, ...]
@@ -90,6 +97,7 @@ class Scale:
     schedules: tuple[Schedule, ...] = ("constant", "linear")
     protocol: Protocol = "handicap"
     usage_tasks: int = 2
+    screen: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ class Experiment:
         scales: by name.
         published: the paper's test accuracies in per cent, by optimiser and domain.
         target: label of the rival that sets the target.
+        share: of the run, after which the loss of the best rival is what ours is to reach sooner.
     """
 
     name: str
@@ -110,7 +119,8 @@ class Experiment:
     geometries: Mapping[str, Geometry]
     scales: Mapping[str, Scale]
     published: Mapping[str, Mapping[str, float]]
-    target: str = "Adam"
+    target: str = "Adam, linear decay"
+    share: float = 1.0
 
     def run(self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
         """Learn, compare and tabulate; what is in the folder already is kept.
@@ -157,9 +167,13 @@ class Experiment:
                     ray=ray,
                     protocol=size.protocol,
                     aim=Target(self.target),
+                    screen=size.screen,
                 )
             )
-        rows = self.rows(Comparison.join(found))
+        joined = Comparison.join(found)
+        rows = self.rows(joined)
+        rows[0]["pace"] = {title: pace(joined, labels, self.share) for title, labels in _opponents(joined, size).items()}
+        rows[0]["share"] = self.share
         return {"experiment": self.name, "scale": scale, "seed": seed, "protocol": size.protocol, "rows": rows}
 
     def _lessons(
@@ -222,7 +236,20 @@ def markdown(rows: list[Result]) -> str:
         shown += ["" if ratio is None else f"ours takes {ratio:.2f} x, {steps['verdict']}", f"{row['area']:.3f}"]
         losses = ["diverged" if row[m]["value"] is None else f"{row[m]['value']:.4g}" for m in ("mean_loss", "final_loss")]
         lines.append("| " + " | ".join([row["label"], *losses, *shown]) + " |")
+    for title, found in rows[0].get("pace", {}).items():
+        lines += ["", *pace_lines(title, found, rows[0]["share"])]
     return "\n".join(lines) + "\n"
+
+
+def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
+    """The labels of tuned rivals: those that the paper compares with, and all."""
+    titles = {name: rival(name).title for name in size.rivals}
+    tuned = {
+        name: [x for x in comparison.labels if x in (title, f"{title}, linear decay")] for name, title in titles.items()
+    }
+    everybody = [label for labels in tuned.values() for label in labels]
+    papers = [label for name in PAPERS if name in tuned for label in tuned[name]]
+    return {"the best of the paper's rivals": papers, "the best of all": everybody} if papers else {"the best": everybody}
 
 
 def _line(label: str, values: list[float | None]) -> str:
@@ -242,7 +269,8 @@ def _learn(size: Scale, family: ImageFamily | SharedStart, geometry: Geometry, p
     drawn = derive_seed(seed, "learning", path.stem)
     if geometry.follow and reference is not None:
         tasks = 2 * size.tasks_per_step
-        learned = learn_from_reference(family, geometry.potential(), reference=reference, tasks=tasks, seed=drawn)
+        longer = replace(reference, lr=reference.lr / geometry.follow, factor=geometry.follow)
+        learned = learn_from_reference(family, geometry.potential(), reference=longer, tasks=tasks, seed=drawn)
     else:
         learned = meta_train(
             family,

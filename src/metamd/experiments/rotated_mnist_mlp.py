@@ -9,7 +9,6 @@ from functools import partial
 
 from metamd import tasks
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
-from metamd.objectives import Reference, Regret
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.held_out import ImageFamily
 from metamd.usage import Usage
@@ -30,7 +29,7 @@ SCALES = {
     "smoke": Scale(
         ("0", "45"), 200, steps=20, outer_steps=1, tasks_per_step=2, seeds=2, budget=3, rivals=("sgd", "adam"), usage_tasks=0
     ),
-    "cpu": Scale(ANGLES, 10_000, outer_steps=4, tasks_per_step=4, rivals=("sgdm", "rmsprop", "adam", "adamw", "muon")),
+    "cpu": Scale(ANGLES, 10_000, outer_steps=2, tasks_per_step=4, rivals=("sgdm", "adam", "soap", "muon"), screen=3),
     "paper": Scale(ANGLES, 1000, seeds=10, outer_steps=20, rivals=("sgd", "sgdm", "rmsprop", "adam"), protocol="paper"),
 }
 
@@ -48,13 +47,9 @@ EXPERIMENT = Experiment(
     {
         "kronecker": Geometry(
             partial(Kronecker, rank=64),
-            {
-                "MetaMD": Entry(),
-                "MetaMD, plain": Entry(Usage()),
-                "MetaMD, momentum, linear decay": Entry(Usage(momentum=0.9, schedule="linear")),
-            },
-            objective=Regret(comparator=Reference(lr=3e-3, factor=1.0)),
+            {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage())},
             choose_usage=True,
+            follow=1.0,
         ),
         "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}),
     },

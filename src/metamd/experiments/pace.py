@@ -1,0 +1,101 @@
+"""How much sooner than the best of several rivals: the comparison that a leave-one-out experiment is judged by."""
+
+import math
+from collections.abc import Sequence
+
+from metamd.comparison import Comparison
+from metamd.folds import Candidate, Fold
+from metamd.records import Result
+
+
+def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> list[Result]:
+    """The first optimiser against the best of the rivals on every domain.
+
+    Each quantity has its own best rival, with its own best setting on that very domain: the lowest mean loss, the lowest
+    loss after a share of the steps, the highest test accuracy. The steps are those to the second of these losses, as a part
+    of what that rival took: of the share of the run.
+
+    Args:
+        comparison: over all domains.
+        rivals: labels.
+        share: of the run.
+    """
+    ours = comparison.labels[0]
+    found = []
+    for fold in comparison.folds:
+        mine = fold.best(ours, "mean_loss", None)
+        losses = {label: _mean([o.mean_loss for o in fold.best(label, "mean_loss", None).outcomes]) for label in rivals}
+        lowest = min(losses, key=lambda label: losses[label])
+        reached = {label: min(_loss_at(c, share) for c in fold.finished(label)) for label in rivals}
+        fastest = min(reached, key=lambda label: reached[label])
+        steps = _mean([o.steps_to(reached[fastest]) for o in mine.outcomes])
+        horizon = share * mine.outcomes[0].places[-1]
+        seconds = fold.seconds.get(ours, math.nan) / fold.seconds.get(fastest, math.nan)
+        accuracies = {label: _accuracy(fold, label) for label in (ours, *rivals)}
+        best = max(rivals, key=lambda label: accuracies[label])
+        found.append(
+            {
+                "domain": fold.group,
+                "mean_loss": _mean([o.mean_loss for o in mine.outcomes]) / losses[lowest],
+                "mean_loss_of": lowest,
+                "steps": _finite(steps / horizon),
+                "seconds": _finite(steps / horizon * seconds),
+                "steps_of": fastest,
+                "accuracy": 100 * accuracies[ours],
+                "best_accuracy": 100 * accuracies[best],
+                "accuracy_of": best,
+            }
+        )
+    return found
+
+
+def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
+    """As a table of Markdown, with the geometric means of the ratios.
+
+    Args:
+        title: who the rivals are.
+        rows: as `pace` makes them.
+        share: of the run.
+    """
+    loss = "its final loss" if share == 1 else f"its loss at {share:.0%} of the run"
+    out = [f"| against {title} | mean loss | steps to {loss} | seconds | test accuracy, % |", "|---" * 5 + "|"]
+    for row in rows:
+        steps, seconds = ("never" if row[k] is None else f"{row[k]:.2f} x" for k in ("steps", "seconds"))
+        accuracy = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
+        cells = [f"{row['mean_loss']:.2f} x ({row['mean_loss_of']})", f"{steps} ({row['steps_of']})", seconds, accuracy]
+        out.append(f"| {row['domain']} | " + " | ".join(cells) + " |")
+    means = [geometric_mean([row[k] for row in rows]) for k in ("mean_loss", "steps", "seconds")]
+    accuracies = [_mean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy")]
+    shown = ["" if m is None else f"{m:.2f} x" for m in means]
+    return [*out, "| mean | " + " | ".join([*shown, f"{accuracies[0]:.2f} ({accuracies[1]:.2f})"]) + " |"]
+
+
+def geometric_mean(values: Sequence[float | None]) -> float | None:
+    """None if any is missing.
+
+    Args:
+        values: positive ones.
+    """
+    known = [v for v in values if v is not None]
+    return None if len(known) < len(values) else math.exp(_mean([math.log(v) for v in known]))
+
+
+def _loss_at(candidate: Candidate, share: float) -> float:
+    """The loss after a share of the run, on the mean over tasks."""
+    found = []
+    for outcome in candidate.outcomes:
+        place = max(i for i, step in enumerate(outcome.places) if step <= share * outcome.places[-1])
+        found.append(outcome.losses[place])
+    return _mean(found)
+
+
+def _accuracy(fold: Fold, label: str) -> float:
+    return _mean([o.accuracy("test") for o in fold.best(label, "test_error", None).outcomes])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -17,6 +17,7 @@ from scipy import stats
 from metamd import Comparison, Diagonal, Measuring, compare, handicap, learned_rival, meta_train, tasks
 from metamd.cells import Cell, fill
 from metamd.comparing import draw
+from metamd.experiments.pace import geometric_mean, lines, pace
 from metamd.folds import Candidate, Fold, Target
 from metamd.paired import bootstrap, holm, profiles, rank, resample, signed_rank_test
 from metamd.records import Records
@@ -201,6 +202,37 @@ def test_when_learning_has_paid_for_itself():
     assert comparison.tasks_to_pay("rival", every_task=False) == math.ceil((1000 - 200) / 40)
     backwards = Comparison((Fold("d", {"ours": candidates(theirs), "rival": candidates(ours)}, {}, fold.costs),), {})
     assert backwards.aiming("rival").tasks_to_pay("rival", every_task=False) == math.inf
+
+
+def test_the_pace_against_the_best_rival_by_hand():
+    ours = [2.0, 1.0, 0.5, 0.3, 0.2, 0.1, 0.1, 0.05, 0.05, 0.05, 0.05]
+    low_early = [2.0, 0.4] + [0.4] * 9  # the lowest mean
+    low_late = [2.0] + [1.0] * 8 + [0.1, 0.1]  # the lowest end
+    dropped = [2.0] + [0.0] * 10
+    rivals = {"early": candidates(low_early, low_late), "late": candidates(low_late)}
+    fold = Fold("d", {"ours": candidates(ours), **rivals}, {"ours": 3.0, "early": 2.0, "late": 1.0}, {})
+    (row,) = pace(Comparison((fold,), {}), ["early", "late"])
+    assert row["mean_loss_of"] == "early"
+    assert row["mean_loss"] == pytest.approx((sum(ours[1:]) / 10) / 0.4)
+    assert row["steps"] == pytest.approx(50 / 100)
+    assert row["seconds"] == pytest.approx(50 / 100 * 3 / 2)
+    assert (row["accuracy"], row["best_accuracy"]) == (90.0, 90.0)
+    (half,) = pace(Comparison((fold,), {}), ["early", "late"], 0.5)
+    assert half["steps"] == pytest.approx(30 / 50)  # 0.4 is what the best rival has at half of the run
+    two = Candidate({"rival": "r"}, (invented(low_late), invented(low_late)))
+    one = Candidate({"rival": "r"}, (invented(dropped),))
+    screened = Fold("d", {"ours": (Candidate({}, (invented(ours),) * 2),), "late": (two, one)}, {}, {})
+    (row,) = pace(Comparison((screened,), {}), ["late"])
+    assert row["steps"] == pytest.approx(0.5), "a setting that was screened out sets no target"
+    assert row["seconds"] is None
+    slow = Fold("e", {"ours": candidates([2.0] * 11), "late": candidates(low_late)}, {"ours": 1.0, "late": 1.0}, {})
+    (never,) = pace(Comparison((slow,), {}), ["late"])
+    assert never["steps"] is None
+    table = "\n".join(lines("the best", [row, never], 1.0))
+    assert "0.50 x (late)" in table
+    assert "never (late)" in table
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+    assert geometric_mean([0.5, None]) is None
 
 
 # real comparisons

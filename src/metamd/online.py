@@ -214,7 +214,7 @@ def _whitened(products: Tensor, watch: Watch | None) -> Tensor:
     """A^-1/2 of A = C C'; directions lost in rounding, of a length below the root of its precision, are left small."""
     values, vectors = torch.linalg.eigh(products)
     limits = torch.finfo(products.dtype)
-    roots = values.clamp_min(max(limits.eps * float(values[-1]), limits.tiny)).sqrt()
+    roots = values.maximum((limits.eps * values[-1]).clamp_min(limits.tiny)).sqrt()
     if watch is not None:
         watch(values.clamp_min(0).sqrt().sum(), (vectors * values.clamp_min(0).sqrt()) @ vectors.mT)
     return (vectors / roots) @ vectors.mT

@@ -33,7 +33,7 @@ SCALES = {
         seeds=1,
         budget=3,
         rivals=("adam",),
-        schedules=("constant",),
+        schedules=("linear",),
         usage_tasks=0,
     ),
     "cpu": Scale(

@@ -30,13 +30,13 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> l
         fastest = min(reached, key=lambda label: reached[label])
         steps = _mean([o.steps_to(reached[fastest]) for o in mine.outcomes])
         horizon = share * mine.outcomes[0].places[-1]
-        seconds = fold.seconds.get(ours, math.nan) / fold.seconds.get(fastest, math.nan)
+        seconds = _ratio(fold.seconds.get(ours, math.nan), fold.seconds.get(fastest, math.nan))
         accuracies = {label: _accuracy(fold, label) for label in (ours, *rivals)}
         best = max(rivals, key=lambda label: accuracies[label])
         found.append(
             {
                 "domain": fold.group,
-                "mean_loss": _mean([o.mean_loss for o in mine.outcomes]) / losses[lowest],
+                "mean_loss": _finite(_ratio(_mean([o.mean_loss for o in mine.outcomes]), losses[lowest])),
                 "mean_loss_of": lowest,
                 "steps": _finite(steps / horizon),
                 "seconds": _finite(steps / horizon * seconds),
@@ -57,12 +57,12 @@ def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
         rows: as `pace` makes them.
         share: of the run.
     """
-    loss = "its final loss" if share == 1 else f"its loss at {share:.0%} of the run"
-    out = [f"| against {title} | mean loss | steps to {loss} | seconds | test accuracy, % |", "|---" * 5 + "|"]
+    there = "its final loss" if share == 1 else f"its loss at {share:.0%} of the run"
+    out = [f"| against {title} | mean loss | steps to {there} | seconds | test accuracy, % |", "|---" * 5 + "|"]
     for row in rows:
-        steps, seconds = ("never" if row[k] is None else f"{row[k]:.2f} x" for k in ("steps", "seconds"))
+        loss, steps, seconds = ("never" if row[k] is None else f"{row[k]:.2f} x" for k in ("mean_loss", "steps", "seconds"))
         accuracy = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
-        cells = [f"{row['mean_loss']:.2f} x ({row['mean_loss_of']})", f"{steps} ({row['steps_of']})", seconds, accuracy]
+        cells = [f"{loss} ({row['mean_loss_of']})", f"{steps} ({row['steps_of']})", seconds, accuracy]
         out.append(f"| {row['domain']} | " + " | ".join(cells) + " |")
     means = [geometric_mean([row[k] for row in rows]) for k in ("mean_loss", "steps", "seconds")]
     accuracies = [_mean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy")]
@@ -95,6 +95,10 @@ def _accuracy(fold: Fold, label: str) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other > 0 else math.nan
 
 
 def _finite(value: float) -> float | None:

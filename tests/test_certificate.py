@@ -11,7 +11,6 @@ from torch import nn
 
 from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, PNorm
 from metamd.ledger import Ledger
-from metamd.online import Online
 from metamd.potentials.base import Move
 from tests.helpers import equal_parameters, random_geometry, small_model, train
 from tests.test_kronecker import random_basis
@@ -268,9 +267,6 @@ def test_what_is_missing_is_said():
         MetaMD(model.named_parameters(), Euclidean()).certificate(model)
     with pytest.raises(ValueError, match=r"potential of quadratic forms .* got PNorm"):
         MetaMD(model.named_parameters(), PNorm(1.5), certify=True)
-    online = Online(scale={n: 100.0 for n, _ in model.named_parameters()})
-    with pytest.raises(ValueError, match="needs a metric that stays as it is"):
-        MetaMD(model.named_parameters(), Diagonal(), metric=online, certify=True)
 
 
 @pytest.mark.parametrize("options", [{"pieces": 1}, {"pieces": 3}, {"pieces": 3, "centre": "origin"}], ids=str)

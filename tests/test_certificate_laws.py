@@ -71,8 +71,8 @@ def test_single_pieces_obey_the_laws():
 class HalfMissing(Ledger):
     """Forgets a 1/2 the wrong way round: a quarter of |v|^2 instead of a half."""
 
-    def _add(self, terms, top):
-        super()._add({n: [energy / 2, *others] for n, (energy, *others) in terms.items()}, top)
+    def add(self, terms, top):
+        super().add({n: [energy / 2, *others] for n, (energy, *others) in terms.items()}, top)
 
 
 class LargestPiece(Ledger):

@@ -8,14 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metamd import growing
 from metamd.averaging import AveragingName
 from metamd.certificate import SHARED, Certificate, Layer, Reference, reference_tensors
 from metamd.ledger import SUM, Ledger, Row, Stores, iterate, start_of
+from metamd.online import Online
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.mixture import combine, grouped_squares, half_forms
 from metamd.potentials.simplex import Array
-from metamd.sharding import is_sharded, local, local_metric, sum_shards
+from metamd.sharding import local, local_part, sum_shards
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Evidence:
         weights: the active pieces now.
         averaging: the weights of the average, if there is one.
         averaged_steps: how many steps that is over.
+        online: the rule of a metric that grew during the run; pieces are not used then.
     """
 
     ledger: Ledger
@@ -39,6 +42,12 @@ class Evidence:
     weights: Array
     averaging: AveragingName = "constant"
     averaged_steps: int = 0
+    online: Online | None = None
+
+    @property
+    def pieces(self) -> int:
+        """N, of which a growing metric has one."""
+        return 1 if self.online is not None else self.potential.pieces
 
     @property
     def names(self) -> list[str]:
@@ -52,8 +61,8 @@ class Evidence:
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether sum v_t was kept for some tensor, and did not have to be read off the end."""
-        return any(SUM in self.stores[n] for n in self.names)
+        """Whether sum v_t was kept instead of being read off the end, since the two differ."""
+        return self.online is None and any(SUM in self.stores[n] for n in self.names)
 
     @property
     def is_regret(self) -> bool:
@@ -61,7 +70,7 @@ class Evidence:
 
         One piece is a sum over tensors, and a rate of their own is a metric of their own; pieces share one rate.
         """
-        return self.ledger.proportional and (self.potential.pieces == 1 or self.ledger.equal)
+        return self.ledger.proportional and (self.pieces == 1 or self.ledger.equal)
 
 
 def certify_run(evidence: Evidence, reference: Reference | None = None, radius: float | None = None) -> Certificate:
@@ -82,7 +91,18 @@ def certify_run(evidence: Evidence, reference: Reference | None = None, radius: 
             "then ask for it."
         )
     u = None if reference is None else reference_tensors(reference, evidence.named, evidence.potential.rename)
-    return _issue(evidence, {**_sums(evidence), **_measure(evidence, u)}, radius)
+    if evidence.online is None:
+        return _issue(evidence, {**_sums(evidence), **_measure(evidence, u)}, radius)
+    if radius is not None and evidence.potential.pieces > 1:
+        raise ValueError(
+            f"a radius needs one norm when the metric follows the run, but this geometry has {evidence.potential.pieces} "
+            "pieces. Pass reference=u instead."
+        )
+    run = growing.tensors(evidence.ledger, evidence.potential, evidence.online, evidence.named, evidence.stores)
+    precision = _precision(evidence) * math.sqrt(evidence.ledger.steps)
+    terms = growing.measure(run, evidence.potential, evidence.named, u or float(radius or 0), precision)
+    ball = math.inf if radius is None else growing.largest_distance(run, _rates(evidence), radius, evidence.named)
+    return _issue(evidence, {**_sums(evidence), **terms}, radius, ball)
 
 
 # the terms, by tensor; the last row is SHARED
@@ -166,7 +186,7 @@ def _row(evidence: Evidence, name: str, reference: Tensor | None, end: Tensor | 
     d, into = phi.metric(name).double(), phi.basis.into
     start = local(start_of(store)).double()
     end = local(iterate(param, store)).double() if end is None else end
-    u = start if reference is None else _part(reference, param).double()
+    u = start if reference is None else local_part(reference, param).double()
     total, mixed = into(name, _total(evidence, name, d)), combine(d, np.array(evidence.ledger.weights))
     norms = (total.square() / mixed).sum(), (into(name, u).square() * mixed).sum()
     others = torch.stack([(total * into(name, u - start)).sum(), *norms])
@@ -190,13 +210,6 @@ def _counts(phi: MaxDiagonal, name: str) -> bool:
 
 def _precision(evidence: Evidence) -> float:
     return 2.0**-53 if all(evidence.named[n].dtype == torch.float64 for n in evidence.names) else 2.0**-24
-
-
-def _part(u: Tensor, param: Tensor) -> Tensor:
-    """The part of a comparator's tensor that belongs to this process."""
-    if is_sharded(u) or not is_sharded(param):
-        return local(u).to(local(param).device)
-    return local_metric(u[None], param)[0]
 
 
 def _divergence(at: Array, near: Array, weights: Array) -> Array:
@@ -223,7 +236,17 @@ def _rates(evidence: Evidence) -> Array:
     return np.where(rates > 0, rates, rates.max())
 
 
-def _issue(evidence: Evidence, terms: Terms, radius: float | None) -> Certificate:
+def _published(evidence: Evidence, t: Terms, rates: Array, far: float) -> tuple[float, float]:
+    """The bounds in print: Theorem 1 and its Lipschitz form; AdaGrad's with a diameter for each tensor, or one for all."""
+    if evidence.online is not None:
+        energy = float(t["energy"].sum())
+        return float(t["diameter"].sum()) + energy, float(t["widest"].sum()) + energy
+    ledger, least = evidence.ledger, evidence.potential.strong_convexity().constant
+    crude = ledger.lipschitz * ledger.squared_rates / 2 / float(rates.min())
+    return far + float(t["square"].sum()) / least, far + crude / least
+
+
+def _issue(evidence: Evidence, terms: Terms, radius: float | None, ball: float = math.inf) -> Certificate:
     ledger, rates = evidence.ledger, _rates(evidence)
     t = {key: value / rates for key, value in terms.items()}
     bound, realised = t["distance"] + t["energy"] - t["lag"], t["path"] - t["product"] - t["lag"]
@@ -234,10 +257,9 @@ def _issue(evidence: Evidence, terms: Terms, radius: float | None) -> Certificat
     reason = _failure(evidence, t, float(bound.sum()), identity)
     far, late, total = float(t["distance"].sum()), float(t["lag"].sum()), float(realised.sum())
     if radius is not None:
-        far = radius**2 / 2 / float(rates.min())
+        far = radius**2 / 2 / float(rates.min()) if evidence.online is None else min(ball, float(t["diameter"].sum()))
         total += radius * math.sqrt((terms["dual"] / rates**2).sum())
-    least = evidence.potential.strong_convexity().constant
-    crude = ledger.lipschitz * ledger.squared_rates / 2 / float(rates.min())
+    published, lipschitz = _published(evidence, t, rates, far)
     shares = zip([*evidence.names, SHARED], bound, realised, t["distance"], t["energy"], strict=True)
     layers = {n: Layer(*(float(x) for x in row)) for n, *row in shares if n != SHARED or any(row)}
     return Certificate(
@@ -245,8 +267,8 @@ def _issue(evidence: Evidence, terms: Terms, radius: float | None) -> Certificat
         bound=far + float(t["energy"].sum()) - late,
         realised=total,
         identity=None if radius is not None else identity,
-        published=far + float(t["square"].sum()) / least + rounding - late,
-        lipschitz=far + crude / least + rounding - late,
+        published=published + rounding - late,
+        lipschitz=lipschitz + rounding - late,
         last=(far + float(t["energy"].sum())) / ledger.steps if _converts(evidence) else None,
         guaranteed=not reason,
         form=_form(evidence),
@@ -255,6 +277,7 @@ def _issue(evidence: Evidence, terms: Terms, radius: float | None) -> Certificat
         restarts=ledger.restarts,
         restarted=ledger.reason,
         per_layer={} if radius is not None else layers,
+        metric="learned" if evidence.online is None else "online",
     )
 
 
@@ -274,7 +297,7 @@ def _failure(evidence: Evidence, t: Terms, bound: float, identity: float) -> str
         return "the sums are not finite: the run diverged."
     size = sum(float(np.abs(t[key]).sum()) for key in ("distance", "remaining", "energy", "path", "product"))
     slack = math.sqrt(_precision(evidence)) * size + float(t["rounding"].sum())
-    one_piece = evidence.potential.pieces == 1 and not evidence.keeps_sums
+    one_piece = evidence.pieces == 1 and not evidence.keeps_sums
     if identity - bound <= slack and not (one_piece and bound - identity > slack):
         return ""
     if evidence.keeps_sums:
@@ -294,7 +317,8 @@ def _converts(evidence: Evidence) -> bool:
 
 def _form(evidence: Evidence) -> str:
     ledger = evidence.ledger
-    parts = ["the paper's step" if ledger.paper and evidence.potential.pieces > 1 else "exact mirror descent"]
+    plain = "exact mirror descent" if evidence.online is None else "mirror descent in a growing metric"
+    parts = ["the paper's step" if ledger.paper and evidence.pieces > 1 else plain]
     if not ledger.constant:
         parts.append("steps weighted by lr_t / mean lr")
     if not evidence.is_regret:
@@ -310,7 +334,7 @@ def _holds(evidence: Evidence) -> str:
     ledger = evidence.ledger
     loss = "-l" if ledger.ascent else "l"
     if ledger.decay:
-        loss = f"{loss} + wd/2 |theta|^2_D"
+        loss = f"{loss} + wd/2 |theta|^2_{'D' if evidence.online is None else 'H_t'}"
     claim = f"any gradients; bounds the regret of {loss} when the losses are convex"
     if ledger.partial:
         claim += " and did not depend on a tensor while it had no gradient or no lr"
@@ -321,5 +345,6 @@ def _holds(evidence: Evidence) -> str:
     if evidence.averaged and ledger.decay:
         claim += ", the decay's part taken at the iterates"
     if not ledger.constant:
-        claim += ". Unweighted, B(u || z_t) would be needed at every change of lr"
+        unweighted = "B(u || z_t)" if evidence.online is None else "another sum over u - z_t"
+        claim += f". Unweighted, {unweighted} would be needed at every change of lr"
     return claim

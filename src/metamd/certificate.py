@@ -8,11 +8,29 @@ from torch import Tensor, nn
 
 from metamd.potentials.base import Params
 from metamd.tying import Rename, clean_name, some
+from metamd.usage import Metric
 
 Reference = Mapping[str, Tensor] | nn.Module | Iterable[Tensor]
 
 SHARED = "(shared)"
 """The row of `Certificate.per_layer` for what belongs to no tensor: offsets, tensors that never moved, rounding."""
+
+
+WORDS: dict[Metric, tuple[str, str, str, str, str, str]] = {
+    "learned": (
+        "B(u || start)/lr + lr/2 sum |g_t|^2_(t,*)",
+        "realised + B(u || end)/lr",
+        *("Theorem 1", "as published, |g_t|^2 / min D"),
+        *("Lipschitz", "the same with max |g_t|"),
+    ),
+    "online": (
+        "sum |u-z_t|^2_(dH_t)/2lr + lr/2 sum |g_t|^2",
+        "realised + |u - end|^2_(H_T)/2lr",
+        *("AdaGrad", "the largest |u - z_t| of a tensor, tr H_T"),
+        *("diameter", "the same with one for all tensors"),
+    ),
+}
+"""What the lines of a printed certificate are, by metric."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +40,7 @@ class Layer:
     Args:
         bound: its share of the bound.
         realised: its share of the regret.
-        distance: of the bound, the part of B(u || start).
+        distance: of the bound, the part of B(u || start), or of the distances that take its place.
         gradients: of the bound, the part of the gradients.
     """
 
@@ -38,11 +56,14 @@ class Certificate:
 
     Args:
         steps: T, since the last restart.
-        bound: B(u || start)/lr + lr/2 sum |g_t|^2 in the local dual norms; it holds if `guaranteed`.
+        bound: B(u || start)/lr + lr/2 sum |g_t|^2 in the local dual norms; it holds if `guaranteed`. For a metric H_t that
+            grows with the run, 1/2 sum |u - z_t|^2/lr in H_t - H_{t-1} takes the place of B.
         realised: sum <g_t, x_t - u>; with a radius, the largest that any u within it could give.
         identity: realised + B(u || end)/lr, which is B(u || start)/lr + sum B(z_t || z_{t+1})/lr; None with a radius.
-        published: Theorem 1 as printed, with the Euclidean norm and lambda = min D.
-        lipschitz: the same with the largest gradient norm L of the run for every gradient.
+        published: Theorem 1 as printed, with the Euclidean norm and lambda = min D; for a growing metric, AdaGrad's bound
+            with the largest coordinate of u - z_t that each tensor can have had.
+        lipschitz: the same with the largest gradient norm L of the run for every gradient; for a growing metric, with the
+            largest of those coordinates for every tensor.
         last: a bound on l(x_T) - l(u) for the average x_T, convex l; None where no theorem gives one.
         guaranteed: whether the theorem covers this run.
         form: which variant of the theorem it is.
@@ -51,6 +72,7 @@ class Certificate:
         restarts: how often the parameters were changed from outside, the certificate beginning again.
         restarted: why it last did.
         per_layer: the shares of the tensors.
+        metric: "online" for one that grew with the run.
     """
 
     steps: int
@@ -67,6 +89,7 @@ class Certificate:
     restarts: int
     restarted: str
     per_layer: dict[str, Layer]
+    metric: Metric = "learned"
 
     @property
     def ratio(self) -> float:
@@ -76,19 +99,20 @@ class Certificate:
     def __str__(self) -> str:
         """The certificate in a few lines."""
         ball = self.identity is None
-        u = "every u within the radius" if ball else "u"
+        u, words = "every u within the radius" if ball else "u", WORDS[self.metric]
         lines = [
             f"regret certificate ({self.form}, T = {self.steps})",
-            _line("bound", "B(u || start)/lr + lr/2 sum |g_t|^2_(t,*)", self.bound),
+            _line("bound", words[0], self.bound),
             _line("realised", "sum <g_t, x_t - u>" + (", the largest" if ball else ""), self.realised, self.ratio),
         ]
         if self.identity is not None:
-            lines.append(_line("identity", "realised + B(u || end)/lr", self.identity))
-        lines.append(_line("Theorem 1", "as published, |g_t|^2 / min D", self.published))
-        lines.append(_line("Lipschitz", "the same with max |g_t|", self.lipschitz))
+            lines.append(_line("identity", words[1], self.identity))
+        lines.append(_line(*words[2:4], self.published))
+        lines.append(_line(*words[4:6], self.lipschitz))
         if self.last is not None:
             lines.append(_line("last", "l(x_T) - l(u) at most, if l is convex", self.last))
-        lines.append(f"  steps not covered (piece changed under the paper's step): {self.uncovered}")
+        if self.metric == "learned":
+            lines.append(f"  steps not covered (piece changed under the paper's step): {self.uncovered}")
         if self.restarts:
             lines.append(f"  restarted {self.restarts} times, last because {self.restarted}: earlier steps do not count")
         lines.append(f"  holds for {u}, {self.holds}" if self.guaranteed else f"  no guarantee: {self.holds}")

@@ -38,6 +38,8 @@ class Row:
         path: sum <v, z_t - start>.
         lag: sum <lr g, z_t - x_t>; zero unless gradients are taken at an average.
         rate: the first lr that was not zero; later ones are multiples of it.
+        spread: sum |z_t - start|^2 in H_t - H_{t-1}, of a metric that grows.
+        reach: the largest coordinate of any z_t - start, likewise.
     """
 
     energy: float = 0.0
@@ -45,6 +47,8 @@ class Row:
     path: float = 0.0
     lag: float = 0.0
     rate: float = 0.0
+    spread: float = 0.0
+    reach: float = 0.0
 
 
 @dataclass
@@ -69,6 +73,7 @@ class Ledger:
         uncovered: steps in which the piece changed under the paper's step.
         restarts: how often it began again.
         reason: why it last did.
+        rule: by which the metric grows, in words; empty for one that stays as it is.
     """
 
     paper: bool = False
@@ -88,11 +93,12 @@ class Ledger:
     uncovered: int = 0
     restarts: int = 0
     reason: str = ""
+    rule: str = ""
 
     def restart(self, reason: str) -> None:
         """Forget the sums: what follows is a run of its own. Before the first step there is nothing to forget."""
         if self.steps:
-            self.__dict__.update(vars(Ledger(self.paper, restarts=self.restarts + 1, reason=reason)))
+            self.__dict__.update(vars(Ledger(self.paper, restarts=self.restarts + 1, reason=reason, rule=self.rule)))
 
     def observe(
         self,
@@ -122,16 +128,38 @@ class Ledger:
             joining = list(moves)
         if not self.steps:
             self.weights = [float(w) for w in weights]
-        self.partial = self.partial or bool(self.steps and joining)
-        for n in joining:
-            _open(stores[n], named[n], keep_sum=needs_sum(named[n], self.paper and potential.pieces > 1))
-        self._note_rates(rates)
-        self._note_moves(rates, moves)
+        self.enter(joining, moves, rates, named, stores, keep_sums=self.paper and potential.pieces > 1)
         terms = _numbers({n: _terms(potential, n, weights, m, named[n], stores[n]) for n, m in moves.items()})
         if any(is_sharded(named[n]) for n in moves):
             parts = {n: torch.tensor(row, dtype=torch.float64) for n, row in terms.items()}
             terms = {n: row.tolist() for n, row in sum_shards(parts, named).items()}
-        self._add(terms, max(rates.values()))
+        self.add(terms, max(rates.values()))
+
+    def enter(
+        self,
+        joining: Sequence[str],
+        moves: Mapping[str, Move],
+        rates: Mapping[str, float],
+        named: Params,
+        stores: Stores,
+        *,
+        keep_sums: bool,
+    ) -> None:
+        """Remember where the tensors that join start, and note the rates of the step.
+
+        Args:
+            joining: those with their first gradient.
+            moves: see `observe`, and so are the others.
+            rates: see there.
+            named: see there.
+            stores: see there.
+            keep_sums: whether sum v_t cannot be read off the end of the run.
+        """
+        self.partial = self.partial or bool(self.steps and joining)
+        for n in joining:
+            _open(stores[n], named[n], keep_sum=needs_sum(named[n], keep_sums))
+        self._note_rates(rates)
+        self._note_moves(rates, moves)
 
     def _note_rates(self, rates: Mapping[str, float]) -> None:
         top = max(rates.values())
@@ -158,7 +186,13 @@ class Ledger:
                 self.decay = max(self.decay, float(move.decay) / rates[n])
                 self.ascent, self.descent = self.ascent or float(move.lr) < 0, self.descent or float(move.lr) > 0
 
-    def _add(self, terms: Mapping[str, list[float]], top: float) -> None:
+    def add(self, terms: Mapping[str, list[float]], top: float) -> None:
+        """Add up a step.
+
+        Args:
+            terms: energy, square, path and lag, by tensor.
+            top: its largest rate.
+        """
         squares = 0.0
         for n, (energy, square, path, lag) in terms.items():
             row = self.rows[n]

@@ -103,10 +103,15 @@ class Online:
         squares = state["squares"]
         if self.rule == "sum":
             squares.addcmul_(coordinates, coordinates)
-            return squares.sqrt().add_(self.epsilon)
+            return self.grown(state)
         beta = SQUARES if self.rule == "polar" else self.beta
         squares.lerp_(coordinates.square(), 1 - beta)
         return (squares / (1 - beta ** state["counted"])).sqrt_().add_(self.epsilon)
+
+    def grown(self, state: State) -> Tensor:
+        """a_t after the last step, for sums."""
+        squares: Tensor = state["squares"]
+        return squares.sqrt().add_(self.epsilon)
 
     def turn(self, coordinates: Tensor, state: State) -> Tensor | None:
         """The basis of the output side, brought up to date with the present gradient; None where it is not followed.
@@ -141,7 +146,7 @@ class Online:
             x: the tensor.
             move: gradient, step size and decay.
             state: of this tensor.
-            watch: told what the step met.
+            watch: told what the step met, before the tensor moves.
         """
         if self.rule == "polar":
             moved = self._polar(potential, name, move.grad, state, watch)

@@ -89,7 +89,7 @@ class MetaMD(Optimizer):
         self._potential, self._watch = binding.unwrap(geometry)
         self._online = binding.online_metric(metric, geometry)
         self._bound: Potential | None = None
-        self._audit = Audit(Ledger(paper=not exact), online=self._online is not None) if certify else None
+        self._audit = Audit(Ledger(paper=not exact), self._online) if certify else None
         self._hash: str | None = None
         # By id, which the parameter itself keeps from being given to another; a weak reference would forbid swap_tensors.
         self._places: dict[int, tuple[str, Tensor, torch.device]] = {}
@@ -191,7 +191,9 @@ class MetaMD(Optimizer):
         if self._online is None or not isinstance(bound, MaxDiagonal):
             return bound.step(points, moves, active=active, exact=self.exact, into=points)
         for n, move in moves.items():
-            self._online.advance(bound, n, points[n], move, self.state[named[n]])
+            state = self.state[named[n]]
+            watch = None if self._audit is None else self._audit.watch(n, move, named[n], state)
+            self._online.advance(bound, n, points[n], move, state, watch)
         return Step(points)
 
     def _gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:

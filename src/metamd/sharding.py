@@ -42,6 +42,18 @@ def local_metric(d: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(d, like.device_mesh, placements).to_local()  # type: ignore[attr-defined]
 
 
+def local_part(x: Tensor, like: Tensor) -> Tensor:
+    """The part of a tensor that this process has of a parameter, on its device.
+
+    Args:
+        x: whole, or sharded as the parameter is.
+        like: the parameter.
+    """
+    if is_sharded(x) or not is_sharded(like):
+        return local(x).to(local(like).device)
+    return local_metric(x[None], like)[0]
+
+
 def total_for(params: Mapping[str, Tensor]) -> Total:
     """How contributions by tensor name are added: shards over their processes, the rest here."""
     groups = {n: _shard_groups(x) for n, x in params.items() if is_sharded(x)}

@@ -24,11 +24,12 @@ from metamd import (
     meta_train,
     prepare,
 )
-from metamd.choosing import Tally, learn_scale, learn_start, learn_usage, train, tuned_reference
+from metamd.choosing import learn_scale, learn_start, learn_usage, tuned_reference
 from metamd.following import learn_from_reference
 from metamd.inner import gradient
 from metamd.objectives import Reference
 from metamd.tasks import quadratic, starting_at, tabular
+from metamd.trial import Tally, train
 from tests.helpers import equal_parameters, small_model
 from tests.helpers import train as fit
 
@@ -261,7 +262,7 @@ def test_the_reference_rate_is_the_best_of_those_given():
         (lambda: Online(scale={"a": -1.0}), "the scale of 'a' must be positive and finite, got -1.0"),
         (lambda: Online().step_size("a"), "there is no online scale for 'a'"),
         (lambda: Usage("other"), 'metric must be "learned" or "online"'),
-        (lambda: Usage(schedule="cosine"), 'schedule must be "constant" or "linear"'),
+        (lambda: Usage(schedule="cosine"), 'schedule must be "constant", "linear" or "learned"'),
         (lambda: Usage(factor=0.0), "factor must be positive"),
         (lambda: MetaMD(small_model().named_parameters(), Diagonal(), metric="online"), "learns the scales"),
         (

@@ -7,24 +7,24 @@ training tasks decide the rest, so that nothing is left to tune on the next task
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from metamd.averaging import blend, rate_of_iterate
-from metamd.inner import gradient, trouble
 from metamd.learned import LearnedOptimiser
 from metamd.lessons import draw
 from metamd.objectives import Reference
-from metamd.online import Online, State, Watch
-from metamd.potentials.base import Active, Move, Params
+from metamd.online import Online
+from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.refining import refined
 from metamd.tasks.base import Task, TaskFamily, config_hash
 from metamd.tasks.counted import Counted
 from metamd.tasks.shared_start import SharedStart
+from metamd.trial import train
 from metamd.usage import Metric, Schedule, Usage
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -35,123 +35,6 @@ RULES = (Online(), Online("polar", beta=0.9), Online("polar", beta=0.95))
 
 MOMENTA = (0.0, 0.9)
 FACTORS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What a run with an online metric says about the scale of every key: E = (s x + y/s) / 2.
-
-    Args:
-        x: |u - theta_1|^2 in the mean metric (its last, for sums).
-        y: sum_t r_t^2 c_t' a_t^-1 c_t, r_t the schedule.
-    """
-
-    x: dict[str, float]
-    y: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A training run.
-
-    Args:
-        loss: the mean over its steps; infinite if it diverged.
-        end: the last parameters.
-        tally: of an online metric, against a comparator.
-    """
-
-    loss: float
-    end: dict[str, Tensor]
-    tally: Tally | None = None
-
-
-def train(
-    task: Task,
-    potential: MaxDiagonal,
-    usage: Usage,
-    *,
-    online: Online | None = None,
-    comparator: Params | None = None,
-    steps: int | None = None,
-) -> Outcome:
-    """Train a task with a geometry as `MetaMD` does.
-
-    Args:
-        task: the problem.
-        potential: bound to its tensors.
-        usage: how.
-        online: the rule and its scales, where the usage is online.
-        comparator: u, to tally against.
-        steps: T; the task's own if not given.
-    """
-    total = task.steps if steps is None else steps
-    start = {n: x.detach().clone() for n, x in task.init().items()}
-    x, z = ({n: v.clone() for n, v in start.items()} for _ in range(2))
-    phi = potential.centred_at(start)
-    phi = phi.fixed({n: phi.metric(n).detach() for n in start})
-    active: Active | None = None
-    states: dict[str, State] = {n: {} for n in start}
-    sums = _Sums(phi, online) if online is not None and comparator is not None else None
-    losses: list[float] = []
-    for t in range(total):
-        loss, grads = gradient(task, x, task.batch(t))
-        losses.append(float(loss))
-        norm = float(torch.stack(torch._foreach_norm(list(grads.values()))).norm())
-        if trouble(t, losses[0], losses[-1], norm):
-            return Outcome(math.inf, x)
-        share = usage.share(t, total)
-        lr = rate_of_iterate(usage.lr * share, usage.momentum, "constant")
-        with torch.no_grad():
-            moves = {n: Move(g, lr) for n, g in grads.items()}
-            if usage.metric == "online" and online is not None:
-                for n, move in moves.items():
-                    online.advance(phi, n, z[n], move, states[n], None if sums is None else sums.adding(n, share))
-            else:
-                active = phi.step(z, moves, active=active, into=z).active
-            for n in x:
-                blend(x[n], z[n], t + 1, usage.momentum, "constant")
-    tally = None if sums is None or comparator is None else sums.tally(start, comparator, states, total)
-    finite = all(bool(v.isfinite().all()) for v in x.values())
-    return Outcome(sum(losses) / total if finite else math.inf, x, tally)
-
-
-class _Sums:
-    """What a tally is made of, during a run."""
-
-    def __init__(self, potential: MaxDiagonal, online: Online) -> None:
-        self.potential, self.online = potential, online
-        self.metrics: dict[str, Tensor] = {}
-        self.y: dict[str, float] = {}
-
-    def adding(self, name: str, share: float) -> Watch:
-        """What a step of a tensor is told to.
-
-        Args:
-            name: of the tensor.
-            share: r_t.
-        """
-        key = self.potential.slots[name].key
-
-        def add(energy: Tensor, metric: Tensor) -> None:
-            self.y[key] = self.y.get(key, 0.0) + share**2 * float(energy)
-            if self.online.rule == "sum" or name not in self.metrics:
-                self.metrics[name] = metric.clone()
-            else:
-                self.metrics[name].add_(metric)
-
-        return add
-
-    def tally(self, start: Params, comparator: Params, states: Mapping[str, State], steps: int) -> Tally:
-        x: dict[str, float] = {}
-        for name, metric in self.metrics.items():
-            mean = metric if self.online.rule == "sum" else metric / steps
-            key = self.potential.slots[name].key
-            far = self.online.distance(self.potential, name, comparator[name] - start[name], mean, states[name])
-            x[key] = x.get(key, 0.0) + far
-        return Tally(x, self.y)
-
-
-# learning it
 
 
 def tuned_reference(
@@ -292,8 +175,9 @@ def learn_usage(
         finder = reference or tuned_reference(family, seed=seed)
         found += [learn_scale(learned, family, reference=finder, online=rule, tasks=tasks, seed=seed) for rule in rules]
     built = draw_tasks(family, seed, "usage", tasks)
-    score = partial(_score, built, learned.potential.bind(built[0].init()), watch)
-    combinations = [(u, o) for o in found for u in _first_usages(o, momenta, schedules)]
+    phi = learned.potential.bind(built[0].init())
+    score = partial(_score, built, phi, watch)
+    combinations = [(u, o) for o in found for u in _first_usages(partial(_scheduled, built, phi, o), o, momenta, schedules)]
     values = [(score(*pair), pair) for pair in combinations]
     _, (usage, online) = min(values, key=lambda entry: entry[0])
     values += [(score(u, online), (u, online)) for f in factors if (u := replace(usage, factor=f)) != usage]
@@ -312,11 +196,29 @@ def learn_usage(
     return replace(learned, header=header)
 
 
-def _first_usages(online: Online | None, momenta: Sequence[float], schedules: Sequence[Schedule]) -> list[Usage]:
+def _first_usages(
+    scheduled: Callable[[Usage, Schedule], Usage],
+    online: Online | None,
+    momenta: Sequence[float],
+    schedules: Sequence[Schedule],
+) -> list[Usage]:
     """What a metric is tried with before the factor is chosen: the bound makes steps of averaged gradients rather long."""
     if online is not None and online.rule == "polar":
-        return [Usage("online", 0.0, s, f) for s in schedules for f in (0.5, 1.0)]
-    return [Usage("learned" if online is None else "online", b, s) for b in momenta for s in schedules]
+        plain = [Usage("online", factor=f) for f in (0.5, 1.0)]
+    else:
+        plain = [Usage("learned" if online is None else "online", b) for b in momenta]
+    return [scheduled(usage, s) for usage in plain for s in schedules]
+
+
+def _scheduled(
+    built: Sequence[Task], potential: MaxDiagonal, online: Online | None, usage: Usage, schedule: Schedule
+) -> Usage:
+    """A usage with a schedule; a learned one is refined from runs with the linear one."""
+    if schedule != "learned":
+        return replace(usage, schedule=schedule)
+    linear = replace(usage, schedule="linear")
+    runs = [train(task, potential, linear, online=online, measure=True) for task in built]
+    return refined(linear, [run.energies for run in runs if math.isfinite(run.loss)])
 
 
 def _check_choices(learned: object, **choices: Sequence[object]) -> None:

@@ -15,13 +15,14 @@ from metamd.comparison import Comparison
 from metamd.folds import Candidate, Fold, Target, cell_name
 from metamd.learned import versions
 from metamd.records import Records, Result, write_json
-from metamd.rivals.base import Contender, Rival, Schedule
+from metamd.rivals.base import Contender, Rival
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
 from metamd.tasks.held_out import ImageFamily
 from metamd.tasks.shared_start import SharedStart
 from metamd.tasks.supervised import Supervised
 from metamd.training import Measuring, Outcome, step_seconds, train
 from metamd.tuning import METRICS
+from metamd.usage import Schedule
 
 Entrants = Mapping[str, Contender | Sequence[Contender]]
 """By label: a contender, or several of which the best on the very tasks is shown."""

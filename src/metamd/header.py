@@ -320,6 +320,9 @@ def _record(kind: type[Usage] | type[Online]) -> Callable[[str, Any], dict[str, 
 
     def check(name: str, value: Any) -> dict[str, Any]:
         plain, blank = _plain(name, value), kind().to_dict()
+        if kind is Usage and "knots" in plain:
+            plain["knots"] = tuple(_finite(f"a knot of {name}", k) for k in _list(f"the knots of {name}", plain["knots"]))
+            blank["knots"] = ()
         if set(plain) != set(blank):
             raise ValueError(f"{name} must have {', '.join(blank)}; got {shown(plain)}.")
         for key, default in blank.items():
@@ -332,6 +335,12 @@ def _record(kind: type[Usage] | type[Online]) -> Callable[[str, Any], dict[str, 
         return kind(**plain).to_dict()
 
     return check
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list, got {shown(value)}.")
+    return value
 
 
 def _weight(name: str, value: Any) -> float:

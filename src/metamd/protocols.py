@@ -8,10 +8,11 @@ from typing import Any, Literal
 from metamd.cells import Cell, fill
 from metamd.comparing import Entrants, draw, handicap
 from metamd.records import Records, Result
-from metamd.rivals.base import Contender, Rival, Schedule
+from metamd.rivals.base import Contender, Rival
 from metamd.search import Bayesian, Search
 from metamd.tasks.base import Task, TaskFamily, derive_seed
 from metamd.tuning import tune
+from metamd.usage import Schedule
 
 Protocol = Literal["handicap", "paper"]
 

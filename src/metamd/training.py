@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from metamd.inner import BLOW_UP
-from metamd.rivals.base import SCHEDULES, Contender, Stepper
+from metamd.rivals.base import Contender, Stepper
 from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed
 from metamd.tasks.stochastic import seeded
 
@@ -192,7 +192,7 @@ class _Run:
     def __init__(self, task: Task, contender: Contender, params: Mapping[str, nn.Parameter], steps: int) -> None:
         self.task, self.params, self.steps = task, params, steps
         self.optimiser: Stepper = contender.start(list(params.items()))
-        self.factor = None if contender.schedule == "constant" else SCHEDULES[contender.schedule]
+        self.factor = None if contender.schedule == "constant" else contender.share
         self.rates = [group["lr"] for group in self.optimiser.param_groups]
         self.taken, self.total, self.failed = 0, 0.0, ""
         self._switch("train")

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from metamd.records import Records, Result
-from metamd.rivals.base import Contender, Rival, Schedule, searched
+from metamd.rivals.base import Contender, Rival, searched
 from metamd.search import History, QuasiRandom, Search
 from metamd.tasks.base import Task, config_hash, derive_seed
 from metamd.training import Measuring, Outcome, train
+from metamd.usage import Schedule
 
 Metric = Callable[[Outcome], float]
 

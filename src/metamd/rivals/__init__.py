@@ -1,7 +1,7 @@
 """Optimisers to compare with, behind one interface."""
 
 from metamd.rivals.aruba import ARUBA, ARUBA_PLUS
-from metamd.rivals.base import SCHEDULES, Contender, Range, Rival, Schedule, Setting, Stepper
+from metamd.rivals.base import Contender, Range, Rival, Setting, Stepper
 from metamd.rivals.classical import CLASSICAL
 from metamd.rivals.hypergradient import HYPERGRADIENT
 from metamd.rivals.learners import Learner
@@ -10,6 +10,7 @@ from metamd.rivals.meta_sgd import META_SGD
 from metamd.rivals.ours import learned_rival
 from metamd.rivals.packages import PACKAGES
 from metamd.rivals.schedule import SCHEDULE
+from metamd.usage import SCHEDULES, Schedule
 
 RIVALS: dict[str, Rival] = {r.name: r for r in [*CLASSICAL, *PACKAGES, HYPERGRADIENT]}
 """Those that need no learning, by name."""

@@ -6,17 +6,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import nn
+
+from metamd.usage import SCHEDULES, Schedule, interpolate
 
 Setting = Mapping[str, float]
 """Hyperparameters by name."""
 
 Named = list[tuple[str, nn.Parameter]]
-Schedule = Literal["constant", "linear"]
-SCHEDULES: dict[str, Callable[[float], float]] = {"constant": lambda done: 1.0, "linear": lambda done: 1.0 - done}
-"""The factor on the learning rate by the share of the steps that is done; the horizon is the same for all contenders."""
 
 
 class Stepper(Protocol):
@@ -93,6 +92,7 @@ class Rival:
         gradients: gradient evaluations per step.
         identity: what else decides what it computes: the fingerprint of a learned geometry, say.
         cost: gradient evaluations and seconds that were spent on learning it.
+        knots: of its learned schedule, if it has one.
     """
 
     name: str
@@ -105,6 +105,7 @@ class Rival:
     gradients: int = 1
     identity: str = ""
     cost: Mapping[str, float] = field(default_factory=dict)
+    knots: tuple[float, ...] = ()
 
     def with_setting(self, schedule: Schedule = "constant", **setting: float) -> "Contender":
         """This rival with some hyperparameters set, the others as they are by default.
@@ -164,6 +165,14 @@ class Contender:
             named: the parameters to train.
         """
         return self.rival.make(named, self.setting)
+
+    def share(self, done: float) -> float:
+        """The factor on the learning rate; the horizon is the same for all contenders.
+
+        Args:
+            done: the share of the steps that is.
+        """
+        return interpolate(self.rival.knots, done) if self.schedule == "learned" else SCHEDULES[self.schedule](done)
 
     def describe(self) -> dict[str, Any]:
         """In JSON's types, for records."""

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from metamd.container import write_atomically
 from metamd.inner import Cost
-from metamd.rivals.base import Named, Range, Rival, Schedule, Setting, Stepper
+from metamd.rivals.base import Named, Range, Rival, Setting, Stepper
 from metamd.tasks.base import Task, TaskFamily, derive_seed
+from metamd.usage import Schedule
 
 Lesson = Callable[[TaskFamily, int], tuple[dict[str, Tensor], Cost]]
 """Learns tensors on a family under a seed, at a cost."""

@@ -6,9 +6,9 @@ from typing import Any
 from metamd.averaging import AveragingName
 from metamd.learned import LearnedOptimiser
 from metamd.optimiser import MetaMD
-from metamd.rivals.base import Named, Range, Rival, Schedule, Setting
+from metamd.rivals.base import Named, Range, Rival, Setting
 from metamd.rivals.classical import DECAY
-from metamd.usage import Usage
+from metamd.usage import Schedule, Usage
 
 COSTS = ("gradient_evaluations", "hessian_vector_products", "seconds")
 
@@ -44,10 +44,9 @@ def learned_rival(
         options |= {"metric": used.metric, "exact": exact, "averaging": averaging}
         return MetaMD(named, learned, **options, check_finite=False)
 
-    first: Schedule = used.schedule
-    other: Schedule = "linear" if first == "constant" else "constant"
+    plain: tuple[Schedule, ...] = ("constant", "linear")
     how: dict[str, Any] = {"metric": used.metric, "online": learned.header.online if used.metric == "online" else None}
-    how |= {"exact": exact, "averaging": averaging}
+    how |= {"exact": exact, "averaging": averaging} | ({"knots": used.knots} if used.knots else {})
     momentum = used.momentum or (0.9 if averaging == "schedule-free" else 0.0)
     return Rival(
         name,
@@ -56,7 +55,8 @@ def learned_rival(
         {"lr": Range(0.1, 10), "weight_decay": DECAY},
         {"lr": used.factor, "weight_decay": 0.0, "momentum": momentum},
         {"lr": (1.0, 0.3, 0.5, 0.7, 1.5), "weight_decay": (0.001, 0.0001, 0.0005)},
-        schedules=(first, other),
+        schedules=(used.schedule, *(s for s in plain if s != used.schedule)),
         identity=f"{learned.fingerprint()} {json.dumps(how, sort_keys=True)}",
         cost={k: v for k, v in learned.header.cost.items() if k in COSTS},
+        knots=used.knots,
     )

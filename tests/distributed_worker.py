@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from metamd import MetaMD
+from metamd import MetaMD, Online
 from tests.helpers import random_basis, random_geometry, small_model
 
 STEPS = 30
@@ -135,6 +135,23 @@ def certified(rank, world, folder):
     reference = small_model(seed=1, dtype=torch.float64)
     found = {"one": optimiser.certificate(reference), "resumed": resumed.certificate(reference)}
     return {k: {**dataclasses.asdict(c), "text": str(c)} for k, c in found.items()}
+
+
+def certified_online(rank, world, folder):
+    """The certificate of shards under a metric that grows with the run."""
+    geometry, model, _ = sharded(pieces=1)
+    optimiser = MetaMD(model.named_parameters(), geometry, metric=growing(model), momentum=0.8, certify=True)
+    fit(model, optimiser, rank, world, range(15))
+    found = optimiser.certificate(small_model(seed=1, dtype=torch.float64))
+    try:
+        optimiser.certificate(radius=1.0)
+    except ValueError as error:
+        return {**dataclasses.asdict(found), "error": str(error)}
+    return {"error": None}
+
+
+def growing(model):
+    return Online("sum", scale={n: 20.0 for n, _ in model.named_parameters()})
 
 
 def fsdp_nonfinite(rank, world, folder):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from metamd import MetaMD
-from tests.distributed_worker import STEPS, batch, fit, geometry_and_model
+from tests.distributed_worker import STEPS, batch, fit, geometry_and_model, growing
 from tests.helpers import small_model
 
 
@@ -108,6 +108,21 @@ def test_distributed_checkpoint_resumes_bit_exactly(tmp_path):
         assert equal(result["params"], result["resumed"])
         assert torch.equal(*result["pieces"])
         assert len(result["pieces"][0]) == STEPS
+
+
+def test_certificates_of_growing_metrics_in_shards_are_those_of_one_process(tmp_path):
+    found = launch("certified_online", tmp_path)
+    geometry, model = geometry_and_model(pieces=1)
+    optimiser = MetaMD(model.named_parameters(), geometry, metric=growing(model), momentum=0.8, certify=True)
+    fit(model, optimiser, 0, 1, range(15))
+    single = optimiser.certificate(small_model(seed=1, dtype=torch.float64))
+    assert single.guaranteed
+    for one in found:
+        assert one["guaranteed"]
+        for field in ("bound", "realised", "identity"):
+            assert one[field] == pytest.approx(getattr(single, field), rel=1e-9)
+        assert one["published"] >= single.published * (1 - 1e-9)
+        assert "but these are sharded" in one["error"]
 
 
 def test_certificates_of_shards_are_those_of_one_process(tmp_path):

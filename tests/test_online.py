@@ -239,6 +239,18 @@ def test_a_usage_is_chosen_on_training_tasks_alone_and_kept_in_the_file(learned,
     assert set(learned.header.task_hashes) < set(again.header.task_hashes)
 
 
+def test_the_factor_climbs_to_where_no_neighbour_is_better(learned):
+    tried = {}
+    factors = tuple(2.0**k for k in range(-6, 7))
+    options = {"metrics": ("learned",), "momenta": (0.0,), "schedules": ("constant",), "factors": factors, "tasks": 1}
+    found = learn_usage(learned, tabular(steps=30), watch=lambda u, v: tried.update({u.factor: v}), **options)
+    best = found.usage.factor
+    assert tried[best] == min(tried.values())
+    assert {best / 2, best * 2} & set(factors) <= set(tried)
+    assert len(tried) < len(factors), "no more than the way there is run"
+    assert sum(1.0 == f for f in tried) == 1
+
+
 def test_a_family_on_which_everything_diverges_is_said(learned):
     steep = learned.potential.with_metrics({k: v.detach() - math.log(1e12) for k, v in learned.potential.log_d.items()})
     broken = LearnedOptimiser(learned.header, steep)

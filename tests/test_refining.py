@@ -151,7 +151,7 @@ def test_learn_usage_offers_one_from_runs_of_the_linear_decay(learned, metric):
     tried = {}
     options = {"momenta": (0.0,), "factors": (1.0,), "tasks": 2, "rules": (metamd.Online("sum"),)}
     learn_usage(learned, tabular(steps=30), metrics=(metric,), watch=lambda u, v: tried.update({u: v}), **options)
-    assert [u.schedule for u in tried] == ["constant", "linear", "learned"]
+    assert [u.schedule for u in tried] == ["linear", "constant", "learned"]
     offered = list(tried)[-1]
     assert len(offered.knots) == 11
     assert offered.knots[-1] == 0

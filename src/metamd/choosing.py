@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import get_args
 
 import torch
@@ -34,7 +33,7 @@ RULES = (Online(), Online("polar", beta=0.9), Online("polar", beta=0.95))
 """Online metrics that a usage may have, before their scales are learned."""
 
 MOMENTA = (0.0, 0.9)
-FACTORS = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
+FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
 
 
 def tuned_reference(
@@ -143,9 +142,9 @@ def learn_usage(
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule and factor on training tasks; the choice is stored in the file.
 
-    First metric, momentum and schedule at the learned steps as they are, then the factor. What counts is the geometric mean
-    of two losses, so that it is the ratios that matter: the mean over the run, and that of fresh batches of the training
-    data at its end. What diverges on any task is out.
+    First metric and momentum, then the factor, then the schedule, then the factor again; a factor is left for its neighbour
+    as long as that is better. What counts is the geometric mean of two losses, so that it is the ratios that matter: the
+    mean over the run, and that of fresh batches of the training data at its end. What diverges on any task is out.
 
     Args:
         learned: the geometry.
@@ -175,13 +174,14 @@ def learn_usage(
         finder = reference or tuned_reference(family, seed=seed)
         found += [learn_scale(learned, family, reference=finder, online=rule, tasks=tasks, seed=seed) for rule in rules]
     built = draw_tasks(family, seed, "usage", tasks)
-    phi = learned.potential.bind(built[0].init())
-    score = partial(_score, built, phi, watch)
-    combinations = [(u, o) for o in found for u in _first_usages(partial(_scheduled, built, phi, o), o, momenta, schedules)]
-    values = [(score(*pair), pair) for pair in combinations]
-    _, (usage, online) = min(values, key=lambda entry: entry[0])
-    values += [(score(u, online), (u, online)) for f in factors if (u := replace(usage, factor=f)) != usage]
-    value, (best, online) = min(values, key=lambda entry: entry[0])
+    trials = _Trials(built, learned.potential.bind(built[0].init()), watch)
+    first: Schedule = "linear" if "linear" in schedules else schedules[0]
+    starts = [(o, trials.scheduled(u, first, o)) for o in found for u in _first_usages(o, momenta, factors)]
+    online, usage = min(starts, key=lambda start: trials.score(start[1], start[0]))
+    usage = trials.climb(usage, online, factors)
+    offered = [usage, *(trials.scheduled(usage, s, online) for s in schedules if s != first)]
+    best = min((trials.climb(u, online, factors) for u in offered), key=lambda u: trials.score(u, online))
+    value = trials.score(best, online)
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
     chosen_on = () if finder is None else finder.chosen_on
@@ -196,29 +196,64 @@ def learn_usage(
     return replace(learned, header=header)
 
 
-def _first_usages(
-    scheduled: Callable[[Usage, Schedule], Usage],
-    online: Online | None,
-    momenta: Sequence[float],
-    schedules: Sequence[Schedule],
-) -> list[Usage]:
-    """What a metric is tried with before the factor is chosen: the bound makes steps of averaged gradients rather long."""
+def _first_usages(online: Online | None, momenta: Sequence[float], factors: Sequence[float]) -> list[Usage]:
+    """What a metric is tried with first: the bound makes steps along averaged gradients too long, by two to five times."""
     if online is not None and online.rule == "polar":
-        plain = [Usage("online", factor=f) for f in (0.5, 1.0)]
-    else:
-        plain = [Usage("learned" if online is None else "online", b) for b in momenta]
-    return [scheduled(usage, s) for usage in plain for s in schedules]
+        return [Usage("online", factor=_nearest(0.35, factors))]
+    return [Usage("learned" if online is None else "online", b, factor=_nearest(1.0, factors)) for b in momenta]
 
 
-def _scheduled(
-    built: Sequence[Task], potential: MaxDiagonal, online: Online | None, usage: Usage, schedule: Schedule
-) -> Usage:
-    """A usage with a schedule; a learned one is refined from runs with the linear one."""
-    if schedule != "learned":
-        return replace(usage, schedule=schedule)
-    linear = replace(usage, schedule="linear")
-    runs = [train(task, potential, linear, online=online, measure=True) for task in built]
-    return refined(linear, [run.energies for run in runs if math.isfinite(run.loss)])
+def _nearest(factor: float, factors: Sequence[float]) -> float:
+    return min(factors, key=lambda f: abs(math.log(f / factor)))
+
+
+class _Trials:
+    """Training runs of a few tasks with one usage after another; none is run twice.
+
+    Args:
+        tasks: to decide on.
+        potential: bound to their tensors.
+        watch: called with every usage tried and its score.
+    """
+
+    def __init__(self, tasks: Sequence[Task], potential: MaxDiagonal, watch: Callable[[Usage, float], None] | None) -> None:
+        self.tasks, self.potential, self.watch = tasks, potential, watch
+        self._known: dict[tuple[int, Usage], float] = {}
+
+    def score(self, usage: Usage, online: Online | None) -> float:
+        """The geometric mean of the mean loss and of that at the end; infinite if any run diverged."""
+        key = id(online), usage
+        if key not in self._known:
+            mean, end = 0.0, 0.0
+            for task in self.tasks:
+                run = train(task, self.potential, usage, online=online)
+                mean += run.loss / len(self.tasks)
+                end += (_tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf) / len(self.tasks)
+            self._known[key] = math.sqrt(mean * end) if mean > 0 and end > 0 else end
+            if self.watch is not None:
+                self.watch(usage, self._known[key])
+        return self._known[key]
+
+    def climb(self, usage: Usage, online: Online | None, factors: Sequence[float]) -> Usage:
+        """The same usage with the factor from which neither neighbour is better."""
+        ordered = sorted(factors)
+        place = ordered.index(_nearest(usage.factor, ordered))
+        usage = replace(usage, factor=ordered[place])
+        for way in (-1, 1):
+            while 0 <= place + way < len(ordered):
+                further = replace(usage, factor=ordered[place + way])
+                if not self.score(further, online) < self.score(usage, online):
+                    break
+                usage, place = further, place + way
+        return usage
+
+    def scheduled(self, usage: Usage, schedule: Schedule, online: Online | None) -> Usage:
+        """A usage with a schedule; a learned one is refined from runs with the linear one."""
+        if schedule != "learned":
+            return replace(usage, schedule=schedule, knots=())
+        linear = replace(usage, schedule="linear", knots=())
+        runs = [train(task, self.potential, linear, online=online, measure=True) for task in self.tasks]
+        return refined(linear, [run.energies for run in runs if math.isfinite(run.loss)])
 
 
 def _check_choices(learned: object, **choices: Sequence[object]) -> None:
@@ -227,25 +262,6 @@ def _check_choices(learned: object, **choices: Sequence[object]) -> None:
     for name, offered in choices.items():
         if not offered:
             raise ValueError(f"{name} must have one to choose from at least, got none. Leave it out for the usual ones.")
-
-
-def _score(
-    built: Sequence[Task],
-    potential: MaxDiagonal,
-    watch: Callable[[Usage, float], None] | None,
-    usage: Usage,
-    online: Online | None,
-) -> float:
-    """The score of runs with a usage; infinite if any diverged."""
-    mean, end = 0.0, 0.0
-    for task in built:
-        run = train(task, potential, usage, online=online)
-        mean += run.loss
-        end += _tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf
-    score = math.sqrt(mean * end) / len(built) if mean > 0 and end > 0 else end / len(built)
-    if watch is not None:
-        watch(usage, score)
-    return score
 
 
 def _with(cost: Mapping[str, float], gradients: int, seconds: float) -> dict[str, float]:

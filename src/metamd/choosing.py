@@ -139,7 +139,7 @@ def learn_usage(
     rules: Sequence[Online] = RULES,
     tasks: int = 3,
     seed: int = 0,
-    watch: Callable[[Usage, float], None] | None = None,
+    watch: Callable[[Usage, Online | None, float], None] | None = None,
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule and factor on training tasks; the choice is stored in the file.
 
@@ -158,7 +158,7 @@ def learn_usage(
         rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
         tasks: to decide on.
         seed: draws them.
-        watch: called with every usage tried and its loss.
+        watch: called with every usage tried, its online metric if it has one, and its loss.
 
     Example:
         >>> from metamd import Diagonal, meta_train, tasks
@@ -232,7 +232,7 @@ def _check_choices(learned: object, **choices: Sequence[object]) -> None:
 def _score(
     built: Sequence[Task],
     potential: MaxDiagonal,
-    watch: Callable[[Usage, float], None] | None,
+    watch: Callable[[Usage, Online | None, float], None] | None,
     usage: Usage,
     online: Online | None,
 ) -> float:
@@ -244,7 +244,7 @@ def _score(
         end += _tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf
     score = math.sqrt(mean * end) / len(built) if mean > 0 and end > 0 else end / len(built)
     if watch is not None:
-        watch(usage, score)
+        watch(usage, online, score)
     return score
 
 

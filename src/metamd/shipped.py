@@ -75,17 +75,17 @@ def outcome_lines(comparison: Mapping[str, Any]) -> list[str]:
         >>> about = {"where": "held-out domain 30", "family": "rotated-mnist", "protocol": "paper", "seeds": 3, "steps": 100}
         >>> print(*outcome_lines({**about, "target": "Adam", "rows": [row]}), sep="\\n")
         rotated-mnist, held-out domain 30: 3 seeds, 100 steps, protocol paper, target of Adam
-          Adam: mean loss 0.25, final loss 0.125, never at the target, test accuracy 90.00 %
+          Adam: mean loss 0.25, final 0.125, never at the target, test 90.00 %
     """
     c = comparison
     how = f"{c['seeds']} seeds, {c['steps']} steps, protocol {c['protocol']}, target of {c['target']}"
     lines = [f"{c['family']}, {c['where']}: {how}"]
     for row in c["rows"]:
         steps = row["steps_to_target"]
-        parts = [f"{what} {_number(row[key])}" for key, what in (("mean_loss", "mean loss"), ("final_loss", "final loss"))]
+        parts = [f"{what} {_number(row[key])}" for key, what in (("mean_loss", "mean loss"), ("final_loss", "final"))]
         parts.append("never at the target" if steps is None else f"{steps:g} steps to the target")
         if row["test_accuracy"] is not None:
-            parts.append(f"test accuracy {100 * row['test_accuracy']:.2f} %")
+            parts.append(f"test {100 * row['test_accuracy']:.2f} %")
         lines.append(f"  {row['label']}: {', '.join(parts)}")
     return lines
 

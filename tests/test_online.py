@@ -454,8 +454,8 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
         assert learned.header.usage is not None
         said = [line.split(": loss")[0] for line in capsys.readouterr().err.splitlines() if ": loss " in line]
         assert len(said) == len(set(said)) > 15, "two usages are called the same"
-        assert any("(average rule, output side renewed every 10 steps)" in line for line in said)
-        assert any(line.endswith("(average rule)") for line in said)
+        assert any("(average rule, beta 0.99, output side renewed every 10 steps)" in line for line in said)
+        assert any(line.endswith("(polar rule, beta 0.95)") for line in said)
 
 
 def test_what_cannot_be_learned_from_or_prepared_is_said():

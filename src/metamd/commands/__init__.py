@@ -206,7 +206,7 @@ class Train:
         model: of a family of images: linear, mlp, lenet or resnet18.
         hold_out: the domain of a family of images that is left out: an angle, or a dataset.
         images: per domain, at most.
-        width: of a resnet18; 64 is the published one, 16 runs on a small CPU.
+        width: of a resnet18 (64 is the published one, 16 runs on a small CPU), or of an mlp on rotated-mnist.
         start: a checkpoint with the parameters that every task begins at; otherwise each has its own initialisation.
         learn_start: begin at the mean of the tasks' solutions, which is kept in the file; for tasks with a shared start.
         follow: learn from runs of Adam alone, twice as many as --tasks says, in closed form and without rounds.

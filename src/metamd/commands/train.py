@@ -109,7 +109,7 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
 def _tried(usage: Usage, online: Online | None, loss: float) -> str:
     """A usage and its loss, in a line that no other usage has."""
     turned = f", output side renewed every {online.refresh} steps" if online is not None and online.refresh else ""
-    rule = "" if online is None else f" ({online.rule} rule{turned})"
+    rule = "" if online is None else f" ({online.rule} rule, beta {online.beta:g}{turned})"
     return f"{usage}{rule}: loss {loss:.4g}"
 
 

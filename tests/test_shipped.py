@@ -204,7 +204,8 @@ def test_the_wheel_has_them(tmp_path):
 
 def test_the_width_of_an_mlp_is_an_option_of_its_family():
     family = rotated_mnist(width=32)
-    assert family.describe()["width"] == 32
-    assert "width" not in rotated_mnist().describe()  # records made before stay valid
+    assert family.training.describe()["width"] == 32
+    assert family.recipe.make(0).second.weight.shape == (32, 32)
+    assert "width" not in rotated_mnist().training.describe()  # records made before stay valid
     with pytest.raises(ValueError, match="'lenet' has none"):
         rotated_mnist(model="lenet", width=3)

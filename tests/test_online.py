@@ -25,6 +25,7 @@ from metamd import (
     prepare,
 )
 from metamd.choosing import learn_scale, learn_start, learn_usage, tuned_reference
+from metamd.commands.train import _tried
 from metamd.following import learn_from_reference
 from metamd.inner import gradient
 from metamd.objectives import Reference
@@ -454,8 +455,9 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
         assert learned.header.usage is not None
         said = [line.split(": loss")[0] for line in capsys.readouterr().err.splitlines() if ": loss " in line]
         assert len(said) == len(set(said)) > 15, "two usages are called the same"
-        assert any("(average rule, beta 0.99, output side renewed every 10 steps)" in line for line in said)
-        assert any(line.endswith("(polar rule, beta 0.95)") for line in said)
+        assert all(any(line.endswith(f"(polar rule, beta {b})") for line in said) for b in (0.9, 0.95))
+        lines = {_tried(Usage("online"), online, 0.5) for online in (None, Online(), Online(refresh=5), Online("sum"))}
+        assert len(lines) == 4
 
 
 def test_what_cannot_be_learned_from_or_prepared_is_said():

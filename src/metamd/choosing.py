@@ -180,7 +180,7 @@ def learn_usage(
     combinations = [(u, o) for o in found for u in _first_usages(partial(_scheduled, built, phi, o), o, momenta, schedules)]
     values = [(score(*pair), pair) for pair in combinations]
     _, (usage, online) = min(values, key=lambda entry: entry[0])
-    values += [(score(u, online), (u, online)) for f in factors if (u := replace(usage, factor=f)) != usage]
+    values += [(score(*p), p) for f in factors if (p := (replace(usage, factor=f), online)) not in combinations]
     value, (best, online) = min(values, key=lambda entry: entry[0])
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench shipped clean
 
 demo: $(VENV)/.demo
 	$(BIN)/metamd demo
@@ -20,6 +20,9 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/step.py
+
+shipped: $(VENV)/.dev
+	$(BIN)/python benchmarks/ship.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -11,10 +11,10 @@ from torch import nn
 import metamd
 from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, certify, cli, load, meta_train, tasks
 from metamd.certification import across_domains
-from metamd.commands.certify import certificate_section
 from metamd.lessons import draw
 from metamd.objectives import Reference
 from metamd.scores import run_task, steps_to
+from metamd.statements import HeldOutCertificate
 from metamd.tasks import Drawn, config_hash
 from metamd.tasks.catalogue import FAMILIES
 from metamd.training_tasks import displacements, measure, size_of, training_tasks
@@ -321,7 +321,7 @@ def test_the_command_prints_and_writes_it(file, tmp_path, capsys):
     assert "held-out task 20 of 20" in said.err
     after = load(file)
     assert after.fingerprint() == before.fingerprint()
-    assert after.header.held_out["certificate"]["tasks"] == 20
+    assert after.header.held_out["certificates"]["quadratic"]["tasks"] == 20
     assert replace(after.header, held_out={}) == before.header
     text = page.read_text()
     assert "What held-out tasks guarantee" in text
@@ -346,7 +346,7 @@ def test_the_command_in_json_and_elsewhere(file, tmp_path, capsys):
     assert cli.run(["certify", str(file), "quadratic", *args]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["file"] == str(out)
-    assert record["certificate"] == load(out).header.held_out["certificate"]
+    assert record["certificate"] == load(out).header.held_out["certificates"]["quadratic"]
     assert (record["certificate"]["seed"], record["certificate"]["delta"]) == (3, 0.1)
     assert file.read_bytes() == content
 
@@ -371,17 +371,17 @@ def test_bad_commands_are_one_sentence_and_leave_the_file(file, args, message, c
 
 
 def test_a_file_of_the_package_is_not_changed_in_place(file, tmp_path, monkeypatch, capsys):
-    from metamd import learned as home
+    from metamd import shipped as home
     from metamd.commands import certify as command
 
-    monkeypatch.setattr(home, "SHIPPED", tmp_path)
-    monkeypatch.setattr(command, "SHIPPED", tmp_path)
+    monkeypatch.setattr(home, "FOLDER", tmp_path)
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
     content = file.read_bytes()
     assert cli.run(["certify", "x", "quadratic", "--held-out-tasks", "1"]) == 2
     assert "'x' is shipped with the package and stays as it is. Pass --out FILE." in capsys.readouterr().err
     out = tmp_path / "elsewhere" / "y.safetensors"
     assert cli.run(["certify", "x", "quadratic", "--held-out-tasks", "1", "--out", str(out)]) == 0
-    assert load(out).header.held_out["certificate"]["tasks"] == 1
+    assert load(out).header.held_out["certificates"]["quadratic"]["tasks"] == 1
     assert file.read_bytes() == content
 
 
@@ -399,7 +399,51 @@ def test_a_file_that_changes_meanwhile_is_left_alone(file, learned, monkeypatch,
     assert load(file).header.held_out == {}
 
 
-def test_the_section_has_every_statement(certificate):
-    section = certificate_section(certificate)
-    assert len(section.rows) == len(certificate.statements)
-    assert all(len(row) == len(section.heads) for row in section.rows)
+def test_a_page_has_what_is_printed(certificate):
+    """Word for word, statement by statement, also after a file has carried it."""
+    again = HeldOutCertificate.from_dict(json.loads(certificate.to_json()))
+    texts = again.paragraphs()
+    assert sum(f": {s}" in text for s in certificate.statements for text in texts) == len(certificate.statements)
+    words = " ".join(str(certificate).split())
+    for text in texts:
+        assert " ".join(text.split(": ", 1)[-1].split("; ")[0].split()) in words
+
+
+def test_what_is_no_certificate_is_refused(certificate):
+    plain = certificate.to_dict()
+    wrong = [[], {}, {**plain, "more": 1}, {**plain, "assumptions": [1]}, {**plain, "tasks": "<b>", "delta": "x"}]
+    wrong += [{**plain, "statements": [{**plain["statements"][0], "about": "all"}]}, {**plain, "task": None}]
+    wrong += [{**plain, "statements": [{**plain["statements"][0], "bound": "1"}]}]
+    for other in wrong:
+        with pytest.raises(ValueError, match="this is no held-out certificate"):
+            HeldOutCertificate.from_dict(other)
+
+
+def test_a_file_keeps_one_certificate_for_each_family_and_domain(file, capsys, monkeypatch):
+    """Another family, or the same with another domain held out, is another statement; the same again replaces it."""
+    from metamd.commands import certify as command
+
+    few = ["--held-out-tasks", "2"]
+    assert cli.run(["certify", str(file), "quadratic", *few]) == 0
+    assert "for quadratic." in capsys.readouterr().out
+    monkeypatch.setitem(FAMILIES, "other", lambda steps=60: other)
+    other = tasks.quadratic((1.0, 2.0), steps=60)
+    other.name = "other"
+    assert cli.run(["certify", str(file), "other", *few]) == 0
+    assert "for other, beside what it says of quadratic." in capsys.readouterr().out
+    assert set(load(file).header.held_out["certificates"]) == {"quadratic", "other"}
+    other.drawn = lambda: Drawn(domains=("30",))
+    assert cli.run(["certify", str(file), "other", *few, "--seed", "1"]) == 0
+    assert cli.run(["certify", str(file), "quadratic", *few, "--seed", "7"]) == 0
+    kept = load(file).header.held_out["certificates"]
+    assert {k: v["seed"] for k, v in kept.items()} == {"quadratic": 7, "other": 0, "other: 30": 1}
+    capsys.readouterr()
+    assert cli.run(["inspect", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert all(f"certificate from 2 tasks of {place}" in said for place in kept)
+    old = replace(load(file).header, held_out={"certificate": kept["other"], "note": 1})
+    replace(load(file), header=old).save(file)
+    assert command.certificates(old.held_out) == {"other": kept["other"]}
+    assert cli.run(["certify", str(file), "quadratic", *few]) == 0
+    assert set(load(file).header.held_out) == {"note", "certificates"}
+    assert set(load(file).header.held_out["certificates"]) == {"other", "quadratic"}

@@ -63,7 +63,7 @@ def test_every_command_has_a_home_and_help_names_it(capsys):
     assert all(home.rpartition(".")[2] in shown for home in HOMES.values())
 
 
-@pytest.mark.parametrize("args", [["inspct", "x"], ["inspect", "x", "--jsn"], ["inspect"], [], ["demo", "--seed", "one"]])
+@pytest.mark.parametrize("args", [["inspct", "x"], ["inspect", "x", "--jsn"], ["certify"], [], ["demo", "--seed", "one"]])
 def test_a_typo_is_answered_with_code_2(args, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.run(args)

@@ -15,6 +15,7 @@ import pytest
 
 from metamd import Comparison, Measuring, cli, compare, load, rivals, tasks
 from metamd.commands.report import read, summary, write_report
+from metamd.comparing import draw
 from metamd.comparison_report import expected_best
 from metamd.experiments import diverse_digits_lenet, rotated_mnist_mlp
 from metamd.experiments.leave_one_out import Entry, Geometry, Scale, markdown
@@ -93,15 +94,111 @@ def test_the_page_says_who_set_the_target(compared, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_certificate_beside_the_records_is_shown(compared):
+def test_what_else_lies_beside_the_records_is_shown_as_it_is(compared):
     path = compared / "certificate.json"
-    path.write_text(json.dumps({"bound": 1.25, "what": "<b>"}))
+    path.write_text(json.dumps({"bound": 1.25, "what": "<b>", "certificates": {"<i>": [2.5]}}))
     write_report(compared, compared)
     path.unlink()
     page = (compared / "report.html").read_text()
     assert "Certificate" in page
     assert "1.25" in page
+    assert "2.5" in page
     assert "<b>" not in page
+    assert "<i>" not in page
+
+
+def test_the_certificate_of_a_file_is_shown_in_words(learned, tmp_path, capsys):
+    """As `metamd certify` prints it, and not as JSON."""
+    file = tmp_path / "certified.safetensors"
+    assert cli.run(["certify", str(learned), "quadratic", "--held-out-tasks", "20", "--out", str(file)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert cli.run(["compare", str(file), "quadratic", "--out", str(tmp_path / "o"), *SMALL]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    found = load(file).header.held_out["certificates"]["quadratic"]
+    steps = next(s for s in found["statements"] if s["quantity"].startswith("steps"))
+    for sentence in (f"{steps['quantity']} <= {steps['bound']:.5g} [{steps['basis']}]", found["assumptions"][0]):
+        assert sentence in printed
+        assert sentence in said
+    for shown in (said, (tmp_path / "o" / "report.html").read_text(), (tmp_path / "o" / "report.md").read_text()):
+        assert "Certificate of the file: quadratic" in shown
+        assert "confidence" not in shown.replace("&#34;", '"'), "a field of the JSON is no word of the page"
+
+
+def trained_on(file, domains, tmp_path):
+    """The same file, with a header that says which domains it was learned on."""
+    made = load(file)
+    family = {**made.header.family, "domains": domains}
+    replace(made, header=replace(made.header, family=family)).save(tmp_path / "trained.safetensors")
+    return tmp_path / "trained.safetensors"
+
+
+def test_a_domain_that_the_file_was_trained_on_is_called_so_everywhere(learned, tmp_path, capsys):
+    """The table, the JSON and the pages; a file of other domains is not accused."""
+    for domains, seen in ((["quadratic", "x"], True), (["x"], False)):
+        out = tmp_path / domains[0]
+        file = trained_on(learned, domains, tmp_path)
+        args = ["compare", str(file), "quadratic", "--out", str(out), "--json", *SMALL]
+        assert cli.run(args) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["held_out"] == {"quadratic": not seen}
+        assert found["trained_on"] == ({"MetaMD": ["quadratic"]} if seen else {})
+        assert cli.run([a for a in args if a != "--json"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        for shown in (said, (out / "report.html").read_text(), (out / "report.md").read_text()):
+            assert ("MetaMD was trained on this domain: not held out (quadratic)" in shown) == seen
+            assert ("MetaMD (trained on this domain: not held out)" in shown) == seen
+            assert ("1 held-out domain" in shown) == (not seen)
+        assert Comparison.read(out).trained_on("MetaMD") == (["quadratic"] if seen else [])
+
+
+def test_a_comparison_knows_tasks_and_domains_that_were_learned_on():
+    """Also without the command line: by domain, or by a task whose hash the file has."""
+    configs = draw(QUADRATIC, 2, 0)["quadratic"]
+    one = rival("sgd")
+    both = {
+        "by task": replace(one, tasks=(tasks.config_hash(configs[1]),)).untuned(),
+        "by domain": replace(one, domains=("quadratic",)).untuned(),
+        "neither": replace(one, tasks=("0" * 32,), domains=("x",)).untuned(),
+    }
+    found = compare(both, QUADRATIC, seeds=2, measuring=Measuring(splits=()))
+    assert found.folds[0].trained == ("by task", "by domain")
+    assert [found.trained_on(label) for label in both] == [["quadratic"], ["quadratic"], []]
+
+
+@pytest.mark.parametrize("target", ["sgd", "SGD, untuned"])
+def test_targets_are_names_or_labels_in_both_commands(target, learned, compared, tmp_path, capsys):
+    comparison = Comparison.read(compared)
+    assert [comparison.aiming(w).aim.baseline for w in ("adam", "metamd", *comparison.labels)] == [
+        *("Adam", "MetaMD"),
+        *comparison.labels,
+    ]
+    with pytest.raises(ValueError, match="or the name of a rival such as adam; got 'soap'"):
+        comparison.aiming("soap")
+    assert cli.run(["compare", str(learned), "quadratic", "--out", str(compared), "--target", target, *SMALL]) == 0
+    first = " ".join(capsys.readouterr().out.split())
+    assert cli.run(["report", str(compared), "--target", target, "--out", str(tmp_path)]) == 0
+    second = " ".join(capsys.readouterr().out.split())
+    label = "SGD" if target == "sgd" else target
+    assert f"which {label} has after 75% of the steps" in first
+    assert f"which {label} has after 75% of the steps" in second
+
+
+def test_what_is_refused_leaves_nothing_behind(learned, tmp_path, capsys):
+    """A family that the file does not fit, above all: its folder must not stand in the way of the next try."""
+    out = tmp_path / "o"
+    start = ["compare", str(learned)]
+    for args in (
+        ["tabular"],
+        ["tabular", "--rivals", "aruba"],
+        ["tabular", "--protocol", "paper"],
+        ["quadratic", "--protocol", "paper", "--budget", "0"],
+        ["quadratic", "--protocol", "paper", "--seeds", "0"],
+        ["quadratic", "--target", "soap"],
+    ):
+        assert cli.run([*start, *args, "--out", str(out)]) == 2
+        assert not out.exists(), args
+    assert "--target must be one of the rivals" in capsys.readouterr().err
+    assert cli.run([*start, "quadratic", "--out", str(out), *SMALL]) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metamd
-from metamd import LearnedOptimiser, MaxDiagonal
-from metamd import learned as module
+from metamd import LearnedOptimiser, MaxDiagonal, shipped
 from metamd.learned import fingerprint
 from tests.learned_files import TYINGS, learned, model, same
 
@@ -161,7 +160,7 @@ def test_the_fingerprint_changes_with_any_part_of_the_geometry():
 
 
 def test_names_are_shipped_files_and_the_rest_is_a_path(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shipped").mkdir()
     learned(horizon=1).save("shipped/digits-1.safetensors")

@@ -25,6 +25,7 @@ from metamd import (
     prepare,
 )
 from metamd.choosing import learn_scale, learn_start, learn_usage, tuned_reference
+from metamd.commands.train import _tried
 from metamd.following import learn_from_reference
 from metamd.inner import gradient
 from metamd.objectives import Reference
@@ -228,7 +229,7 @@ def test_the_tally_is_that_of_the_definition():
 def test_a_usage_is_chosen_on_training_tasks_alone_and_kept_in_the_file(learned, tmp_path):
     tried = {}
     choices = {"momenta": (0.0, 0.9), "factors": (0.5, 1.0, 2.0)}
-    found = learn_usage(learned, tabular(steps=30), tasks=2, watch=lambda u, v: tried.update({u: v}), **choices)
+    found = learn_usage(learned, tabular(steps=30), tasks=2, watch=lambda u, _, v: tried.update({u: v}), **choices)
     assert tried[found.usage] == min(tried.values())
     assert {u.metric for u in tried} == {"learned", "online"}
     assert {u.factor for u in tried} == {0.5, 1.0, 2.0}
@@ -243,12 +244,11 @@ def test_the_factor_climbs_to_where_no_neighbour_is_better(learned):
     tried = {}
     factors = tuple(2.0**k for k in range(-6, 7))
     options = {"metrics": ("learned",), "momenta": (0.0,), "schedules": ("constant",), "factors": factors, "tasks": 1}
-    found = learn_usage(learned, tabular(steps=30), watch=lambda u, v: tried.update({u.factor: v}), **options)
+    found = learn_usage(learned, tabular(steps=30), watch=lambda u, _, v: tried.update({u.factor: v}), **options)
     best = found.usage.factor
     assert tried[best] == min(tried.values())
     assert {best / 2, best * 2} & set(factors) <= set(tried)
     assert len(tried) < len(factors), "no more than the way there is run"
-    assert sum(1.0 == f for f in tried) == 1
 
 
 def test_a_family_on_which_everything_diverges_is_said(learned):
@@ -405,8 +405,9 @@ def test_a_geometry_from_reference_runs_is_the_closed_form_of_them():
     """D_i = sqrt(sum_t g_ti^2 / delta_i^2), from Adam runs written out here."""
     family, reference = tabular(steps=20), Reference(lr=0.01, factor=1)
     learned = learn_from_reference(family, Diagonal(), reference=reference, tasks=2, seed=4)
-    x, y = {}, {}
+    x, y, first, last = {}, {}, [], []
     for i in range(2):
+        losses = []
         seed = metamd.tasks.base.derive_seed(4, "usage", "follow", i)
         task = family.build(family.sample(torch.Generator().manual_seed(seed)))
         params = {n: v.clone().requires_grad_() for n, v in task.init().items()}
@@ -414,15 +415,22 @@ def test_a_geometry_from_reference_runs_is_the_closed_form_of_them():
         for t in range(20):
             adam.param_groups[0]["lr"] = 0.01 * (1 - t / 20)
             adam.zero_grad()
-            task.loss(params, task.batch(t)).backward()
+            loss = task.loss(params, task.batch(t))
+            losses.append(float(loss.detach()))
+            loss.backward()
             for n, p in params.items():
                 y[n] = y.get(n, 0) + p.grad.double() ** 2
             adam.step()
         for n, p in params.items():
             x[n] = x.get(n, 0) + (p.detach() - task.init()[n]).double() ** 2
+        first.append(losses[0])
+        last.append(sum(losses[-2:]) / 2)
     for n, log_d in learned.potential.log_d.items():
         torch.testing.assert_close(log_d.detach()[0].double().exp(), (y[n] / x[n]).sqrt(), rtol=1e-3, atol=0.0)
     assert len(learned.header.task_hashes) == 2
+    reached = 0.9 * max(last) + 0.1 * sum(first) / 2  # the median of two is their mean
+    assert learned.header.target_loss == pytest.approx(reached, rel=1e-5)
+    assert metamd.certify(learned, family, held_out_tasks=2).target == learned.header.target_loss
     with pytest.raises(ValueError, match="says nothing about 3 pieces"):
         learn_from_reference(family, MaxDiagonal(3), reference=reference)
     with pytest.raises(ValueError, match="all 1 reference runs diverged"):
@@ -456,14 +464,20 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
         assert len(learned.header.task_hashes) >= 2
     else:
         assert learned.header.usage is not None
-        assert "loss" in capsys.readouterr().err
+        said = [line.split(": loss")[0] for line in capsys.readouterr().err.splitlines() if ": loss " in line]
+        assert len(said) == len(set(said)) > 15, "two usages are called the same"
+        assert all(any(line.endswith(f"(polar rule, beta {b})") for line in said) for b in (0.9, 0.95))
+        lines = {_tried(Usage("online"), online, 0.5) for online in (None, Online(), Online(refresh=5), Online("sum"))}
+        assert len(lines) == 4
 
 
 def test_what_cannot_be_learned_from_or_prepared_is_said():
     family = tabular(steps=5)
     learned = learn_from_reference(family, Kronecker(), reference=Reference(lr=0.01), tasks=1)
     params = [(n, torch.nn.Parameter(torch.zeros(s))) for n, s in learned.header.model.items()]
-    with pytest.raises(TypeError, match=r"got str\. Pass metamd\.load"):
+    with pytest.raises(TypeError, match=r"got Kronecker|got MaxDiagonal\. Pass metamd\.load"):
+        metamd.prepare(params, Kronecker(), steps=5)
+    with pytest.raises(FileNotFoundError, match=r"there is no file 'learned\.safetensors'"):
         metamd.prepare(params, "learned.safetensors", steps=5)
     with pytest.raises(TypeError, match=r"got MaxDiagonal\. Pass metamd\.load"):
         learn_usage(Kronecker(), family)
@@ -487,3 +501,24 @@ def test_a_certificate_says_that_the_recommended_usage_is_another():
     assert "learned from reference runs" in plain
     assert "is not certified" not in plain
     assert "(learned metric, momentum 0.9, constant schedule, factor 1) is not certified" in " ".join(other.split())
+
+
+def test_what_a_file_recommends_is_said_and_left_to_prepare(tmp_path, capsys):
+    """MetaMD keeps its defaults, as a torch optimiser does, and says in its repr what the file would have."""
+    family = tabular(steps=5)
+    learned = learn_from_reference(family, Kronecker(), reference=Reference(lr=0.01), tasks=1)
+    used = replace(learned, header=replace(learned.header, usage=Usage("learned", 0.9, "linear", 1.4).to_dict()))
+    named = [(n, torch.nn.Parameter(x)) for n, x in family.example().items()]
+    words = "learned metric, momentum 0.9, linear schedule, factor 1.4"
+    plain = MetaMD(named, used)
+    assert (plain.param_groups[0]["momentum"], plain.param_groups[0]["lr"]) == (0.0, 1.0)
+    assert f"The learned file recommends: {words}. metamd.prepare(params, learned, steps=T) sets it up." in repr(plain)
+    assert repr(copy.deepcopy(plain)) == repr(plain)
+    assert "recommends" not in repr(MetaMD(named, learned))
+    assert f"recommended: {words}" in repr(used)
+    used.save(tmp_path / "x.safetensors")
+    optimiser, _ = metamd.prepare(named, tmp_path / "x.safetensors", steps=5)
+    assert optimiser.param_groups[0]["momentum"] == 0.9
+    assert cli.run(["inspect", str(tmp_path / "x.safetensors")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{words}; metamd.prepare(params, learned, steps=T) does so, MetaMD(params, learned) does not" in said

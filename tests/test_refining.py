@@ -150,7 +150,7 @@ def test_it_travels_with_the_file_and_drives_every_kind_of_run(learned, tmp_path
 def test_learn_usage_offers_one_from_runs_of_the_linear_decay(learned, metric):
     tried = {}
     options = {"momenta": (0.0,), "factors": (1.0,), "tasks": 2, "rules": (metamd.Online("sum"),)}
-    learn_usage(learned, tabular(steps=30), metrics=(metric,), watch=lambda u, v: tried.update({u: v}), **options)
+    learn_usage(learned, tabular(steps=30), metrics=(metric,), watch=lambda u, _, v: tried.update({u: v}), **options)
     assert [u.schedule for u in tried] == ["linear", "constant", "learned"]
     offered = list(tried)[-1]
     assert len(offered.knots) == 11

@@ -33,6 +33,13 @@ def unwrap(geometry: LearnedOptimiser | Potential) -> tuple[Potential, FamilyWat
     )
 
 
+def recommended(geometry: LearnedOptimiser | Potential) -> str:
+    """A line about the usage that a file recommends, which `MetaMD` leaves to `prepare`; empty without one."""
+    if not isinstance(geometry, LearnedOptimiser) or geometry.header.usage is None:
+        return ""
+    return f"\nThe learned file recommends: {geometry.usage}. metamd.prepare(params, learned, steps=T) sets it up."
+
+
 def geometry_code(potential: Potential) -> str:
     """The geometry in a few letters."""
     return fingerprint(potential) if isinstance(potential, MaxDiagonal) else repr(potential)

@@ -211,10 +211,7 @@ def across_domains(learned: LearnedOptimiser, family: TaskFamily) -> str:
     domains = family.drawn().domains
     if not domains:
         return "no guarantee for tasks that are drawn in another way than these"
-    about = learned.header.family or {}
-    recorded = about.get("domains") or about.get("datasets")
-    seen = list(recorded) if isinstance(recorded, list | dict) else []
-    new = [d for d in domains if d not in seen]
+    new = [d for d in domains if d not in learned.domains]
     names = f": {', '.join(new)}" if new else ""
     return (
         f"no guarantee across domains: as a statement about a new domain this has m = {len(new)} held-out "

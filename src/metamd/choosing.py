@@ -32,6 +32,9 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 RULES = (Online(), Online("polar", beta=0.9), Online("polar", beta=0.95))
 """Online metrics that a usage may have, before their scales are learned."""
 
+Watch = Callable[[Usage, Online | None, float], None]
+"""Called with every usage tried, its online metric if it has one, and its score."""
+
 MOMENTA = (0.0, 0.9)
 FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
 
@@ -138,7 +141,7 @@ def learn_usage(
     rules: Sequence[Online] = RULES,
     tasks: int = 3,
     seed: int = 0,
-    watch: Callable[[Usage, float], None] | None = None,
+    watch: Watch | None = None,
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule and factor on training tasks; the choice is stored in the file.
 
@@ -157,7 +160,7 @@ def learn_usage(
         rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
         tasks: to decide on.
         seed: draws them.
-        watch: called with every usage tried and its loss.
+        watch: called with every usage tried, its online metric if it has one, and its score.
 
     Example:
         >>> from metamd import Diagonal, meta_train, tasks
@@ -213,10 +216,12 @@ class _Trials:
     Args:
         tasks: to decide on.
         potential: bound to their tensors.
-        watch: called with every usage tried and its score.
+        watch: called with every usage tried, its online metric and its score.
     """
 
-    def __init__(self, tasks: Sequence[Task], potential: MaxDiagonal, watch: Callable[[Usage, float], None] | None) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], potential: MaxDiagonal, watch: Callable[[Usage, Online | None, float], None] | None
+    ) -> None:
         self.tasks, self.potential, self.watch = tasks, potential, watch
         self._known: dict[tuple[int, Usage], float] = {}
 
@@ -231,7 +236,7 @@ class _Trials:
                 end += (_tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf) / len(self.tasks)
             self._known[key] = math.sqrt(mean * end) if mean > 0 and end > 0 else end
             if self.watch is not None:
-                self.watch(usage, self._known[key])
+                self.watch(usage, online, self._known[key])
         return self._known[key]
 
     def climb(self, usage: Usage, online: Online | None, factors: Sequence[float]) -> Usage:

@@ -138,7 +138,9 @@ def _folds(
             for label, found in entrants.items()
         }
         costs = {label: dict(found[0].rival.cost) for label, found in entrants.items()}
-        folds.append(Fold(group, members, {}, costs))
+        hashes = [config_hash(x) for x in configs]
+        trained = tuple(label for label, found in entrants.items() if found[0].rival.was_learned_on(group, hashes))
+        folds.append(Fold(group, members, {}, costs, trained))
     return tuple(folds)
 
 

@@ -87,20 +87,31 @@ class Comparison:
         left_out = ([] if graded else ["test_error"]) + ([] if timed else ["seconds_to_target"])
         return [m for m in SHOWN if m not in left_out]
 
+    def trained_on(self, label: str) -> list[str]:
+        """The domains that an optimiser was learned on: for it they are not held out.
+
+        Args:
+            label: of the optimiser.
+        """
+        return [f.group for f in self.folds if label in f.trained]
+
     def aiming(self, baseline: str, share: float = 0.75) -> "Comparison":
         """The same with another target.
 
         Args:
-            baseline: label of the optimiser that sets it.
+            baseline: label of the optimiser that sets it, or the name of a rival, for the first label that it has.
             share: of the steps after which its loss is the target.
         """
-        if baseline not in self.labels:
+        labels = [label for label in self.labels if label == baseline]
+        labels += [label for label, found in self.folds[0].entrants.items() if found[0].contender.get("rival") == baseline]
+        if not labels:
             raise ValueError(
-                f"the baseline, which sets the target, must be one of {'; '.join(self.labels)}; got {baseline!r}."
+                f"the baseline, which sets the target, must be one of {'; '.join(self.labels)}, or the name of a rival such "
+                f"as adam; got {baseline!r}."
             )
         if not 0 < share <= 1:
             raise ValueError(f"share must lie in (0, 1], got {share}.")
-        return replace(self, aim=Target(baseline, share))
+        return replace(self, aim=Target(labels[0], share))
 
     def target(self, fold: Fold) -> float:
         """The training loss to reach on one domain.
@@ -275,7 +286,8 @@ class Comparison:
                 for label, found in fold.entrants.items()
             }
             seconds = {k: None if math.isnan(v) else v for k, v in fold.seconds.items()}
-            folds.append({"group": fold.group, "entrants": entrants, "seconds": seconds, "costs": fold.costs})
+            about = {"group": fold.group, "trained": list(fold.trained)}
+            folds.append({**about, "entrants": entrants, "seconds": seconds, "costs": fold.costs})
         aim = None if self.aim is None else {"baseline": self.aim.baseline, "share": self.aim.share}
         return {"protocol": self.protocol, "aim": aim, "folds": folds}
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ from metamd.folds import Target
 from metamd.paired import Estimate
 from metamd.protocols import PROTOCOLS
 from metamd.report import Section
+from metamd.statements import HeldOutCertificate, certificates
+
+KEPT = ("certificate", "certificates")
 
 HEADS = {
     "mean_loss": "mean training loss",
@@ -46,8 +48,10 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
 def _results(c: Comparison) -> Section:
     first = c.folds[0].entrants[c.labels[0]][0].outcomes
     aim = c.aim or Target(c.labels[-1])
+    new = "" if any(f.trained for f in c.folds) else "held-out "
     texts = [
-        f"{len(c.folds)} held-out domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {len(first)} "
+        *(not_held_out(c, label) for label in c.labels if c.trained_on(label)),
+        f"{len(c.folds)} {new}domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {len(first)} "
         f"seed{'s' * (len(first) > 1)} each, {first[0].places[-1]} steps. Means over all runs; 95 % bootstrap intervals.",
         f"Protocol: {c.protocol or 'as given'}. {PROTOCOLS.get(c.protocol, '')} {c.screening}".strip(),
         f"The target on each domain is a training loss of {_targets(c)}, which {aim.baseline} has after {aim.share:.0%} of "
@@ -55,13 +59,28 @@ def _results(c: Comparison) -> Section:
     ]
     rows = []
     for label in c.labels:
-        row = [label]
+        row = [f"{label} (trained on this domain: not held out)" if c.trained_on(label) else label]
         for metric in c.metrics:
             shown = _estimate(c.estimate(label, metric), metric)
             arrived = float(np.isfinite(c.values(label, metric)).mean())
             row.append(shown if metric == "test_error" or arrived == 1 else f"{shown}; {arrived:.0%} arrived")
         rows.append(row)
     return Section("Results", texts, ["", *(HEADS[m] for m in c.metrics)], rows)
+
+
+def not_held_out(c: Comparison, label: str) -> str:
+    """What must be said of an optimiser that was learned on what it is compared on.
+
+    Args:
+        c: the comparison.
+        label: of the optimiser.
+    """
+    domains = c.trained_on(label)
+    which = "this domain" if len(domains) == 1 else "these domains"
+    return (
+        f"{label} was trained on {which}: not held out ({', '.join(domains)}). Its numbers there say nothing about a domain "
+        "that it has not seen."
+    )
 
 
 def _targets(c: Comparison) -> str:
@@ -138,9 +157,10 @@ def _costs(c: Comparison) -> Section:
     for label in c.labels:
         tuning = sum(f.tuning_gradients(label) for f in c.folds) / len(c.folds)
         seconds = c.folds[0].seconds.get(label, math.nan)
-        learned = [f.costs.get(label, {}).get("seconds", 0.0) for f in c.folds]
+        learned = [f.costs.get(label, {}).get("seconds", math.nan) for f in c.folds]
         row = [label, "" if math.isnan(seconds) else f"{1000 * seconds:.2f}", f"{tuning:,.0f}"]
-        row += [f"{c.learning_gradients(label):,.0f}", f"{sum(learned) / len(learned):,.0f}"]
+        known = not math.isnan(sum(learned))
+        row += [f"{c.learning_gradients(label):,.0f}", f"{sum(learned) / len(learned):,.0f}" if known else ""]
         if label == ours:
             row += ["", ""]
         else:
@@ -230,12 +250,22 @@ def _plain(value: Any) -> str:
     return text if len(text) <= 2000 else text[:2000] + " ..."
 
 
-def certificate_section(found: Any) -> Section:
-    """What the learned file says of held-out tasks, as it lies beside the records; whatever its fields.
+def certificate_sections(found: Any) -> list[Section]:
+    """What the learned file says of held-out tasks, as it lies beside the records: its certificates as they are printed.
 
     Args:
-        found: what the file holds.
+        found: the `held_out` of a header; what is no certificate is shown as it is.
     """
-    items: Sequence[tuple[Any, Any]] = list(found.items()) if isinstance(found, dict) else [("certificate", found)]
-    texts = ["What the learned file says about tasks that it was not learned on."]
-    return Section("Certificate", texts, ["", "value"], [[str(k), _plain(v)] for k, v in items])
+    rest = {k: v for k, v in found.items() if k not in KEPT} if isinstance(found, dict) else {"certificate": found}
+    parts = []
+    for name, plain in certificates(found).items():
+        try:
+            texts = HeldOutCertificate.from_dict(plain).paragraphs()
+        except (ValueError, TypeError):
+            rest[name] = plain
+            continue
+        parts.append(Section(f"Certificate of the file: {name}", texts))
+    if rest:
+        texts = ["What else the learned file says about tasks that it was not learned on."]
+        parts.append(Section("Certificate", texts, ["", "value"], [[str(k), _plain(v)] for k, v in rest.items()]))
+    return parts

@@ -37,12 +37,14 @@ class Fold:
         entrants: the candidates of each optimiser by label.
         seconds: of one step, by label.
         costs: of learning it, by label: `gradient_evaluations`, `hessian_vector_products` and `seconds`.
+        trained: labels of optimisers that were learned on this domain, for which it is not held out.
     """
 
     group: str
     entrants: Mapping[str, tuple[Candidate, ...]]
     seconds: Mapping[str, float]
     costs: Mapping[str, Mapping[str, float]]
+    trained: tuple[str, ...] = ()
 
     def best(self, label: str, metric: str, target: float | None) -> Candidate:
         """The candidate with the smallest mean of a metric, a run that failed or never arrived counted as very large.
@@ -144,7 +146,7 @@ def read_fold(folder: Path, found: Mapping[str, Any]) -> Fold:
         raise ValueError(f"every optimiser must have run all tasks of {found['group']!r}.")
     seconds = {str(k): math.nan if v is None else float(v) for k, v in found["seconds"].items()}
     costs = {str(k): {str(n): float(x) for n, x in v.items()} for k, v in found["costs"].items()}
-    return Fold(str(found["group"]), entrants, seconds, costs)
+    return Fold(str(found["group"]), entrants, seconds, costs, tuple(map(str, found.get("trained", ()))))
 
 
 def _outcome(folder: Path, name: Any) -> Outcome:

@@ -15,6 +15,7 @@ from metamd.factors import learn_factors
 from metamd.gradient_sums import GradientSums
 from metamd.inner import Cost, Trajectory
 from metamd.learned import LearnedOptimiser
+from metamd.lessons import ends_of, within_reach
 from metamd.moments import Moments
 from metamd.objectives import Reference, Regret
 from metamd.outer import Iterate
@@ -89,6 +90,7 @@ def learn_from_reference(
         seeds=(seed,),
         cost=cost,
         task_hashes=tuple(dict.fromkeys([*reference.chosen_on, *family.tasks])),
+        target_loss=within_reach([ends_of(run) for run in used]),
     )
 
 

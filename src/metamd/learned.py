@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -23,10 +22,10 @@ from metamd.potentials.base import Named
 from metamd.potentials.basis import Identity
 from metamd.potentials.diagonal import MaxDiagonal, Missing
 from metamd.potentials.kronecker import Learned
+from metamd.shipped import locate
 from metamd.tying import Rename, Shape
 from metamd.usage import Usage
 
-SHIPPED = Path(__file__).parent / "pretrained"
 HEADER_KEY, CHECKSUM_KEY = "metamd", "metamd.checksum"
 MOMENTS, START = ("moments/x/", "moments/y/"), "start/"
 ORTHONORMAL = 1e-3
@@ -116,6 +115,13 @@ class LearnedOptimiser:
         return replace(self, start=kept, header=replace(self.header, start=shapes, task_hashes=hashes))
 
     @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains that it was learned on, as far as its header names them."""
+        about = self.header.family or {}
+        found = about.get("domains") or about.get("datasets")
+        return tuple(map(str, found)) if isinstance(found, list | dict) else ()
+
+    @property
     def usage(self) -> Usage:
         """How it is best used on its family; plainly, unless `learn_usage` has found out more."""
         return Usage(**self.header.usage or {})
@@ -158,6 +164,8 @@ class LearnedOptimiser:
         ]
         if header.horizon is not None:
             parts.append(f"horizon={header.horizon}")
+        if header.usage is not None:
+            parts.append(f"recommended: {self.usage}")
         return f"LearnedOptimiser({', '.join(parts)})"
 
 
@@ -181,25 +189,6 @@ def load(path_or_name: str | os.PathLike[str]) -> LearnedOptimiser:
         return _assemble(container)
     except ValueError as error:
         raise ValueError(f"{shown(str(path))} cannot be loaded: {error}") from None
-
-
-def locate(path_or_name: str | os.PathLike[str]) -> Path:
-    """The path of a file, or of one shipped with the package, in `SHIPPED`.
-
-    Args:
-        path_or_name: as for `load`.
-    """
-    if not isinstance(path_or_name, str) or not re.fullmatch("[a-z0-9-]+", path_or_name):
-        return Path(path_or_name)
-    path = SHIPPED / f"{path_or_name}.safetensors"
-    if path.is_file():
-        return path
-    shipped = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.safetensors"))) or "none so far"
-    here = [n for n in (path_or_name, f"{path_or_name}.safetensors") if Path(n).exists()]
-    hint = (
-        f'To read the file in this directory, write "./{here[0]}".' if here else 'To read a file, write its path: "./name".'
-    )
-    raise FileNotFoundError(f"no learned optimiser {path_or_name!r} is shipped with metamd (shipped: {shipped}). {hint}")
 
 
 def _assemble(container: Container) -> LearnedOptimiser:

@@ -160,7 +160,7 @@ class Lecture:
             float(self.objective.value(run, fit)),
             bound if self.exact else math.nan,
             float(run.losses.mean()),
-            (float(run.losses[0]), _tail(run)),
+            ends_of(run),
             run.switches,
             unsettled,
             "",
@@ -173,15 +173,28 @@ class Lecture:
         return not run.diverged, run.cost
 
 
-def within_reach(lessons: Sequence[Lesson]) -> float:
+def ends_of(run: Trajectory) -> tuple[float, float]:
+    """The first training loss of a run, and the mean of the last tenth of them.
+
+    Args:
+        run: that finished.
+    """
+    return float(run.losses[0]), _tail(run)
+
+
+def within_reach(ends: Sequence[tuple[float, float]]) -> float:
     """A target for the losses of later runs: nine tenths of the way from the median first loss to the worst last one.
 
     It is known before any held-out task is drawn, and all but unusual tasks of the family reach it.
 
     Args:
-        lessons: those of tasks that finished, at least one.
+        ends: those of runs that finished, see `ends_of`; of one at least.
+
+    Example:
+        >>> round(within_reach([(2.0, 1.0), (4.0, 0.5), (3.0, 0.75)]), 6)
+        1.2
     """
-    first, last = statistics.median(lesson.ends[0] for lesson in lessons), max(lesson.ends[1] for lesson in lessons)
+    first, last = statistics.median(first for first, _ in ends), max(last for _, last in ends)
     return last + 0.1 * max(first - last, 0.0)
 
 

@@ -38,6 +38,9 @@ class MetaMD(Optimizer):
     theta+ = argmin <g, theta> + B(theta||theta_t)/lr. A learned geometry has its step sizes inside: lr = 1 uses them as
     they are. The choice of the active piece is one for the whole model, over all groups.
 
+    The metric, momentum and schedule that a file recommends are set up by `metamd.prepare`. Here every option is what its
+    default says, as in any torch optimiser; `print(opt)` has a line about the difference.
+
     Args:
         params: as for any torch optimiser; `model.named_parameters()` for a learned geometry.
         geometry: a `LearnedOptimiser`, or a potential.
@@ -88,6 +91,7 @@ class MetaMD(Optimizer):
         self._safeguard = Safeguard() if safeguard else None
         self._potential, self._watch = binding.unwrap(geometry)
         self._online = binding.online_metric(metric, geometry)
+        self._recommended = binding.recommended(geometry)
         self._bound: Potential | None = None
         self._audit = Audit(Ledger(paper=not exact), self._online) if certify else None
         self._hash: str | None = None
@@ -292,6 +296,9 @@ class MetaMD(Optimizer):
 
     # what can be read off it
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}{self._recommended}"
+
     @property
     def active_piece(self) -> int | None:
         """The piece with the largest weight after the last step; None before the first, or without pieces."""
@@ -379,5 +386,5 @@ class MetaMD(Optimizer):
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
     *("_active", "_audit", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_training", "_watch"),
-    *("_online", "averaging", "check_finite", "exact", "fused"),
+    *("_online", "_recommended", "averaging", "check_finite", "exact", "fused"),
 )

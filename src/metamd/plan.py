@@ -109,7 +109,7 @@ class Plan:
             done=state.done + 1,
             changes=(*state.changes, change),
             tasks=_joined(state.tasks, (lesson.task for lesson in held.lessons)),
-            target=within_reach(held.finished) if held.finished else state.target,
+            target=within_reach([lesson.ends for lesson in held.finished]) if held.finished else state.target,
         )
         note = self._verdict(new, limit)
         record = OuterStep(

@@ -1,20 +1,24 @@
 """A learned optimiser as it is best used on its family, in one line."""
 
 from collections.abc import Iterable
+from os import PathLike
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from metamd.learned import LearnedOptimiser
+from metamd.learned import LearnedOptimiser, load
 from metamd.optimiser import MetaMD
 
 
-def prepare(params: Iterable[Any], learned: LearnedOptimiser, *, steps: int, **options: Any) -> tuple[MetaMD, LRScheduler]:
+def prepare(
+    params: Iterable[Any], learned: LearnedOptimiser | str | PathLike[str], *, steps: int, **options: Any
+) -> tuple[MetaMD, LRScheduler]:
     """The optimiser with the momentum, the metric and the schedule that the file says are best, ready for a run.
 
     Args:
         params: `model.named_parameters()`, as for `MetaMD`.
-        learned: what `load` gives, with a `usage`; one without is used plainly.
+        learned: what `load` gives, or what it takes: a path, or the name of a shipped one. One without a `usage` is used
+            plainly.
         steps: how many times `schedule.step()` will be called: the length of the run.
         options: of `MetaMD`, where you want others.
 
@@ -26,8 +30,12 @@ def prepare(params: Iterable[Any], learned: LearnedOptimiser, *, steps: int, **o
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of the run.")
+    if isinstance(learned, str | PathLike):
+        learned = load(learned)
     if not isinstance(learned, LearnedOptimiser):
-        raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
+        raise TypeError(
+            f"learned must be a LearnedOptimiser or a path, got {type(learned).__name__}. Pass metamd.load(path)."
+        )
     usage = learned.usage
     chosen: dict[str, Any] = {"lr": usage.lr, "momentum": usage.momentum, "metric": usage.metric}
     optimiser = MetaMD(params, learned, **{**chosen, **options})

@@ -19,6 +19,9 @@ HEADINGS: dict[About, str] = {
     "training tasks": "the expectation over tasks, from the training tasks",
 }
 
+WORDS = {"domain": "domain", "data": "data", "initialisation": "initialisation", "batches": "batch order"}
+"""What a task is, as `Drawn` has it."""
+
 
 @dataclass(frozen=True)
 class Statement:
@@ -95,6 +98,35 @@ class HeldOutCertificate:
     def _quantities(self) -> str:
         return "; ".join(f"{s.about}: {s.quantity}" for s in self.statements)
 
+    @property
+    def place(self) -> str:
+        """What it is about, in short: the family, and the domains if there are any. A file keeps one for each."""
+        return self.family + (f": {', '.join(self.task.domains)}" if self.task.domains else "")
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> "HeldOutCertificate":
+        """What `to_dict` gave; what does not have its fields is a `ValueError`.
+
+        Args:
+            plain: of a file, which is not trusted.
+        """
+        try:
+            drawn = Drawn(**{**plain["task"], "domains": tuple(plain["task"]["domains"])})
+            found = cls(
+                **{
+                    **plain,
+                    "task": drawn,
+                    "statements": tuple(Statement(**s) for s in plain["statements"]),
+                    "assumptions": tuple(plain["assumptions"]),
+                }
+            )
+            str(found)  # numbers are numbers and texts are texts
+            if not {s.about for s in found.statements} <= set(HEADINGS):
+                raise ValueError("a statement is about something unknown")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"this is no held-out certificate ({error!r}). Make one with metamd certify.") from None
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types: what is not a finite number is null."""
         plain: dict[str, Any] = _finite(asdict(self))
@@ -104,22 +136,45 @@ class HeldOutCertificate:
         """As JSON text."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
-    def __str__(self) -> str:
+    def paragraphs(self) -> list[str]:
+        """What `print` shows, a text for each statement and each assumption, for a page."""
+        found = self._opening()
+        found += [f"{HEADINGS[s.about]}: {s}" for about in HEADINGS for s in self.statements if s.about == about]
+        found.append("a task: " + "; ".join(f"{word}: {getattr(self.task, name)}" for name, word in WORDS.items()))
+        return [*found, *(f"assumed: {text}" for text in self.assumptions), self.across_domains]
+
+    def _opening(self) -> list[str]:
         sure = f"{100 * (1 - self.delta):g} %"
-        lines = [
+        return [
             f"held-out certificate: {self.family}, {self.tasks} task{'s' * (self.tasks != 1)}, T = {self.steps}, "
             f"each statement at {sure}",
-            f"  {self.diverged} of {self.tasks} diverged; a task that did counts as infinite",
+            f"{self.diverged} of {self.tasks} diverged; a task that did counts as infinite",
         ]
+
+    def __str__(self) -> str:
+        first, second = self._opening()
+        lines = [first, f"  {second}"]
         for about, heading in HEADINGS.items():
             here = [s for s in self.statements if s.about == about]
             lines += [f"  {heading}:"] * bool(here)
             lines += [_wrapped(str(s), "    ") for s in here]
         lines += ["  a task:"]
-        words = {"domain": "domain", "data": "data", "initialisation": "initialisation", "batches": "batch order"}
-        lines += [f"    {word}: {getattr(self.task, name)}" for name, word in words.items()]
+        lines += [f"    {word}: {getattr(self.task, name)}" for name, word in WORDS.items()]
         lines += ["  assumed:", *(_wrapped(text, "    ") for text in self.assumptions)]
         return "\n".join([*lines, _wrapped(self.across_domains, "  ")])
+
+
+def certificates(held_out: object) -> dict[str, Any]:
+    """The certificates in the `held_out` of a header, by what they are about; a single one, as it was once kept, too.
+
+    Args:
+        held_out: of a file, which is not trusted.
+    """
+    if not isinstance(held_out, Mapping):
+        return {}
+    found, single = held_out.get("certificates"), held_out.get("certificate")
+    old = {str(single.get("family")): single} if isinstance(single, Mapping) else {}
+    return {**old, **(found if isinstance(found, Mapping) else {})}
 
 
 def _wrapped(text: str, indent: str) -> str:

@@ -25,7 +25,7 @@ class Certify:
         model: of a family of images.
         hold_out: the domain that the held-out tasks are from, in a family of images.
         images: per domain, at most.
-        width: of a resnet18.
+        width: of a resnet18, or of an mlp on rotated-mnist.
         start: a checkpoint with the parameters that every task begins at.
         out: write the file here instead, and leave FILE as it is.
         report: write a page here too, such as certificate.html.
@@ -74,12 +74,12 @@ class Inspect:
     """Print what a learned-optimiser file says about itself and the distribution of its step sizes.
 
     Args:
-        file: a path, or the name of a learned optimiser shipped with the package.
+        file: a path, or the name of a learned optimiser shipped with the package; without one, those are listed.
         json: print one JSON object on standard output instead of text.
         figure: draw the distributions into this image, such as steps.png.
     """
 
-    file: Annotated[Positional[str], arg(metavar="FILE")]
+    file: Annotated[Positional[str | None], arg(metavar="[FILE]")] = None
     json: bool = False
     figure: Annotated[Path | None, arg(metavar="PNG")] = None
 
@@ -206,7 +206,7 @@ class Train:
         model: of a family of images: linear, mlp, lenet or resnet18.
         hold_out: the domain of a family of images that is left out: an angle, or a dataset.
         images: per domain, at most.
-        width: of a resnet18; 64 is the published one, 16 runs on a small CPU.
+        width: of a resnet18 (64 is the published one, 16 runs on a small CPU), or of an mlp on rotated-mnist.
         start: a checkpoint with the parameters that every task begins at; otherwise each has its own initialisation.
         learn_start: begin at the mean of the tasks' solutions, which is kept in the file; for tasks with a shared start.
         follow: learn from runs of Adam alone, twice as many as --tasks says, in closed form and without rounds.
@@ -300,13 +300,13 @@ class Compare:
         schedules: of the rivals' rates: constant, linear.
         momentum: of MetaMD; as FILE has it if not given.
         schedule: of MetaMD's rate; as FILE has it if not given.
-        target: the rival that sets the target; the last one if not given.
+        target: the rival that sets the target, by its name or its label in the table; the last one if not given.
         hold_out: the domain to compare on; that of FILE if not given.
         seeds: tasks, or tasks per domain.
         steps: training steps of one run; the family's own if not given.
         model: of a family of images: linear, mlp, lenet or resnet18.
         images: per domain, at most.
-        width: of a resnet18.
+        width: of a resnet18, or of an mlp on rotated-mnist.
         start: a checkpoint whose parameters every task begins at, safetensors or torch.save.
         workers: processes.
         ray: address of a Ray cluster to train on, with so many workers; local starts one on this machine.
@@ -345,7 +345,7 @@ class Report:
 
     Args:
         folder: what metamd compare or metamd reproduce wrote; comparisons in its folders are joined.
-        target: the label of the optimiser that sets the target; that of the records if not given.
+        target: the optimiser that sets the target, by its name or its label; that of the records if not given.
         share: of the steps after which its loss is the target; that of the records, 0.75 as a rule, if not given.
         out: directory for the pages; that of the records if not given.
         json: print one JSON object on standard output instead of text.

@@ -16,10 +16,11 @@ from metamd.commands import Certify
 from metamd.commands.families import build_family, check_place, held_out_side
 from metamd.container import shown
 from metamd.data.locks import locked
-from metamd.learned import SHIPPED, LearnedOptimiser, load, locate
+from metamd.learned import LearnedOptimiser, load
 from metamd.objectives import Reference
 from metamd.report import Section, write_page
-from metamd.statements import HEADINGS, HeldOutCertificate
+from metamd.shipped import FOLDER, locate
+from metamd.statements import HeldOutCertificate, certificates
 
 
 def run(options: Certify) -> int:
@@ -47,45 +48,22 @@ def run(options: Certify) -> int:
             comparator=reference,
             log=display.show,
         )
-    _write(options.file, out, learned, found)
+    others = _write(options.file, out, learned, found)
     if options.report is not None:
         command = f"metamd certify {options.file} {options.family} --seed {options.seed}"
-        write_page(options.report, f"Held-out certificate of {out.name}", [certificate_section(found)], command=command)
+        write_page(
+            options.report,
+            f"Held-out certificate of {out.name}",
+            [Section("What held-out tasks guarantee", found.paragraphs())],
+            command=command,
+        )
     if options.json:
         print(json.dumps({"file": str(out), "certificate": found.to_dict()}, allow_nan=False))
         return 0
     print("\n".join(one_line(line) for line in str(found).splitlines()))
-    print(f"Written into the header of {one_line(str(out))}.")
+    beside = f", beside what it says of {one_line('; '.join(others))}" if others else ""
+    print(f"Written into the header of {one_line(str(out))} for {one_line(found.place)}{beside}.")
     return 0
-
-
-def certificate_section(found: HeldOutCertificate) -> Section:
-    """The certificate as a part of a report page.
-
-    Args:
-        found: the certificate.
-    """
-    rows = [
-        [
-            s.quantity,
-            HEADINGS[s.about],
-            "" if s.bound is None else f"{s.bound:.5g}",
-            s.verdict,
-            f"{100 * s.confidence:g} %",
-            s.basis,
-        ]
-        for s in found.statements
-    ]
-    task = f"A task: {found.task.domain}; data: {found.task.data}; initialisation: {found.task.initialisation}; "
-    texts = [
-        f"{found.tasks} held-out tasks of {found.family}, {found.steps} steps each; {found.diverged} diverged, and count as "
-        "infinite.",
-        f"{task}batch order: {found.task.batches}.",
-        *(f"Assumed: {text}." for text in found.assumptions),
-        f"{found.across_domains[:1].upper()}{found.across_domains[1:]}.",
-    ]
-    heads = ["quantity", "of", "at most", "verdict", "confidence", "basis"]
-    return Section("What held-out tasks guarantee", texts, heads, rows)
 
 
 def _place(options: Certify) -> Path:
@@ -96,19 +74,23 @@ def _place(options: Certify) -> Path:
         check_place(options.out)
         return options.out
     path = locate(options.file)
-    if path.parent == SHIPPED:
+    if path.parent == FOLDER:
         raise ValueError(f"{shown(options.file)} is shipped with the package and stays as it is. Pass --out FILE.")
     check_place(path)
     return path
 
 
-def _write(file: str, out: Path, learned: LearnedOptimiser, found: HeldOutCertificate) -> None:
+def _write(file: str, out: Path, learned: LearnedOptimiser, found: HeldOutCertificate) -> list[str]:
+    """Put the certificate beside those of other families and domains, which are given back, in place of an earlier one."""
     with locked(out.with_name(f".{out.name}.lock")):
         now = load(file)
         if now.fingerprint() != learned.fingerprint():
             raise ValueError(f"{shown(file)} was changed while its tasks ran. Run the command again.")
-        held_out = {**now.header.held_out, "certificate": found.to_dict()}
+        known = {k: v for k, v in certificates(now.header.held_out).items() if k != found.place}
+        others = {k: v for k, v in now.header.held_out.items() if k != "certificate"}
+        held_out = {**others, "certificates": {**known, found.place: found.to_dict()}}
         replace(now, header=replace(now.header, held_out=held_out)).save(out)
+    return list(known)
 
 
 class _Display:

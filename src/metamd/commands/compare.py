@@ -3,6 +3,8 @@
 import sys
 from typing import Any
 
+from torch import nn
+
 from metamd.cli import one_line
 from metamd.commands import Compare, Report
 from metamd.commands import report as report_command
@@ -23,21 +25,14 @@ def run(options: Compare) -> int:
     Args:
         options: what was asked.
     """
-    if not options.rivals:
-        raise ValueError("--rivals must name at least one, got none.")
-    target = options.target or options.rivals[-1]
-    if target not in options.rivals:
-        raise ValueError(f"--target must be one of the rivals, got {options.target!r}.")
-    for name in options.rivals:
-        if name not in LEARNERS:
-            rival(name)  # refuses an unknown one before anything is computed
+    _check(options)
     learned = load(options.file)
     known, family = sides(options, learned)
-    rivals = [_rival(name, known, options) for name in options.rivals]
-    baseline = rivals[options.rivals.index(target)]
     ours: dict[str, Contender] = {
         "MetaMD": _ours(learned, options),
     }
+    _check_fit(ours["MetaMD"], family)
+    rivals = [_rival(name, known, options) for name in options.rivals]
     trials = None
     if options.protocol == "paper":
         about = {"family": family.describe(), "seed": options.seed, "budget": options.budget}
@@ -66,7 +61,7 @@ def run(options: Compare) -> int:
             workers=options.workers,
             ray=options.ray,
             protocol=options.protocol,
-            aim=Target(_label(baseline.title, everybody)),
+            aim=Target(options.target or options.rivals[-1]),
         )
     except KeyboardInterrupt:
         print(f"Stopped; the same command continues from {one_line(str(options.out))}.", file=sys.stderr)
@@ -74,6 +69,30 @@ def run(options: Compare) -> int:
     if learned.header.held_out:
         write_json(options.out / "certificate.json", learned.header.held_out)
     return report_command.run(Report(options.out, json=options.json))
+
+
+def _check(options: Compare) -> None:
+    """Refuse what cannot be compared before anything is computed or written."""
+    if not options.rivals:
+        raise ValueError("--rivals must name at least one, got none.")
+    found = [LEARNERS[name] if name in LEARNERS else rival(name) for name in options.rivals]
+    labels = ["MetaMD"]
+    for one in found:
+        labels += [TITLES[s].format(one.title) for s in options.schedules if s in one.schedules]
+        labels.append(f"{one.title}, untuned")
+    if options.target is not None and options.target not in (*options.rivals, *labels):
+        raise ValueError(
+            f"--target must be one of the rivals ({', '.join(options.rivals)}) or a label of the table "
+            f"({'; '.join(labels)}), got {options.target!r}."
+        )
+    for name in ("budget", "seeds", "workers"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}.")
+
+
+def _check_fit(ours: Contender, family: TaskFamily) -> None:
+    """Refuse a file that does not fit the models of the family; data that are not at hand are found missing here too."""
+    ours.start([(n, nn.Parameter(x)) for n, x in family.example().items()])
 
 
 def _ours(learned: LearnedOptimiser, options: Compare) -> Contender:
@@ -101,13 +120,8 @@ def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, Task
     """
     known: dict[str, Any] = learned.header.family or {}
     family = build_family(options, known)
-    inner = getattr(family, "family", family)
-    held = getattr(inner, "hold_out", None)
-    if held is not None and str(held) in [str(d) for d in known.get("domains") or []]:
-        print(f"Note: the file was learned on {one_line(str(held))} too, so that nothing is held out.", file=sys.stderr)
-    return family, held_out_side(family)
-
-
-def _label(title: str, labels: Any) -> str:
-    found = [TITLES[s].format(title) for s in ("constant", "linear") if TITLES[s].format(title) in labels]
-    return found[0]
+    side = held_out_side(family)
+    trained = [d for d in side.drawn().domains if d in learned.domains]
+    if trained:
+        print(f"Note: the file was trained on {one_line(', '.join(trained))}: not held out.", file=sys.stderr)
+    return family, side

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from shutil import get_terminal_size
 from typing import Any
 
@@ -17,6 +17,8 @@ from rich.text import Text
 from metamd.cli import one_line
 from metamd.commands import Inspect
 from metamd.learned import LearnedOptimiser, load
+from metamd.shipped import Card, card, locate, names, outcome_lines
+from metamd.statements import HeldOutCertificate, certificates
 
 BARS = " ▁▂▃▄▅▆▇█"
 BINS = 16
@@ -52,8 +54,11 @@ def run(options: Inspect) -> int:
     Args:
         options: what was asked.
     """
+    if options.file is None:
+        return _list(options)
     learned = load(options.file)
     rows = distributions(learned)
+    found = card(options.file) if options.file in names() else None
     if options.figure is not None:
         from metamd.commands.figure import draw
 
@@ -62,12 +67,27 @@ def run(options: Inspect) -> int:
     if options.json:
         steps = [row.summary() for row in rows]
         record = {"file": options.file, "fingerprint": learned.fingerprint(), "header": learned.header.to_dict()}
+        record |= {} if found is None else {"card": asdict(found)}
         print(json.dumps({**record, "step_sizes": steps}))
         return 0
     width = max(80, get_terminal_size((120, 24)).columns)  # narrower, rich would drop the names of the layers
     console = Console(width=width, markup=False, emoji=False, highlight=False)
-    console.print(_header_table(options.file, learned))
+    console.print(_header_table(options.file, learned, found))
     console.print(_step_table(rows))
+    return 0
+
+
+def _list(options: Inspect) -> int:
+    """The learned optimisers that come with the package."""
+    if options.figure is not None:
+        raise ValueError("--figure draws the step sizes of one file. Name it: metamd inspect FILE --figure PNG.")
+    cards = [card(name) for name in names()]
+    if options.json:
+        print(json.dumps({"shipped": [asdict(c) for c in cards]}))
+        return 0
+    for c in cards:
+        print(f"{c.name}  ({locate(c.name).stat().st_size / 1000:,.0f} kB)\n  {c.about}")
+    print('metamd.load("NAME") reads one, and `metamd inspect NAME` prints its header and where it was judged.')
     return 0
 
 
@@ -124,16 +144,24 @@ def span(rows: Sequence[Distribution]) -> tuple[float, float]:
     return ends if ends[0] < ends[1] else (ends[0] - 1, ends[1] + 1)
 
 
-def _header_table(file: str, learned: LearnedOptimiser) -> Table:
+def _header_table(file: str, learned: LearnedOptimiser, found: Card | None) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    shown = {"file": file, "fingerprint": learned.fingerprint()} | learned.header.to_dict()
+    shown: dict[str, Any] = {"file": file, "fingerprint": learned.fingerprint()}
+    if found is not None:
+        judged = "\n".join(line for c in found.comparisons for line in outcome_lines(c))
+        shown |= {"shipped": found.about, "made by": found.command, "judged": judged}
+    shown |= learned.header.to_dict()
     shown["tensors"] = f"{len(learned.header.tensors)} (below)"
     shown["factors"] = ", ".join(f"{k} {n} x {r}" for k, (n, r) in learned.header.factors.items()) or "none: the identity"
     shown["model"] = "\n".join(f"{one_line(n)} {s}" for n, s in learned.header.model.items()) or None
     shown["task_hashes"] = _count(learned.header.task_hashes, "task", "used in learning")
     shown["held_out"] = _held_out(learned.header.held_out)
+    if learned.header.usage is not None:
+        shown["usage"] = (
+            f"{learned.usage}; metamd.prepare(params, learned, steps=T) does so, MetaMD(params, learned) does not"
+        )
     for name, value in shown.items():
         table.add_row(Text(name), Text(_plain(name, value)))
     return table
@@ -144,20 +172,25 @@ def _count(found: Sequence[Any], what: str, tail: str) -> str | None:
 
 
 def _held_out(found: Mapping[str, Any]) -> str | None:
-    """The statements of a certificate that say something, a line each; anything else as JSON."""
-    certificate = found.get("certificate")
-    if set(found) != {"certificate"} or not isinstance(certificate, dict):
-        return one_line(json.dumps(found, ensure_ascii=False)) if found else None
-    statements = [s for s in certificate.get("statements", ()) if isinstance(s, dict)]
-    lines = [f"certificate from {certificate.get('tasks')} tasks of {certificate.get('family')} (--json has it whole)"]
-    lines += [f"{s['about']}: {s['quantity']} <= {s['bound']:.5g}" for s in statements if s.get("verdict") == "holds"]
-    return "\n".join(map(one_line, lines))
+    """The statements of certificates that say something, a line each; anything else as JSON."""
+    lines, rest = [], {k: v for k, v in found.items() if k not in ("certificate", "certificates")}
+    for place, plain in certificates(found).items():
+        try:
+            certificate = HeldOutCertificate.from_dict(plain)
+        except (ValueError, TypeError):
+            rest[place] = plain
+            continue
+        lines.append(f"certificate from {certificate.tasks} tasks of {place} (--json has it whole)")
+        holding = [s for s in certificate.statements if s.verdict == "holds" and s.bound is not None]
+        lines += [f"{s.about}: {s.quantity} <= {s.bound:.5g}" for s in holding]
+    lines += [json.dumps(rest, ensure_ascii=False)] if rest else []
+    return "\n".join(map(one_line, lines)) or None
 
 
 def _plain(name: str, value: Any) -> str:
     if value is None or value in ("", [], {}):
         return "not recorded"
-    if name in ("model", "held_out"):  # their lines were made safe one by one
+    if name in ("model", "held_out", "judged"):  # their lines were made safe one by one
         return str(value)
     return one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from metamd.commands import Report
 from metamd.comparison import Comparison
-from metamd.comparison_report import certificate_section, sections
+from metamd.comparison_report import certificate_sections, not_held_out, sections
 from metamd.container import write_atomically
 from metamd.folds import Target
 from metamd.records import read_json
@@ -39,7 +39,7 @@ def write_report(
     Args:
         folder: of the records.
         out: of the pages.
-        target: label of the optimiser that sets the target; that of the records if not given.
+        target: label of the optimiser that sets the target, or the name of a rival; that of the records if not given.
         share: of the steps after which its loss is the target; that of the records if not given.
     """
     comparison, versions = read(folder)
@@ -50,7 +50,7 @@ def write_report(
     with TemporaryDirectory() as figures:
         parts = sections(comparison, Path(figures), versions=versions)
         if (folder / "certificate.json").is_file():
-            parts.append(certificate_section(read_json(folder / "certificate.json")))
+            parts += certificate_sections(read_json(folder / "certificate.json"))
         title, command = _title(comparison), f"metamd report {folder}"
         write_page(out / "report.html", title, parts, command=command)
         write_atomically(out / "report.md", as_markdown(title, parts, command=command).encode())
@@ -92,7 +92,17 @@ def summary(comparison: Comparison) -> dict[str, Any]:
         }
         for label in comparison.labels[1:]
     }
-    return {"protocol": comparison.protocol, "targets": targets, "tables": tables, "areas": areas, "tasks_to_pay": pays}
+    trained = {label: comparison.trained_on(label) for label in comparison.labels if comparison.trained_on(label)}
+    return {
+        "protocol": comparison.protocol,
+        "held_out": {f.group: not f.trained for f in comparison.folds},
+        "trained_on": trained,
+        "notes": [not_held_out(comparison, label) for label in trained],
+        "targets": targets,
+        "tables": tables,
+        "areas": areas,
+        "tasks_to_pay": pays,
+    }
 
 
 def _finite(value: Any) -> Any:

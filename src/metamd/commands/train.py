@@ -25,12 +25,14 @@ from metamd.journal import Journal, Log
 from metamd.learned import LearnedOptimiser
 from metamd.meta import Method, meta_train, paper
 from metamd.objectives import End, Reference, Regret
+from metamd.online import Online
 from metamd.outer_steps import Refine, Stopping
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Kronecker
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.counted import Counted
 from metamd.tasks.shared_start import starting_at
+from metamd.usage import Usage
 from metamd.workers import join
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
@@ -99,9 +101,16 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
         )
     if options.usage:
         learned = learn_usage(
-            learned, family, seed=options.seed, watch=lambda usage, loss: display.say(f"{usage}: loss {loss:.4g}")
+            learned, family, seed=options.seed, watch=lambda usage, online, loss: display.say(_tried(usage, online, loss))
         )
     return learned if start is None else learned.with_start(start, counted.tasks)
+
+
+def _tried(usage: Usage, online: Online | None, loss: float) -> str:
+    """A usage and its loss, in a line that no other usage has."""
+    turned = f", output side renewed every {online.refresh} steps" if online is not None and online.refresh else ""
+    rule = "" if online is None else f" ({online.rule} rule, beta {online.beta:g}{turned})"
+    return f"{usage}{rule}: loss {loss:.4g}"
 
 
 def tensorboard(folder: Path) -> Log:

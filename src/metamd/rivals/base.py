@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Protocol
@@ -93,6 +93,8 @@ class Rival:
         identity: what else decides what it computes: the fingerprint of a learned geometry, say.
         cost: gradient evaluations and seconds that were spent on learning it.
         knots: of its learned schedule, if it has one.
+        domains: that it was learned on.
+        tasks: hashes of those that it was learned on.
     """
 
     name: str
@@ -106,6 +108,17 @@ class Rival:
     identity: str = ""
     cost: Mapping[str, float] = field(default_factory=dict)
     knots: tuple[float, ...] = ()
+    domains: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+
+    def was_learned_on(self, domain: str, tasks: Iterable[str]) -> bool:
+        """Whether it was learned on this domain or on any of these tasks, so that they are not held out.
+
+        Args:
+            domain: its name.
+            tasks: their hashes.
+        """
+        return domain in self.domains or not set(self.tasks).isdisjoint(tasks)
 
     def with_setting(self, schedule: Schedule = "constant", **setting: float) -> "Contender":
         """This rival with some hyperparameters set, the others as they are by default.

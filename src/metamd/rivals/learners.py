@@ -80,6 +80,7 @@ class Learner:
             schedules=self.schedules,
             identity=digest.hexdigest(),
             cost=cost,
+            domains=family.drawn().domains,
         )
 
 

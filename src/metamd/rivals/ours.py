@@ -59,4 +59,6 @@ def learned_rival(
         identity=f"{learned.fingerprint()} {json.dumps(how, sort_keys=True)}",
         cost={k: v for k, v in learned.header.cost.items() if k in COSTS},
         knots=used.knots,
+        domains=learned.domains,
+        tasks=learned.header.task_hashes,
     )

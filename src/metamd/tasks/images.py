@@ -23,6 +23,7 @@ def rotated_mnist(
     angles: Sequence[float] = ANGLES,
     hold_out: float | None = None,
     model: str = "mlp",
+    width: int | None = None,
     images: int | None = 1000,
     batch_size: int = 100,
     steps: int = 500,
@@ -36,6 +37,7 @@ def rotated_mnist(
         angles: in degrees, counter-clockwise; every one is a domain.
         hold_out: the angle that training never sees, for `held_out()`; None holds out none.
         model: `"linear"`, `"mlp"`, `"lenet"` or `"resnet18"`.
+        width: of the hidden layers of an MLP, 128 if not given, or of ResNet18.
         images: training images per domain, balanced over the digits; None for all.
         batch_size: images per step.
         steps: T.
@@ -44,7 +46,10 @@ def rotated_mnist(
     collection = Collection(preparations, (1, 28, 28), images=images, seed=0)
     how = {"preparation": ROTATION}
     held = None if hold_out is None else _angle(hold_out)
-    return ImageFamily("rotated-mnist", collection, Training(model, batch_size, steps), how, hold_out=held)
+    if width is not None and model not in ("mlp", "resnet18"):
+        raise ValueError(f"width is for the models 'mlp' and 'resnet18', and {model!r} has none. Leave it out.")
+    training = Training(model, batch_size, steps, {} if width is None else {"width": width})
+    return ImageFamily("rotated-mnist", collection, training, how, hold_out=held)
 
 
 def diverse_digits(

@@ -29,7 +29,7 @@ from metamd.usage import Metric, Schedule, Usage
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
 
-RULES = (Online(), Online("polar", beta=0.9), Online("polar", beta=0.95))
+RULES = (Online(), Online("polar", beta=0.7), Online("polar", beta=0.9))
 """Online metrics that a usage may have, before their scales are learned."""
 
 Watch = Callable[[Usage, Online | None, float], None]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from metamd.records import read_json
+from metamd.records import Result, read_cell, read_packed
 from metamd.rivals.base import contender_key
 from metamd.tasks.base import Config, config_hash
 from metamd.training import Outcome
@@ -136,10 +136,10 @@ def read_fold(folder: Path, found: Mapping[str, Any]) -> Fold:
         folder: of the comparison.
         found: what the index says of it; nothing of it is trusted.
     """
-    entrants = {}
+    entrants, packed = {}, read_packed(folder)
     for label, candidates in found["entrants"].items():
         entrants[str(label)] = tuple(
-            Candidate(dict(c["contender"]), tuple(_outcome(folder, name) for name in c["runs"])) for c in candidates
+            Candidate(dict(c["contender"]), tuple(_outcome(folder, packed, name) for name in c["runs"])) for c in candidates
         )
     sizes = {max((len(c.outcomes) for c in cs), default=0) for cs in entrants.values()}
     if len(sizes) != 1 or 0 in sizes or not all(c.outcomes for cs in entrants.values() for c in cs):
@@ -149,10 +149,10 @@ def read_fold(folder: Path, found: Mapping[str, Any]) -> Fold:
     return Fold(str(found["group"]), entrants, seconds, costs, tuple(map(str, found.get("trained", ()))))
 
 
-def _outcome(folder: Path, name: Any) -> Outcome:
+def _outcome(folder: Path, packed: Mapping[str, Result], name: Any) -> Outcome:
     if not isinstance(name, str) or not name or not set(name) <= _NAME:
         raise ValueError(f"the name of a record must consist of letters, digits and hyphens, got {name!r}.")
-    return Outcome.from_json(read_json(folder / "cells" / f"{name}.json"))
+    return Outcome.from_json(packed[name] if name in packed else read_cell(folder, name))
 
 
 _NAME = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")

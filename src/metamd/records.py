@@ -1,13 +1,18 @@
-"""Results on disk: one small JSON file per cell of a table, written whole, so that an interrupted run continues."""
+"""Results on disk: one small JSON file per cell of a table, written whole, so that an interrupted run continues.
+
+A run that is done may be packed: then all cells are lines of one file, `cells.jsonl`, and more may still be added beside it.
+"""
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from metamd.container import strict_json, write_atomically
 
 FORMAT = 1
+PACKED = "cells.jsonl"
 TOP = ("", "settings")
 
 Result = dict[str, Any]
@@ -61,21 +66,76 @@ class Records:
             name: a file name without its ending.
             compute: makes the result.
         """
-        path = self.path(name)
-        if not path.exists():
-            write_json(path, _plain(compute()))
-        found = read_json(path)
-        if not isinstance(found, dict):
-            raise ValueError(f"{str(path)!r} must hold a JSON object. Delete it, and it is computed again.")
-        return found
+        if not self.has(name):
+            write_json(self.path(name), _plain(compute()))
+        return self.packed[name] if name in self.packed else read_cell(self.folder, name)
 
     def has(self, name: str) -> bool:
         """Whether the cell is there."""
-        return self.path(name).exists()
+        return name in self.packed or self.path(name).exists()
+
+    @cached_property
+    def packed(self) -> dict[str, Result]:
+        """The cells of the packed file, by name."""
+        return read_packed(self.folder)
+
+    def forget(self, name: str) -> None:
+        """Have a cell computed again.
+
+        Args:
+            name: of the cell.
+        """
+        self.path(name).unlink(missing_ok=True)
+        if self.packed.pop(name, None) is not None:
+            self._write_packed()
+
+    def pack(self) -> None:
+        """Move all cells into the packed file."""
+        paths = sorted((self.folder / "cells").glob("*.json"))
+        self.packed.update({path.stem: read_cell(self.folder, path.stem) for path in paths})
+        self._write_packed()
+        for path in paths:
+            path.unlink()
+
+    def _write_packed(self) -> None:
+        lines = [json.dumps({"cell": name, **self.packed[name]}, allow_nan=False) for name in sorted(self.packed)]
+        write_atomically(self.folder / PACKED, ("\n".join(lines) + "\n").encode())
 
     def path(self, name: str) -> Path:
         """Where the cell is kept."""
         return self.folder / "cells" / f"{name}.json"
+
+
+def read_cell(folder: Path, name: str) -> Result:
+    """One cell of a run that is not packed.
+
+    Args:
+        folder: of the run.
+        name: of the cell.
+    """
+    path = folder / "cells" / f"{name}.json"
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object. Delete it, and it is computed again.")
+    return found
+
+
+def read_packed(folder: Path) -> dict[str, Result]:
+    """The packed cells of a run, by name; none if it is not packed.
+
+    Args:
+        folder: of the run.
+    """
+    path = folder / PACKED
+    if not path.exists():
+        return {}
+    found = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        value = strict_json(line, f"line {number} of {str(path)!r}")
+        if not isinstance(value, dict) or not isinstance(value.get("cell"), str):
+            raise ValueError(f"line {number} of {str(path)!r} must hold a JSON object with the name of its cell.")
+        found[value.pop("cell")] = value
+    return found
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -101,7 +101,7 @@ class Outcome:
         return math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types, with None for what is infinite."""
+        """In JSON's types, losses with six digits and None for what is infinite."""
         return {
             "config": dict(self.config),
             "contender": dict(self.contender),
@@ -294,7 +294,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _number(value: Any) -> float:

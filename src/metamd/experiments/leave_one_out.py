@@ -136,6 +136,9 @@ class Experiment:
         settings = {"experiment": self.name, "scale": scale, "seed": seed, **_learning(size)}
         records = Records(folder, settings)
         families = {domain: self.family(size, domain) for domain in size.domains}
+        for name, path in self._files(size, folder):
+            if not path.exists():
+                records.forget(name)
         fill(records, self._lessons(size, families, folder, seed), title=f"{self.name}: learning", workers=workers)
         found = []
         for domain, family in families.items():
@@ -180,10 +183,14 @@ class Experiment:
         self, size: Scale, families: Mapping[str, ImageFamily | SharedStart], folder: Path, seed: int
     ) -> Iterator[Cell]:
         (folder / "learned").mkdir(exist_ok=True)
-        for domain, family in families.items():
-            for name, geometry in self.geometries.items():
-                path = folder / "learned" / f"{domain}-{name}.safetensors"
-                yield Cell(f"learn-{domain}-{name}", partial(_learn, size, family, geometry, path, seed))
+        tasks = [(family, geometry) for family in families.values() for geometry in self.geometries.values()]
+        for (name, path), (family, geometry) in zip(self._files(size, folder), tasks, strict=True):
+            yield Cell(name, partial(_learn, size, family, geometry, path, seed))
+
+    def _files(self, size: Scale, folder: Path) -> list[tuple[str, Path]]:
+        """The cells of what is learned, and the files, which are learned again if they are gone."""
+        names = [f"{domain}-{name}" for domain in size.domains for name in self.geometries]
+        return [(f"learn-{name}", folder / "learned" / f"{name}.safetensors") for name in names]
 
     def _ours(self, folder: Path, domain: str) -> Iterator[tuple[str, Contender]]:
         for name, geometry in self.geometries.items():

@@ -14,7 +14,6 @@ from metamd.hypergrad.base import Estimator, Hypergradient, differentiate, given
 from metamd.hypergrad.recursion import Passage, Recursion, stays
 from metamd.hypergrad.straight import Straight
 from metamd.inner import State, Trajectory, Walk, gradient
-from metamd.mirror import mirror_step
 from metamd.objectives import Objective
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
@@ -108,12 +107,12 @@ class Tape:
         self._passages.append(_passage(loss, grads, before, after, exact=self.walk.exact))
         self.end = _Taken.apply(self, after[0].values(), loss, *self.end, *grads.values())  # type: ignore[no-untyped-call]
 
-    def back(self, adjoint: "Adjoint", cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def back(self, adjoint: "Adjoint", cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The cotangents of the head from those of the end; the tape is consumed."""
         self._adjoint = adjoint
         return torch.autograd.grad(self.end, self.head, cotangents, allow_unused=True, materialize_grads=True)
 
-    def pull(self, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
+    def pull(self, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Back over the last step that is left."""
         assert self._adjoint is not None
         return self._adjoint.pull(self._passages.pop(), cotangents)
@@ -172,7 +171,7 @@ def _replay(walk: Walk, head: State, steps: range) -> Tape:
     for t in steps:
         loss, grads = tape.gradient(t)
         with torch.no_grad():
-            taken = mirror_step(before[0], grads, walk.potential, walk.lr, active=before[1], exact=walk.exact)
+            taken = walk.take(before[0], grads, before[1])
         after = (taken.params, taken.active or before[1])
         tape.extend(loss, grads, before, after)
         before = after
@@ -200,9 +199,10 @@ class Adjoint:
         ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
         final = objective.final(run, recursion.potential, ends)
         self._final, self.offsets, by_end = differentiate(final, recursion.potential, *ends.values())
-        self.params: Sequence[Tensor] = [torch.empty_like(x).copy_(by) for x, by in zip(ends.values(), by_end, strict=True)]
+        self.params = tuple(torch.empty_like(x).copy_(by) for x, by in zip(ends.values(), by_end, strict=True))
         self._straight = Straight(recursion, objective)
         self._logs = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
+        self._rows = [[d[j] for d in self._logs.values()] for j in range(recursion.pieces)]
         self.weights = torch.zeros_like(self.offsets)
 
     @property
@@ -214,7 +214,7 @@ class Adjoint:
         """Pull the cotangents back over the steps of a segment, which is consumed."""
         self.params = tape.back(self, self.params)
 
-    def pull(self, passage: Passage, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
+    def pull(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """The cotangents of loss, theta_t and g_t from those of theta_{t+1}; those of the metrics are gathered.
 
         Args:
@@ -225,12 +225,12 @@ class Adjoint:
         if piece is None:
             return self._pull_between(passage, cotangents)
         slopes = self._straight.slopes(passage, piece)
-        by_grads = self._straight.back(passage, piece, slopes, cotangents, self._logs)
+        by_grads = self._straight.back(passage, piece, slopes, cotangents, self._rows[piece])
         self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
         return [passage.loss.new_tensor(slopes.loss), *cotangents, *by_grads]
 
     @torch.enable_grad()
-    def _pull_between(self, passage: Passage, cotangents: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _pull_between(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """The same for a step onto, along or off a kink."""
         r = self.recursion
         metrics, params, grads = _leaves(r.metrics), _leaves(passage.params), _leaves(passage.grads)

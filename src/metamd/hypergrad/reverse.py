@@ -83,39 +83,20 @@ class Reverse(Estimator):
         return Hypergradient(adjoint.log_d, adjoint.offsets, value, run, cost)
 
 
-class Tape:
-    """Steps of a run in one graph, which leads from each to the next, so that one pass goes back over all of them.
+class Past:
+    """The steps on a tape, which know their derivatives once there is an adjoint to ask.
 
-    Args:
-        walk: the run.
-        head: theta_t where the tape begins.
+    It is apart from the tape, which has the graph: nodes of a graph that knew it would keep themselves alive.
     """
 
-    def __init__(self, walk: Walk, head: Params) -> None:
-        self.walk = walk
-        self.head = self.end = tuple(x.detach().requires_grad_() for x in head.values())
-        self._passages: list[Passage] = []
-        self._adjoint: Adjoint | None = None
-
-    def gradient(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss at the end of the tape and its gradient, with their graphs."""
-        params = dict(zip(self.walk.start, self.end, strict=True))
-        return gradient(self.walk.task, params, self.walk.task.batch(step), graph=True)
-
-    def extend(self, loss: Tensor, grads: Params, before: State, after: State) -> None:
-        """Add the step that was taken with these gradients."""
-        self._passages.append(_passage(loss, grads, before, after, exact=self.walk.exact))
-        self.end = _Taken.apply(self, after[0].values(), loss, *self.end, *grads.values())  # type: ignore[no-untyped-call]
-
-    def back(self, adjoint: "Adjoint", cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The cotangents of the head from those of the end; the tape is consumed."""
-        self._adjoint = adjoint
-        return torch.autograd.grad(self.end, self.head, cotangents, allow_unused=True, materialize_grads=True)
+    def __init__(self) -> None:
+        self.passages: list[Passage] = []
+        self.adjoint: Adjoint | None = None
 
     def pull(self, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """Back over the last step that is left."""
-        assert self._adjoint is not None
-        return self._adjoint.pull(self._passages.pop(), cotangents)
+        assert self.adjoint is not None
+        return self.adjoint.pull(self.passages.pop(), cotangents)
 
 
 class _Taken(torch.autograd.Function):
@@ -125,13 +106,42 @@ class _Taken(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, after: Iterable[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.tape = tape
+    def forward(ctx: Any, past: Past, after: Iterable[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.past = past
         return tuple(x.detach() for x in after)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.tape.pull(cotangents))
+        return (None, None, *ctx.past.pull(cotangents))
+
+
+class Tape:
+    """Steps of a run in one graph, which leads from each to the next, so that one pass goes back over all of them.
+
+    Args:
+        walk: the run.
+        head: theta_t where the tape begins.
+    """
+
+    def __init__(self, walk: Walk, head: Params) -> None:
+        self.walk, self._past = walk, Past()
+        self.head = self.end = tuple(x.detach().requires_grad_() for x in head.values())
+
+    def gradient(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss at the end of the tape and its gradient, with their graphs."""
+        params = dict(zip(self.walk.start, self.end, strict=True))
+        return gradient(self.walk.task, params, self.walk.task.batch(step), graph=True)
+
+    def extend(self, loss: Tensor, grads: Params, before: State, after: State) -> None:
+        """Add the step that was taken with these gradients."""
+        self._past.passages.append(_passage(loss, grads, before, after, exact=self.walk.exact))
+        inputs = (loss, *self.end, *grads.values())
+        self.end = _Taken.apply(self._past, after[0].values(), *inputs)  # type: ignore[no-untyped-call]
+
+    def back(self, adjoint: "Adjoint", cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The cotangents of the head from those of the end; the tape is consumed."""
+        self._past.adjoint = adjoint
+        return torch.autograd.grad(self.end, self.head, cotangents, allow_unused=True, materialize_grads=True)
 
 
 def _cuts(steps: int, segments: int) -> list[int]:

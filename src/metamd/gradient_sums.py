@@ -27,7 +27,7 @@ class GradientSums:
         self._products = Products(potential, phases) if products and isinstance(potential.basis, Learned) else None
         metrics = {n: potential.metric(n) for n in potential.slots}
         self._phases = {n: d.new_zeros(phases, *d.shape[1:]) for n, d in metrics.items()}
-        self._rows = [{n: x[i] for n, x in self._phases.items()} for i in range(phases)]
+        self._rows = [{n: scalar(x[i]) for n, x in self._phases.items()} for i in range(phases)]
         self._pieces = {n: torch.zeros_like(d) for n, d in metrics.items()} if potential.pieces > 1 else None
         self._plain = self._pieces is None and self._products is None and potential.basis.kind == "identity"
 
@@ -83,6 +83,11 @@ class GradientSums:
     def by_piece(self) -> dict[str, Tensor]:
         """sum_t w_j D_j^2 / D(w_t)^2 g_t^2, (N, ...) by tensor."""
         return self._pieces or {n: s.sum(0, keepdim=True) for n, s in self.by_phase().items()}
+
+
+def scalar(x: Tensor) -> Tensor:
+    """A tensor with one number without dimensions, as a view; others as they are."""
+    return x.view(()) if x.numel() == 1 else x
 
 
 class Products:

@@ -220,7 +220,8 @@ class Walk:
         Args:
             reference: as for `run_inner`.
         """
-        if not self.diverged and not _finite(self.params):
+        finite = _finite(self.params)
+        if not self.diverged and not finite:
             self.diverged = "The last step led to parameters that are not finite. Lower lr or start from larger metrics."
         cost = Cost(gradients=len(self._losses), seconds=time.perf_counter() - self._began)
         best: dict[str, Tensor] | None = None
@@ -234,7 +235,7 @@ class Walk:
         return Trajectory(
             losses=torch.tensor(self._losses, dtype=torch.float64),
             start=self.start,
-            end=self.params if _finite(self.params) else self._before,
+            end=self.params if finite else self._before,
             reference=best,
             squares=squares,
             shares=shares,
@@ -277,10 +278,9 @@ def gradient(task: Task, params: Params, batch: Any, *, graph: bool = False) -> 
         if loss.ndim or not loss.requires_grad:
             problem = f"has shape {tuple(loss.shape)}" if loss.ndim else "does not depend on the parameters"
             raise ValueError(f"task.loss must return a scalar that depends on the parameters, but it {problem}.")
-        grads = torch.autograd.grad(
-            loss, list(leaves.values()), create_graph=graph, allow_unused=True, materialize_grads=True
-        )
-    return (loss if graph else loss.detach()), dict(zip(leaves, grads, strict=True))
+        found = torch.autograd.grad(loss, list(leaves.values()), create_graph=graph, allow_unused=True)
+    grads = {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
+    return (loss if graph else loss.detach()), grads
 
 
 def bound(potential: Potential, start: Params) -> MaxDiagonal:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metamd.gradient_sums import scalar
 from metamd.hypergrad.base import Estimator, Hypergradient, differentiate, given_up, learnable
 from metamd.hypergrad.recursion import Passage, Recursion, stays
 from metamd.hypergrad.straight import Straight
@@ -93,7 +94,7 @@ class Past:
         self.passages: list[Passage] = []
         self.adjoint: Adjoint | None = None
 
-    def pull(self, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    def pull(self, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
         """Back over the last step that is left."""
         assert self.adjoint is not None
         return self.adjoint.pull(self.passages.pop(), cotangents)
@@ -210,9 +211,10 @@ class Adjoint:
         final = objective.final(run, recursion.potential, ends)
         self._final, self.offsets, by_end = differentiate(final, recursion.potential, *ends.values())
         self.params = tuple(torch.empty_like(x).copy_(by) for x, by in zip(ends.values(), by_end, strict=True))
+        self._aimless = not any(bool(by.any()) for by in by_end)
         self._straight = Straight(recursion, objective)
         self._logs = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
-        self._rows = [[d[j] for d in self._logs.values()] for j in range(recursion.pieces)]
+        self._rows = [[scalar(d[j]) for d in self._logs.values()] for j in range(recursion.pieces)]
         self.weights = torch.zeros_like(self.offsets)
 
     @property
@@ -224,19 +226,23 @@ class Adjoint:
         """Pull the cotangents back over the steps of a segment, which is consumed."""
         self.params = tape.back(self, self.params)
 
-    def pull(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    def pull(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
         """The cotangents of loss, theta_t and g_t from those of theta_{t+1}; those of the metrics are gathered.
 
         Args:
             passage: the step.
             cotangents: in the order of the tensors.
         """
+        aimless, self._aimless = self._aimless, False
         piece = stays(passage.before, passage.after, exact=self.recursion.exact)
         if piece is None:
             return self._pull_between(passage, cotangents)
         slopes = self._straight.slopes(passage, piece)
+        if aimless and not slopes.energy:  # nothing depends on where the last step led to: there is no H c to find
+            return [None, *torch._foreach_mul(list(passage.grads.values()), slopes.loss), *[None] * len(passage.grads)]
         by_grads = self._straight.back(passage, piece, slopes, cotangents, self._rows[piece])
-        self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
+        if len(passage.before) > 1:
+            self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
         return [passage.loss.new_tensor(slopes.loss), *cotangents, *by_grads]
 
     @torch.enable_grad()

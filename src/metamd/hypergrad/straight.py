@@ -70,7 +70,7 @@ class Straight:
             grads = list(passage.grads.values())
             found = list(torch._foreach_mul(cotangents, [rates[n] for n in passage.grads]))
             _subtract(logs, found, grads)
-            return [c.to(g.dtype) for c, g in zip(found, grads, strict=True)]
+            return [c if c.dtype == g.dtype else c.to(g.dtype) for c, g in zip(found, grads, strict=True)]
         found = []
         for (n, grad), cotangent, into in zip(passage.grads.items(), cotangents, logs, strict=True):
             g, p, r = basis.into(n, grad), basis.into(n, cotangent), rates[n]
@@ -141,10 +141,10 @@ def _subtract(from_: list[Tensor], a: list[Tensor], b: list[Tensor]) -> None:
         return
     sums = []
     for x, y, z in zip(from_, a, b, strict=True):
-        if x.numel() == 1:
-            sums.append(torch.dot(y.reshape(-1), z.reshape(-1).to(y.dtype)).reshape(x.shape))
-        else:
+        if x.ndim:
             sums.append((y * z).sum_to_size(x.shape))
+        else:
+            sums.append(torch.dot(y.reshape(-1), (z if z.dtype == y.dtype else z.to(y.dtype)).reshape(-1)))
     torch._foreach_sub_(from_, sums)
 
 

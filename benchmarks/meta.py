@@ -3,7 +3,8 @@
     python benchmarks/meta.py [--rounds ROUNDS]
 
 Four questions, each answered by ratios within one round, where the contenders take turns in an order that rotates; medians
-over rounds, on one thread. The data are noise around ten means.
+over rounds, on one thread. Times are processor times of this process: what else the machine is busy with counts less. The
+data are noise around ten means. At the end stands the table of docs/results.md.
 
 - closed form: training tasks with `run_inner` and minimising, against a bare loop of `torch.optim.SGD` on the same batches.
 - reverse mode: d(mean loss)/d(rates) through T = 100 steps of a network 784-128-10 with batches of 100, against loops
@@ -11,7 +12,8 @@ over rounds, on one thread. The data are noise around ten means.
   parameter. That their gradients agree is checked first. Peak memory, the bytes in live tensors, is measured in a process
   of its own for each.
 - forward mode: all tangents of a step in one vmapped product, against two Python loops over them: `torch.func.jvp` of the
-  gradient for each, as it is mostly written, and the leanest, double backwards that share the gradient and its graph.
+  gradient for each, as it is mostly written, and the leanest, double backwards that share the gradient and its graph. And
+  what a step of it is made of, which bounds what can be gained.
 - quadratics: 1,000 tasks of two dimensions, 1,000 steps each.
 """
 
@@ -42,13 +44,14 @@ from meta_contenders import (
     closed_form,
     deep,
     installed,
+    parts_of_a_step,
     plain_training,
     small,
     tasks_of,
     two_layers,
     with_torch,
 )
-from meta_report import Row, draw, show, targets
+from meta_report import Row, draw, markdown, show, targets
 from metamd import Diagonal
 from metamd.lockstep import run_many
 from metamd.models import MLP, LeNet
@@ -63,15 +66,15 @@ MEGA = 2**20
 
 
 def measure(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of every contender in every round, after one round that does not count."""
+    """Processor seconds of every contender in every round, after one round that does not count."""
     names = list(contenders)
     times = {name: np.zeros(rounds) for name in names}
     for number in range(-1, rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            began = time.perf_counter()
+            began = time.process_time()
             contenders[name]()
             if number >= 0:
-                times[name][number] = time.perf_counter() - began
+                times[name][number] = time.process_time() - began
     return times
 
 
@@ -185,6 +188,20 @@ def forward_rows(rounds: int) -> list[Row]:
     return rows
 
 
+def part_rows(rounds: int) -> list[Row]:
+    rows = []
+    for name, make in (("784-16-10", small), ("784-128-10", two_layers)):
+        [task] = tasks_of(make, 1, 1)
+        times = measure({c: partial(repeat, f, 20) for c, f in parts_of_a_step(task).items()}, rounds)
+        rows += rows_of("parts", f"{name}, {len(task.init())} tangents", times, "and one product")
+    return [replace(r, median_ms=None if r.median_ms is None else round(r.median_ms / 20, 3)) for r in rows]
+
+
+def repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
 def quadratic_rows() -> list[Row]:
     number, steps, one = 1000, 1000, 3
     where, g = metamd.tasks.quadratic(steps=steps), torch.Generator().manual_seed(0)
@@ -212,9 +229,11 @@ def main() -> None:
         report_memory(*args.memory)
         return
     before = round(os.getloadavg()[0], 1)
-    rows = closed_form_rows(args.rounds) + reverse_rows(args.rounds) + forward_rows(args.rounds) + quadratic_rows()
+    rows = closed_form_rows(args.rounds) + reverse_rows(args.rounds) + forward_rows(args.rounds)
+    rows += part_rows(args.rounds) + quadratic_rows()
     goals = targets(rows)
     show(rows, goals)
+    print("\n" + markdown(goals))
     args.out.mkdir(parents=True, exist_ok=True)
     record = {
         "machine": {

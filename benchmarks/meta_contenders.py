@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import metamd
 from metamd import ClosedForm, Diagonal, Forward, MaxDiagonal, Regret, Reverse, TrainingLoss
 from metamd.hypergrad.base import Estimator
-from metamd.inner import run_inner
+from metamd.hypergrad.tangents import hessian_products
+from metamd.inner import gradient, run_inner
 from metamd.tasks.supervised import SupervisedTask
 
 RATE = 0.05
@@ -210,3 +211,28 @@ FORWARD: dict[str, Hypergradient] = {
     "loop of jvps": loop_of_jvps,
     "MetaMD, all at once": partial(with_metamd, Forward()),
 }
+
+
+def parts_of_a_step(task: SupervisedTask) -> dict[str, Callable[[], object]]:
+    """What a step of forward mode with a tangent per tensor is made of, for perceptrons.
+
+    The multiplications alone are those by the 784 columns of the inputs, two for the gradient and two for every tangent:
+    whoever wants all Hessian-vector products has to do them.
+    """
+    params, batch, g = task.init(), task.batch(0), torch.Generator().manual_seed(0)
+    z = {n: 1e-2 * torch.randn(len(params), *x.shape, generator=g) for n, x in params.items()}
+    leaves = {n: x.detach().requires_grad_() for n, x in params.items()}
+    inputs, weight = batch["inputs"].flatten(1), next(iter(params.values()))
+    back = torch.randn(len(inputs), len(weight), generator=g)
+
+    def multiply() -> None:
+        for _ in range(1 + len(params)):
+            inputs @ weight.t()
+            back.t() @ inputs
+
+    return {
+        "gradient with its graph": lambda: gradient(task, leaves, batch, graph=True),
+        "and one product": lambda: hessian_products(task, params, batch, {n: v[:1] for n, v in z.items()}),
+        "and all products": lambda: hessian_products(task, params, batch, z),
+        "multiplications alone": multiply,
+    }

@@ -70,6 +70,17 @@ def show(rows: list[Row], goals: list[dict[str, Any]]) -> None:
         print(f"{goal['question']:13} {goal['what']:52} {goal['found']!s:>8} {sign} {goal['target']:<5} {mark}")
 
 
+def markdown(goals: list[dict[str, Any]]) -> str:
+    """The table of docs/results.md."""
+    lines = ["| | found | aim |", "|---|---|---|"]
+    for goal in goals:
+        aim = f"at {'least' if goal['at_least'] else 'most'} {goal['target']:g}"
+        mark = {True: "", False: ": missed", None: ": not installed"}[goal["met"]]
+        found = "" if goal["found"] is None else f"{goal['found']:.3f}"
+        lines.append(f"| {goal['question']}: {goal['what']} | {found} | {aim}{mark} |")
+    return "\n".join(lines)
+
+
 def draw(rows: list[Row], goals: list[dict[str, Any]], path: Path) -> None:
     """A panel per question: ratios with their quartiles; beside reverse mode its memory."""
     import matplotlib

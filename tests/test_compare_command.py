@@ -41,7 +41,7 @@ SMALL = ["--rivals", "sgd", "adam", "--budget", "3", "--seeds", "2", "--steps", 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     out = tmp_path_factory.mktemp("learned") / "q.safetensors"
-    quick = ["--steps", "30", "--outer-steps", "2", "--tasks", "2"]
+    quick = ["--steps", "30", "--outer-steps", "2", "--tasks", "2", "--refine", "0"]
     assert cli.run(["train", "quadratic", "--out", str(out), *quick]) == 0
     return out
 

@@ -378,6 +378,20 @@ def test_a_fixed_comparator_does_not_follow_the_run():
     assert relative(flat(Reverse()(task, phi, Regret(u), lr=0.8)), expected) < 1e-6
 
 
+@pytest.mark.parametrize("task", [Quadratic(0, 12, wave=0.1), TanhNet(0, 7), ConvNet()], ids=["quadratic", "tanh", "conv"])
+def test_products_in_turn_are_those_of_all_at_once(task):
+    from metamd.hypergrad.tangents import batched, in_turn
+
+    g = torch.Generator().manual_seed(0)
+    leaves = {n: x.detach().requires_grad_() for n, x in task.init().items()}
+    z = {n: torch.randn(3, *x.shape, generator=g, dtype=F64) for n, x in leaves.items()}
+    _, grads = gradient(task, leaves, task.batch(0), graph=True)
+    together = {n: x.clone() for n, x in batched({n: 1 * y for n, y in grads.items()}, leaves, z).items()}
+    _, grads = gradient(task, leaves, task.batch(0), graph=True)
+    apart = in_turn(grads, leaves, z)
+    assert all(torch.allclose(apart[n], together[n], rtol=1e-10, atol=1e-12) for n in leaves)
+
+
 def test_batch_norm_is_differentiated_right():
     # Forward over forward is silently wrong through batch norm: the product must agree with differences of gradients.
     from metamd.hypergrad.tangents import hessian_products

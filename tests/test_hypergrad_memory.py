@@ -1,10 +1,12 @@
 """Peak memory in live tensors: flat in the number of steps going forwards, its square root going back."""
 
+import gc
+
 import pytest
 import torch
 
 from metamd import Direct, Forward, ForwardDiagonal, ForwardRandom, Regret, Reverse
-from tests.live_memory import peak_of
+from tests.live_memory import LiveMemory, peak_of
 from tests.small_tasks import Separable, potential_for
 
 
@@ -51,3 +53,27 @@ def growth(estimator):
 def test_reverse_grows_like_the_square_root():
     assert growth(Reverse()) == pytest.approx(2.0, rel=0.1)
     assert growth(Reverse(checkpoints=1)) == pytest.approx(4.0, rel=0.1)
+
+
+def left_alive(estimator, lr):
+    """Bytes that are still alive after a run, without help of the garbage collector."""
+    task = Separable(0, 60, curvatures=(1.0, 2.0) * 500)
+    phi = potential_for(task, log=3.0, spread=0.1)
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveMemory() as memory:
+            found = estimator(task, phi, Regret(), lr=lr)
+            diverged = bool(found.diverged)
+            del found
+        return memory.live, diverged
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("checkpoints", [1, 5])
+@pytest.mark.parametrize("lr", [1.0, 100.0], ids=["finished", "diverged"])
+def test_no_tape_outlives_its_run(checkpoints, lr):
+    live, diverged = left_alive(Reverse(checkpoints), lr)
+    assert diverged == (lr > 1)
+    assert live < 20 * 8000, "a thousand numbers a step, for sixty steps"

@@ -17,6 +17,7 @@ SETTINGS = {
     "kinks": (Quadratic(2, 12, wave=0.1), {"pieces": 3, "centre": "origin"}),
     "offsets": (Quadratic(3, 12), {"pieces": 3, "offsets": 0.3}),
     "channel": (TanhNet(0, 7), {"pieces": 2, "tying": "channel"}),
+    "tensor": (TanhNet(0, 7), {"pieces": 1, "tying": "tensor"}),
     "role": (TanhNet(0, 7), {"pieces": 1, "tying": "role"}),
     "convolution": (ConvNet(0, 5), {"pieces": 2, "tying": "column"}),
 }

@@ -163,6 +163,6 @@ def test_another_bound_does_not_continue_a_run(tmp_path):
 
 def test_from_the_command_line(tmp_path):
     out = tmp_path / "x.safetensors"
-    quick = ["--steps", "20", "--outer-steps", "2", "--tasks", "2", "--max-norm", "6.5"]
+    quick = ["--steps", "20", "--outer-steps", "2", "--tasks", "2", "--max-norm", "6.5", "--refine", "0"]
     assert cli.run(["train", "quadratic", "--out", str(out), *quick]) == 0
     assert load(out).header.max_norm == 6.5

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import functional_call, grad, vmap
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from metamd.models import LeNet, ResNet18
 from metamd.tasks import config_hash, supervised
 from metamd.tasks.batches import Shuffle, divide
+from metamd.tasks.recipe import Called, trained
 from metamd.tasks.stochastic import hashed_uniform
 from tests.helpers import dropout_model, images, labelled, norm_model, plain_model
 
@@ -467,3 +468,57 @@ def test_an_npz_file_of_other_arrays_is_a_sentence(tmp_path: Path) -> None:
     np.savez(tmp_path / "odd.npz", one=np.zeros(3))
     with pytest.raises(ValueError, match=r"'inputs' and 'targets', got \['one'\]"):
         supervised(plain_model, {"a": tmp_path / "odd.npz"})
+
+
+# a model as a function of its parameters
+
+
+class Shared(nn.Module):
+    """One weight under two names, a frozen one, and a recurrent layer that keeps lists of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.memory = nn.GRU(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.memory(self.second(self.frozen(self.first(x))))[0]
+
+
+def agrees(call: Callable[..., Tensor], model: nn.Module) -> bool:
+    """Outputs and gradients are those of torch's functional_call, and the model is left as it was."""
+    own = {n: p.detach().clone() for n, p in model.named_parameters()}
+    params = {n: torch.randn_like(p).requires_grad_() for n, p in trained(model).items()}
+    x = torch.randn(5, 4)
+    found, expected = call(params, x), functional_call(model, params, (x,))
+    slopes = [torch.autograd.grad(y.square().sum(), list(params.values())) for y in (found, expected)]
+    same = all(torch.allclose(a, b) for a, b in zip(*slopes, strict=True))
+    left = all(torch.equal(p, own[n]) and isinstance(p, nn.Parameter) for n, p in model.named_parameters())
+    return torch.allclose(found, expected) and same and left
+
+
+class OneNameOnly(Called):
+    """Forgets that a weight can be in two places."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._places = list({name: (where, leaf, name) for where, leaf, name in self._places}.values())
+
+
+def test_a_model_is_called_as_torch_calls_it() -> None:
+    torch.manual_seed(0)
+    model = Shared()
+    assert agrees(Called(model), model)
+    assert not agrees(OneNameOnly(model), model)
+
+
+def test_a_call_that_fails_leaves_the_model_as_it_was() -> None:
+    model = nn.Linear(4, 2)
+    own = dict(model.named_parameters())
+    with pytest.raises(RuntimeError):
+        Called(model)({n: p.detach() for n, p in own.items()}, torch.randn(5, 3))
+    with pytest.raises(KeyError):
+        Called(model)({"weight": own["weight"].detach()}, torch.randn(5, 4))
+    assert all(p is own[n] for n, p in model.named_parameters())

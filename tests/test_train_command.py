@@ -11,7 +11,8 @@ import pytest
 from metamd import cli, load
 from metamd.commands.train import tensorboard
 
-QUICK = ["--steps", "20", "--outer-steps", "2", "--tasks", "2"]
+SHORT = ["--steps", "20", "--outer-steps", "2", "--tasks", "2"]
+QUICK = [*SHORT, "--refine", "0"]
 
 
 def process(*args):
@@ -36,7 +37,7 @@ def test_every_family_trains_to_a_file_that_loads(family, tmp_path, capsys):
 
 def test_json_is_one_object_and_progress_goes_to_standard_error(tmp_path, capsys):
     out = tmp_path / "x.safetensors"
-    assert cli.run(["train", "quadratic", "--out", str(out), "--json", "--pieces", "2", "--refine", "1", *QUICK]) == 0
+    assert cli.run(["train", "quadratic", "--out", str(out), "--json", "--pieces", "2", *SHORT, "--refine", "1"]) == 0
     said = capsys.readouterr()
     record = json.loads(said.out)
     assert record["fingerprint"] == load(out).fingerprint()
@@ -58,8 +59,18 @@ def test_a_learned_basis_from_the_command_line(tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore::metamd.NotConvergedWarning")
 def test_the_paper_preset_from_the_command_line(tmp_path):
     out = tmp_path / "x.safetensors"
-    assert cli.run(["train", "quadratic", "--out", str(out), "--preset", "paper", "--rho", "0.01", *QUICK]) == 0
+    assert cli.run(["train", "quadratic", "--out", str(out), "--preset", "paper", "--rho", "0.01", *SHORT]) == 0
     assert load(out).header.pieces == 3
+    assert load(out).header.family["start"] == [0.1, 0.1], "from (3, 3) the paper's objective has no minimum to go to"
+
+
+def test_quadratics_are_refined_by_their_digits_unless_told_otherwise(tmp_path):
+    default, plain = tmp_path / "default.safetensors", tmp_path / "plain.safetensors"
+    assert cli.run(["train", "quadratic", "--out", str(default), *SHORT]) == 0
+    assert cli.run(["train", "quadratic", "--out", str(plain), *QUICK]) == 0
+    assert "LogGap" in load(default).header.estimator
+    assert "LogGap" not in load(plain).header.estimator
+    assert load(default).header.cost["hessian_vector_products"] > 0 == load(plain).header.cost["hessian_vector_products"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +116,7 @@ def test_another_configuration_on_the_same_file_is_refused(tmp_path, capsys):
 
 
 def test_ctrl_c_leaves_a_run_that_the_same_command_continues(tmp_path):
-    options = ["--steps", "300", "--outer-steps", "4", "--tasks", "4", "--tolerance", "0", "--every", "3"]
+    options = ["--steps", "300", "--outer-steps", "4", "--tasks", "4", "--tolerance", "0", "--every", "3", "--refine", "0"]
     out, whole = tmp_path / "x.safetensors", tmp_path / "whole.safetensors"
     first = process("quadratic", "--out", out, *options)
     log = tmp_path / "x.safetensors.run" / "log.jsonl"

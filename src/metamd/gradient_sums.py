@@ -27,16 +27,29 @@ class GradientSums:
         self._products = Products(potential, phases) if products and isinstance(potential.basis, Learned) else None
         metrics = {n: potential.metric(n) for n in potential.slots}
         self._phases = {n: d.new_zeros(phases, *d.shape[1:]) for n, d in metrics.items()}
+        self._rows = [{n: scalar(x[i]) for n, x in self._phases.items()} for i in range(phases)]
         self._pieces = {n: torch.zeros_like(d) for n, d in metrics.items()} if potential.pieces > 1 else None
+        self._plain = self._pieces is None and self._products is None and potential.basis.kind == "identity"
 
-    def add(self, grads: Params, weights: Array, phase: int) -> None:
-        """Count one step's gradients, taken at these weights."""
+    def add(self, grads: Params, weights: Array, phase: int, norms: list[Tensor] | None = None) -> None:
+        """Count one step's gradients.
+
+        Args:
+            grads: by tensor.
+            weights: w that they were taken at.
+            phase: that the step belongs to.
+            norms: of the gradients, if they are known: where each has one metric, nothing else is needed.
+        """
+        rows = [self._rows[phase][n] for n in grads]
+        if self._plain and norms is not None and all(into.ndim == 0 for into in rows):
+            torch._foreach_addcmul_(rows, norms, norms)
+            return
         if self._products is not None:
             self._products.add(grads, phase)
-        for n, grad in grads.items():
+        for (n, grad), into in zip(grads.items(), rows, strict=True):
             if self._products is not None and self._products.knows_squares(n):
                 continue
-            g, into = self.potential.basis.into(n, grad), self._phases[n][phase]
+            g = self.potential.basis.into(n, grad)
             if self._pieces is None and into.shape == g.shape and into.dtype == g.dtype:
                 into.addcmul_(g, g)
                 continue
@@ -70,6 +83,11 @@ class GradientSums:
     def by_piece(self) -> dict[str, Tensor]:
         """sum_t w_j D_j^2 / D(w_t)^2 g_t^2, (N, ...) by tensor."""
         return self._pieces or {n: s.sum(0, keepdim=True) for n, s in self.by_phase().items()}
+
+
+def scalar(x: Tensor) -> Tensor:
+    """A tensor with one number without dimensions, as a view; others as they are."""
+    return x.view(()) if x.numel() == 1 else x
 
 
 class Products:

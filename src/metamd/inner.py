@@ -1,5 +1,6 @@
 """One training run by mirror descent, and the record of it that meta-learning works from."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metamd.gradient_sums import GradientSums
-from metamd.mirror import mirror_step
+from metamd.mirror import Stepping
 from metamd.potentials.base import Active, Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.simplex import gap_of
@@ -174,6 +175,7 @@ class Walk:
         self.task, self.lr, self.exact, self.phases = task, lr, exact, phases
         self.start = {n: x.detach() for n, x in task.init().items()}
         self.potential = bound(potential, self.start)
+        self.take = Stepping(self.potential, self.start, lr, exact=exact)
         self.params = self._before = dict(self.start)
         self.active = self.potential.activate(self.params)
         self.step, self.diverged = 0, ""
@@ -193,22 +195,21 @@ class Walk:
     @torch.no_grad()
     def advance(self, loss: Tensor, grads: Params) -> None:
         """Take one step along these gradients; a loss or gradient that is not finite, or an explosion, ends the run."""
-        value, norm = (
-            float(loss.detach()),
-            float(torch.stack(torch._foreach_norm(list(grads.values()))).norm()),
-        )
+        norms = list(torch._foreach_norm(list(grads.values())))
+        value, norm = float(loss.detach()), math.hypot(*torch.stack(norms).tolist())
         self.diverged = trouble(self.step, self._losses[0] if self._losses else value, value, norm)
         if self.diverged:
             return
         self._losses.append(value)
         self._weights.append(self.active.weights)
         self._largest = max(self._largest, norm)
-        self._sums.add(grads, self.active.weights, self.step * self.phases // self.steps)
+        phase = self.step * self.phases // self.steps
+        self._sums.add(grads, self.active.weights, phase, norms)
         if self._gradient_sum is not None:
             for n, g in grads.items():
                 self._linear += float((g * (self.params[n] - self.start[n])).sum(dtype=torch.float64))
                 self._gradient_sum[n] += g
-        taken = mirror_step(self.params, grads, self.potential, self.lr, active=self.active, exact=self.exact)
+        taken = self.take(self.params, grads, self.active)
         self._before, self.params, self.active = self.params, taken.params, taken.active or self.active
         self._gaps.append(taken.gap)
         self.step += 1
@@ -219,7 +220,8 @@ class Walk:
         Args:
             reference: as for `run_inner`.
         """
-        if not self.diverged and not _finite(self.params):
+        finite = _finite(self.params)
+        if not self.diverged and not finite:
             self.diverged = "The last step led to parameters that are not finite. Lower lr or start from larger metrics."
         cost = Cost(gradients=len(self._losses), seconds=time.perf_counter() - self._began)
         best: dict[str, Tensor] | None = None
@@ -233,7 +235,7 @@ class Walk:
         return Trajectory(
             losses=torch.tensor(self._losses, dtype=torch.float64),
             start=self.start,
-            end=self.params if _finite(self.params) else self._before,
+            end=self.params if finite else self._before,
             reference=best,
             squares=squares,
             shares=shares,
@@ -276,10 +278,9 @@ def gradient(task: Task, params: Params, batch: Any, *, graph: bool = False) -> 
         if loss.ndim or not loss.requires_grad:
             problem = f"has shape {tuple(loss.shape)}" if loss.ndim else "does not depend on the parameters"
             raise ValueError(f"task.loss must return a scalar that depends on the parameters, but it {problem}.")
-        grads = torch.autograd.grad(
-            loss, list(leaves.values()), create_graph=graph, allow_unused=True, materialize_grads=True
-        )
-    return (loss if graph else loss.detach()), dict(zip(leaves, grads, strict=True))
+        found = torch.autograd.grad(loss, list(leaves.values()), create_graph=graph, allow_unused=True)
+    grads = {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
+    return (loss if graph else loss.detach()), grads
 
 
 def bound(potential: Potential, start: Params) -> MaxDiagonal:
@@ -305,10 +306,10 @@ def trouble(step: int, first: float, loss: float, norm: float) -> str:
         norm: the gradient's norm now.
     """
     advice = "Lower lr or start from larger metrics."
-    if not np.isfinite(loss):
+    if not math.isfinite(loss):
         where = f"at step {step}" if step else "at the start, before any step was taken"
         return f"The loss became {loss} {where}. {advice if step else 'Check the data and the initialisation.'}"
-    if not np.isfinite(norm):
+    if not math.isfinite(norm):
         return f"The gradient became {norm} at step {step}. {advice}"
     if loss - first > BLOW_UP * (1 + abs(first)):
         return f"The loss rose from {first:g} to {loss:g} by step {step}. {advice}"

@@ -1,8 +1,10 @@
-"""`mirror_step`, one step of mirror descent as a pure function."""
+"""`mirror_step`, one step of mirror descent as a pure function, and `Stepping`, many of them."""
 
+import torch
 from torch import Tensor
 
 from metamd.potentials.base import Active, Move, Params, Potential, Step
+from metamd.potentials.diagonal import MaxDiagonal
 
 
 def mirror_step(
@@ -33,3 +35,29 @@ def mirror_step(
     """
     moves = {n: Move(g, lr, lr * weight_decay) for n, g in grads.items()}
     return potential.step(params, moves, active=active, exact=exact)
+
+
+class Stepping:
+    """`mirror_step` again and again with metrics that stay: one piece in the parameters' own coordinates takes one call.
+
+    Args:
+        potential: phi, bound to the tensors.
+        start: theta_1.
+        lr: eta.
+        exact: as for `mirror_step`.
+    """
+
+    def __init__(self, potential: MaxDiagonal, start: Params, lr: float, *, exact: bool = True) -> None:
+        self.potential, self.lr, self.exact = potential, lr, exact
+        self._metrics: dict[str, Tensor] = {}
+        if potential.pieces == 1 and potential.basis.kind == "identity":
+            single = {n: potential.metric(n)[0] for n in start}
+            self._metrics = single if all(single[n].dtype == x.dtype for n, x in start.items()) else {}
+
+    def __call__(self, params: Params, grads: Params, active: Active) -> Step:
+        """One step from theta_t with these gradients, which name all tensors, and the active pieces there."""
+        if not self._metrics:
+            return mirror_step(params, grads, self.potential, self.lr, active=active, exact=self.exact)
+        at, metrics = [params[n] for n in grads], [self._metrics[n] for n in grads]
+        moved = torch._foreach_addcdiv(at, list(grads.values()), metrics, value=-self.lr)
+        return Step(dict(zip(grads, moved, strict=True)), active)

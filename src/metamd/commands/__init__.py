@@ -211,7 +211,7 @@ class Train:
         learn_start: begin at the mean of the tasks' solutions, which is kept in the file; for tasks with a shared start.
         follow: learn from runs of Adam alone, twice as many as --tasks says, in closed form and without rounds.
         usage: try metrics, momenta, schedules and factors on training tasks at the end, and keep the best in the file.
-        outer_steps: rounds of training tasks and setting the metrics, at most; 10 if not given, 200 for the paper's.
+        outer_steps: rounds of training tasks and setting the metrics, at most; 10 if not given, 300 for the paper's.
         tasks: tasks in each of them.
         reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.003 for
             kronecker and 0 for diagonal, if not given.
@@ -219,9 +219,10 @@ class Train:
         prior: strength of the prior that keeps coordinates from starving that move little.
         max_norm: keep the norm of the metrics, sqrt(sum D), below this.
         tolerance: stop when the objective changes by less than this; 0 never stops early.
-        refine: outer steps along the hypergradient, afterwards.
+        refine: outer steps along the hypergradient, afterwards. If not given, 12 for quadratics, of the logarithm of the
+            gap, and none for other families.
         estimator: of that hypergradient: reverse, forward, forward-diagonal or forward-random.
-        preset: default, or paper for the published algorithm.
+        preset: default, or paper for the published algorithm, for which quadratics start at (0.1, 0.1) and not at (3, 3).
         k: the constant of the paper's objective.
         rho: the outer learning rate of the paper's algorithm; scaled to the tasks if not given.
         every: outer steps between checkpoints.
@@ -253,10 +254,10 @@ class Train:
     prior: float = 1e-7
     max_norm: float | None = None
     tolerance: float = 1e-3
-    refine: int = 0
+    refine: int | None = None
     estimator: str = "reverse"
     preset: str = "default"
-    k: float = 10.0
+    k: float = 7.0
     rho: float | None = None
     every: int = 1
     seed: int = 0

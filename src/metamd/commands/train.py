@@ -19,6 +19,7 @@ from metamd.cli import one_line
 from metamd.commands import Train
 from metamd.commands.families import build_family, check_place
 from metamd.following import learn_from_reference
+from metamd.gap import LogGap
 from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.hypergrad.base import Estimator
 from metamd.journal import Journal, Log
@@ -26,6 +27,7 @@ from metamd.learned import LearnedOptimiser
 from metamd.meta import Method, meta_train, paper
 from metamd.objectives import End, Reference, Regret
 from metamd.online import Online
+from metamd.outer import Adam
 from metamd.outer_steps import Refine, Stopping
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Kronecker
@@ -44,6 +46,9 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
 
 STEP_SCALES = (0.5, 0.7, 1.0, 1.4)
 
+DIGITS = {"quadratic": Refine(12, Forward(), Adam(0.05), LogGap(1e-12))}
+"""How families are refined if nothing else is said: where losses are convex and without noise, their last digits count."""
+
 
 def run(options: Train) -> int:
     """Carry out the command.
@@ -57,7 +62,8 @@ def run(options: Train) -> int:
     folder = options.out.with_name(options.out.name + ".run")
     method = _method(options)
     with _processes() as rank:
-        display = _Display(method["outer_steps"] + options.refine + 1, rank)
+        refine = method.get("refine")
+        display = _Display(method["outer_steps"] + (refine.steps if refine else 0) + 1, rank)
         log = _also(display.show, tensorboard(folder / "tensorboard") if options.tensorboard and rank == 0 else None)
         try:
             with display:
@@ -157,6 +163,8 @@ def _method(options: Train) -> dict[str, Any]:
     if options.estimator not in ESTIMATORS:
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}; got {options.estimator!r}.")
     refine = Refine(options.refine, ESTIMATORS[options.estimator]()) if options.refine else None
+    if options.refine is None and options.potential == "diagonal":
+        refine = DIGITS.get(options.family)
     lr = options.reference if options.reference is not None else 3e-3 * (options.potential == "kronecker")
     comparator = Reference(lr=lr) if lr else End()
     return {

@@ -89,7 +89,7 @@ class Scale:
     trainings: int = 3
     outer_steps: int = 20
     tasks_per_step: int = 16
-    published: Numbers = (("k", 10), ("outer_steps", 200), ("tasks_per_step", 4), ("T", 200))
+    published: Numbers = (("k", 7), ("outer_steps", 300), ("tasks_per_step", 4), ("T", 200))
     adam: Numbers = (("k", 10), ("lr", 0.1), ("outer_steps", 150), ("tasks_per_step", 4), ("T", 200))
     grid: int = 25
     everything: bool = True
@@ -105,7 +105,7 @@ SCALES = {
         trainings=1,
         outer_steps=2,
         tasks_per_step=2,
-        published=(("k", 10), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 100)),
+        published=(("k", 7), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 100)),
         adam=(("k", 10), ("lr", 0.1), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 100)),
         grid=7,
         everything=False,

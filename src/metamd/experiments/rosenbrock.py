@@ -92,7 +92,7 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
         yield Cell(f"{name}-metamd", partial(_learned, scale, seed, name, {"potential": Diagonal()}))
         yield Cell(f"{name}-mixture", partial(_learned, scale, seed, name, {"potential": MaxDiagonal(3)}))
         # Reverse gives Forward's gradient to rounding, in a fraction of the time
-        yield Cell(f"{name}-paper", partial(_learned, scale, seed, name, paper(estimator=Reverse())))
+        yield Cell(f"{name}-paper", partial(_learned, scale, seed, name, paper(10.0, estimator=Reverse())))
     counts = {"outer_steps": scale.outer_steps, "tasks_per_step": 8}
     yield from valleys.cells(scale.valleys, counts, scale.grid, RATES, scale.everything, seed)
 

@@ -79,7 +79,7 @@ def cells(
         "metamd": {"potential": Diagonal(), **options},
         "refined": {"potential": Diagonal(), **options, "refine": REFINE},
         "mixture": {"potential": MaxDiagonal(3), **options},
-        "paper": paper(estimator=Reverse(1), outer_steps=options["outer_steps"]) | {"tasks_per_step": 4},
+        "paper": paper(10.0, estimator=Reverse(1), outer_steps=options["outer_steps"]) | {"tasks_per_step": 4},
     }
     for name, chosen in ours.items():
         yield Cell(f"valleys-{name}", partial(_learned, count, chosen, seed))

@@ -2,22 +2,21 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from metamd.gradient_sums import scalar
 from metamd.hypergrad.base import Estimator, Hypergradient, differentiate, given_up, learnable
 from metamd.hypergrad.recursion import Passage, Recursion, stays
 from metamd.hypergrad.straight import Straight
 from metamd.inner import State, Trajectory, Walk, gradient
-from metamd.mirror import mirror_step
 from metamd.objectives import Objective
-from metamd.potentials.base import Active, Params
+from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task
 
@@ -31,7 +30,7 @@ class Reverse(Estimator):
 
     The run is cut into segments and only the state at the head of each is kept; going back, a segment is run again with
     the graph of every gradient, but for the last, whose graphs are kept. With 2/3 sqrt(T) segments memory is
-    O(sqrt(T)) and the cost about four gradients a step.
+    O(sqrt(T)) and the cost about four gradients a step. Nothing goes back beyond the first step, which needs no graph.
 
     Args:
         checkpoints: how many segments; None for 2/3 sqrt(T), 1 for the full tape, which repeats nothing.
@@ -63,7 +62,7 @@ class Reverse(Estimator):
         walk = Walk(task, potential, lr=lr, exact=exact, steps=steps)
         leaf = learnable(potential, walk.start)
         cuts = _cuts(walk.steps, self.checkpoints or math.ceil(SHARE * math.sqrt(walk.steps)))
-        heads, tape = _forwards(walk, cuts)
+        heads, first, tape = _forwards(walk, cuts)
         run = walk.finish(objective.reference)
         if run.diverged:
             return given_up(run, leaf, run.cost)
@@ -71,40 +70,79 @@ class Reverse(Estimator):
         adjoint = Adjoint(Recursion(walk, leaf), objective, run)
         adjoint.back_over(tape)
         del tape
-        for first, last in reversed(list(pairwise(cuts))):
-            adjoint.back_over(_replay(walk, heads.pop(first), range(first, last)))
-        repeated = cuts[-1]
+        for head, end in reversed(list(pairwise(cuts))):
+            adjoint.back_over(_replay(walk, heads.pop(head), range(head, end)))
+        adjoint.pull(first, adjoint.params)
+        repeated = cuts[-1] - 1
         cost = replace(
             run.cost,
             gradients=run.cost.gradients + repeated,
-            hvps=walk.steps,
+            hvps=walk.steps - 1,
             seconds=time.perf_counter() - began,
         )
         value = float(objective.value(run, leaf).detach())
         return Hypergradient(adjoint.log_d, adjoint.offsets, value, run, cost)
 
 
-@dataclass(frozen=True)
-class Taped:
-    """A step with the graph of its gradient.
+class Past:
+    """The steps on a tape, which know their derivatives once there is an adjoint to ask.
 
-    Args:
-        passage: the step; without theta_t where it stays on one piece, because nothing needs it then.
-        entries: where theta_t enters the graph. The graph itself keeps of theta_t what it needs, which can be little.
-        outputs: loss and gradients with their graph.
+    It is apart from the tape, which has the graph: nodes of a graph that knew it would keep themselves alive.
     """
 
-    passage: Passage
-    entries: tuple[GradientEdge, ...]
-    outputs: list[Tensor]
+    def __init__(self) -> None:
+        self.passages: list[Passage] = []
+        self.adjoint: Adjoint | None = None
+
+    def pull(self, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
+        """Back over the last step that is left."""
+        assert self.adjoint is not None
+        return self.adjoint.pull(self.passages.pop(), cotangents)
 
 
-class _Enter(torch.autograd.Function):
-    """Points that a graph starts from and that it does not keep alive, as it would keep leaves."""
+class _Taken(torch.autograd.Function):
+    """A step as a node of the graph: the run computed it, and on the way back the adjoint knows its derivatives.
+
+    It keeps nothing. Of theta_t the graph of the gradient keeps what it needs, which can be little.
+    """
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, *point: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in point)
+    def forward(ctx: Any, past: Past, after: Iterable[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.past = past
+        return tuple(x.detach() for x in after)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.past.pull(cotangents))
+
+
+class Tape:
+    """Steps of a run in one graph, which leads from each to the next, so that one pass goes back over all of them.
+
+    Args:
+        walk: the run.
+        head: theta_t where the tape begins.
+    """
+
+    def __init__(self, walk: Walk, head: Params) -> None:
+        self.walk, self._past = walk, Past()
+        self.head = self.end = tuple(x.detach().requires_grad_() for x in head.values())
+
+    def gradient(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss at the end of the tape and its gradient, with their graphs."""
+        params = dict(zip(self.walk.start, self.end, strict=True))
+        return gradient(self.walk.task, params, self.walk.task.batch(step), graph=True)
+
+    def extend(self, loss: Tensor, grads: Params, before: State, after: State) -> None:
+        """Add the step that was taken with these gradients."""
+        self._past.passages.append(_passage(loss, grads, before, after, exact=self.walk.exact))
+        inputs = (loss, *self.end, *grads.values())
+        self.end = _Taken.apply(self._past, after[0].values(), *inputs)  # type: ignore[no-untyped-call]
+
+    def back(self, adjoint: "Adjoint", cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The cotangents of the head from those of the end; the tape is consumed."""
+        self._past.adjoint = adjoint
+        return torch.autograd.grad(self.end, self.head, cotangents, allow_unused=True, materialize_grads=True)
 
 
 def _cuts(steps: int, segments: int) -> list[int]:
@@ -112,57 +150,50 @@ def _cuts(steps: int, segments: int) -> list[int]:
 
     Example:
         >>> _cuts(10, 3)
-        [0, 3, 6]
+        [1, 4, 7]
     """
-    segments = min(segments, steps)
-    return [i * steps // segments for i in range(segments)]
+    segments = max(min(segments, steps - 1), 1)
+    return [1 + i * (steps - 1) // segments for i in range(segments)]
 
 
-def _forwards(walk: Walk, cuts: Sequence[int]) -> tuple[dict[int, State], list[Taped]]:
-    """The run: the states at the heads of all segments but the last, by step, and the last segment with its graphs."""
+def _forwards(walk: Walk, cuts: Sequence[int]) -> tuple[dict[int, State], Passage, Tape]:
+    """The run: the states at the heads of all segments but the last, by step; the first step; the last segment."""
     heads: dict[int, State] = {}
-    tape: list[Taped] = []
-    while walk.going:
-        if walk.step in cuts[:-1]:
-            heads[walk.step] = (walk.params, walk.active)
-        if walk.step < cuts[-1]:
-            walk.advance(*gradient(walk.task, walk.params, walk.task.batch(walk.step)))
-            continue
-        before, active = walk.params, walk.active
-        entries, loss, grads = _graph(walk, before, walk.step)
+    steps: list[Passage] = []
+    while walk.going and walk.step < cuts[-1]:
+        before = (walk.params, walk.active)
+        if walk.step in cuts:
+            heads[walk.step] = before
+        loss, grads = gradient(walk.task, walk.params, walk.task.batch(walk.step))
         walk.advance(loss, grads)
-        tape.append(_taped(walk, before, entries, [loss, *grads.values()], (active, walk.active)))
-    return heads, tape
+        steps = steps or [_passage(loss, grads, before, (walk.params, walk.active), exact=walk.exact)]
+    tape = Tape(walk, walk.params)
+    while walk.going:
+        before = (walk.params, walk.active)
+        loss, grads = tape.gradient(walk.step)
+        walk.advance(loss, grads)
+        tape.extend(loss, grads, before, (walk.params, walk.active))
+    return heads, steps[0], tape
 
 
-def _replay(walk: Walk, head: State, steps: range) -> list[Taped]:
+def _replay(walk: Walk, head: State, steps: range) -> Tape:
     """One segment again, with the graphs of its gradients."""
-    (params, active), tape = head, []
+    before, tape = head, Tape(walk, head[0])
     for t in steps:
-        entries, loss, grads = _graph(walk, params, t)
+        loss, grads = tape.gradient(t)
         with torch.no_grad():
-            taken = mirror_step(params, grads, walk.potential, walk.lr, active=active, exact=walk.exact)
-        after = taken.active or active
-        tape.append(_taped(walk, params, entries, [loss, *grads.values()], (active, after)))
-        params, active = taken.params, after
+            taken = walk.take(before[0], grads, before[1])
+        after = (taken.params, taken.active or before[1])
+        tape.extend(loss, grads, before, after)
+        before = after
     return tape
 
 
-def _graph(walk: Walk, params: Params, step: int) -> tuple[tuple[GradientEdge, ...], Tensor, dict[str, Tensor]]:
-    """The loss and its gradient with a graph, and where the parameters enter it."""
-    key = next(iter(params.values())).new_zeros((), requires_grad=True)
-    points = _Enter.apply(key, *params.values())  # type: ignore[no-untyped-call]
-    loss, grads = gradient(walk.task, dict(zip(params, points, strict=True)), walk.task.batch(step), graph=True)
-    return tuple(map(get_gradient_edge, points)), loss, grads
-
-
-def _taped(
-    walk: Walk, params: Params, entries: tuple[GradientEdge, ...], outputs: list[Tensor], active: tuple[Active, Active]
-) -> Taped:
-    before, after = (a.weights for a in active)
-    grads = {n: g.detach() for n, g in zip(params, outputs[1:], strict=True)}
-    kept = {} if stays(before, after, exact=walk.exact) is not None else dict(params)
-    return Taped(Passage(kept, grads, outputs[0].detach(), before, after), entries, outputs)
+def _passage(loss: Tensor, grads: Params, before: State, after: State, *, exact: bool) -> Passage:
+    """A step as constants; without theta_t where it stays on one piece, because nothing needs it then."""
+    here, there = before[1].weights, after[1].weights
+    params = {} if stays(here, there, exact=exact) is not None else dict(before[0])
+    return Passage(params, {n: g.detach() for n, g in grads.items()}, loss.detach(), here, there)
 
 
 class Adjoint:
@@ -179,9 +210,11 @@ class Adjoint:
         ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
         final = objective.final(run, recursion.potential, ends)
         self._final, self.offsets, by_end = differentiate(final, recursion.potential, *ends.values())
-        self.params = [torch.empty_like(x).copy_(by) for x, by in zip(ends.values(), by_end, strict=True)]
+        self.params = tuple(torch.empty_like(x).copy_(by) for x, by in zip(ends.values(), by_end, strict=True))
+        self._aimless = not any(bool(by.any()) for by in by_end)
         self._straight = Straight(recursion, objective)
         self._logs = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
+        self._rows = [[scalar(d[j]) for d in self._logs.values()] for j in range(recursion.pieces)]
         self.weights = torch.zeros_like(self.offsets)
 
     @property
@@ -189,58 +222,51 @@ class Adjoint:
         """The gradient by the logarithms of the metrics, gathered so far."""
         return {k: v + self._final[k] for k, v in self.recursion.added_up(self._logs).items()}
 
-    def back_over(self, tape: Sequence[Taped]) -> None:
+    def back_over(self, tape: Tape) -> None:
         """Pull the cotangents back over the steps of a segment, which is consumed."""
-        tape = list(tape)
-        while tape:
-            self._back(tape.pop())
+        self.params = tape.back(self, self.params)
 
-    def _back(self, taped: Taped) -> None:
-        piece = stays(taped.passage.before, taped.passage.after, exact=self.recursion.exact)
+    def pull(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
+        """The cotangents of loss, theta_t and g_t from those of theta_{t+1}; those of the metrics are gathered.
+
+        Args:
+            passage: the step.
+            cotangents: in the order of the tensors.
+        """
+        aimless, self._aimless = self._aimless, False
+        piece = stays(passage.before, passage.after, exact=self.recursion.exact)
         if piece is None:
-            self._back_between(taped)
-            return
-        slopes = self._straight.slopes(taped.passage, piece)
-        by_grads = self._straight.back(taped.passage, piece, slopes, self.params, self._logs)
-        # Through the gradient: one product with the Hessian, H c.
-        through = _through(taped, [taped.passage.loss.new_tensor(slopes.loss), *by_grads])
-        torch._foreach_add_(self.params, through)
-        self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
+            return self._pull_between(passage, cotangents)
+        slopes = self._straight.slopes(passage, piece)
+        if aimless and not slopes.energy:  # nothing depends on where the last step led to: there is no H c to find
+            return [None, *torch._foreach_mul(list(passage.grads.values()), slopes.loss), *[None] * len(passage.grads)]
+        by_grads = self._straight.back(passage, piece, slopes, cotangents, self._rows[piece])
+        if len(passage.before) > 1:
+            self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
+        return [passage.loss.new_tensor(slopes.loss), *cotangents, *by_grads]
 
-    def _back_between(self, taped: Taped) -> None:
-        """Back over a step onto, along or off a kink."""
-        r, passage = self.recursion, taped.passage
+    @torch.enable_grad()
+    def _pull_between(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """The same for a step onto, along or off a kink."""
+        r = self.recursion
         metrics, params, grads = _leaves(r.metrics), _leaves(passage.params), _leaves(passage.grads)
         offsets, loss = r.offsets.detach().requires_grad_(), passage.loss.detach().requires_grad_()
         weights = torch.tensor(passage.before, dtype=offsets.dtype, requires_grad=True)
         moved, after = r.step(metrics, offsets, params, weights, grads, passage, r.newton(passage))
-        outputs, cotangents = list(moved.values()), list(self.params)
+        outputs, given = list(moved.values()), list(cotangents)
         if after.requires_grad:
-            outputs, cotangents = [*outputs, after], [*cotangents, self.weights]
+            outputs, given = [*outputs, after], [*given, self.weights]
         if self.objective.runs:
             term = r.running(self.objective, metrics, weights, loss, grads)
-            outputs, cotangents = [*outputs, term], [*cotangents, torch.ones_like(term)]
-        leaves = [offsets, weights, loss, *metrics.values(), *params.values(), *grads.values()]
-        by = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, materialize_grads=True)
+            outputs, given = [*outputs, term], [*given, torch.ones_like(term)]
+        leaves = [offsets, weights, *metrics.values(), loss, *params.values(), *grads.values()]
+        by = torch.autograd.grad(outputs, leaves, given, allow_unused=True, materialize_grads=True)
         self.offsets = self.offsets + by[0]
         self.weights = by[1]
-        by_metric, by_params, by_grads = _cut(by[3:], len(metrics), len(params))
-        for gathered, d, b in zip(self._logs.values(), r.metrics.values(), by_metric, strict=True):
+        for gathered, d, b in zip(self._logs.values(), r.metrics.values(), by[2:], strict=False):
             gathered.addcmul_(d, b)
-        through = _through(taped, [by[2], *by_grads])
-        self.params = [p + t for p, t in zip(by_params, through, strict=True)]
-
-
-def _through(taped: Taped, cotangents: list[Tensor]) -> list[Tensor]:
-    # A gradient that is constant in the parameters has no graph.
-    live = [(o, c) for o, c in zip(taped.outputs, cotangents, strict=True) if o.requires_grad]
-    outputs, weights = [o for o, _ in live], [c for _, c in live]
-    return list(torch.autograd.grad(outputs, taped.entries, weights, allow_unused=True, materialize_grads=True))
+        return by[2 + len(metrics) :]
 
 
 def _leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: x.detach().requires_grad_() for n, x in tensors.items()}
-
-
-def _cut(found: Sequence[Tensor], first: int, second: int) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    return found[:first], found[first : first + second], found[first + second :]

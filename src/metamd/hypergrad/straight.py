@@ -6,7 +6,6 @@ e = g'D_j^-1 g the derivatives are
     d theta+ = dz - r (dg - g d log D_j),    de = 2/eta r g dg - 1/eta r g^2 d log D_j.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -53,22 +52,30 @@ class Straight:
             parts.append((grouped_squares(g, tuple(d.shape)) / d).sum(dtype=torch.float64))
         return torch.stack(parts).sum()
 
-    def back(self, passage: Passage, piece: int, slopes: Slopes, cotangents: Sequence[Tensor], logs: Params) -> list[Tensor]:
-        """The cotangents of the gradient from those of theta_{t+1}; those of log D are added to `logs`.
+    def back(
+        self, passage: Passage, piece: int, slopes: Slopes, cotangents: tuple[Tensor, ...], logs: list[Tensor]
+    ) -> list[Tensor]:
+        """The cotangents of the gradient from those of theta_{t+1}; those of log D_j are added to `logs`.
 
         Args:
             passage: the step.
             piece: j.
             slopes: of the objective.
             cotangents: of theta_{t+1}, in the order of the gradients.
-            logs: by tensor, (N, ...).
+            logs: likewise.
         """
-        basis, rates, found = self.recursion.basis, self.rates(piece), []
+        basis, rates = self.recursion.basis, self.rates(piece)
         s = slopes.energy / self.recursion.lr
-        for (n, grad), cotangent in zip(passage.grads.items(), cotangents, strict=True):
+        if not s and basis.kind == "identity":
+            grads = list(passage.grads.values())
+            found = list(torch._foreach_mul(cotangents, [rates[n] for n in passage.grads]))
+            _subtract(logs, found, grads)
+            return [c if c.dtype == g.dtype else c.to(g.dtype) for c, g in zip(found, grads, strict=True)]
+        found = []
+        for (n, grad), cotangent, into in zip(passage.grads.items(), cotangents, logs, strict=True):
             g, p, r = basis.into(n, grad), basis.into(n, cotangent), rates[n]
             c = (torch.sub(p, g, alpha=s) if s else p) * r
-            _subtract(logs[n][piece], c, g)
+            _subtract([into], [c], [g])
             c = torch.addcmul(c, g, r, value=-s) if s else c
             found.append(basis.out_of(n, c).to(grad.dtype))
         return found
@@ -127,14 +134,18 @@ class Straight:
         return self._touched[name, piece]
 
 
-def _subtract(from_: Tensor, a: Tensor, b: Tensor) -> None:
-    """Take away the sums of a b over tied coordinates."""
-    if from_.numel() == 1:
-        from_ -= torch.dot(a.reshape(-1), b.reshape(-1).to(a.dtype))
-    elif from_.shape == a.shape:
-        from_.addcmul_(a, b, value=-1)
-    else:
-        from_ -= (a * b).sum_to_size(from_.shape)
+def _subtract(from_: list[Tensor], a: list[Tensor], b: list[Tensor]) -> None:
+    """Take away the sums of a b over tied coordinates, of every tensor."""
+    if all(x.shape == y.shape for x, y in zip(from_, a, strict=True)):
+        torch._foreach_addcmul_(from_, a, b, value=-1)
+        return
+    sums = []
+    for x, y, z in zip(from_, a, b, strict=True):
+        if x.ndim:
+            sums.append((y * z).sum_to_size(x.shape))
+        else:
+            sums.append(torch.dot(y.reshape(-1), (z if z.dtype == y.dtype else z.to(y.dtype)).reshape(-1)))
+    torch._foreach_sub_(from_, sums)
 
 
 def dot(rows: Params, by: Params) -> Tensor:

@@ -141,11 +141,12 @@ def hessian_products(
     """The loss, its gradient, and the Hessian times every tangent.
 
     Reverse over reverse, with the second pass vmapped over tangents: H is symmetric, so that z'H serves. (Forward over
-    forward would be silently wrong through batch norm; forward over reverse is right, and slower.)
+    forward would be silently wrong through batch norm; forward over reverse is right, and slower.) A convolution over many
+    tangents is a grouped one, slower than one tangent after the other.
     """
     leaves = {n: x.detach().requires_grad_() for n, x in params.items()}
     loss, grads = gradient(task, leaves, batch, graph=True)
-    products = batched(grads, leaves, tangents)
+    products = (in_turn if _convolves(loss) else batched)(grads, leaves, tangents)
     return loss.detach(), {n: g.detach() for n, g in grads.items()}, products
 
 
@@ -163,6 +164,37 @@ def batched(outputs: Params, inputs: Params, rows: Params) -> dict[str, Tensor]:
             is_grads_batched=True,
         )
     return {n: x.new_zeros(count, *x.shape) if f is None else f for (n, x), f in zip(inputs.items(), found, strict=True)}
+
+
+def in_turn(outputs: Params, inputs: Params, rows: Params) -> dict[str, Tensor]:
+    """What `batched` finds, one row after the other."""
+    live = {n: y for n, y in outputs.items() if y.requires_grad}
+    count = len(next(iter(rows.values())))
+    found = {n: x.new_zeros(count, *x.shape) for n, x in inputs.items()}
+    for i in range(count if live else 0):
+        weights = [rows[n][i] for n in live]
+        each = torch.autograd.grad(
+            list(live.values()), list(inputs.values()), weights, allow_unused=True, retain_graph=i + 1 < count
+        )
+        for into, product in zip(found.values(), each, strict=True):
+            if product is not None:
+                into[i] = product
+    return found
+
+
+def _convolves(loss: Tensor) -> bool:
+    """Whether there is a convolution in the graph of a loss."""
+    seen, left = {loss.grad_fn}, [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None:
+            continue
+        if "Convolution" in node.name():
+            return True
+        following = {f for f, _ in node.next_functions} - seen
+        seen |= following
+        left.extend(following)
+    return False
 
 
 @dataclass(frozen=True)

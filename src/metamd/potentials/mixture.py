@@ -45,7 +45,7 @@ def half_forms(squares: Tensor, d: Tensor) -> Tensor:
 
 def combine(d: Tensor, weights: Array) -> Tensor:
     """D(w) = sum_j w_j D_j; the piece itself, without a copy, where w is a vertex."""
-    if len(d) == 1:
+    if d.shape[0] == 1:
         return d[0]
     support = np.flatnonzero(weights)
     if len(support) == 1:

@@ -111,7 +111,7 @@ class Pictures:
         return len(self.pixels)
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        return self.normaliser(self.pixels[rows])
+        return self.normaliser(self.pixels.index_select(0, rows))
 
 
 class Domain(Mapping[Split, tuple[Pictures, Tensor]]):

@@ -37,17 +37,45 @@ class Recipe:
         with seeded(seed):
             return self.make_model()
 
-    def loss(self, model: nn.Module, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: "Called", params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of a model as a function of its parameters."""
-        outputs = self.outputs(model, params, batch)
+        if "seed" in batch:
+            with HashedDropout(batch["seed"]):
+                outputs = model(params, batch["inputs"])
+        else:
+            outputs = model(params, batch["inputs"])
         return _twice_differentiable(self.loss_fn)(outputs, batch["targets"])
 
-    def outputs(self, model: nn.Module, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Any:
-        """The outputs of a model as a function of its parameters."""
-        if "seed" not in batch:
-            return functional_call(model, dict(params), (batch["inputs"],))
-        with HashedDropout(batch["seed"]):
-            return functional_call(model, dict(params), (batch["inputs"],))
+
+class Called:
+    """A model as a function of its trained parameters, and of its inputs.
+
+    What `torch.func.functional_call` does, but where the parameters are is looked up once, and not at every call.
+
+    Args:
+        model: which; a parameter with several names is given by the first, and found under all.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        names = {p: name for name, p in trained(model).items()}
+        self._places = [
+            (module._parameters, leaf, names[p])
+            for module in model.modules()
+            for leaf, p in module._parameters.items()
+            if p is not None and p in names
+        ]
+
+    def __call__(self, params: Mapping[str, Tensor], inputs: Tensor) -> Any:
+        """The outputs; all trained parameters must be given."""
+        own = [where[leaf] for where, leaf, _ in self._places]
+        try:
+            for where, leaf, name in self._places:
+                where[leaf] = params[name]  # type: ignore[assignment]
+            return self.model(inputs)
+        finally:
+            for (where, leaf, _), p in zip(self._places, own, strict=True):
+                where[leaf] = p
 
 
 @dataclass(frozen=True)
@@ -126,7 +154,7 @@ def _try(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], data: Ma
     with _explained(batch, name):
         loss = recipe.loss_fn(outputs, batch["targets"])
         with seeded(2):
-            again = recipe.loss(model, trained(model), {**batch, "seed": torch.tensor(0)})
+            again = recipe.loss(Called(model), trained(model), {**batch, "seed": torch.tensor(0)})
     _check_pure(loss, again, before, list(model.buffers()))
     return mode.calls > 0
 

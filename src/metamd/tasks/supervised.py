@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from metamd.tasks.base import Config, Drawn, Evaluation, Split, Task, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.batches import Shuffle, chunks
-from metamd.tasks.recipe import LossFn, Recipe, inspect, trained
+from metamd.tasks.recipe import Called, LossFn, Recipe, inspect, trained
 from metamd.tasks.shared_start import starting_at
 from metamd.tasks.sources import Arrays, Rows, Shares, Source, Splits, fingerprint, read_all
 from metamd.tasks.stochastic import calibrate, use_batch_statistics
@@ -132,6 +132,7 @@ class SupervisedTask(Task):
         super().__init__(config, recipe.steps)
         self.recipe, self.splits, self.dropout = recipe, splits, dropout
         self.model = use_batch_statistics(recipe.make(config["init_seed"]))
+        self._called = Called(self.model)
         self.device = next(self.model.parameters()).device
         self.shuffle = Shuffle(len(splits["train"][0]), recipe.batch_size, derive_seed(config["batch_seed"], "order"))
 
@@ -149,7 +150,7 @@ class SupervisedTask(Task):
 
     def loss(self, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of the model with these parameters."""
-        return self.recipe.loss(self.model, params, batch)
+        return self.recipe.loss(self._called, params, batch)
 
     @torch.no_grad()
     def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
@@ -202,7 +203,9 @@ class SupervisedTask(Task):
         return (self._rows(inputs, rows) for rows in chunks(len(inputs), _EVALUATED_AT_ONCE))
 
     def _rows(self, part: Rows, rows: Tensor) -> Tensor:
-        return part[rows.to(part.device)].to(self.device)
+        rows = rows.to(part.device)
+        # index_select copies whole rows; indexing goes by elements, and takes five times as long
+        return (part.index_select(0, rows) if isinstance(part, Tensor) else part[rows]).to(self.device)
 
     def _split(self, split: Split) -> tuple[Rows, Rows]:
         if split not in self.splits:

@@ -1,0 +1,36 @@
+"""What `meta_train` does with a family alone: the way to learn and use a geometry that won on validation families.
+
+Which one that is, `metamd reproduce ablation` measures; docs/results.md has the table.
+"""
+
+import torch
+
+from metamd.choosing import Watch, learn_usage, tuned_reference
+from metamd.following import learn_from_reference
+from metamd.learned import LearnedOptimiser
+from metamd.potentials.kronecker import Kronecker
+from metamd.tasks.base import TaskFamily
+
+
+def has_weights(family: TaskFamily) -> bool:
+    """Whether its tasks train matrices, such as the weights of a network, and not vectors alone.
+
+    Args:
+        family: one task of it is built.
+    """
+    config = family.sample(torch.Generator().manual_seed(0))
+    return any(x.ndim > 1 for x in family.build(config).init().values())
+
+
+def learn_network(family: TaskFamily, *, tasks: int = 8, seed: int = 0, watch: Watch | None = None) -> LearnedOptimiser:
+    """Learned coordinates from runs of a tuned Adam, and the best usage of them, on training tasks alone.
+
+    Args:
+        family: of networks.
+        tasks: half as many runs as are learned from.
+        seed: of everything random.
+        watch: as for `learn_usage`.
+    """
+    reference = tuned_reference(family, seed=seed)
+    learned = learn_from_reference(family, Kronecker(rank="auto"), reference=reference, tasks=2 * tasks, seed=seed)
+    return learn_usage(learned, family, reference=reference, seed=seed, watch=watch)

@@ -14,6 +14,8 @@ import torch
 
 from metamd import Diagonal, LearnedOptimiser, cli
 from metamd.cells import Cell, fill, own_warnings
+from metamd.commands import reproduce
+from metamd.commands.reproduce import names
 from metamd.experiments import quadratic, race, rosenbrock
 from metamd.experiments.batched import DIAGONAL, RIVALS, BatchedRival
 from metamd.experiments.race import NEVER, Problems
@@ -22,6 +24,9 @@ from metamd.guard import OffFamilyWarning
 from metamd.records import Records, read_json, write_json
 from metamd.tasks import quadratic as quadratics
 from metamd.tasks import rosenbrock as valleys
+from tests.test_families import place, tiny_data
+
+__all__ = ["place", "tiny_data"]
 
 FAMILIES = {"quadratic": quadratics((0.5, 4.0)), "rosenbrock": valleys(3, shift=0.3, scale=0.2, start=0.5)}
 SETTINGS = {
@@ -272,6 +277,40 @@ def test_reproduce_runs_end_to_end_and_again_from_its_records(name, tmp_path, ca
     assert json.loads(capsys.readouterr().out) == first
     assert cli.run([*args, "--seed", "1"]) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+IMAGES = [name for name in names() if name not in ("quadratic", "rosenbrock")]
+
+
+@pytest.mark.filterwarnings("ignore::metamd.guard.OffFamilyWarning")
+@pytest.mark.parametrize("name", IMAGES)
+def test_every_experiment_with_images_runs_at_its_smallest_scale(name, tmp_path, capsys, tiny_data):
+    args = ["reproduce", name, "--scale", "smoke", "--out", str(tmp_path), "--json"]
+    assert cli.run(args) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert read_json(tmp_path / "summary.json") == first
+    assert "failed" not in first
+    drawn = {"pieces": {"curves.png", "activity.png"}, "ablation": {"losses.png"}}
+    assert {p.name for p in tmp_path.glob("*.png")} == drawn.get(name, {"curves.png"})
+    assert (tmp_path / "tables.md").read_text().count("\n|") > 2
+    assert (tmp_path / "report.html").exists()
+    if name != "pieces":
+        return  # the others are kept in the same way, and the pages take a while to draw
+    cells = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("cells/*.json")}
+    assert cli.run(args) == 0
+    assert json.loads(capsys.readouterr().out) == first
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("cells/*.json")} == cells, "something was computed twice"
+
+
+def test_all_runs_one_after_another_and_leaves_out_what_lacks_the_scale(tmp_path, capsys, tiny, monkeypatch):
+    monkeypatch.setattr(reproduce, "names", lambda: ("quadratic", "rosenbrock"))
+    monkeypatch.delitem(rosenbrock.SCALES, "smoke")
+    assert cli.run(["reproduce", "all", "--scale", "smoke", "--out", str(tmp_path), "--json"]) == 0
+    said = capsys.readouterr()
+    assert list(json.loads(said.out)) == ["quadratic"]
+    assert f"1 of 2: quadratic, in {tmp_path / 'quadratic'}" in said.err
+    assert "2 of 2: rosenbrock has no scale smoke, and is left out." in said.err
+    assert [p.name for p in tmp_path.iterdir()] == ["quadratic"]
 
 
 def test_the_losses_of_a_valley_are_those_of_torch():

@@ -172,21 +172,23 @@ class Strip:
     filled: bool = True
 
 
-def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str) -> None:
+def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str, missed: str = "never") -> None:
     """One row of dots per optimiser on a logarithmic axis, a bar at the median; one panel per group.
 
     Args:
         groups: the strips of each panel by its title.
         path: the image to write.
         xlabel: what is counted.
+        missed: the word for runs without a number.
     """
     tallest = max(len(s) for s in groups.values())
     figure = blank(4.2 * len(groups) + 0.6, 0.27 * tallest + 1.1)
     grid = figure.subplots(1, len(groups), squeeze=False, sharey=False)[0]
     for axes, (title, members) in zip(grid, groups.items(), strict=True):
         labels = []
+        least = min([0.8, *(c for s in members for c in s.counts if c)])  # a logarithmic axis has no zero
         for place, strip in enumerate(members):
-            values = np.array([np.nan if c is None else max(c, 0.8) for c in strip.counts], dtype=np.float64)
+            values = np.array([np.nan if c is None else max(c, least) for c in strip.counts], dtype=np.float64)
             colour = _colour(strip.label)
             offsets = place + 0.28 * (np.arange(len(values)) % 7 - 3) / 3
             face = colour if strip.filled else "none"
@@ -195,7 +197,7 @@ def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str) ->
             if missing < len(values) / 2:
                 middle = float(np.median(np.where(np.isnan(values), np.inf, values)))
                 axes.vlines(middle, place - 0.42, place + 0.42, color="black", linewidth=1.6)
-            labels.append(strip.label + (f", {missing} never" if missing else ""))
+            labels.append(strip.label + (f", {missing} {missed}" if missing else ""))
         axes.set_yticks(range(len(labels)), labels, fontsize=8)
         axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_xscale("log")

@@ -158,12 +158,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Run one of the paper's experiments; what is computed stays in records, and the same command continues it.
+    """Run one of the experiments, or all; what is computed stays in records, and the same command continues it.
 
     Args:
-        name: which experiment.
+        name: which experiment; all runs one after another, each in a folder of its own.
         scale: smoke takes seconds, cpu minutes or hours on two cores; paper is the published protocol, for a GPU.
-        out: directory for records and figures; runs/NAME-SCALE if not given.
+        out: directory for records and figures; runs/NAME-SCALE if not given. Of all, the directory of their folders.
         workers: processes.
         ray: address of a Ray cluster to compute on, for the experiments with networks; local starts one on this machine.
         seed: of everything random.
@@ -174,10 +174,16 @@ class Reproduce:
         Literal[
             "quadratic",
             "rosenbrock",
+            "rotated-mnist-linear",
             "rotated-mnist-mlp",
             "diverse-digits-lenet",
+            "resnet18-cifar10",
             "adapt-rotated-mnist",
             "adapt-rotated-mnist-learned",
+            "pieces",
+            "ablation",
+            "out-of-distribution",
+            "all",
         ]
     ]
     scale: Literal["smoke", "cpu", "paper"] = "cpu"

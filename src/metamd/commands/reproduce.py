@@ -1,13 +1,14 @@
-"""`metamd reproduce`: one of the paper's experiments, from records that an interrupted run continues."""
+"""`metamd reproduce`: the experiments, from records that an interrupted run continues."""
 
 import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from metamd.commands import Reproduce
 from metamd.commands.report import write_report
-from metamd.records import write_json
+from metamd.records import Result, write_json
 
 
 def run(options: Reproduce) -> int:
@@ -16,18 +17,61 @@ def run(options: Reproduce) -> int:
     Args:
         options: what was asked.
     """
-    experiment = import_module(f"metamd.experiments.{options.name.replace('-', '_')}")
-    if options.scale not in experiment.SCALES:
-        raise ValueError(f"{options.name} has the scales {', '.join(experiment.SCALES)}, got {options.scale!r}.")
     folder = options.out or Path("runs") / f"{options.name}-{options.scale}"
+    if options.name == "all":
+        found = dict(_all(options, folder))
+        print(json.dumps(found) if options.json else "\n".join(f"## {n}\n\n{_tables(n, r)}" for n, r in found.items()))
+    else:
+        result = reproduce(options.name, options, folder)
+        print(json.dumps(result) if options.json else _tables(options.name, result))
+    print(f"Records, tables and figures are in {folder}.", file=sys.stderr)
+    return 0
+
+
+def reproduce(name: str, options: Reproduce, folder: Path) -> Result:
+    """Run one experiment and write its tables, figures and page.
+
+    Args:
+        name: of the experiment.
+        options: what was asked.
+        folder: where everything is kept.
+    """
+    experiment = _module(name)
+    if options.scale not in experiment.SCALES:
+        raise ValueError(f"{name} has the scales {', '.join(experiment.SCALES)}, got {options.scale!r}.")
     folder.mkdir(parents=True, exist_ok=True)
-    runner = getattr(experiment, "EXPERIMENT", experiment)  # leave-one-out experiments are declared, the others written out
-    result = runner.run(options.scale, folder, options.seed, options.workers, options.ray)
-    text = experiment.markdown(result["rows"])
+    runner = getattr(experiment, "EXPERIMENT", experiment)  # what needs nothing more is declared, the others written out
+    result: Result = runner.run(options.scale, folder, options.seed, options.workers, options.ray)
     write_json(folder / "summary.json", result)
     if any(folder.glob("*/comparison.json")):
         write_report(folder, folder)
-    (folder / "tables.md").write_text(text)
-    print(json.dumps(result) if options.json else text)
-    print(f"Records, tables and figures are in {folder}.", file=sys.stderr)
-    return 0
+    (folder / "tables.md").write_text(_tables(name, result))
+    return result
+
+
+def names() -> tuple[str, ...]:
+    """Of all experiments, in the order in which `all` runs them."""
+    positional = get_type_hints(Reproduce)["name"]
+    return tuple(name for name in get_args(positional) if name != "all")
+
+
+def _all(options: Reproduce, folder: Path) -> list[tuple[str, Result]]:
+    """Every experiment that has the scale, one after another; what the folder has already is not computed again."""
+    found = []
+    for number, name in enumerate(names(), start=1):
+        place = f"{number} of {len(names())}: {name}"
+        if options.scale not in _module(name).SCALES:
+            print(f"{place} has no scale {options.scale}, and is left out.", file=sys.stderr)
+            continue
+        print(f"{place}, in {folder / name}", file=sys.stderr)
+        found.append((name, reproduce(name, options, folder / name)))
+    return found
+
+
+def _module(name: str) -> Any:
+    return import_module(f"metamd.experiments.{name.replace('-', '_')}")
+
+
+def _tables(name: str, result: Result) -> str:
+    text: str = _module(name).markdown(result["rows"])
+    return text

@@ -25,7 +25,7 @@ MODERN = ("sgdm", "rmsprop", "adam", "adamw", "muon", "soap", "schedule-free", "
 SCALES = {
     "smoke": Scale(
         ("0", "90"),
-        200,
+        60,
         steps=20,
         outer_steps=1,
         tasks_per_step=2,
@@ -33,6 +33,7 @@ SCALES = {
         budget=3,
         rivals=("sgdm", "adam"),
         usage_tasks=0,
+        batch_size=20,
     ),
     "cpu": Scale(("0", "30", "60", "90"), 5000, steps=100, outer_steps=4, tasks_per_step=9, rivals=MODERN, screen=3),
     "paper": Scale(ANGLES, 5000, steps=100, outer_steps=8, tasks_per_step=18, seeds=10, rivals=MODERN),
@@ -40,7 +41,9 @@ SCALES = {
 
 
 def _family(scale: Scale, hold_out: str, *, learned_start: bool) -> SharedStart:
-    family = tasks.adapt_rotated_mnist(hold_out=float(hold_out), images=scale.images, steps=scale.steps)
+    family = tasks.adapt_rotated_mnist(
+        hold_out=float(hold_out), images=scale.images, batch_size=scale.batch_size, steps=scale.steps
+    )
     if not learned_start:
         return family
     start = learn_start(family, reference=Reference(lr=2e-3, factor=2), tasks=2 * scale.tasks_per_step)

@@ -1,0 +1,91 @@
+"""Learning curves of a comparison: one panel for all domains together, and one for each."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from metamd import figures
+from metamd.comparison import Comparison
+from metamd.paired import Array, bootstrap
+
+UNTUNED, DECAY = ", untuned", ", linear decay"
+
+
+def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
+    """Draw `curves.png`: the training loss over the steps, of ours and of tuned rivals with the better of their schedules.
+
+    In the panel over all domains the band is the 95 % bootstrap interval of the mean over all runs; in that of a domain it
+    reaches from the smallest to the largest of its runs. A curve ends where one of its runs was given up.
+
+    Args:
+        comparison: what is shown.
+        ours: the labels of ours that are shown, the first as a line and the others dashed.
+        folder: where the image goes.
+    """
+    shown = [*ours, *best_schedules(comparison)]
+    each = {label: comparison.curve(label) for label in shown}
+    panels: dict[str, list[figures.Curve]] = {}
+    if len(comparison.folds) > 1 and len({f[0] for label in shown for f in each[label].values()}) == 1:
+        panels["all domains"] = []
+        for label in shown:
+            places = next(iter(each[label].values()))[0]
+            losses = np.concatenate([losses for _, losses in each[label].values()])
+            panels["all domains"] += _curve(label, places, losses, comparison.groups, ours)
+    for fold in comparison.folds:
+        panels[fold.group] = [c for label in shown for c in _curve(label, *each[label][fold.group], None, ours)]
+    figures.curves(panels, folder / "curves.png", xlabel="step", ylabel="training loss")
+
+
+def mean_losses(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
+    """Draw `losses.png`: the mean training loss of every run, for many optimisers whose curves would hide each other.
+
+    Args:
+        comparison: what is shown.
+        ours: the labels of ours that are shown, with full dots.
+        folder: where the image goes.
+    """
+    strips = []
+    for label in [*ours, *best_schedules(comparison)]:
+        values = comparison.values(label, "mean_loss").tolist()
+        strips.append(figures.Strip(label, [x if np.isfinite(x) else None for x in values], label in ours))
+    groups = {"mean over the run, one dot per run": strips}
+    figures.strips(groups, folder / "losses.png", xlabel="mean training loss", missed="diverged")
+
+
+def best_schedules(comparison: Comparison) -> list[str]:
+    """The label of every tuned rival, under the schedule with which its mean loss is smaller.
+
+    Args:
+        comparison: of rivals with one schedule or several.
+    """
+    found: dict[str, str] = {}
+    for label in comparison.labels:
+        if label.endswith(UNTUNED) or _is_learned(comparison, label):
+            continue
+        rival = label.removesuffix(DECAY)
+        if rival not in found or _mean_loss(comparison, label) < _mean_loss(comparison, found[rival]):
+            found[rival] = label
+    return list(found.values())
+
+
+def _is_learned(comparison: Comparison, label: str) -> bool:
+    return str(comparison.folds[0].entrants[label][0].contender["rival"]).startswith("metamd")
+
+
+def _mean_loss(comparison: Comparison, label: str) -> float:
+    return float(comparison.values(label, "mean_loss").mean())
+
+
+def _curve(
+    label: str, places: Sequence[int], losses: Array, groups: Sequence[int] | None, ours: Sequence[str]
+) -> Iterator[figures.Curve]:
+    kept = np.isfinite(losses).all(0)
+    if kept.sum() < 2:
+        return
+    x, y = np.array(places)[kept].tolist(), losses[:, kept]
+    if groups is None:
+        low, high = y.min(0), y.max(0)
+    else:
+        low, high = np.transpose([(e.low, e.high) for e in (bootstrap(column, groups) for column in y.T)])
+    yield figures.Curve(label, x, y.mean(0).tolist(), low.tolist(), high.tolist(), dashed=label in ours[1:])

@@ -1,0 +1,202 @@
+"""`metamd reproduce pieces`: mixtures of 1 to 5 diagonal metrics, and which of them is active when [GaoMetaMD2022].
+
+Rotated MNIST with a 3-layer MLP, 45 degrees held out. The closed form learns one metric, and keeps one piece where phases
+of the runs offer several: the mixtures here are made from it by spreading it at random into N pieces and following the
+gradient of the regret bound, so that there is something to see. The paper shows how often each of three pieces is active
+during training, and, in a table that it left out, the accuracy with each piece alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from metamd import figures, tasks
+from metamd.cells import Cell, fill
+from metamd.comparing import draw
+from metamd.experiments.learning import learned_file, settings_of
+from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
+from metamd.experiments.standings import standings
+from metamd.hypergrad import Direct
+from metamd.inner import run_inner
+from metamd.learned import LearnedOptimiser, load
+from metamd.meta import Method
+from metamd.outer import Adam
+from metamd.potentials import Diagonal, MaxDiagonal
+from metamd.potentials.base import Centre
+from metamd.records import Records, Result
+from metamd.tasks.held_out import ImageFamily
+from metamd.usage import Usage
+
+HELD_OUT = "45"
+MOST = 5
+WINDOWS = 10
+"""Of a run, over which the activity of a piece is averaged."""
+
+SCALES = {
+    "smoke": Scale(
+        (HELD_OUT,),
+        100,
+        steps=10,
+        outer_steps=1,
+        tasks_per_step=1,
+        seeds=2,
+        budget=2,
+        rivals=("adam",),
+        schedules=("linear",),
+        batch_size=50,
+    ),
+    "cpu": Scale((HELD_OUT,), 1000, steps=200, outer_steps=4, tasks_per_step=4, budget=9, rivals=("sgdm", "adam")),
+    "paper": Scale((HELD_OUT,), 1000, outer_steps=20, seeds=10, protocol="paper"),
+}
+
+
+def _family(scale: Scale, hold_out: str) -> ImageFamily:
+    return tasks.rotated_mnist(hold_out=float(hold_out), images=scale.images, batch_size=scale.batch_size, steps=scale.steps)
+
+
+def _spread(pieces: int, centre: Centre, learned: LearnedOptimiser) -> Mapping[str, Any]:
+    """N pieces that differ at random from the one that was learned, which then follow the bound's own gradient."""
+    log_d = {k: v.detach().expand(pieces, *v.shape[1:]).clone() for k, v in learned.potential.log_d.items()}
+    return {
+        "potential": MaxDiagonal(pieces, centre=centre).with_metrics(log_d),
+        "estimator": Direct(),
+        "method": Method(Adam(lr=0.05), keep="last", spread=0.25),
+    }
+
+
+def _mixture(pieces: int, entries: Mapping[str, Entry], centre: Centre = "start") -> Geometry:
+    return Geometry(Diagonal, entries, then=partial(_spread, pieces, centre), same_tasks=True)
+
+
+PLAIN = Entry(Usage())
+ALONE = {f"3 pieces, piece {j + 1} alone": Entry(Usage(), piece=j) for j in range(3)}
+
+MIXTURES = {
+    f"{n}-pieces": _mixture(
+        n,
+        {f"{n} pieces": PLAIN}
+        if n != 3
+        else {"3 pieces": PLAIN, "3 pieces, the paper's step": Entry(Usage(), exact=False), **ALONE},
+    )
+    for n in range(2, MOST + 1)
+}
+
+COMPARISON = Experiment(
+    "pieces",
+    _family,
+    {
+        "1-piece": Geometry(Diagonal, {"1 piece": PLAIN}, same_tasks=True),
+        **MIXTURES,
+        "3-pieces-origin": _mixture(
+            3,
+            {
+                "3 pieces about the origin": PLAIN,
+                "3 pieces about the origin, the paper's step": Entry(Usage(), exact=False),
+            },
+            centre="origin",
+        ),
+    },
+    SCALES,
+    {},
+)
+
+
+def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
+    """Learn and compare the mixtures, and follow the pieces through held-out runs.
+
+    Args:
+        scale: a name in `SCALES`.
+        folder: for records, learned files and figures.
+        seed: of everything random.
+        workers: processes.
+        ray: address of a Ray cluster to train on; learning is done here.
+    """
+    result = COMPARISON.run(scale, folder, seed, workers, ray)
+    size = SCALES[scale]
+    records = Records(
+        folder / "activity", {"experiment": "pieces, activity", "scale": scale, "seed": seed, **settings_of(size)}
+    )
+    found = fill(records, _cells(size, folder, seed), title="pieces: activity", workers=workers)
+    activity = {name: [found[f"{name}-{i}"] for i in range(size.seeds)] for name in FOLLOWED}
+    _draw(activity, folder / "activity.png")
+    return result | {"rows": [*result["rows"], *(_summary(name, runs) for name, runs in activity.items())]}
+
+
+FOLLOWED = {
+    **{f"{n} pieces": (f"{n}-pieces", True) for n in range(2, MOST + 1)},
+    "3 pieces, the paper's step": ("3-pieces", False),
+    "3 pieces about the origin": ("3-pieces-origin", True),
+    "3 pieces about the origin, the paper's step": ("3-pieces-origin", False),
+}
+"""Mixtures whose pieces are followed: the geometry, and whether steps are exact."""
+
+
+def _cells(size: Scale, folder: Path, seed: int) -> Iterator[Cell]:
+    side = _family(size, HELD_OUT).held_out()
+    configs = draw(side, size.seeds, seed)[HELD_OUT]
+    for name, (geometry, exact) in FOLLOWED.items():
+        for i, config in enumerate(configs):
+            path = learned_file(folder, HELD_OUT, geometry)
+            yield Cell(f"{name}-{i}", partial(_follow, side, config, path, exact))
+
+
+def _follow(side: ImageFamily, config: Mapping[str, Any], path: Path, exact: bool) -> Result:
+    """The weights of the pieces over one run, averaged over windows of steps, and how often several were active."""
+    torch.set_num_threads(1)
+    task = side.build(config)
+    run_ = run_inner(task, load(path).potential.bind(task.init()), exact=exact)
+    windows = np.array_split(run_.weights, min(WINDOWS, len(run_.weights)))
+    return {
+        "steps": [int(x) for x in np.cumsum([len(w) for w in windows])],
+        "weights": [w.mean(0).tolist() for w in windows],
+        "several": float((run_.weights.max(1) < 1).mean()),
+        "switches": run_.switches,
+        "diverged": run_.diverged,
+    }
+
+
+def _summary(name: str, runs: list[Result]) -> Result:
+    shares = np.mean([np.mean(r["weights"], axis=0) for r in runs], axis=0)
+    late = np.mean([r["weights"][-1] for r in runs], axis=0)
+    return {
+        "followed": name,
+        "shares": shares.tolist(),
+        "at the end": late.tolist(),
+        "several": float(np.mean([r["several"] for r in runs])),
+        "switches": float(np.mean([r["switches"] for r in runs])),
+    }
+
+
+def _draw(activity: Mapping[str, list[Result]], path: Path) -> None:
+    """The share of every piece over the run: mean over the seeds, the band from the smallest to the largest."""
+    panels = {}
+    for name, runs in activity.items():
+        fewest = min(len(r["steps"]) for r in runs)
+        weights = np.array([r["weights"][:fewest] for r in runs])
+        x = runs[0]["steps"][:fewest]
+        panels[name] = [
+            figures.Curve(f"piece {j + 1}", x, w.mean(0).tolist(), w.min(0).tolist(), w.max(0).tolist())
+            for j, w in enumerate(np.moveaxis(weights, 2, 0))
+        ]
+    figures.curves(panels, path, xlabel="step", ylabel="weight of the piece", logarithmic=False)
+
+
+def markdown(rows: list[Result]) -> str:
+    """The tables of the results page.
+
+    Args:
+        rows: as `run` makes them.
+    """
+    followed = [r for r in rows if "followed" in r]
+    lines = [
+        "| weight of the pieces | over the run | in the last steps | steps on several pieces | switches |",
+        "|---" * 5 + "|",
+    ]
+    for r in followed:
+        shares, late = (" / ".join(f"{x:.2f}" for x in r[k]) for k in ("shares", "at the end"))
+        lines.append(f"| {r['followed']} | {shares} | {late} | {r['several']:.0%} | {r['switches']:.1f} |")
+    return standings([r for r in rows if "followed" not in r]) + "\n" + "\n".join(lines) + "\n"

@@ -1,0 +1,201 @@
+"""The parts that experiments share: pieces alone, variants of a family, what is carried over, curves and tables."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, tasks
+from metamd.comparing import handicap
+from metamd.experiments import out_of_distribution, pieces
+from metamd.experiments.curves import best_schedules, learning_curves
+from metamd.experiments.learning import Geometry, Scale, alone, learn, learned_file, settings_of
+from metamd.experiments.leave_one_out import Entry, Experiment
+from metamd.experiments.standings import standings
+from metamd.experiments.variants import Variant
+from metamd.learned import load
+from metamd.objectives import PaperBound
+from metamd.rivals import learned_rival, rival
+from metamd.tasks.base import derive_seed
+from metamd.training import Measuring
+
+WATCH = Measuring(every=5, splits=())
+FLAT, STEEP = tasks.quadratic((0.5, 1.0), steps=30), tasks.quadratic((8.0, 10.0), steps=30)
+
+
+def mixture():
+    logs = torch.tensor([[3.0, 4.0], [4.0, 3.0]], dtype=torch.float64)
+    return LearnedOptimiser.from_potential(MaxDiagonal(2).with_metrics({"theta": logs}), horizon=30)
+
+
+def drawn(family, seed=0):
+    return family.build(family.sample(torch.Generator().manual_seed(seed)))
+
+
+# pieces
+
+
+@pytest.mark.parametrize("piece", [0, 1])
+def test_a_piece_alone_takes_the_steps_of_its_diagonal(piece):
+    single = alone(mixture(), piece)
+    wanted = LearnedOptimiser.from_potential(
+        Diagonal().with_metrics({"theta": mixture().potential.log_d["theta"][piece : piece + 1]})
+    )
+    assert single.fingerprint() == wanted.fingerprint() != alone(mixture(), 1 - piece).fingerprint()
+    task = drawn(FLAT)
+    theta = torch.nn.Parameter(task.init()["theta"])
+    optimiser = MetaMD([("theta", theta)], single)
+    before = theta.detach().clone()
+    (theta.grad,) = torch.autograd.grad(task.loss({"theta": theta}, task.batch(0)), theta)
+    optimiser.step()
+    diagonal = mixture().potential.log_d["theta"][piece].exp()
+    torch.testing.assert_close(theta.detach(), before - theta.grad / diagonal)
+
+
+def test_a_piece_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="mixture of 2 pieces has none of number 2"):
+        alone(mixture(), 2)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_pieces_that_are_followed_are_those_of_the_optimiser(tmp_path, exact, monkeypatch):
+    """Window by window of one step, against the record that MetaMD keeps after every step."""
+    monkeypatch.setattr(pieces, "WINDOWS", 30)
+    mixture().save(tmp_path / "two.safetensors")
+    config = FLAT.sample(torch.Generator().manual_seed(3))
+    found = pieces._follow(FLAT, config, tmp_path / "two.safetensors", exact)
+    task = FLAT.build(config)
+    theta = torch.nn.Parameter(task.init()["theta"])
+    optimiser = MetaMD([("theta", theta)], mixture(), exact=exact)
+    for t in range(30):
+        (theta.grad,) = torch.autograd.grad(task.loss({"theta": theta}, task.batch(t)), theta)
+        optimiser.step()
+    weights = torch.tensor(found["weights"])
+    assert torch.allclose(weights.sum(1), torch.ones(30))
+    assert found["steps"] == list(range(1, 31))
+    assert torch.equal(weights[1:].argmax(1), optimiser.active_pieces[:-1])
+    if not exact:
+        assert found["several"] == 0
+        assert set(weights.flatten().tolist()) <= {0.0, 1.0}
+
+
+# variants
+
+
+def test_a_variant_scales_the_start_and_nothing_else():
+    far = Variant(FLAT, "far", 3.0)
+    config = far.sample(torch.Generator().manual_seed(0))
+    task, wanted = far.build(config), FLAT.build(config)
+    torch.testing.assert_close(task.init()["theta"], 3 * wanted.init()["theta"])
+    assert float(task.loss(wanted.init(), task.batch(0))) == float(wanted.loss(wanted.init(), wanted.batch(0)))
+    torch.testing.assert_close(Variant(FLAT, "same").build(config).init(), wanted.init())
+    assert (far.describe()["variant"], far.describe()["gain"], far.name) == ("far", 3.0, "far")
+    found = compare({"SGD": rival("sgd").with_setting(lr=0.01)}, far, seeds=2, measuring=WATCH)
+    assert [f.group for f in found.folds] == ["far"]
+    with pytest.raises(ValueError, match=r"gain must be positive, got 0\.0"):
+        Variant(FLAT, "none", 0.0)
+
+
+def compared(family):
+    entrants = {
+        "MetaMD": learned_rival(mixture()).untuned(),
+        "SGD": handicap(rival("sgd"), budget=5),
+        "SGD, linear decay": handicap(rival("sgd"), "linear", budget=5),
+        "SGD, untuned": rival("sgd").untuned(),
+    }
+    return compare(entrants, family, seeds=2, steps=30, measuring=WATCH)
+
+
+def test_a_rival_is_carried_over_with_the_rate_that_was_best_where_ours_was_learned():
+    usual, other = compared(FLAT), compared(STEEP)
+    shown = out_of_distribution._members(other, usual)
+    assert list(shown) == ["MetaMD", "SGD (tuned here)", "SGD (carried over)", "SGD (untuned)"]
+    (label,) = best_schedules(usual)
+    best = usual.folds[0].best(label, "mean_loss", None)
+    carried, here = shown["SGD (carried over)"], shown["SGD (tuned here)"]
+    assert carried.contender == best.contender != here.contender
+    mean = [sum(o.mean_loss for o in c.outcomes) for c in (here, carried)]
+    assert mean[0] < mean[1]
+    assert out_of_distribution._members(usual, usual)["SGD (tuned here)"] == best
+
+
+def test_the_better_schedule_is_shown_and_drawn(tmp_path):
+    found = compared(FLAT)
+    means = {label: found.values(label, "mean_loss").mean() for label in ("SGD", "SGD, linear decay")}
+    assert best_schedules(found) == [min(means, key=means.get)]
+    learning_curves(found, ["MetaMD"], tmp_path)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+# learning
+
+
+def small(scale, hold_out):
+    raise AssertionError("not asked for")
+
+
+SIZE = Scale(("a",), None, steps=30, outer_steps=2, tasks_per_step=2)
+
+
+def test_geometries_with_the_mark_learn_from_the_same_tasks(tmp_path):
+    found = {}
+    for name, same in {"one": True, "two": True, "three": False}.items():
+        geometry = Geometry(Diagonal, {}, same_tasks=same)
+        (cell,) = Experiment("x", small, {name: geometry}, {}, {})._lessons(SIZE, {"a": FLAT}, tmp_path, 0)
+        cell.compute()
+        found[name] = load(tmp_path / "learned" / f"a-{name}.safetensors")
+    assert found["one"].fingerprint() == found["two"].fingerprint() != found["three"].fingerprint()
+    assert found["one"].header.seeds == (derive_seed(0, "learning", "a"),)
+
+
+def test_a_second_training_goes_on_from_the_first_and_both_are_paid_for(tmp_path):
+    seen = []
+
+    def then(learned):
+        seen.append(learned)
+        return {"potential": Diagonal().with_metrics(dict(learned.potential.log_d)), "outer_steps": 1}
+
+    once = learn(SIZE, FLAT, Geometry(Diagonal, {}), tmp_path / "once.safetensors", 0, "x")
+    twice = learn(SIZE, FLAT, Geometry(Diagonal, {}, then=then), tmp_path / "twice.safetensors", 0, "x")
+    assert seen[0].fingerprint() == once["fingerprint"]
+    assert twice["cost"]["gradient_evaluations"] > once["cost"]["gradient_evaluations"]
+
+
+def test_what_cannot_be_learned_is_said_and_left_out(tmp_path):
+    geometry = Geometry(Diagonal, {"bad": Entry()}, objective=PaperBound())  # the closed form refuses it
+    result = learn(SIZE, FLAT, geometry, tmp_path / "bad.safetensors", 0, "x")
+    assert "ClosedForm minimises Regret" in result["failed"]
+    taught = {"learn-a-good": {}, "learn-a-bad": result}
+    experiment = Experiment("x", small, {"good": Geometry(Diagonal, {}), "bad": geometry}, {}, {})
+    assert experiment._failures(taught, SIZE) == {"bad": result["failed"]}
+    with pytest.raises(ValueError, match="x has nothing to compare: ClosedForm"):
+        experiment._failures({"learn-a-good": result, "learn-a-bad": {}}, SIZE)
+
+
+def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
+    (tmp_path / "learned").mkdir()
+    mixture().save(learned_file(tmp_path, "a", "narrow"))
+    other = LearnedOptimiser.from_potential(Diagonal(tying="role").bind({"theta": torch.zeros(2)}))
+    other.save(learned_file(tmp_path, "a", "role"))
+    geometries = {
+        "narrow": Geometry(Diagonal, {"MetaMD": Entry(instead="role")}),
+        "role": Geometry(Diagonal, {"role": Entry()}),
+    }
+    experiment = Experiment("x", small, geometries, {}, {})
+    ours = dict(experiment._ours(tmp_path, "a", SimpleNamespace(example=lambda: {"theta": torch.zeros(3)}), {}))
+    assert ours["MetaMD"].key() == ours["role"].key()
+    assert "metamd-role" in ours["MetaMD"].key()
+    assert [label for label, _ in experiment._ours(tmp_path, "a", FLAT, {"narrow": "failed"})] == ["role"]
+
+
+def test_settings_name_a_batch_size_and_a_width_only_where_they_are_unusual():
+    assert "batch_size" not in settings_of(SIZE)
+    assert settings_of(Scale(("a",), None, batch_size=25, width=16))["width"] == 16
+
+
+def test_the_table_says_what_diverged_and_what_learning_cost():
+    number = {"value": 0.5, "low": 0.25, "high": 0.75}
+    row = {"label": "one", "mean_loss": number, "final_loss": dict.fromkeys(number), "test_error": number}
+    text = standings([row | {"learning": {"gradients": 1234.0, "seconds": 2.0}}], {"two": "it broke"})
+    assert "| one | 0.5 (0.25 to 0.75) | diverged | 50.00 (25.00 to 75.00) | 1,234 | 2 |" in text
+    assert "| two | could not be learned: it broke |" in text

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from metamd.default import has_weights, learn_network
 from metamd.hypergrad import ClosedForm, Estimator, Forward
 from metamd.journal import Journal, Log
 from metamd.learned import LearnedOptimiser, fingerprint
@@ -19,7 +20,7 @@ from metamd.outer import Adam, GradientDescent, Iterate, Outer, TrustRegion
 from metamd.outer_steps import OuterStep, Refine, Stopping
 from metamd.plan import Plan, StageName
 from metamd.potentials.base import Potential
-from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.probe import Findings, probe
 from metamd.state import State
 from metamd.tasks.base import TaskFamily, derive_seed
@@ -69,7 +70,7 @@ class Method:
 
 def meta_train(
     family: TaskFamily,
-    potential: Potential,
+    potential: Potential | None = None,
     *,
     objective: Objective = Regret(prior=PRIOR),  # noqa: B008
     estimator: Estimator = ClosedForm(),  # noqa: B008
@@ -92,7 +93,10 @@ def meta_train(
 
     Args:
         family: the tasks; every outer step samples new ones, initialisations included.
-        potential: `Diagonal()` or `MaxDiagonal(pieces)`; learned metrics that it has are where the search starts.
+        potential: `Diagonal()`, `MaxDiagonal(pieces)` or `Kronecker()`; learned metrics that it has are where the search
+            starts. If not given: what won on validation families. That is `Diagonal()` for tasks of vectors alone, and for
+            networks `Kronecker()` from runs of a tuned Adam, twice as many as `tasks_per_step`, with `learn_usage` after
+            it. That way has no other options than these and the seed.
         objective: what is minimised.
         estimator: how its gradient is had; `ClosedForm` goes to the minimum itself.
         outer_steps: how many at most.
@@ -110,6 +114,10 @@ def meta_train(
         >>> meta_train(tasks.quadratic(steps=50), Diagonal(), outer_steps=3, tasks_per_step=4)
         LearnedOptimiser(max-diagonal, 1 piece, tying='parameter', centre='start', 1 tensor, 2 numbers, horizon=50)
     """
+    if potential is None and has_weights(family):
+        _refuse_options(locals())
+        return learn_network(family, tasks=tasks_per_step, seed=seed)
+    potential = Diagonal() if potential is None else potential
     learnable = _check(potential, objective, estimator, method, outer_steps, tasks_per_step)
     workers = Workers.present()
     with _opened(journal, workers):
@@ -124,6 +132,17 @@ def meta_train(
         plan = Plan(family, lecture, outer, stages, learnable.pieces, *shared, ball)
         state = _train(plan, _begin(found, plan, method), journal, log)
         return _result(plan, state)
+
+
+def _refuse_options(given: Mapping[str, Any]) -> None:
+    """Say which options the way for networks does not have."""
+    usual = dict(meta_train.__kwdefaults__ or {})
+    foreign = [n for n in usual if n not in ("tasks_per_step", "seed") and given[n] is not usual[n]]
+    if foreign:
+        raise ValueError(
+            f"{', '.join(foreign)} can be given together with a potential, such as Kronecker() or Diagonal(). Without one, "
+            "networks are learned from runs of Adam, which has no such option."
+        )
 
 
 def paper(

@@ -202,7 +202,9 @@ class Train:
         family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images
             or adapt-rotated-mnist.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
-        potential: diagonal, or kronecker for metrics in a learned basis of every weight matrix.
+        potential: diagonal, or kronecker for metrics in a learned basis of every weight matrix. If neither it nor any
+            option of how to learn is given, networks are learned by kronecker --follow --usage --rank auto, and all
+            other families by diagonal.
         pieces: metrics in the mixture.
         tying: which coordinates share a metric: parameter (if not given), channel, column, tensor or role; with kronecker
             tensor (if not given) or role.
@@ -239,7 +241,7 @@ class Train:
 
     family: Annotated[Positional[str], arg(metavar="FAMILY")]
     out: Annotated[Path, arg(metavar="FILE")] = Path("learned.safetensors")
-    potential: str = "diagonal"
+    potential: str | None = None
     pieces: int = 1
     tying: str | None = None
     sides: str = "right"

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from metamd.choosing import learn_start, learn_usage
 from metamd.cli import one_line
 from metamd.commands import Train
 from metamd.commands.families import build_family, check_place
+from metamd.default import has_weights
 from metamd.following import learn_from_reference
 from metamd.gap import LogGap
 from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
@@ -46,6 +48,12 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
 
 STEP_SCALES = (0.5, 0.7, 1.0, 1.4)
 
+MATTER = (
+    *("family", "out", "steps", "model", "hold_out", "images", "width", "start", "learn_start", "tasks", "seed"),
+    *("follow", "usage", "tensorboard", "json", "every"),
+)
+"""Options that say what to learn for, and not how; or that the way for networks has anyway."""
+
 DIGITS = {"quadratic": Refine(12, Forward(), Adam(0.05), LogGap(1e-12))}
 """How families are refined if nothing else is said: where losses are convex and without noise, their last digits count."""
 
@@ -58,6 +66,7 @@ def run(options: Train) -> int:
     """
     _refuse_ignored(options)
     family = build_family(options)
+    options = _resolved(options, family)
     check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
     method = _method(options)
@@ -138,6 +147,17 @@ def tensorboard(folder: Path) -> Log:
         writer.flush()
 
     return log
+
+
+def _resolved(options: Train, family: TaskFamily) -> Train:
+    """With a potential: where nothing is said of how to learn, that of `meta_train` with a family alone."""
+    if options.potential is not None:
+        return options
+    usual, free = Train(options.family), {*MATTER, "potential"}
+    plain = all(getattr(options, f.name) == getattr(usual, f.name) for f in fields(Train) if f.name not in free)
+    if plain and has_weights(family):
+        return replace(options, potential="kronecker", rank="auto", follow=True, usage=True)
+    return replace(options, potential="diagonal")
 
 
 def _refuse_ignored(options: Train) -> None:

@@ -1,4 +1,4 @@
-"""`metamd reproduce ablation`: each objective, each estimator, each potential, and the paper's preset against ours.
+"""`metamd reproduce ablation`: each objective, estimator, potential and usage, and the paper's preset against ours.
 
 Rotated MNIST with a 3-layer MLP, 45 degrees held out, runs of 100 steps. Every geometry is learned three times, with other
 tasks; intervals are over these trainings and the test runs of each. The closed form has the outer steps of the scale;
@@ -18,6 +18,7 @@ from metamd.experiments.variants import Variant
 from metamd.hypergrad import Direct, Estimator, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.meta import Method, paper
 from metamd.objectives import Objective, PaperBound, Reference, Regret, TrainingLoss
+from metamd.online import Online
 from metamd.outer import Adam
 from metamd.potentials import Diagonal, Kronecker, MaxDiagonal
 from metamd.records import Result
@@ -85,11 +86,34 @@ def _preset() -> Geometry:
     return Geometry(made, entries, objective=objective, options=options, rounds=FOLLOWED, same_tasks=True)
 
 
+def _used(label: str, potential: Any, **choices: Any) -> Geometry:
+    """A geometry from runs of Adam, with the best usage among the choices."""
+    entries = {label: Entry()}
+    return Geometry(potential, entries, choose_usage=True, choices=choices, follow=1.0, same_tasks=True)
+
+
+COORDINATES = partial(Kronecker, rank=64)
+POLAR = (Online("polar", beta=0.7), Online("polar", beta=0.9))
+
 EXPERIMENT = Experiment(
     "ablation",
     _family,
     {
-        "kronecker": _closed("MetaMD", partial(Kronecker, rank=64)),
+        "default": _used("MetaMD", COORDINATES),
+        "used-learned": _used("Kronecker, best usage of the learned metric", COORDINATES, metrics=("learned",)),
+        "used-average": _used("Kronecker, rule average", COORDINATES, metrics=("online",), rules=(Online(),)),
+        "used-refresh": _used(
+            "Kronecker, rule average, output side renewed", COORDINATES, metrics=("online",), rules=(Online(refresh=10),)
+        ),
+        "used-polar": _used("Kronecker, rule polar", COORDINATES, metrics=("online",), rules=POLAR),
+        "used-plain-polar": _used(
+            "one number per tensor, rule polar", partial(Diagonal, tying="tensor"), metrics=("online",), rules=POLAR
+        ),
+        "used-diagonal": _used("diagonal, best usage of the learned metric", Diagonal, metrics=("learned",)),
+        "used-both": _used(
+            "Kronecker on both sides, best usage", partial(Kronecker, sides="both", rank=64), metrics=("learned",)
+        ),
+        "kronecker": _closed("Kronecker, plain", COORDINATES),
         "diagonal": _closed("diagonal, regret to a reference", Diagonal),
         "end": _closed("diagonal, regret to the run's end", Diagonal, Regret()),
         "prior": _closed("diagonal, regret to the run's end, prior 1e-4", Diagonal, Regret(prior=1e-4)),

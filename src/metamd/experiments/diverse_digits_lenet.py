@@ -43,6 +43,7 @@ SCALES = {
         tasks_per_step=4,
         rivals=("sgdm", "adam", "soap", "muon"),
         schedules=("linear",),
+        usage_tasks=4,
         screen=3,
     ),
     "paper": Scale(DATASETS, None, outer_steps=20, rivals=("sgd", "sgdm", "rmsprop", "adam"), protocol="paper"),

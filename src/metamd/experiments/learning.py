@@ -52,6 +52,7 @@ class Geometry:
         entries: how it enters, by label.
         objective: what is minimised.
         choose_usage: whether metric, momentum, schedule and factor are chosen on training tasks, at a scale that does so.
+        choices: among what, where it is not all: options of `learn_usage`.
         follow: learn from runs of a reference optimiser, whose rate is chosen on training tasks, instead of in rounds: runs
             so many times longer than those of the comparison, at a rate as many times lower; as many of them as a round has
             tasks, twice. 0 for rounds.
@@ -66,6 +67,7 @@ class Geometry:
     entries: Mapping[str, Entry]
     objective: Objective = field(default_factory=lambda: Regret(comparator=Reference(lr=1e-3, factor=1.0)))
     choose_usage: bool = False
+    choices: Mapping[str, Any] = field(default_factory=dict)
     follow: float = 0
     reference: Reference | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -185,7 +187,8 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
         return {"failed": learned, "warnings": warned}
     if choose:
         chosen = derive_seed(seed, "usage", name)
-        learned = learn_usage(learned, family, reference=reference, tasks=size.usage_tasks, seed=chosen)
+        options = {"reference": reference, "tasks": size.usage_tasks, "seed": chosen, **geometry.choices}
+        learned = learn_usage(learned, family, **options)
     cost = {k: v + sum(c.get(k, 0.0) for c in costs) for k, v in learned.header.cost.items()}
     learned = replace(learned, header=replace(learned.header, cost=cost))
     learned.save(path)

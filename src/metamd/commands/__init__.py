@@ -166,6 +166,8 @@ class Reproduce:
         out: directory for records and figures; runs/NAME-SCALE if not given. Of all, the directory of their folders.
         workers: processes.
         ray: address of a Ray cluster to compute on, for the experiments with networks; local starts one on this machine.
+        only: domains to hold out now, and to make the tables of; the others can follow. All if not given.
+        pack: put the records of every folder into one file, cells.jsonl, when all is done; the command continues from it.
         seed: of everything random.
         json: print one JSON object on standard output instead of text.
     """
@@ -190,6 +192,8 @@ class Reproduce:
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     workers: int = 1
     ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
+    only: Annotated[tuple[str, ...], arg(metavar="DOMAIN")] = ()
+    pack: bool = False
     seed: int = 0
     json: bool = False
 

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from metamd.commands import Reproduce
 from metamd.commands.report import write_report
-from metamd.records import Result, write_json
+from metamd.records import Records, Result, write_json
 
 
 def run(options: Reproduce) -> int:
@@ -39,13 +39,18 @@ def reproduce(name: str, options: Reproduce, folder: Path) -> Result:
     experiment = _module(name)
     if options.scale not in experiment.SCALES:
         raise ValueError(f"{name} has the scales {', '.join(experiment.SCALES)}, got {options.scale!r}.")
-    folder.mkdir(parents=True, exist_ok=True)
     runner = getattr(experiment, "EXPERIMENT", experiment)  # what needs nothing more is declared, the others written out
-    result: Result = runner.run(options.scale, folder, options.seed, options.workers, options.ray)
+    only: dict[str, Any] = {"only": options.only} if options.only else {}
+    if only and runner is experiment:
+        raise ValueError(f"{name} holds out no domains. Leave out --only.")
+    folder.mkdir(parents=True, exist_ok=True)
+    result: Result = runner.run(options.scale, folder, options.seed, options.workers, options.ray, **only)
     write_json(folder / "summary.json", result)
     if any(folder.glob("*/comparison.json")):
         write_report(folder, folder)
     (folder / "tables.md").write_text(_tables(name, result))
+    for settings in folder.rglob("run.json") if options.pack else ():
+        Records(settings.parent, Records.settings(settings.parent)).pack()
     return result
 
 

@@ -1,7 +1,7 @@
 """Learn on all domains of a family but one, compare on that one, each in turn: what the image experiments share."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +53,9 @@ class Experiment:
     sides: Callable[[Scale, str, Family], Sides] | None = None
     draw: Callable[[Comparison, Sequence[str], Path], None] = learning_curves
 
-    def run(self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
+    def run(
+        self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
+    ) -> Result:
         """Learn, compare, tabulate and draw; what is in the folder already is kept.
 
         Args:
@@ -62,8 +64,9 @@ class Experiment:
             seed: of everything random.
             workers: processes.
             ray: address of a Ray cluster to train on; learning is done here.
+            only: domains of the scale to hold out now; all if not given.
         """
-        found, failed = self.compared(scale, folder, seed, workers, ray)
+        found, failed = self.compared(scale, folder, seed, workers, ray, only)
         joined = Comparison.join(found)
         first = [next(iter(g.entries)) for name, g in self.geometries.items() if name not in failed]
         self.draw(joined, first, folder)
@@ -74,7 +77,7 @@ class Experiment:
         return about | {"rows": rows} | ({"failed": failed} if failed else {})
 
     def compared(
-        self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None
+        self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
     ) -> tuple[list[Comparison], dict[str, str]]:
         """Learn and compare: a comparison for every side, and which geometries could not be learned, and why.
 
@@ -84,9 +87,13 @@ class Experiment:
             seed: of everything random.
             workers: processes.
             ray: address of a Ray cluster to train on; learning is done here.
+            only: domains of the scale to hold out now; all if not given.
         """
         size = self.scales[scale]
         settings = {"experiment": self.name, "scale": scale, "seed": seed, **settings_of(size)}
+        if foreign := [d for d in only if d not in size.domains]:
+            raise ValueError(f"{self.name} holds out {', '.join(size.domains)} at scale {scale}, but not {foreign[0]!r}.")
+        size = replace(size, domains=tuple(d for d in size.domains if d in only)) if only else size
         records = Records(folder, settings)
         families = {domain: self.family(size, domain) for domain in size.domains}
         self._forget(records, size, folder)

@@ -430,6 +430,17 @@ def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatc
     assert markdown(again["rows"]) == (out / "tables.md").read_text()
     for row in again["rows"]:
         assert set(row["accuracy"]) == {"0", "45"}
+    # some domains alone, and everything in one file a folder
+    packing = ["reproduce", "rotated-mnist-mlp", "--scale", "smoke", "--out", str(out), "--only", "45", "--pack"]
+    assert cli.run(packing) == 0
+    assert [set(row["accuracy"]) for row in json.loads((out / "summary.json").read_text())["rows"]][0] == {"45"}
+    assert not list(out.rglob("cells/*.json"))
+    assert {p.parent.name for p in out.rglob("cells.jsonl")} == {"out", "domain-0", "domain-45"}
+    assert tiny.run("smoke", out, 0) == again
+    assert not [p for p in out.rglob("cells/*.json") if "seconds" not in p.name], "something was run twice"
+    assert cli.run([*packing[:-3], "--only", "17"]) == 2
+    assert cli.run(["reproduce", "quadratic", "--scale", "smoke", "--out", str(tmp_path / "q"), "--only", "17"]) == 2
+    assert not (tmp_path / "q").exists()
 
 
 @pytest.mark.parametrize("experiment", [rotated_mnist_mlp.EXPERIMENT, diverse_digits_lenet.EXPERIMENT], ids=lambda e: e.name)

@@ -2,7 +2,7 @@
 
 import ast
 import doctest
-import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -145,3 +145,14 @@ def test_source_layout():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno - node.lineno <= 70, f"{path.name}: {node.name}"
+
+
+def test_the_tables_of_the_results_page_are_those_of_the_records():
+    spec = importlib.util.spec_from_file_location("results_page", ROOT / "benchmarks" / "results_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.PAGE.read_text()
+    assert module.written(page) == page, "run benchmarks/results_page.py"
+    for name in module.MARKS.findall(page):
+        changed = page.replace(module.shown(name), module.shown(name).replace("0.", "1.", 1))
+        assert module.written(changed) == page, "a figure that differs from the records goes unnoticed"

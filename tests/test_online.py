@@ -21,6 +21,7 @@ from metamd import (
     Online,
     Usage,
     cli,
+    following,
     meta_train,
     prepare,
 )
@@ -238,6 +239,20 @@ def test_a_usage_is_chosen_on_training_tasks_alone_and_kept_in_the_file(learned,
     assert again.usage == found.usage
     assert again.online == found.online
     assert set(learned.header.task_hashes) < set(again.header.task_hashes)
+
+
+def test_followed_metrics_whose_plain_runs_diverge_are_doubled_until_they_finish():
+    """Adam's steps are bounded whatever the rate, so that a plain run with the metrics of its run need not be."""
+    family = tabular(steps=30)
+    for potential in (Diagonal(), Kronecker(), Kronecker(sides="both")):
+        learned = learn_from_reference(family, potential, reference=Reference(lr=2.0, factor=1), tasks=2)
+        built = [family.build(family.sample(torch.Generator().manual_seed(s))) for s in range(3)]
+        phi = learned.potential.bind(built[0].init())
+        assert all(math.isfinite(train(task, phi, Usage()).loss) for task in built[:2])
+        wild = {k: v.detach() - math.log(1e3) / phi.basis.terms(k) for k, v in phi.log_d.items()}
+        assert not math.isfinite(train(built[0], phi.with_metrics(wild).bind(built[0].init()), Usage()).loss)
+        tame = following._steady(phi.with_metrics(wild), built[:2]).bind(built[0].init())
+        assert all(math.isfinite(train(task, tame, Usage()).loss) for task in built[:2])
 
 
 def test_the_factor_climbs_to_where_no_neighbour_is_better(learned):

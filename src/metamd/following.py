@@ -6,6 +6,7 @@ starts, the runs of another optimiser say more. Start, end and gradients are all
 
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +24,13 @@ from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily
 from metamd.tasks.counted import Counted
+from metamd.trial import train
+from metamd.usage import Usage
+
+CHECKED = 2
+"""Tasks that are trained with what was learned, to see that it does not diverge."""
+
+DOUBLINGS = 10
 
 
 def learn_from_reference(
@@ -35,6 +43,8 @@ def learn_from_reference(
     seed: int = 0,
 ) -> LearnedOptimiser:
     """The metrics that minimise the regret bound of reference runs on training tasks, against their own ends.
+
+    Two of the tasks are then trained with them; if one diverges, all metrics are doubled until none does.
 
     Args:
         family: its training side.
@@ -70,7 +80,7 @@ def learn_from_reference(
     turned = learn_factors(Iterate.of(phi), moments, math.inf)
     log_d = moments.minimiser({k: v for k, v in phi.log_d.items() if k not in turned.log_d})
     ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in phi.log_d}
-    found = Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi)
+    found = _steady(Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi), built[:CHECKED])
     described = family.describe()
     size = described.get("batch_size")
     cost: dict[str, float] = {
@@ -92,6 +102,17 @@ def learn_from_reference(
         task_hashes=tuple(dict.fromkeys([*reference.chosen_on, *family.tasks])),
         target_loss=within_reach([ends_of(run) for run in used]),
     )
+
+
+def _steady(potential: MaxDiagonal, tasks: Sequence[Task]) -> MaxDiagonal:
+    """The metrics, doubled until plain runs with them finish: that another optimiser's runs did does not say so."""
+    for _ in range(DOUBLINGS):
+        bound = potential.bind(tasks[0].init())
+        if all(math.isfinite(train(task, bound, Usage()).loss) for task in tasks):
+            break
+        twice = {k: v.detach() + math.log(2) / potential.basis.terms(k) for k, v in potential.log_d.items()}
+        potential = Iterate.of(potential).moved(twice).apply(potential)
+    return potential
 
 
 def _follow(task: Task, potential: MaxDiagonal, reference: Reference) -> Trajectory:

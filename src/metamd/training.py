@@ -101,7 +101,7 @@ class Outcome:
         return math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types, losses with six digits and None for what is infinite."""
+        """In JSON's types, with None for what is infinite."""
         return {
             "config": dict(self.config),
             "contender": dict(self.contender),
@@ -178,9 +178,9 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
         task.config,
         contender.describe(),
         tuple(places),
-        tuple(losses),
-        math.inf if run.failed else run.total / steps,
-        {s: (e.loss, e.accuracy) for s, e in ends.items()},
+        tuple(_rounded(x) for x in losses),
+        math.inf if run.failed else _rounded(run.total / steps),
+        {s: (_rounded(e.loss), e.accuracy) for s, e in ends.items()},
         run.taken * contender.rival.gradients,
         run.failed,
     )
@@ -293,8 +293,13 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _rounded(value: float) -> float:
+    """To the seven digits that single precision has: records need no more."""
+    return float(f"{value:.7g}")
+
+
 def _finite(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value if math.isfinite(value) else None
 
 
 def _number(value: Any) -> float:

@@ -116,16 +116,16 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
         )
     if options.usage:
         learned = learn_usage(
-            learned, family, seed=options.seed, watch=lambda usage, online, loss: display.say(_tried(usage, online, loss))
+            learned, family, seed=options.seed, watch=lambda usage, online, score: display.say(_tried(usage, online, score))
         )
     return learned if start is None else learned.with_start(start, counted.tasks)
 
 
-def _tried(usage: Usage, online: Online | None, loss: float) -> str:
-    """A usage and its loss, in a line that no other usage has."""
+def _tried(usage: Usage, online: Online | None, score: float) -> str:
+    """A usage and its score, in a line that no other usage has."""
     turned = f", output side renewed every {online.refresh} steps" if online is not None and online.refresh else ""
     rule = "" if online is None else f" ({online.rule} rule, beta {online.beta:g}{turned})"
-    return f"{usage}{rule}: loss {loss:.4g}"
+    return f"{usage}{rule}: score {score:.4g}"
 
 
 def tensorboard(folder: Path) -> Log:

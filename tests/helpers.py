@@ -288,3 +288,16 @@ class ToyTask(SolvedTask):
     def optimum(self) -> dict[str, Tensor]:
         off = 1 if self.fault == "wrong optimum" else 0
         return {"x": torch.full((2,), self.config["centre"] + off, dtype=torch.float64)}
+
+
+def losses_of(task, params, optimiser, schedule, steps):
+    """Train parameters on a task in an ordinary loop; the loss of every batch."""
+    losses = []
+    for t in range(steps):
+        optimiser.zero_grad()
+        loss = task.loss(params, task.batch(t))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimiser.step()
+        schedule.step()
+    return losses

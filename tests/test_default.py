@@ -9,6 +9,7 @@ from metamd import Diagonal, cli, load, meta_train, prepare, tasks
 from metamd.commands import Train
 from metamd.commands.train import _resolved
 from metamd.default import has_weights, learn_network
+from tests.helpers import losses_of
 
 
 def test_a_network_gets_learned_coordinates_and_a_usage():
@@ -21,14 +22,7 @@ def test_a_network_gets_learned_coordinates_and_a_usage():
     task = family.build(family.sample(torch.Generator().manual_seed(9)))
     params = {n: torch.nn.Parameter(x.clone()) for n, x in task.init().items()}
     optimiser, schedule = prepare(params.items(), learned, steps=20)
-    losses = []
-    for t in range(20):
-        optimiser.zero_grad()
-        loss = task.loss(params, task.batch(t))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        optimiser.step()
-        schedule.step()
+    losses = losses_of(task, params, optimiser, schedule, 20)
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 
 

@@ -32,7 +32,7 @@ from metamd.inner import gradient
 from metamd.objectives import Reference
 from metamd.tasks import quadratic, starting_at, tabular
 from metamd.trial import Tally, train
-from tests.helpers import equal_parameters, small_model
+from tests.helpers import equal_parameters, losses_of, small_model
 from tests.helpers import train as fit
 
 
@@ -181,14 +181,7 @@ def test_what_is_chosen_is_what_the_optimiser_does(learned, usage, rule):
     header = metamd.learned.replace(learned.header, usage=usage.to_dict(), online=online.to_dict())
     params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
     optimiser, schedule = prepare(params.items(), LearnedOptimiser(header, learned.potential), steps=30)
-    losses = []
-    for t in range(30):
-        optimiser.zero_grad()
-        loss = task.loss(params, task.batch(t))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        optimiser.step()
-        schedule.step()
+    losses = losses_of(task, params, optimiser, schedule, 30)
     assert sum(losses) / 30 == pytest.approx(outcome.loss, rel=1e-5)
     for n, p in params.items():
         torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-4, atol=1e-5)

@@ -27,7 +27,7 @@ RECORDS = ROOT / "runs" / "shipped"
 PAGE = ROOT / "docs" / "shipped.md"
 BEGIN, END = "<!-- written by benchmarks/ship.py: begin -->", "<!-- written by benchmarks/ship.py: end -->"
 
-RIVALS = "--rivals sgd sgdm adam --seeds 3"
+RIVALS = "--rivals sgdm adam muon --seeds 3"
 """Whom every file is compared with."""
 
 

@@ -71,7 +71,7 @@ def test_what_it_was_judged_on_was_held_out(name):
     for comparison in card(name).comparisons:
         labels = [row["label"] for row in comparison["rows"]]
         assert labels[0] == "MetaMD"
-        assert {"SGD", "SGD-M", "Adam"} <= set(labels)
+        assert {"SGD-M", "Adam", "Muon + AdamW"} <= set(labels)
         held = (learned.header.family or {}).get("hold_out")
         assert held not in learned.domains
         assert comparison["where"].startswith(f"held-out domain {held}" if held else "new tasks")

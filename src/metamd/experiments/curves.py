@@ -49,7 +49,7 @@ def mean_losses(comparison: Comparison, ours: Sequence[str], folder: Path) -> No
     for label in [*ours, *best_schedules(comparison)]:
         values = comparison.values(label, "mean_loss").tolist()
         strips.append(figures.Strip(label, [x if np.isfinite(x) else None for x in values], label in ours))
-    groups = {"mean over the run, one dot per run": strips}
+    groups = {"a dot per run": strips}
     figures.strips(groups, folder / "losses.png", xlabel="mean training loss", missed="diverged")
 
 

@@ -25,7 +25,9 @@ def test_the_demo_prints_a_table_and_writes_a_page(tmp_path, capsys):
     assert run(Demo(tmp_path, 0, False), SMALL) == 0
     out = capsys.readouterr().out
     assert "Quadratics" in out
-    assert "Certificate:" in out
+    assert "Certificate of the diagonal:" in out
+    assert "MetaMD, diagonal" in out
+    assert "Adam, linear decay" in out
     assert str(tmp_path / "report.html") in out
     page = (tmp_path / "report.html").read_text()
     assert "a new &lt;network&gt;" in page

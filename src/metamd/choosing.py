@@ -200,7 +200,7 @@ def learn_usage(
 
 
 def _first_usages(online: Online | None, momenta: Sequence[float], factors: Sequence[float]) -> list[Usage]:
-    """What a metric is tried with first: the bound makes steps along averaged gradients too long, by two to five times."""
+    """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
     if online is not None and online.rule == "polar":
         return [Usage("online", factor=_nearest(0.35, factors))]
     return [Usage("learned" if online is None else "online", b, factor=_nearest(1.0, factors)) for b in momenta]
@@ -219,9 +219,7 @@ class _Trials:
         watch: called with every usage tried, its online metric and its score.
     """
 
-    def __init__(
-        self, tasks: Sequence[Task], potential: MaxDiagonal, watch: Callable[[Usage, Online | None, float], None] | None
-    ) -> None:
+    def __init__(self, tasks: Sequence[Task], potential: MaxDiagonal, watch: Watch | None) -> None:
         self.tasks, self.potential, self.watch = tasks, potential, watch
         self._known: dict[tuple[int, Usage], float] = {}
 

@@ -1,7 +1,4 @@
-"""What `meta_train` does with a family alone: the way to learn and use a geometry that won on validation families.
-
-Which one that is, `metamd reproduce ablation` measures; docs/results.md has the table.
-"""
+"""What `meta_train` does with a family alone: the way that `metamd reproduce ablation` speaks for; see docs/results.md."""
 
 import torch
 

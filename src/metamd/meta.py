@@ -94,9 +94,9 @@ def meta_train(
     Args:
         family: the tasks; every outer step samples new ones, initialisations included.
         potential: `Diagonal()`, `MaxDiagonal(pieces)` or `Kronecker()`; learned metrics that it has are where the search
-            starts. If not given: what won on validation families. That is `Diagonal()` for tasks of vectors alone, and for
-            networks `Kronecker()` from runs of a tuned Adam, twice as many as `tasks_per_step`, with `learn_usage` after
-            it. That way has no other options than these and the seed.
+            starts. If not given: what the ablation in docs/results.md speaks for, `Diagonal()` for tasks of vectors alone,
+            and for networks `Kronecker()` from runs of a tuned Adam, twice as many as `tasks_per_step`, with `learn_usage`
+            after it. That way has no other options than these and the seed.
         objective: what is minimised.
         estimator: how its gradient is had; `ClosedForm` goes to the minimum itself.
         outer_steps: how many at most.
@@ -162,7 +162,7 @@ def paper(
 
     Args:
         k: of `PaperBound`; the paper leaves it open. On its quadratics, D = (k / E delta^2)^(2/3) is where the flat
-            coordinate comes to rest: 7 gives the published number of iterations, see docs/results.md.
+            coordinate comes to rest: 7 comes near the published number of iterations, see docs/results.md.
         rho: the outer learning rate; None scales it, see `GradientDescent`.
         pieces: N.
         estimator: of the gradient, if not `Forward()`.

@@ -29,7 +29,8 @@ from metamd.records import Result
 from metamd.tasks.base import Task, TaskFamily, derive_seed
 
 Named = list[tuple[str, nn.Parameter]]
-Make = Callable[[Named], tuple[Optimizer, LRScheduler | None]]
+Made = tuple[Optimizer, LRScheduler | None]
+Make = Callable[[Named], Made]
 Say = Callable[[str], None]
 
 
@@ -137,7 +138,7 @@ def compare(plan: Plan, seed: int, say: Say) -> tuple[Result, LearnedOptimiser]:
         found = {}
         for rate in plan.rates:
             say(f"{name} on the held-out rotation, rate {rate:g}")
-            found[rate] = _summary([train(task, partial(_rival, maker, rate, name, plan.steps)) for task in held_out])
+            found[rate] = _summary([train(task, partial(maker, rate, plan.steps)) for task in held_out])
         best = min(found, key=lambda rate: found[rate]["mean_loss"])
         members[name] = found[best] | {"rate": best, "tried": len(plan.rates)}
         if name == "Adam" and UNTUNED in found:
@@ -146,24 +147,28 @@ def compare(plan: Plan, seed: int, say: Say) -> tuple[Result, LearnedOptimiser]:
     return {"members": members, "certificate": certificate(held_out[0], plain), "usage": str(learned.usage)}, learned
 
 
-def _rival(maker: Callable[[Named, float], Optimizer], rate: float, name: str, steps: int, named: Named) -> Any:
-    optimiser = maker(named, rate)
-    decays = name.endswith(DECAY)
-    return optimiser, LambdaLR(optimiser, lambda t: 1 - t / steps) if decays else None
-
-
-DECAY = ", linear decay"
-
-
 UNTUNED = 0.001
 """Adam's default rate in torch: what a run costs no search for."""
 
-RIVALS: dict[str, Callable[[Named, float], Optimizer]] = {
-    "SGD": lambda named, rate: SGD([p for _, p in named], lr=rate),
-    "SGD-M": lambda named, rate: SGD([p for _, p in named], lr=rate, momentum=0.9),
-    "Adam": lambda named, rate: Adam([p for _, p in named], lr=rate),
-    f"Adam{DECAY}": lambda named, rate: Adam([p for _, p in named], lr=rate),
-}
+
+def _sgd(rate: float, steps: int, named: Named) -> Made:
+    return SGD([p for _, p in named], lr=rate), None
+
+
+def _momentum(rate: float, steps: int, named: Named) -> Made:
+    return SGD([p for _, p in named], lr=rate, momentum=0.9), None
+
+
+def _adam(rate: float, steps: int, named: Named) -> Made:
+    return Adam([p for _, p in named], lr=rate), None
+
+
+def _decaying_adam(rate: float, steps: int, named: Named) -> Made:
+    optimiser, _ = _adam(rate, steps, named)
+    return optimiser, LambdaLR(optimiser, lambda t: 1 - t / steps)
+
+
+RIVALS = {"SGD": _sgd, "SGD-M": _momentum, "Adam": _adam, "Adam, linear decay": _decaying_adam}
 
 
 def train(task: Task, make: Make) -> Result:

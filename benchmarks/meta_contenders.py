@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -59,6 +59,7 @@ def tasks_of(make_model: Callable[[], nn.Module], steps: int, number: int) -> li
     return found  # type: ignore[return-value]
 
 
+@cache
 def potential(task: SupervisedTask, tying: str) -> MaxDiagonal:
     """One metric, 1 / RATE everywhere."""
     phi = Diagonal(tying=tying).bind(task.init())  # type: ignore[arg-type]

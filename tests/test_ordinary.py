@@ -137,6 +137,8 @@ def test_a_learned_geometry_trains_without_a_warning():
 
 
 def test_by_role_runs_of_different_widths_and_depths_are_combined():
+    torch.manual_seed(0)
+
     def network(*widths):
         pairs = zip((5, *widths), (*widths, 3), strict=True)
         return nn.Sequential(*(nn.Linear(a, b) for a, b in pairs))

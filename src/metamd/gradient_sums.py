@@ -29,9 +29,11 @@ class GradientSums:
         self._phases = {n: d.new_zeros(phases, *d.shape[1:]) for n, d in metrics.items()}
         self._rows = [{n: scalar(x[i]) for n, x in self._phases.items()} for i in range(phases)]
         self._pieces = {n: torch.zeros_like(d) for n, d in metrics.items()} if potential.pieces > 1 else None
-        self._plain = self._pieces is None and self._products is None and potential.basis.kind == "identity"
+        plain = self._pieces is None and self._products is None and potential.basis.kind == "identity"
+        self._one_each = plain and all(x.ndim == 0 for x in self._rows[0].values())
+        self._counted = [dict.fromkeys(metrics, 0.0) for _ in range(phases)]
 
-    def add(self, grads: Params, weights: Array, phase: int, norms: list[Tensor] | None = None) -> None:
+    def add(self, grads: Params, weights: Array, phase: int, norms: list[float] | None = None) -> None:
         """Count one step's gradients.
 
         Args:
@@ -40,10 +42,12 @@ class GradientSums:
             phase: that the step belongs to.
             norms: of the gradients, if they are known: where each has one metric, nothing else is needed.
         """
-        rows = [self._rows[phase][n] for n in grads]
-        if self._plain and norms is not None and all(into.ndim == 0 for into in rows):
-            torch._foreach_addcmul_(rows, norms, norms)
+        if self._one_each and norms is not None:
+            counted = self._counted[phase]
+            for n, norm in zip(grads, norms, strict=True):
+                counted[n] += norm * norm
             return
+        rows = [self._rows[phase][n] for n in grads]
         if self._products is not None:
             self._products.add(grads, phase)
         for (n, grad), into in zip(grads.items(), rows, strict=True):
@@ -74,7 +78,11 @@ class GradientSums:
 
     def by_phase(self) -> dict[str, Tensor]:
         """sum_t g_t^2, (phases, ...) by tensor."""
-        return self._phases if self._products is None else self._phases | self._products.squares()
+        if self._products is not None:
+            return self._phases | self._products.squares()
+        if not self._one_each:
+            return self._phases
+        return {n: x + x.new_tensor([c[n] for c in self._counted]).view_as(x) for n, x in self._phases.items()}
 
     def products(self) -> dict[str, Tensor]:
         """As `Trajectory` has them; none if they were not asked for."""

@@ -195,8 +195,8 @@ class Walk:
     @torch.no_grad()
     def advance(self, loss: Tensor, grads: Params) -> None:
         """Take one step along these gradients; a loss or gradient that is not finite, or an explosion, ends the run."""
-        norms = list(torch._foreach_norm(list(grads.values())))
-        value, norm = float(loss.detach()), math.hypot(*torch.stack(norms).tolist())
+        norms = torch.stack(torch._foreach_norm(list(grads.values()))).tolist()
+        value, norm = loss.item(), math.hypot(*norms)
         self.diverged = trouble(self.step, self._losses[0] if self._losses else value, value, norm)
         if self.diverged:
             return

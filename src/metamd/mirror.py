@@ -53,11 +53,15 @@ class Stepping:
         if potential.pieces == 1 and potential.basis.kind == "identity":
             single = {n: potential.metric(n)[0] for n in start}
             self._metrics = single if all(single[n].dtype == x.dtype for n, x in start.items()) else {}
+        one_each = self._metrics and all(d.numel() == 1 for d in self._metrics.values())
+        self._rates = {n: -lr / d.item() for n, d in self._metrics.items()} if one_each else {}
 
     def __call__(self, params: Params, grads: Params, active: Active) -> Step:
         """One step from theta_t with these gradients, which name all tensors, and the active pieces there."""
         if not self._metrics:
             return mirror_step(params, grads, self.potential, self.lr, active=active, exact=self.exact)
+        if self._rates:  # a number is faster than a tensor that is spread over another
+            return Step({n: torch.add(params[n], g, alpha=self._rates[n]) for n, g in grads.items()}, active)
         at, metrics = [params[n] for n in grads], [self._metrics[n] for n in grads]
         moved = torch._foreach_addcdiv(at, list(grads.values()), metrics, value=-self.lr)
         return Step(dict(zip(grads, moved, strict=True)), active)

@@ -77,7 +77,7 @@ class Objective(ABC):
         Args:
             point: without graphs.
         """
-        leaves = [point.loss.detach().requires_grad_()]
+        leaves = [point.loss.detach().double().requires_grad_()]
 
         def energy() -> Tensor:
             if len(leaves) == 1:

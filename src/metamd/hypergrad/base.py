@@ -1,6 +1,5 @@
 """What every estimator of the hypergradient takes and returns."""
 
-import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -73,8 +72,10 @@ class Estimator(ABC):
 
 def learnable(potential: MaxDiagonal, start: Params) -> MaxDiagonal:
     """A copy of the potential, bound and centred, whose metrics are leaves to differentiate by."""
-    fit = potential if potential.slots else potential.bind(start)
-    return copy.deepcopy(fit).requires_grad_(True).centred_at(start)
+    fit = (potential if potential.slots else potential.bind(start)).centred_at(start)
+    leaves = fit.with_metrics({k: v.detach().clone() for k, v in fit.log_d.items()}, fit.offsets.detach().clone())
+    fit.table, fit.offsets = leaves.table, leaves.offsets
+    return fit
 
 
 def differentiate(value: Tensor, potential: MaxDiagonal, *more: Tensor) -> tuple[dict[str, Tensor], Tensor, list[Tensor]]:

@@ -216,6 +216,7 @@ class Adjoint:
         self._logs = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
         self._rows = [[scalar(d[j]) for d in self._logs.values()] for j in range(recursion.pieces)]
         self.weights = torch.zeros_like(self.offsets)
+        self._by_loss: tuple[float, Tensor] | None = None
 
     @property
     def log_d(self) -> dict[str, Tensor]:
@@ -243,7 +244,9 @@ class Adjoint:
         by_grads = self._straight.back(passage, piece, slopes, cotangents, self._rows[piece])
         if len(passage.before) > 1:
             self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
-        return [passage.loss.new_tensor(slopes.loss), *cotangents, *by_grads]
+        if self._by_loss is None or self._by_loss[0] != slopes.loss:
+            self._by_loss = slopes.loss, passage.loss.new_tensor(slopes.loss)
+        return [self._by_loss[1], *cotangents, *by_grads]
 
     @torch.enable_grad()
     def _pull_between(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor]:

@@ -1,5 +1,6 @@
 """N diagonal metrics in a basis, and the maximum of their quadratic forms: the paper's learnable potential."""
 
+import copy
 from collections.abc import Collection, Mapping
 from typing import Literal, Protocol, get_args
 
@@ -161,9 +162,8 @@ class MaxDiagonal(Potential):
 
         One piece needs no centre: its divergence and its step are the same for all.
         """
-        new = self.with_metrics(self.log_d, self.offsets)
-        new.slots, new.missing, new.rename = self.slots, self.missing, self.rename
-        new._fixed, new.add_up, new._fused = self._fixed, self.add_up, self._fused
+        new = copy.copy(self)
+        new._parameters, new._modules = dict(self._parameters), dict(self._modules)
         new.start = dict(start) if self.keeps_start else {}
         return new
 

@@ -75,6 +75,43 @@ def test_a_step_is_the_polar_factor_in_learned_coordinates(shape, options):
     assert (step - other).abs().max() > 1e-4, "the learned metric makes no difference"
 
 
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3), (4, 2, 3)])
+def test_the_size_of_a_gradient_does_not_matter_until_it_is_as_small_as_epsilon(shape):
+    weight, grad = random(*shape).float(), random(*shape, seed=5).float()
+    potential = Kronecker().bind({"w": weight})
+    online = Online("polar", 0.8, scale={"w": 50.0})
+    usual = moved(potential, torch.zeros_like(weight), [grad], online)
+    for factor in (1e-6, 1e-4, 1e15, 1e30):
+        torch.testing.assert_close(moved(potential, torch.zeros_like(weight), [factor * grad], online), usual)
+    largest = 0.2 * (1 + 0.8) * grad.abs().max()
+    for factor in (1e-9, 1e-15, 1e-25):  # squares of these would underflow
+        expected = usual * largest * factor / online.epsilon
+        step = moved(potential, torch.zeros_like(weight), [factor * grad], online)
+        torch.testing.assert_close(step, expected, rtol=1e-4, atol=0)
+    for nothing in (0.0, 1e-44):
+        step = moved(potential, torch.zeros_like(weight), [nothing * grad], online)
+        assert step.isfinite().all()
+        assert step.abs().max() < 1e-30
+
+
+def test_weights_stay_where_they_are_when_nothing_is_left_to_learn():
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(8, 6), torch.arange(8) % 4
+    model = nn.Linear(6, 4)
+    rule = Online("polar", 0.7, scale={"weight": 1.0, "bias": 10.0})
+    optimiser = MetaMD(model.named_parameters(), Kronecker(), metric=rule)
+    lengths = []
+    for _ in range(80):
+        before = model.weight.detach().clone()
+        optimiser.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimiser.step()
+        lengths.append(float((model.weight.detach() - before).norm()))
+    assert loss.item() == 0
+    assert lengths[-1] < 0.1 * lengths[0]
+
+
 def test_a_metric_for_every_number_has_one_too():
     for shape in [(3, 7), (7, 3), (4, 2, 3)]:
         weight, grad = random(*shape), random(*shape, seed=5)

@@ -18,6 +18,7 @@ so that H_t = s (C C')^1/2 x D: steepest descent by the spectral norm of theta D
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -54,7 +55,8 @@ class Online:
         rule: "sum" of all squared coordinates so far, their exponential "average", or "polar": all directions of a weight's
             averaged gradient are taken with the same length, in learned coordinates.
         beta: what an average keeps of itself in each step; that of the gradients for "polar".
-        epsilon: added to the root, so that coordinates without gradients stay where they are.
+        epsilon: added to the root, so that coordinates without gradients stay where they are. Under the rule "polar" a
+            weight whose gradient has no entry as large as this moves by as much less.
         scale: s by metric key.
         refresh: follow the output side of weights too, and renew its basis every so many steps; 0 leaves it as it is.
 
@@ -181,14 +183,18 @@ class Online:
                 watch((grad.square() / metric).sum(), metric)
             return moved
         d, rows = potential.metric(name)[0], grad.shape[0]
+        size = torch.linalg.vector_norm(ahead, math.inf)
+        scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
+        ahead = ahead / scale
+        whitened = partial(_whitened, full=(size / self.epsilon).clamp_max(1), watch=watch and _scaled_up(watch, scale))
         if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(grad.shape[1:]):
             # the metric is of the columns: C C' = M D^-1 M' and C D^-1/2 = M D^-1, one product with D^-1 for both
             m = ahead.reshape(rows, -1)
             b = potential.basis.descend(name, torch.zeros_like(ahead), ahead, d, -1.0, None).reshape(rows, -1)
-            return _whitened(b @ m.mT, watch) @ b
+            return whitened(b @ m.mT) @ b
         root, coordinates = d.sqrt(), potential.basis.into(name, ahead)
         c = (coordinates / root).reshape(rows, -1)
-        c = _whitened(c @ c.mT, watch) @ c if rows <= c.shape[1] else c @ _whitened(c.mT @ c, watch)
+        c = whitened(c @ c.mT) @ c if rows <= c.shape[1] else c @ whitened(c.mT @ c)
         return potential.basis.out_of(name, c.reshape(coordinates.shape) / root)
 
     def distance(self, potential: MaxDiagonal, name: str, delta: Tensor, metric: Tensor, state: State) -> float:
@@ -215,11 +221,27 @@ class Online:
         return {**fixed, "scale": dict(self.scale)}
 
 
-def _whitened(products: Tensor, watch: Watch | None) -> Tensor:
-    """A^-1/2 of A = C C'; directions lost in rounding, of a length below the root of its precision, are left small."""
+def _power_of_two(size: Tensor) -> Tensor:
+    """A number near this one that nothing is rounded in a division by; never zero."""
+    known = size.clamp(torch.finfo(size.dtype).tiny, torch.finfo(size.dtype).max)
+    return known.log2().floor().exp2()
+
+
+def _scaled_up(watch: Watch, scale: Tensor) -> Watch:
+    return lambda energy, metric: watch(scale * energy, scale * metric)
+
+
+def _whitened(products: Tensor, *, full: Tensor, watch: Watch | None) -> Tensor:
+    """A^-1/2 of A = C C'; directions lost in rounding, of a length below the root of its precision, are left small.
+
+    Args:
+        products: A.
+        full: what the result is multiplied by.
+        watch: told the energy and the metric.
+    """
     values, vectors = torch.linalg.eigh(products)
     limits = torch.finfo(products.dtype)
     roots = values.maximum((limits.eps * values[-1]).clamp_min(limits.tiny)).sqrt()
     if watch is not None:
         watch(values.clamp_min(0).sqrt().sum(), (vectors * values.clamp_min(0).sqrt()) @ vectors.mT)
-    return (vectors / roots) @ vectors.mT
+    return (vectors * (full / roots)) @ vectors.mT

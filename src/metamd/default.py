@@ -1,12 +1,19 @@
-"""What `meta_train` does with a family alone: the way that `metamd reproduce ablation` speaks for; see docs/results.md."""
+"""What `meta_train` does with a family alone: the ways that the experiments of docs/results.md speak for."""
 
 import torch
 
 from metamd.choosing import Watch, learn_usage, tuned_reference
 from metamd.following import learn_from_reference
+from metamd.gap import LogGap
+from metamd.hypergrad import Forward, Reverse
 from metamd.learned import LearnedOptimiser
+from metamd.outer import Adam
+from metamd.outer_steps import Refine
 from metamd.potentials.kronecker import Kronecker
 from metamd.tasks.base import TaskFamily
+
+FEW = 16
+"""Metrics up to which forward mode is the quicker one."""
 
 
 def has_weights(family: TaskFamily) -> bool:
@@ -17,6 +24,18 @@ def has_weights(family: TaskFamily) -> bool:
     """
     config = family.sample(torch.Generator().manual_seed(0))
     return any(x.ndim > 1 for x in family.build(config).init().values())
+
+
+def refinement(family: TaskFamily) -> Refine | None:
+    """How a diagonal learned for it is refined, if at all: by digits where those count, as the regret counts losses.
+
+    Args:
+        family: of vectors.
+    """
+    if not family.counts_digits:
+        return None
+    few = sum(x.numel() for x in family.example().values()) <= FEW
+    return Refine(12, Forward() if few else Reverse(), Adam(0.05), LogGap(1e-12))
 
 
 def learn_network(family: TaskFamily, *, tasks: int = 8, seed: int = 0, watch: Watch | None = None) -> LearnedOptimiser:

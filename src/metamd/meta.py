@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from metamd.default import has_weights, learn_network
+from metamd.default import has_weights, learn_network, refinement
 from metamd.hypergrad import ClosedForm, Estimator, Forward
 from metamd.journal import Journal, Log
 from metamd.learned import LearnedOptimiser, fingerprint
@@ -94,9 +94,9 @@ def meta_train(
     Args:
         family: the tasks; every outer step samples new ones, initialisations included.
         potential: `Diagonal()`, `MaxDiagonal(pieces)` or `Kronecker()`; learned metrics that it has are where the search
-            starts. If not given: what the ablation in docs/results.md speaks for, `Diagonal()` for tasks of vectors alone,
-            and for networks `Kronecker()` from runs of a tuned Adam, twice as many as `tasks_per_step`, with `learn_usage`
-            after it. That way has no other options than these and the seed.
+            starts. If not given: what docs/results.md speaks for, `Diagonal()` for tasks of vectors alone, refined by
+            `LogGap` where digits count as for quadratics, and for networks `Kronecker()` from runs of a tuned Adam, twice
+            as many as `tasks_per_step`, with `learn_usage` after it. That way has no other options than these and the seed.
         objective: what is minimised.
         estimator: how its gradient is had; `ClosedForm` goes to the minimum itself.
         outer_steps: how many at most.
@@ -117,7 +117,9 @@ def meta_train(
     if potential is None and has_weights(family):
         _refuse_options(locals())
         return learn_network(family, tasks=tasks_per_step, seed=seed)
-    potential = Diagonal() if potential is None else potential
+    if potential is None:
+        potential = Diagonal()
+        refine = refinement(family) if refine is None and isinstance(estimator, ClosedForm) else refine
     learnable = _check(potential, objective, estimator, method, outer_steps, tasks_per_step)
     workers = Workers.present()
     with _opened(journal, workers):

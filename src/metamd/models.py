@@ -92,7 +92,7 @@ class LeNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """One logit per class."""
-        maps = F.max_pool2d(F.relu(self.first(images)), 2)
+        maps = F.max_pool2d(F.relu(self.first(channels_last(images))), 2)
         maps = F.max_pool2d(F.relu(self.second(maps)), 2)
         hidden = F.relu(self.fourth(F.relu(self.third(maps.flatten(1)))))
         logits: Tensor = self.output(hidden)
@@ -173,12 +173,12 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def channels_last(images: Tensor) -> Tensor:
     """The images in the layout in which a CPU convolves fastest; `benchmarks/models.py` measures by how much.
 
-    The parameters keep the ordinary layout, so that optimisers see nothing of it. Tasks that run together under vmap, which
-    knows one layout only, stay in that.
+    The parameters keep the ordinary layout, so that optimisers see nothing of it. Inside torch.func, whose vmap knows
+    one layout only, they stay in that.
     """
-    if images.device.type != "cpu" or torch._C._functorch.is_batchedtensor(images):
+    if images.device.type != "cpu" or torch._C._functorch.is_functorch_wrapped_tensor(images):
         return images
-    return images.contiguous(memory_format=torch.channels_last)
+    return images.to(memory_format=torch.channels_last)  # contiguous() would leave a single channel as it is
 
 
 def initialise(model: nn.Module, generator: torch.Generator | None) -> None:

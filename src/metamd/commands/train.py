@@ -19,9 +19,8 @@ from metamd.choosing import learn_start, learn_usage
 from metamd.cli import one_line
 from metamd.commands import Train
 from metamd.commands.families import build_family, check_place
-from metamd.default import has_weights
+from metamd.default import has_weights, refinement
 from metamd.following import learn_from_reference
-from metamd.gap import LogGap
 from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.hypergrad.base import Estimator
 from metamd.journal import Journal, Log
@@ -29,7 +28,6 @@ from metamd.learned import LearnedOptimiser
 from metamd.meta import Method, meta_train, paper
 from metamd.objectives import End, Reference, Regret
 from metamd.online import Online
-from metamd.outer import Adam
 from metamd.outer_steps import Refine, Stopping
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Kronecker
@@ -54,9 +52,6 @@ MATTER = (
 )
 """Options that say what to learn for, and not how; or that the way for networks has anyway."""
 
-DIGITS = {"quadratic": Refine(12, Forward(), Adam(0.05), LogGap(1e-12))}
-"""How families are refined if nothing else is said: where losses are convex and without noise, their last digits count."""
-
 
 def run(options: Train) -> int:
     """Carry out the command.
@@ -69,7 +64,7 @@ def run(options: Train) -> int:
     options = _resolved(options, family)
     check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
-    method = _method(options)
+    method = _method(options, family)
     with _processes() as rank:
         refine = method.get("refine")
         display = _Display(method["outer_steps"] + (refine.steps if refine else 0) + 1, rank)
@@ -93,7 +88,7 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
         display.say("the mean of the tasks' solutions, as a start")
         start = learn_start(counted, tasks=options.tasks, seed=options.seed)
         family = starting_at(family, start)
-    method = _method(options)
+    method = _method(options, family)
     if options.follow:
         display.say("runs of Adam to learn from")
         learned = learn_from_reference(
@@ -174,7 +169,7 @@ def _refuse_ignored(options: Train) -> None:
             raise ValueError(f"{', '.join(given)} would change nothing with {why}. Leave one of them out.")
 
 
-def _method(options: Train) -> dict[str, Any]:
+def _method(options: Train, family: TaskFamily) -> dict[str, Any]:
     if options.preset == "paper":
         preset = paper(options.k, rho=options.rho)
         return preset if options.outer_steps is None else preset | {"outer_steps": options.outer_steps}
@@ -184,7 +179,7 @@ def _method(options: Train) -> dict[str, Any]:
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}; got {options.estimator!r}.")
     refine = Refine(options.refine, ESTIMATORS[options.estimator]()) if options.refine else None
     if options.refine is None and options.potential == "diagonal":
-        refine = DIGITS.get(options.family)
+        refine = refinement(family)
     lr = options.reference if options.reference is not None else 3e-3 * (options.potential == "kronecker")
     comparator = Reference(lr=lr) if lr else End()
     return {

@@ -19,11 +19,9 @@ from metamd.experiments.batched import RIVALS
 from metamd.experiments.race import Entry, Problems
 from metamd.experiments.spread import Spread
 from metamd.experiments.trainings import Training, raced, train
-from metamd.gap import LogGap
-from metamd.hypergrad import Forward, Reverse
+from metamd.hypergrad import Reverse
 from metamd.meta import Method, paper
 from metamd.outer import Adam
-from metamd.outer_steps import Refine
 from metamd.potentials import Diagonal
 from metamd.records import Records, Result
 from metamd.tasks.base import TaskFamily, derive_seed
@@ -50,11 +48,8 @@ PAPER_PLACES = {
 }
 """Where the paper's objective is tried: it needs second derivatives, and the ill row thousands of steps to converge."""
 
-OURS = {"metamd": "MetaMD", "refined": "MetaMD, refined"}
-"""Our default, and the same refined by the hypergradient of `LogGap`."""
-
-REFINED = {"tolerance": 1e-12, "steps": 40, "lr": 0.05, "T": 100}
-"""`LogGap` of the refinement, and how it is followed."""
+OURS = {"default": "MetaMD", "closed": "MetaMD, closed form alone"}
+"""`meta_train` with the family alone, which refines by digits, and with a potential, which does not."""
 
 RATES = {"low": -5, "high": 2, "per_decade": 8}
 
@@ -165,10 +160,8 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
                     yield Cell(label, partial(_rival, scale, seed, (row, start), tolerance, key, everything))
     for row, start in places:
         for number in range(scale.trainings):
-            yield Cell(f"{row}-{start}-metamd-{number}", partial(_ours, scale, seed, row, start, number))
-        for number in range(scale.trainings if (row, start) == ("published", "far") else 1):
-            label = f"{row}-{start}-refined-{number}"
-            yield Cell(label, partial(_ours, scale, seed, row, start, number, refined=True))
+            for key in OURS:
+                yield Cell(f"{row}-{start}-{key}-{number}", partial(_ours, scale, seed, row, start, number, key))
         for name in PAPER_PLACES[row, start]:
             yield Cell(f"{row}-{start}-paper-{name}", partial(_preset, scale, seed, row, start, name))
 
@@ -184,13 +177,10 @@ def _rival(scale: Scale, seed: int, place: tuple[str, str], tolerance: float, ke
     return _entry(entry) | {"tried": len(settings)}
 
 
-def _ours(scale: Scale, seed: int, row: str, start: str, number: int, refined: bool = False) -> Result:
-    options: dict[str, Any] = {"outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
-    steps = 200
-    if refined:
-        count, steps = min(int(REFINED["steps"]), 2 * scale.outer_steps), int(REFINED["T"])
-        options["refine"] = Refine(count, Forward(), Adam(REFINED["lr"]), LogGap(REFINED["tolerance"]))
-    training = train(family(row, start, steps), {"potential": Diagonal(), **options}, derive_seed(seed, "training", number))
+def _ours(scale: Scale, seed: int, row: str, start: str, number: int, key: str) -> Result:
+    potential, steps = (None, 100) if key == "default" else (Diagonal(), 200)
+    options = {"potential": potential, "outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
+    training = train(family(row, start, steps), options, derive_seed(seed, "training", number))
     return _raced(scale, seed, (row, start), training)
 
 
@@ -363,7 +353,7 @@ def _panels(results: Mapping[str, Result], row: str, problems: Problems) -> Iter
     def surface(x: Any, y: Any) -> Any:
         return q[0, 0] * x**2 + 2 * q[0, 1] * x * y + q[1, 1] * y**2 - b[0] * x - b[1] * y
 
-    shown = {"MetaMD": "metamd-0", "MetaMD, refined": "refined-0"}
+    shown = {label: f"{key}-0" for key, label in OURS.items()}
     shown |= {PAPER[key]: key for key in ("paper-published", "paper-adam")}
     shown |= {rival.name: f"tight-{key}-rate" for key, rival in RIVALS.items()}
     for label, key in shown.items():

@@ -5,7 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -126,6 +126,9 @@ class TaskFamily(ABC):
         shared_loss: whether the loss of any task serves all of them, because what tells tasks apart is in the batch;
             tasks can then run together, `torch.func.vmap(task.loss)` over their stacked parameters and batches.
     """
+
+    counts_digits: ClassVar[bool] = False
+    """Whether losses are convex and the same at every step, so that what counts is how many of their digits are right."""
 
     def __init__(self, name: str, steps: int, *, shared_loss: bool = False) -> None:
         if steps < 1:

@@ -73,6 +73,8 @@ def rosenbrock(
 class Quadratic(TaskFamily):
     """See `quadratic`."""
 
+    counts_digits = True
+
     def __init__(
         self,
         means: tuple[float, ...],

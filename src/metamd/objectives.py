@@ -64,6 +64,9 @@ class Objective(ABC):
     runs: ClassVar[bool] = True
     """Whether there is a sum over the steps at all."""
 
+    steady: ClassVar[bool] = False
+    """Whether the slopes are the same at every step of a run."""
+
     looks_ahead: ClassVar[bool] = False
     """Whether what a step adds depends on constants that only the end of the run shows: it is then to be `held`."""
 
@@ -226,6 +229,7 @@ class Regret(Objective):
     Where u lies on a kink of a mixture, B has no derivative by D, and the gradient is that of one of the active forms.
     """
 
+    steady: ClassVar[bool] = True
     comparator: End | Reference | Fixed = End()
     prior: float = 0.0
 
@@ -313,6 +317,7 @@ class PaperBound(Objective):
     """
 
     runs: ClassVar[bool] = False
+    steady: ClassVar[bool] = True
     k: float | FromLipschitz = 10.0
     strong_convexity: Literal["paper", "exact"] = "paper"
 
@@ -353,6 +358,8 @@ class PaperBound(Objective):
 @dataclass(frozen=True)
 class TrainingLoss(Objective):
     """The mean loss over the run, what most learned optimisers minimise. It has no direct gradient."""
+
+    steady: ClassVar[bool] = True
 
     def running(self, point: Point) -> Tensor:
         """loss / T."""

@@ -32,6 +32,7 @@ class Straight:
         self.recursion, self.objective = recursion, objective
         self._rates: dict[int, dict[str, Tensor]] = {}
         self._floats: dict[int, list[float]] = {}
+        self._slopes: Slopes | None = None
         self._touched: dict[tuple[str, int], list[int]] = {}
 
     def rates(self, piece: int) -> dict[str, Tensor]:
@@ -50,8 +51,12 @@ class Straight:
 
     def slopes(self, passage: Passage, piece: int) -> Slopes:
         """How the step's contribution to the objective changes with its loss and energy, which is found if asked for."""
+        if self._slopes is not None:
+            return self._slopes
         r = self.recursion
-        return self.objective.slopes(Point(passage.loss, partial(self._energy, passage, piece), r.lr, r.steps))
+        found = self.objective.slopes(Point(passage.loss, partial(self._energy, passage, piece), r.lr, r.steps))
+        self._slopes = found if self.objective.steady else None
+        return found
 
     def _energy(self, passage: Passage, piece: int) -> Tensor:
         parts = []

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from metamd import Diagonal, cli, load, meta_train, prepare, tasks
+from metamd import Diagonal, Forward, Reverse, cli, load, meta_train, prepare, tasks
 from metamd.commands import Train
 from metamd.commands.train import _resolved
-from metamd.default import has_weights, learn_network
+from metamd.default import has_weights, learn_network, refinement
 from tests.helpers import losses_of
 
 
@@ -26,12 +26,19 @@ def test_a_network_gets_learned_coordinates_and_a_usage():
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 
 
-def test_vectors_get_a_diagonal():
-    family = tasks.quadratic(steps=20)
+@pytest.mark.parametrize("family", [tasks.quadratic(steps=20), tasks.rosenbrock(steps=20)])
+def test_vectors_get_a_diagonal_that_is_refined_where_digits_count(family):
     assert not has_weights(family)
-    assert meta_train(family, outer_steps=2, tasks_per_step=2).fingerprint() == (
-        meta_train(family, Diagonal(), outer_steps=2, tasks_per_step=2).fingerprint()
-    )
+    few = {"outer_steps": 2, "tasks_per_step": 2}
+    found, refine = meta_train(family, **few), refinement(family)
+    assert found.fingerprint() == meta_train(family, Diagonal(), refine=refine, **few).fingerprint()
+    assert (refine is None) == (family.name != "quadratic")
+    assert ("LogGap" in found.header.estimator) == (refine is not None)
+
+
+def test_many_metrics_are_refined_by_reverse_mode():
+    assert isinstance(refinement(tasks.quadratic([1.0] * 17)).estimator, Reverse)
+    assert isinstance(refinement(tasks.quadratic()).estimator, Forward)
 
 
 def test_options_that_the_default_for_networks_does_not_have_are_refused():

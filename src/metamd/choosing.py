@@ -35,6 +35,12 @@ RULES = (Online(), Online("polar", beta=0.7), Online("polar", beta=0.9))
 Watch = Callable[[Usage, Online | None, float], None]
 """Called with every usage tried, its online metric if it has one, and its score."""
 
+FIRST = 2
+"""Tasks on which metrics and momenta are chosen, which differ by more than the rest."""
+
+NOTHING = 1e-6
+"""Losses below are as good as this."""
+
 MOMENTA = (0.0, 0.9)
 FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
 
@@ -139,15 +145,16 @@ def learn_usage(
     schedules: Sequence[Schedule] = get_args(Schedule),
     factors: Sequence[float] = FACTORS,
     rules: Sequence[Online] = RULES,
-    tasks: int = 3,
+    tasks: int = 6,
     seed: int = 0,
     watch: Watch | None = None,
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule and factor on training tasks; the choice is stored in the file.
 
-    First metric and momentum, then the factor, then the schedule, then the factor again; a factor is left for its neighbour
-    as long as that is better. What counts is the geometric mean of two losses, so that it is the ratios that matter: the
-    mean over the run, and that of fresh batches of the training data at its end. What diverges on any task is out.
+    First metric and momentum, on two tasks, then the factor, then the schedule, then the factor again; a factor is left for
+    its neighbour as long as that is better. What counts is the geometric mean of two losses, so that it is the ratios that
+    matter: the mean over the run, and that of fresh batches of the training data at its end. What diverges on any task is
+    out, and losses below a millionth are as good as a millionth.
 
     Args:
         learned: the geometry.
@@ -158,7 +165,7 @@ def learn_usage(
         schedules: see there.
         factors: see there.
         rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
-        tasks: to decide on.
+        tasks: to decide on; scales are learned on half as many. The end of a run is noisy: few tasks decide by chance.
         seed: draws them.
         watch: called with every usage tried, its online metric if it has one, and its score.
 
@@ -175,12 +182,13 @@ def learn_usage(
     finder = None
     if "online" in metrics:
         finder = reference or tuned_reference(family, seed=seed)
-        found += [learn_scale(learned, family, reference=finder, online=rule, tasks=tasks, seed=seed) for rule in rules]
+        some = max(1, tasks // 2)
+        found += [learn_scale(learned, family, reference=finder, online=rule, tasks=some, seed=seed) for rule in rules]
     built = draw_tasks(family, seed, "usage", tasks)
     trials = _Trials(built, learned.potential.bind(built[0].init()), watch)
     first: Schedule = "linear" if "linear" in schedules else schedules[0]
     starts = [(o, trials.scheduled(u, first, o)) for o in found for u in _first_usages(o, momenta, factors)]
-    online, usage = min(starts, key=lambda start: trials.score(start[1], start[0]))
+    online, usage = min(starts, key=lambda start: trials.score(start[1], start[0], FIRST))
     usage = trials.climb(usage, online, factors)
     offered = [usage, *(trials.scheduled(usage, s, online) for s in schedules if s != first)]
     best = min((trials.climb(u, online, factors) for u in offered), key=lambda u: trials.score(u, online))
@@ -221,21 +229,28 @@ class _Trials:
 
     def __init__(self, tasks: Sequence[Task], potential: MaxDiagonal, watch: Watch | None) -> None:
         self.tasks, self.potential, self.watch = tasks, potential, watch
-        self._known: dict[tuple[int, Usage], float] = {}
+        self._known: dict[tuple[int, Usage], list[float]] = {}
 
-    def score(self, usage: Usage, online: Online | None) -> float:
-        """The geometric mean of the mean loss and of that at the end; infinite if any run diverged."""
-        key = id(online), usage
-        if key not in self._known:
-            mean, end = 0.0, 0.0
-            for task in self.tasks:
-                run = train(task, self.potential, usage, online=online)
-                mean += run.loss / len(self.tasks)
-                end += (_tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf) / len(self.tasks)
-            self._known[key] = math.sqrt(mean * end) if mean > 0 and end > 0 else end
+    def score(self, usage: Usage, online: Online | None, tasks: int | None = None) -> float:
+        """The geometric mean over tasks of the mean loss and of that at the end; infinite if any run diverged.
+
+        Args:
+            usage: to try.
+            online: its metric, if it has one.
+            tasks: how many of the tasks; all if not given.
+        """
+        known = self._known.setdefault((id(online), usage), [])
+        wanted = self.tasks[:tasks]
+        if len(known) < len(wanted):
+            known += [self._logarithm(task, usage, online) for task in wanted[len(known) :]]
             if self.watch is not None:
-                self.watch(usage, online, self._known[key])
-        return self._known[key]
+                self.watch(usage, online, _geometric(known))
+        return _geometric(known[: len(wanted)])
+
+    def _logarithm(self, task: Task, usage: Usage, online: Online | None) -> float:
+        run = train(task, self.potential, usage, online=online)
+        end = _tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf
+        return 0.5 * sum(math.log(max(loss, NOTHING)) if math.isfinite(loss) else math.inf for loss in (run.loss, end))
 
     def climb(self, usage: Usage, online: Online | None, factors: Sequence[float]) -> Usage:
         """The same usage with the factor from which neither neighbour is better."""
@@ -257,6 +272,10 @@ class _Trials:
         linear = replace(usage, schedule="linear", knots=())
         runs = [train(task, self.potential, linear, online=online, measure=True) for task in self.tasks]
         return refined(linear, [run.energies for run in runs if math.isfinite(run.loss)])
+
+
+def _geometric(logarithms: Sequence[float]) -> float:
+    return math.exp(sum(logarithms) / len(logarithms))
 
 
 def _check_choices(learned: object, **choices: Sequence[object]) -> None:

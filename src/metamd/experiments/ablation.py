@@ -46,7 +46,9 @@ SCALES = {
         schedules=("linear",),
         batch_size=50,
     ),
-    "cpu": Scale(TRAININGS, 1000, steps=100, outer_steps=3, tasks_per_step=3, budget=9, rivals=("sgdm", "adam")),
+    "cpu": Scale(
+        TRAININGS, 1000, steps=100, outer_steps=3, tasks_per_step=3, usage_tasks=2, budget=9, rivals=("sgdm", "adam")
+    ),
     "paper": Scale(TRAININGS, 1000, outer_steps=20, rivals=("sgdm", "adam"), protocol="paper"),
 }
 

@@ -35,9 +35,7 @@ SCALES = {
         usage_tasks=0,
         batch_size=20,
     ),
-    "cpu": Scale(
-        ("0", "30", "60", "90"), 5000, steps=100, outer_steps=4, tasks_per_step=9, rivals=MODERN, usage_tasks=6, screen=3
-    ),
+    "cpu": Scale(("0", "30", "60", "90"), 5000, steps=100, outer_steps=4, tasks_per_step=9, rivals=MODERN, screen=3),
     "paper": Scale(ANGLES, 5000, steps=100, outer_steps=8, tasks_per_step=18, seeds=10, rivals=MODERN),
 }
 

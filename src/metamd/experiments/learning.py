@@ -108,7 +108,7 @@ class Scale:
     rivals: tuple[str, ...] = ("sgd", "sgdm", "rmsprop", "adam")
     schedules: tuple[Schedule, ...] = ("constant", "linear")
     protocol: Protocol = "handicap"
-    usage_tasks: int = 2
+    usage_tasks: int = 6
     screen: int | None = None
     batch_size: int = 100
     width: int = 64

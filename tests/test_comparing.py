@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,10 @@ def test_the_pace_against_the_best_rival_by_hand():
     assert row["steps"] == pytest.approx(50 / 100)
     assert row["seconds"] == pytest.approx(50 / 100 * 3 / 2)
     assert (row["accuracy"], row["best_accuracy"]) == (90.0, 90.0)
+    assert row["paid_after"] is None
+    known = replace(fold, costs={"ours": {"gradient_evaluations": 1000.0}})
+    (paid,) = pace(Comparison((known,), {}), ["early", "late"])
+    assert paid["paid_after"] == math.ceil(1000 / (200 + 50)), "two candidates of 100 steps, and 50 steps saved"
     (half,) = pace(Comparison((fold,), {}), ["early", "late"], 0.5)
     assert half["steps"] == pytest.approx(30 / 50)  # 0.4 is what the best rival has at half of the run
     two = Candidate({"rival": "r"}, (invented(low_late), invented(low_late)))
@@ -304,7 +309,9 @@ def test_screening_runs_the_best_few_of_the_first_task_and_keeps_what_it_dropped
     sizes = [len(c.outcomes) for c in found.folds[0].entrants["SGD"]]
     assert sizes == [4 if id(o) in kept else 1 for o in firsts]
     assert found.chosen("SGD", "mean_loss")[0].contender == whole.chosen("SGD", "mean_loss")[0].contender
-    assert 0 < found.folds[0].tuning_gradients("SGD") < whole.folds[0].tuning_gradients("SGD")
+    spent = [sum(o.gradients for c in x.folds[0].entrants["SGD"] for o in c.outcomes) for x in (found, whole)]
+    assert spent[0] < spent[1]
+    assert found.folds[0].tuning_gradients("SGD") > 0.9 * whole.folds[0].tuning_gradients("SGD") > 0.9 * spent[1] / 4 - 1
     assert "first task" in found.screening
     assert not whole.screening
     again = Comparison.read(tmp_path)
@@ -391,6 +398,7 @@ def test_a_local_ray_cluster_and_a_killed_actor(tmp_path):
     pytest.importorskip("ray")
     program = """
 import os, signal, sys
+from dataclasses import replace
 from pathlib import Path
 from metamd.cells import Cell, fill
 from metamd.records import Records
@@ -459,6 +467,7 @@ def test_the_sentence_of_a_cell_arrives(tmp_path):
 
 PROGRAM = """
 import sys, time
+from dataclasses import replace
 from pathlib import Path
 from metamd.cells import Cell, fill
 from metamd.records import Records

@@ -89,9 +89,11 @@ class Fold:
         return outcome.steps_to(target) * seconds
 
     def tuning_gradients(self, label: str) -> int:
-        """Gradient evaluations spent on candidates, per task of this fold; none where nothing was chosen."""
+        """Gradient evaluations that it takes to try all candidates on a task of this fold; none where nothing was chosen."""
         found = self.entrants[label]
-        return 0 if len(found) == 1 else sum(o.gradients for c in found for o in c.outcomes) // self.tasks(label)
+        if len(found) == 1:
+            return 0
+        return round(sum(sum(o.gradients for o in c.outcomes) / len(c.outcomes) for c in found))
 
 
 @dataclass(frozen=True)

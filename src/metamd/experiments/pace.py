@@ -13,7 +13,8 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> l
 
     Each quantity has its own best rival, with its own best setting on that very domain: the lowest mean loss, the lowest
     loss after a share of the steps, the highest test accuracy. The steps are those to the second of these losses, as a part
-    of what that rival took: of the share of the run.
+    of what that rival took: of the share of the run. The learning is paid for after so many tasks on each of which that
+    rival would be tuned with all its settings, in gradient evaluations.
 
     Args:
         comparison: over all domains.
@@ -41,6 +42,7 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> l
                 "steps": _finite(steps / horizon),
                 "seconds": _finite(steps / horizon * seconds),
                 "steps_of": fastest,
+                "paid_after": _paid_after(fold, ours, fastest, horizon - min(steps, mine.outcomes[0].places[-1])),
                 "accuracy": 100 * accuracies[ours],
                 "best_accuracy": 100 * accuracies[best],
                 "accuracy_of": best,
@@ -58,16 +60,18 @@ def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
         share: of the run.
     """
     there = "its final loss" if share == 1 else f"its loss at {share:.0%} of the run"
-    out = [f"| against {title} | mean loss | steps to {there} | seconds | test accuracy, % |", "|---" * 5 + "|"]
+    heads = [f"against {title}", "mean loss", f"steps to {there}", "seconds", "test accuracy, %", "paid for after"]
+    out = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         loss, steps, seconds = ("never" if row[k] is None else f"{row[k]:.2f} x" for k in ("mean_loss", "steps", "seconds"))
         accuracy = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
-        cells = [f"{loss} ({row['mean_loss_of']})", f"{steps} ({row['steps_of']})", seconds, accuracy]
+        paid = "" if row["paid_after"] is None else f"{row['paid_after']} tasks"
+        cells = [f"{loss} ({row['mean_loss_of']})", f"{steps} ({row['steps_of']})", seconds, accuracy, paid]
         out.append(f"| {row['domain']} | " + " | ".join(cells) + " |")
     means = [geometric_mean([row[k] for row in rows]) for k in ("mean_loss", "steps", "seconds")]
     accuracies = [_mean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy")]
     shown = ["" if m is None else f"{m:.2f} x" for m in means]
-    return [*out, "| mean | " + " | ".join([*shown, f"{accuracies[0]:.2f} ({accuracies[1]:.2f})"]) + " |"]
+    return [*out, "| mean | " + " | ".join([*shown, f"{accuracies[0]:.2f} ({accuracies[1]:.2f})"]) + " | |"]
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:
@@ -87,6 +91,13 @@ def _loss_at(candidate: Candidate, share: float) -> float:
         place = max(i for i, step in enumerate(outcome.places) if step <= share * outcome.places[-1])
         found.append(outcome.losses[place])
     return _mean(found)
+
+
+def _paid_after(fold: Fold, ours: str, rival: str, saved: float) -> int | None:
+    """Tasks; None if the cost of learning is not known, or nothing is ever gained."""
+    learning = fold.costs.get(ours, {}).get("gradient_evaluations")
+    gain = fold.tuning_gradients(rival) + saved
+    return None if learning is None or gain <= 0 else math.ceil(learning / gain)
 
 
 def _accuracy(fold: Fold, label: str) -> float:

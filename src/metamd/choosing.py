@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from metamd.learned import LearnedOptimiser
-from metamd.lessons import draw
+from metamd.lessons import draw_config
 from metamd.objectives import Reference
 from metamd.online import Online
 from metamd.potentials.base import Params
@@ -34,6 +34,9 @@ RULES = (Online(), Online("polar", beta=0.7), Online("polar", beta=0.9))
 
 Watch = Callable[[Usage, Online | None, float], None]
 """Called with every usage tried, its online metric if it has one, and its score."""
+
+OFFERED = 4
+"""Tasks that are drawn for each that is kept, so that no domain is left out by chance."""
 
 FIRST = 2
 """Tasks on which metrics and momenta are chosen, which differ by more than the rest."""
@@ -102,16 +105,30 @@ def learn_scale(
         tasks: in each.
         seed: draws them.
     """
-    rule = online or Online()
+    solved = _solved(family, reference, tasks, seed)
+    return _scaled(learned, solved, online or Online(), reference.lr, usage, rounds)
+
+
+Solved = Sequence[tuple[Task, Params]]
+"""Tasks, with what a reference run came to on each."""
+
+
+def _solved(family: TaskFamily, reference: Reference, tasks: int, seed: int) -> Solved:
+    built = draw_tasks(family, seed, "scale", tasks)
+    return [(task, reference.run(task, task.init(), task.steps)[0]) for task in built]
+
+
+def _scaled(
+    learned: LearnedOptimiser, solved: Solved, rule: Online, lr: float, usage: Usage | None = None, rounds: int = 2
+) -> Online:
     own = 0.0 if rule.rule == "polar" else 0.8
     how = replace(usage or Usage(momentum=own, schedule="linear"), metric="online")
-    built = draw_tasks(family, seed, "scale", tasks)
-    points = [reference.run(task, task.init(), task.steps)[0] for task in built]
-    phi = learned.potential.bind(built[0].init())
-    unit = _unit_steps(phi, built[0].init(), rule, family.steps)
-    found = replace(rule, scale={key: step / reference.lr for key, step in unit.items()})
+    task = solved[0][0]
+    phi = learned.potential.bind(task.init())
+    unit = _unit_steps(phi, task.init(), rule, task.steps)
+    found = replace(rule, scale={key: step / lr for key, step in unit.items()})
     for _ in range(rounds):
-        runs = [train(t, phi, how, online=found, comparator=u) for t, u in zip(built, points, strict=True)]
+        runs = [train(t, phi, how, online=found, comparator=u) for t, u in solved]
         tallies = [run.tally for run in runs if run.tally is not None and math.isfinite(run.loss)]
         if not tallies:
             found = replace(found, scale={k: 2 * s for k, s in found.scale.items()})
@@ -165,7 +182,7 @@ def learn_usage(
         schedules: see there.
         factors: see there.
         rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
-        tasks: to decide on; scales are learned on half as many. The end of a run is noisy: few tasks decide by chance.
+        tasks: to decide on, and as many to learn scales on. The end of a run is noisy: few tasks decide by chance.
         seed: draws them.
         watch: called with every usage tried, its online metric if it has one, and its score.
 
@@ -182,8 +199,8 @@ def learn_usage(
     finder = None
     if "online" in metrics:
         finder = reference or tuned_reference(family, seed=seed)
-        some = max(1, tasks // 2)
-        found += [learn_scale(learned, family, reference=finder, online=rule, tasks=some, seed=seed) for rule in rules]
+        solved = _solved(family, finder, tasks, seed)
+        found += [_scaled(learned, solved, rule, finder.lr) for rule in rules]
     built = draw_tasks(family, seed, "usage", tasks)
     trials = _Trials(built, learned.potential.bind(built[0].init()), watch)
     first: Schedule = "linear" if "linear" in schedules else schedules[0]
@@ -319,7 +336,7 @@ def learn_start(
 
 
 def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:
-    """Tasks that depend on the family and these words alone.
+    """Tasks that depend on the family and these words alone, spread evenly over the domains that their configs name.
 
     Args:
         family: where from.
@@ -329,7 +346,11 @@ def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[
     """
     if count < 1:
         raise ValueError(f"tasks must be at least 1, got {count}.")
-    return [draw(family, seed, "usage", purpose, i) for i in range(count)]
+    offered = [draw_config(family, seed, "usage", purpose, i) for i in range(OFFERED * count)]
+    domains = [config.get("domain") for config in offered]
+    turns = [domains[:i].count(domain) for i, domain in enumerate(domains)]
+    chosen = sorted(range(len(offered)), key=lambda i: (turns[i], i))[:count]
+    return [family.build(offered[i]) for i in chosen]
 
 
 def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

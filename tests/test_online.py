@@ -25,10 +25,11 @@ from metamd import (
     meta_train,
     prepare,
 )
-from metamd.choosing import learn_scale, learn_start, learn_usage, tuned_reference
+from metamd.choosing import draw_tasks, learn_scale, learn_start, learn_usage, tuned_reference
 from metamd.commands.train import _tried
 from metamd.following import learn_from_reference
 from metamd.inner import gradient
+from metamd.lessons import draw_config
 from metamd.objectives import Reference
 from metamd.tasks import quadratic, starting_at, tabular
 from metamd.trial import Tally, train
@@ -443,6 +444,31 @@ def test_a_geometry_from_reference_runs_is_the_closed_form_of_them():
         learn_from_reference(family, MaxDiagonal(3), reference=reference)
     with pytest.raises(ValueError, match="all 1 reference runs diverged"):
         learn_from_reference(family, Diagonal(), reference=Reference(torch.optim.SGD, lr=1e30), tasks=1)
+
+
+def test_tasks_to_decide_on_are_spread_over_the_domains():
+    class Domains(type(tabular())):
+        """Of three domains, one is drawn as often as the others together."""
+
+        def sample(self, generator):
+            number = int(torch.randint(4, (1,), generator=generator))
+            return {"domain": "abca"[number], "seed": int(torch.randint(2**31, (1,), generator=generator))}
+
+        def build(self, config):
+            return config
+
+    family = Domains.__new__(Domains)
+    uneven = 0
+    for seed in range(8):
+        drawn = [task["domain"] for task in draw_tasks(family, seed, "usage", 6)]
+        assert sorted(drawn) == list("aabbcc")
+        plain = [draw_config(family, seed, "usage", "usage", i)["domain"] for i in range(6)]
+        uneven += sorted(plain) != list("aabbcc")
+    assert uneven > 4, "chance alone would do"
+    assert len({tuple(t["seed"] for t in draw_tasks(family, s, "usage", 6)) for s in range(20)}) == 20
+    everywhere = tabular(steps=5)
+    configs = [draw_config(everywhere, 3, "usage", "scale", i) for i in range(4)]
+    assert [t.config for t in draw_tasks(everywhere, 3, "scale", 4)] == configs, "without domains, in order"
 
 
 def test_every_task_that_was_used_is_in_the_file():

@@ -42,8 +42,7 @@ FIRST = 2
 """Tasks on which metrics and momenta are chosen, which differ by more than the rest."""
 
 NOTHING = 1e-12
-"""Losses below are as good as this. Where runs fit their data, it is the last digits that speak for shorter steps, which
-generalise better."""
+"""Losses below are as good as this, so that there is a logarithm."""
 
 MOMENTA = (0.0, 0.9)
 FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)

@@ -14,6 +14,9 @@ from metamd.tuning import METRICS
 
 TO_TARGET = ("steps_to_target", "seconds_to_target")
 
+HVP = 2.5
+"""Gradient evaluations that a Hessian-vector product costs, measured on LeNet and the MLP."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -87,6 +90,11 @@ class Fold:
             raise ValueError(f"metric must be one of {', '.join([*METRICS, *TO_TARGET])}, got {metric!r}.")
         seconds = 1.0 if metric == "steps_to_target" else self.seconds.get(label, math.nan)
         return outcome.steps_to(target) * seconds
+
+    def learning_gradients(self, label: str) -> float:
+        """Gradient evaluations of learning an optimiser; zero where no cost is known, a Hessian-vector product is `HVP`."""
+        cost = self.costs.get(label, {})
+        return cost.get("gradient_evaluations", 0) + HVP * cost.get("hessian_vector_products", 0)
 
     def tuning_gradients(self, label: str) -> int:
         """Gradient evaluations that it takes to try all candidates on a task of this fold; none where nothing was chosen."""

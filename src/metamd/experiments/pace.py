@@ -95,9 +95,8 @@ def _loss_at(candidate: Candidate, share: float) -> float:
 
 def _paid_after(fold: Fold, ours: str, rival: str, saved: float) -> int | None:
     """Tasks; None if the cost of learning is not known, or nothing is ever gained."""
-    learning = fold.costs.get(ours, {}).get("gradient_evaluations")
-    gain = fold.tuning_gradients(rival) + saved
-    return None if learning is None or gain <= 0 else math.ceil(learning / gain)
+    learning, gain = fold.learning_gradients(ours), fold.tuning_gradients(rival) + saved
+    return math.ceil(learning / gain) if learning > 0 and gain > 0 else None
 
 
 def _accuracy(fold: Fold, label: str) -> float:

@@ -36,7 +36,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.clients: $(VENV)/.dev
-	$(INSTALL) --editable ".[dev,clients]"
+	$(INSTALL) --editable ".[dev,clients,ray]"
 	touch $@
 
 clean:

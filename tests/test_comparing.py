@@ -440,7 +440,7 @@ else:
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,15 +17,17 @@ import pytest
 from metamd import Comparison, Measuring, cli, compare, load, rivals, tasks
 from metamd.commands.report import read, summary, write_report
 from metamd.comparing import draw
-from metamd.comparison_report import expected_best
+from metamd.comparison_report import expected_best, sections
 from metamd.experiments import diverse_digits_lenet, rotated_mnist_mlp
 from metamd.experiments.leave_one_out import Entry, Geometry, Scale, markdown
+from metamd.folds import Candidate, Fold, cell_name
 from metamd.potentials import Diagonal
 from metamd.protocols import PROTOCOLS, TITLES, entrants
 from metamd.records import Records
 from metamd.report import Section, as_markdown, as_text
 from metamd.rivals import rival
 from metamd.search import Grid, QuasiRandom
+from metamd.training import Outcome
 from metamd.usage import Usage
 from tests.data_builders import place
 from tests.test_families import tiny_data
@@ -262,6 +265,59 @@ def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
     assert {run["contender"]["setting"]["momentum"] for trial in searched for run in trial["runs"]} == {0.5}
     for label in ("ours", "Adam"):
         assert found[label].setting["weight_decay"] > 0
+    # what the search cost and how it went is shown, and read again
+    compared = compare(found, family, seeds=1, folder=tmp_path / "c", protocol="paper")
+    for comparison in (compared, Comparison.read(tmp_path / "c")):
+        assert comparison.folds == compared.folds
+        for fold in comparison.folds:
+            assert fold.tuning_gradients("Adam") == 4 * 10, "four trials of ten steps on a task"
+            assert fold.tuning_gradients("Adam, untuned") == 0
+            best = fold.tunings["Adam"].best_so_far
+            assert len(best) == 4
+            assert list(best) == sorted(best, reverse=True)
+    (tmp_path / "page").mkdir()
+    by_title = {part.title: part for part in sections(compared, tmp_path / "page")}
+    costs = {row[0]: row for row in by_title["Costs"].rows}
+    assert costs["Adam"][2] == "40"
+    assert float(costs["Adam"][3].replace(",", "")) >= 0
+    settings = {row[0]: row for row in by_title["Settings"].rows}
+    assert settings["Adam, a"][3] == "4"
+    assert (tmp_path / "page" / "budgets.png").exists()
+
+
+def test_another_search_or_another_momentum_is_another_search(tmp_path):
+    """In the same folder; the old one's answer would be a wrong one."""
+    family = tasks.supervised(small_network, {"a": tasks_data(0)}, batch_size=10, steps=10)
+    options = {"budget": 4, "schedules": ["constant"], "records": Records(tmp_path, {})}
+    settings = []
+    for search in (QuasiRandom(), Grid(), QuasiRandom()):
+        for momentum in (0.0, 0.9):
+            ours = {"ours": rival("sgdm").with_setting(momentum=momentum)}
+            found = entrants("paper", ours, [], family, search=search, **options)["ours"]
+            fresh = entrants("paper", ours, [], family, search=search, budget=4, schedules=["constant"])["ours"]
+            assert found.setting == fresh.setting
+            assert found.tuning == fresh.tuning
+            settings.append(found.setting["lr"])
+    assert settings[:2] == settings[4:]
+    assert len(list(tmp_path.glob("cells/search-*.json"))) == 4
+    assert len(list(tmp_path.glob("cells/trial-*.json"))) == 4 * 4
+
+
+def test_settings_at_an_end_of_the_range_are_named_for_each_quantity(tmp_path):
+    rates = [rival("sgd").with_setting(lr=x) for x in (1e-4, 1e-2, 1e-1)]
+    early, late = [2.0] + [0.5] * 10, [2.0] * 9 + [0.1] * 2
+    curves = {0: [2.0] * 11, 1: early, 2: late}
+    found = {"a": tuple(_invented(c, curves[i]) for i, c in enumerate(rates)), "b": (_invented(rates[1], early),)}
+    comparison = Comparison((Fold("d", found, {"a": 1.0, "b": 1.0}, {}),), {"steps": 100}).aiming("b")
+    (part,) = (p for p in sections(comparison, tmp_path) if p.title == "Settings")
+    rows = {row[0]: row[-1] for row in part.rows}
+    assert rows["a, d"] == "loss at the end", "the mean loss is best at the rate in the middle"
+    assert rows["b, d"] == "", "where nothing was chosen there is no end"
+
+
+def _invented(contender, losses):
+    places, plain = tuple(range(0, 101, 10)), contender.describe()
+    return Candidate(plain, (Outcome({"seed": 0}, plain, places, tuple(losses), losses[-1], {}, 100),))
 
 
 def test_the_handicap_tunes_rivals_alone():
@@ -308,7 +364,12 @@ def test_hostile_records_are_shown_as_text(tmp_path):
     index = json.loads(path.read_text())
     index["folds"][0]["group"] = NASTY
     index["versions"] = {NASTY: NASTY}
-    index["folds"][0]["entrants"]["b"][0]["contender"]["setting"] = {NASTY: NASTY}
+    for candidate in index["folds"][0]["entrants"]["b"][:1]:  # a record that fits its name, as a forger would have it
+        candidate["contender"]["setting"] = {NASTY: NASTY}
+        for i, name in enumerate(candidate["runs"]):
+            found = json.loads((tmp_path / "cells" / f"{name}.json").read_text()) | {"contender": candidate["contender"]}
+            candidate["runs"][i] = cell_name(found["contender"], found["config"])
+            (tmp_path / "cells" / f"{candidate['runs'][place]}.json").write_text(json.dumps(found))
     path.write_text(json.dumps(index))
     run = json.loads((tmp_path / "run.json").read_text())
     run["settings"]["family"]["family"] = NASTY
@@ -427,7 +488,7 @@ def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatc
     assert {p: p.stat().st_mtime_ns for p in files} == files, "something was run twice"
     assert again == json.loads((out / "summary.json").read_text())
     assert [r["label"] for r in again["rows"]][:3] == ["MetaMD", "MetaMD, linear decay", "Adam"]
-    assert markdown(again["rows"]) == (out / "tables.md").read_text()
+    assert (out / "tables.md").read_text() == f"Protocol: handicap. {PROTOCOLS['handicap']}\n\n{markdown(again['rows'])}"
     for row in again["rows"]:
         assert set(row["accuracy"]) == {"0", "45"}
     # some domains alone, and everything in one file a folder
@@ -437,7 +498,14 @@ def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatc
     assert not list(out.rglob("cells/*.json"))
     assert {p.parent.name for p in out.rglob("cells.jsonl")} == {"out", "domain-0", "domain-45"}
     assert tiny.run("smoke", out, 0) == again
-    assert not [p for p in out.rglob("cells/*.json") if "seconds" not in p.name], "something was run twice"
+    assert not list(out.rglob("cells/*.json")), "something was run twice"
+    # what is compared in full needs no learned file; with another seed of the comparison it does
+    shutil.rmtree(out / "learned")
+    assert tiny.run("smoke", out, 0) == again
+    assert not (out / "learned").exists()
+    more = replace(tiny, scales={"smoke": replace(TINY, seeds=2)}).run("smoke", out, 0)
+    assert (out / "learned" / "0-diagonal.safetensors").exists()
+    assert more["rows"][0]["mean_loss"] != again["rows"][0]["mean_loss"]
     assert cli.run([*packing[:-3], "--only", "17"]) == 2
     assert cli.run(["reproduce", "quadratic", "--scale", "smoke", "--out", str(tmp_path / "q"), "--only", "17"]) == 2
     assert not (tmp_path / "q").exists()

@@ -20,7 +20,7 @@ from metamd.cells import Cell, fill
 from metamd.comparing import draw
 from metamd.experiments.pace import geometric_mean, lines, pace
 from metamd.folds import Candidate, Fold, Target
-from metamd.paired import bootstrap, holm, profiles, rank, resample, signed_rank_test
+from metamd.paired import bootstrap, holm, profiles, rank, rank_sum, resample, signed_rank_test
 from metamd.records import Records
 from metamd.rivals import rival
 from metamd.training import Outcome
@@ -83,7 +83,25 @@ def test_resamples_keep_domains_together():
     assert draws.shape == (50, 6)
     pairs = draws.reshape(50, 3, 2) // 2
     assert (pairs[..., 0] == pairs[..., 1]).all()
-    assert len(np.unique(resample([0, 1, 1], 0, resamples=50))) == 3  # unequal sizes: plainly
+    unequal = resample([0, 1, 1], 0, resamples=50)
+    assert set(np.unique(unequal)) == {-1, 0, 1, 2}
+    for row in unequal:
+        drawn = sorted(x for x in row.tolist() if x >= 0)
+        assert len(drawn) in (2, 3, 4), "two groups, of one or two members each"
+        assert drawn.count(0) in (0, 1, 2)
+        assert (len(drawn) - drawn.count(0)) % 2 == 0, "the second group comes whole or not at all"
+
+
+def test_the_interval_of_a_ratio_is_over_domains_even_where_a_pair_is_missing():
+    """Four domains that differ: without one of the twelve values the interval may not shrink to that of a flat draw."""
+    values = np.repeat([0.5, 0.5, 2.0, 2.0], 3) * np.tile([0.99, 1.0, 1.01], 4)
+    groups = [g for g in range(4) for _ in range(3)]
+    whole, less = bootstrap(values, groups), bootstrap(values[1:], groups[1:])
+    flat = bootstrap(values[1:], [0] * 11)
+    assert less.high - less.low == pytest.approx(whole.high - whole.low, rel=0.1)
+    assert flat.high - flat.low < 0.75 * (less.high - less.low)
+    middle = bootstrap(values[1:], groups[1:], median=True)
+    assert middle.low < 0.6 < 1.9 < middle.high
 
 
 def test_profiles_by_hand():
@@ -159,6 +177,64 @@ def test_a_planted_winner_is_found():
     assert areas["better"] > areas["ours"] > areas["worse"]
 
 
+def test_a_verdict_has_the_direction_of_its_test():
+    """62 tiny losses and 38 large wins: the signed ranks speak for ours, and so must the verdict."""
+    rng = np.random.default_rng(0)
+    theirs = np.ones(100)
+    ours = np.concatenate([1 + 1e-3 * rng.random(62), 0.5 * rng.random(38)])
+    assert rank_sum(ours, theirs) < 0
+    folds = []
+    for mine, other in zip(ours, theirs, strict=True):
+        both = {"ours": candidates([2.0] + [mine] * 10), "other": candidates([2.0] + [other] * 10)}
+        folds.append(Fold("d", both, {}, {}))
+    (found,) = Comparison(tuple(folds), {}).differences("final_loss")
+    assert (found.wins, found.losses) == (38, 62)
+    assert found.p < 0.05
+    assert found.verdict == "ahead"
+
+
+def test_a_baseline_that_fails_sets_no_target():
+    good, gone = [2.0] + [0.5] * 10, [2.0] + [math.inf] * 10
+    failed = replace(invented(gone), failed="it rose.")
+    half = Candidate({"rival": "base"}, (failed, invented(good)))
+    fold = Fold("d", {"ours": (Candidate({}, (invented(good), failed)),), "base": (half,)}, {}, {})
+    found = Comparison((fold,), {}).aiming("base")
+    assert found.target(fold) == 0.5, "the mean of the runs that did not fail"
+    assert found.values("ours", "steps_to_target").tolist() == [10.0, math.inf]
+    nothing = replace(fold, entrants={**fold.entrants, "base": (Candidate({"rival": "base"}, (failed, failed)),)})
+    found = Comparison((nothing,), {}).aiming("base")
+    assert math.isnan(found.target(nothing))
+    assert found.values("ours", "steps_to_target").tolist() == [math.inf] * 2
+    assert found.values("base", "steps_to_target").tolist() == [math.inf] * 2
+
+
+def test_the_best_setting_for_a_target_has_the_smallest_median():
+    """Two of three runs soon and one never, against three late ones: tables show the median, so the first is chosen."""
+    soon, late, never = [2.0] + [0.1] * 10, [2.0] * 9 + [0.1] * 2, [2.0] * 11
+    fast = Candidate({"rival": "r", "setting": {"lr": 1}}, (invented(soon), invented(soon), invented(never)))
+    safe = Candidate({"rival": "r", "setting": {"lr": 2}}, (invented(late),) * 3)
+    fold = Fold("d", {"r": (safe, fast)}, {"r": 1.0}, {})
+    for metric in ("steps_to_target", "seconds_to_target"):
+        assert fold.best("r", metric, 0.1) is fast
+    assert fold.best("r", "mean_loss", None) is fast
+    assert fold.best("r", "final_loss", None) is safe
+
+
+def test_learning_is_paid_for_by_each_domains_own_steps():
+    """A run of 100 steps and one of 400 that never arrive cost 250 on the mean, not as much as the first."""
+    short, long = ([2.0] * 11, 100), ([2.0] * 41, 400)
+    folds = []
+    for losses, steps in (short, long):
+        there = [2.0] + [0.1] * (len(losses) - 1)
+        mine, other = (Candidate({}, (invented(x, steps),)) for x in (there, losses))
+        quick = Candidate({}, (invented(there, steps),))
+        costs = {"ours": {"gradient_evaluations": 240.0}}
+        folds.append(Fold(str(steps), {"ours": (mine,), "slow": (other,), "base": (quick,)}, {}, costs))
+    found = Comparison(tuple(folds), {}).aiming("base")
+    assert found.tasks_to_pay("slow", every_task=False) == 1  # 240 / (250 - 10)
+    assert Comparison(tuple(folds[:1]), {}).aiming("base").tasks_to_pay("slow", every_task=False) == 3  # 240 / (100 - 10)
+
+
 def test_three_pairs_decide_nothing():
     comparison = simulated({"ours": 6.0, "worse": 2.0}, np.random.default_rng(0), domains=1, seeds=3)
     assert comparison.differences("final_loss")[0].wins == 3
@@ -215,26 +291,34 @@ def test_the_pace_against_the_best_rival_by_hand():
     (row,) = pace(Comparison((fold,), {}), ["early", "late"])
     assert row["mean_loss_of"] == "early"
     assert row["mean_loss"] == pytest.approx((sum(ours[1:]) / 10) / 0.4)
-    assert row["steps"] == pytest.approx(50 / 100)
-    assert row["seconds"] == pytest.approx(50 / 100 * 3 / 2)
+    assert row["steps"] == pytest.approx(50 / 90), "the rival is at 0.1 after 90 steps and stays there"
+    assert row["seconds"] == pytest.approx(50 / 90 * 3 / 2)
     assert (row["accuracy"], row["best_accuracy"]) == (90.0, 90.0)
     assert row["paid_after"] is None
     known = replace(fold, costs={"ours": {"gradient_evaluations": 1000.0}})
     (paid,) = pace(Comparison((known,), {}), ["early", "late"])
-    assert paid["paid_after"] == math.ceil(1000 / (200 + 50)), "two candidates of 100 steps, and 50 steps saved"
+    assert paid["paid_after"] == math.ceil(1000 / (200 + 40)), "two candidates of 100 steps, and 40 steps saved"
     (half,) = pace(Comparison((fold,), {}), ["early", "late"], 0.5)
-    assert half["steps"] == pytest.approx(30 / 50)  # 0.4 is what the best rival has at half of the run
+    assert half["steps"] == pytest.approx(30 / 10)  # 0.4 is what the best rival has at half of the run, and after a tenth
+    falling = list(np.linspace(2.0, 0.2, 11))
+    whole = Fold("d", {"ours": candidates(ours), "rival": candidates(falling)}, {}, {})
+    (row,) = pace(Comparison((whole,), {}), ["rival"])
+    assert row["steps"] == pytest.approx(40 / 100), "its end is not twice below its end: a whole run"
     two = Candidate({"rival": "r"}, (invented(low_late), invented(low_late)))
     one = Candidate({"rival": "r"}, (invented(dropped),))
     screened = Fold("d", {"ours": (Candidate({}, (invented(ours),) * 2),), "late": (two, one)}, {}, {})
     (row,) = pace(Comparison((screened,), {}), ["late"])
-    assert row["steps"] == pytest.approx(0.5), "a setting that was screened out sets no target"
+    assert row["steps"] == pytest.approx(50 / 90), "a setting that was screened out sets no target"
     assert row["seconds"] is None
     slow = Fold("e", {"ours": candidates([2.0] * 11), "late": candidates(low_late)}, {"ours": 1.0, "late": 1.0}, {})
     (never,) = pace(Comparison((slow,), {}), ["late"])
     assert never["steps"] is None
+    costly = replace(slow, costs={"ours": {"gradient_evaluations": 1000.0}})
+    (unpaid,) = pace(Comparison((costly,), {}), ["late"])
+    assert unpaid["paid_after"] is None, "what never arrives pays for nothing"
+    assert lines("the best", [unpaid], 1.0)[2].endswith("| never |")
     table = "\n".join(lines("the best", [row, never], 1.0))
-    assert "0.50 x (late)" in table
+    assert "0.56 x (late)" in table
     assert "never (late)" in table
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
     assert geometric_mean([0.5, None]) is None
@@ -319,6 +403,10 @@ def test_screening_runs_the_best_few_of_the_first_task_and_keeps_what_it_dropped
     assert again.values("Adam", "mean_loss").tolist() == found.values("Adam", "mean_loss").tolist()
     with pytest.raises(ValueError, match="screen must be at least 1, got 0"):
         compare(who, QUADRATIC, screen=0)
+    both = {label: who[label] for label in ("SGD", "Adam")}
+    first = compare(both, QUADRATIC, seeds=4, measuring=BARE, screen=1)
+    assert first.groups == [0] * 4, "the first label may have been screened too"
+    assert first.differences("mean_loss")[0].label == "Adam"
 
 
 def test_several_processes_give_what_one_gives(tmp_path):

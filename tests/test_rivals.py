@@ -295,6 +295,8 @@ class Slow:
         {"ends": {"test": 3}},
         {"contender": 5},
         {"gradients": "many"},
+        {"gradients": -5},
+        {"ends": {"test": [0.1, 7.5]}},
     ],
     ids=str,
 )

@@ -68,7 +68,7 @@ def compare(
         seed: of the draw.
         measuring: how the runs are watched.
         folder: where every run is kept as a record, so that a comparison that was stopped continues and grows.
-        workers: processes.
+        workers: processes; several need a folder.
         ray: address of a Ray cluster to train on instead, with so many workers, or "local"; needs a folder.
         protocol: by which rule settings were chosen, in a word, for the report.
         aim: the target of steps-to-target; that of the last optimiser if not given.
@@ -83,7 +83,10 @@ def compare(
         >>> [row["label"] for row in found.table("mean_loss")]
         ['SGD', 'half']
     """
-    entrants = _checked(optimisers, seeds, screen, ray is not None and folder is None)
+    entrants = _checked(optimisers, seeds, screen)
+    if folder is None and (ray is not None or workers > 1):
+        where = "in several processes" if ray is None else "on a Ray cluster"
+        raise ValueError(f"a comparison {where} needs a folder for its records. Pass folder=.")
     measuring, steps = measuring or Measuring(), family.steps if steps is None else steps
     groups = draw(family, seeds, seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
@@ -110,15 +113,13 @@ def compare(
     return _timed(comparison, entrants, tasks, records)
 
 
-def _checked(optimisers: Entrants, seeds: int, screen: int | None, homeless: bool) -> dict[str, list[Contender]]:
+def _checked(optimisers: Entrants, seeds: int, screen: int | None) -> dict[str, list[Contender]]:
     if not optimisers:
         raise ValueError("compare needs at least one optimiser, got none.")
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}.")
     if screen is not None and screen < 1:
         raise ValueError(f"screen must be at least 1, got {screen}. Leave it out to run all settings on all tasks.")
-    if homeless:
-        raise ValueError("a comparison on a Ray cluster needs a folder for its records. Pass folder=.")
     entrants = {label: [c] if isinstance(c, Contender) else list(c) for label, c in optimisers.items()}
     for label, contenders in entrants.items():
         if not contenders:
@@ -140,7 +141,8 @@ def _folds(
         costs = {label: dict(found[0].rival.cost) for label, found in entrants.items()}
         hashes = [config_hash(x) for x in configs]
         trained = tuple(label for label, found in entrants.items() if found[0].rival.was_learned_on(group, hashes))
-        folds.append(Fold(group, members, {}, costs, trained))
+        tunings = {label: found[0].tuning for label, found in entrants.items() if found[0].tuning is not None}
+        folds.append(Fold(group, members, {}, costs, trained, tunings))
     return tuple(folds)
 
 
@@ -233,7 +235,10 @@ def _settings(family: TaskFamily, steps: int, measuring: Measuring) -> dict[str,
 def _timed(
     comparison: Comparison, entrants: Mapping[str, Sequence[Contender]], tasks: Mapping[str, Task], records: Records | None
 ) -> Comparison:
-    """The same with the seconds of a step of each optimiser, taken in turns in this process."""
+    """The same with the seconds of a step of each optimiser, taken in turns in this process.
+
+    One rival under several schedules takes the same steps: it is timed once.
+    """
     fold = comparison.folds[0]
     chosen = {}
     for label, found in entrants.items():
@@ -243,8 +248,12 @@ def _timed(
     name = f"seconds-{hashlib.blake2b(keys.encode(), digest_size=6).hexdigest()}"
 
     def compute() -> Result:
-        found = step_seconds(next(iter(tasks.values())), chosen, steps=comparison.settings["steps"])
-        return {"seconds": {label: None if math.isnan(x) else x for label, x in found.items()}}
+        kinds = {label: (c.rival.name, c.rival.identity) for label, c in chosen.items()}
+        timed = {kind: label for label, kind in reversed(kinds.items())}
+        once = {label: chosen[label] for label in chosen if label in timed.values()}
+        found = step_seconds(next(iter(tasks.values())), once, steps=comparison.settings["steps"])
+        each = {label: found[timed[kind]] for label, kind in kinds.items()}
+        return {"seconds": {label: None if math.isnan(x) else x for label, x in each.items()}}
 
     taken = (compute() if records is None else records.cell(name, compute))["seconds"]
     timed = comparison.with_seconds({label: math.nan if x is None else x for label, x in taken.items()})

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from metamd.folds import TO_TARGET, Candidate, Fold, Target, cell_name, read_fold
-from metamd.paired import Array, Estimate, Profile, bootstrap, holm, profiles, signed_rank_test
+from metamd.folds import TO_TARGET, Candidate, Fold, Target, cell_name, read_fold, tuning_to_json
+from metamd.paired import Array, Estimate, Profile, bootstrap, holm, profiles, rank_sum, signed_rank_test
 from metamd.records import Records, read_json
 
 SHOWN = ("mean_loss", "final_loss", "steps_to_target", "seconds_to_target", "test_error")
@@ -33,6 +33,7 @@ class Difference:
         ties: pairs in which they are equal.
         losses: pairs in which theirs is smaller.
         p: of the two-sided signed-rank test, corrected for the number of rivals.
+        rank_sum: what that test is about; negative speaks for ours. Wins and losses, which have no size, may say otherwise.
     """
 
     label: str
@@ -44,13 +45,14 @@ class Difference:
     ties: int
     losses: int
     p: float
+    rank_sum: float
 
     @property
     def verdict(self) -> str:
         """`ahead`, `behind`, or `undecided` if p is above 0.05."""
-        if self.p > 0.05 or self.wins == self.losses:
+        if self.p > 0.05:
             return "undecided"
-        return "ahead" if self.wins > self.losses else "behind"
+        return "ahead" if self.rank_sum < 0 else "behind"
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ class Comparison:
         if all(len(f.finished(label)) == len(f.entrants[label]) for f in self.folds for label in self.labels):
             return ""
         return (
-            "All settings were run on the first task of a domain; those that were among the best few there by any quantity "
-            "were run on the others."
+            "All settings were run on the first task of a domain; those that were among the best few there in mean loss, "
+            "final loss or an error were run on the others."
         )
 
     def chosen(self, label: str, metric: str) -> list[Candidate]:
@@ -152,7 +154,7 @@ class Comparison:
     @property
     def groups(self) -> list[int]:
         """The number of the domain of every task."""
-        return [i for i, f in enumerate(self.folds) for _ in f.entrants[self.labels[0]][0].outcomes]
+        return [i for i, f in enumerate(self.folds) for _ in range(f.tasks(self.labels[0]))]
 
     def estimate(self, label: str, metric: str) -> Estimate:
         """The mean of a metric over all tasks, or the median of steps and seconds to the target, with its interval.
@@ -180,7 +182,7 @@ class Comparison:
             log = bootstrap(a[both] - b[both], where) if both.any() else Estimate(math.nan, math.nan, math.nan)
             ratio, low, high = math.exp(log.value), math.exp(log.low), math.exp(log.high)
             wins, ties, losses = (int(x.sum()) for x in (ours < row, ours == row, ours > row))
-            found.append(Difference(label, metric, ratio, low, high, wins, ties, losses, p))
+            found.append(Difference(label, metric, ratio, low, high, wins, ties, losses, p, rank_sum(a, b)))
         return found
 
     def profiles(self, metric: str = "steps_to_target") -> dict[str, Profile]:
@@ -234,10 +236,8 @@ class Comparison:
             label: of the rival.
             every_task: whether the rival is tuned for every task anew, or once for all.
         """
-        steps = []
-        for name in (self.labels[0], label):
-            horizon = float(self.folds[0].entrants[name][0].outcomes[0].places[-1])
-            steps.append(float(np.minimum(self.values(name, "steps_to_target"), horizon).mean()))
+        horizons = [float(self.folds[g].steps) for g in self.groups]
+        steps = [float(np.minimum(self.values(x, "steps_to_target"), horizons).mean()) for x in (self.labels[0], label)]
         tuning = [sum(f.tuning_gradients(x) for f in self.folds) / len(self.folds) for x in (self.labels[0], label)]
         ahead = self.learning_gradients(self.labels[0]) - self.learning_gradients(label)
         gain = steps[1] - steps[0]
@@ -283,7 +283,9 @@ class Comparison:
             }
             seconds = {k: None if math.isnan(v) else v for k, v in fold.seconds.items()}
             about = {"group": fold.group, "trained": list(fold.trained)}
-            folds.append({**about, "entrants": entrants, "seconds": seconds, "costs": fold.costs})
+            tunings = {label: tuning_to_json(t) for label, t in fold.tunings.items()}
+            costs = {"seconds": seconds, "costs": fold.costs} | ({"tunings": tunings} if tunings else {})
+            folds.append({**about, "entrants": entrants, **costs})
         aim = None if self.aim is None else {"baseline": self.aim.baseline, "share": self.aim.share}
         return {"protocol": self.protocol, "aim": aim, "folds": folds}
 

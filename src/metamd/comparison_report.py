@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from metamd import figures
 from metamd.comparison import Comparison
-from metamd.folds import Target
+from metamd.folds import Fold, Target
 from metamd.paired import Estimate
 from metamd.protocols import PROTOCOLS
 from metamd.report import Section
@@ -46,13 +47,13 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
 
 
 def _results(c: Comparison) -> Section:
-    first = c.folds[0].entrants[c.labels[0]][0].outcomes
+    seeds = c.folds[0].tasks(c.labels[0])
     aim = c.aim or Target(c.labels[-1])
     new = "" if any(f.trained for f in c.folds) else "held-out "
     texts = [
         *(not_held_out(c, label) for label in c.labels if c.trained_on(label)),
-        f"{len(c.folds)} {new}domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {len(first)} "
-        f"seed{'s' * (len(first) > 1)} each, {first[0].places[-1]} steps. Means over all runs; 95 % bootstrap intervals.",
+        f"{len(c.folds)} {new}domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {seeds} "
+        f"seed{'s' * (seeds > 1)} each, {_steps(c)} steps. Means over all runs; 95 % bootstrap intervals.",
         f"Protocol: {c.protocol or 'as given'}. {PROTOCOLS.get(c.protocol, '')} {c.screening}".strip(),
         f"The target on each domain is a training loss of {_targets(c)}, which {aim.baseline} has after {aim.share:.0%} of "
         "the steps. A run that does not reach it counts as infinite.",
@@ -83,8 +84,16 @@ def not_held_out(c: Comparison, label: str) -> str:
     )
 
 
+def _steps(c: Comparison) -> str:
+    """So many as all runs have, or for each domain its own."""
+    if len({f.steps for f in c.folds}) == 1:
+        return str(c.folds[0].steps)
+    return ", ".join(f"{f.steps} ({f.group})" for f in c.folds)
+
+
 def _targets(c: Comparison) -> str:
-    return ", ".join(f"{c.target(f):.4g} ({f.group})" for f in c.folds)
+    found = {f.group: c.target(f) for f in c.folds}
+    return ", ".join(f"{x:.4g} ({g})" if math.isfinite(x) else f"none ({g}: all runs failed)" for g, x in found.items())
 
 
 def _estimate(e: Estimate, metric: str) -> str:
@@ -155,24 +164,31 @@ def _costs(c: Comparison) -> Section:
     ours = c.labels[0]
     rows = []
     for label in c.labels:
-        tuning = sum(f.tuning_gradients(label) for f in c.folds) / len(c.folds)
-        seconds = c.folds[0].seconds.get(label, math.nan)
+        tuning = [f.tuning_gradients(label) for f in c.folds]
+        seconds = [f.seconds.get(label, math.nan) for f in c.folds]
         learned = [f.costs.get(label, {}).get("seconds", math.nan) for f in c.folds]
-        row = [label, "" if math.isnan(seconds) else f"{1000 * seconds:.2f}", f"{tuning:,.0f}"]
-        known = not math.isnan(sum(learned))
-        row += [f"{c.learning_gradients(label):,.0f}", f"{sum(learned) / len(learned):,.0f}" if known else ""]
+        row = [label, _mean([1000 * s for s in seconds], 2), _mean(tuning)]
+        row += [_mean([n * s for n, s in zip(tuning, seconds, strict=True)])]
+        row += [f"{c.learning_gradients(label):,.0f}", _mean(learned)]
         if label == ours:
             row += ["", ""]
         else:
             row += [_tasks(c.tasks_to_pay(label, every_task=x)) for x in (True, False)]
         rows.append(row)
     texts = [
-        "What choosing settings and learning costs, in gradient evaluations. The last columns say after how many tasks the "
-        f"learning of {ours} is paid for by reaching the target sooner, if the rival is tuned for every task and if it is "
-        "tuned once. The milliseconds of a step are those of one process, taken in turns."
+        "What choosing settings and learning costs, in gradient evaluations and in seconds, on the mean over the domains. "
+        f"The last columns say after how many tasks the learning of {ours} is paid for by reaching the target sooner, if "
+        "the rival is tuned for every task and if it is tuned once. The milliseconds of a step are those of one process, "
+        "taken in turns; the seconds of tuning are so many steps of it."
     ]
-    heads = ["", "ms per step", "tuning, per task", "learning", "learning, s", "paid after, tuned each time", "tuned once"]
-    return Section("Costs", texts, heads, rows)
+    heads = ["", "ms per step", "tuning, per task", "tuning, s", "learning", "learning, s"]
+    return Section("Costs", texts, [*heads, "paid after, tuned each time", "tuned once"], rows)
+
+
+def _mean(values: Sequence[float], digits: int = 0) -> str:
+    """Empty where something is not known."""
+    mean = sum(values) / len(values)
+    return "" if math.isnan(mean) else f"{mean:,.{digits}f}"
 
 
 def _tasks(count: float) -> str:
@@ -184,33 +200,47 @@ def _choices(c: Comparison, folder: Path) -> Section:
     rows, curves = [], []
     for label in c.labels:
         for fold, candidate in zip(c.folds, c.chosen(label, "mean_loss"), strict=True):
-            tried = len(fold.entrants[label])
+            tried = len(fold.tunings[label].best_so_far if label in fold.tunings else fold.entrants[label])
             found = candidate.contender.get("setting")
             setting = ", ".join(f"{k} {_value(v)}" for k, v in found.items()) if isinstance(found, dict) else str(found)
-            edge = "an end of the range" if tried > 1 and _is_end(c, label, fold.group) else ""
             failed = sum(any(o.failed for o in x.outcomes) for x in fold.entrants[label])
             rows.append([f"{label}, {fold.group}", setting, str(candidate.contender.get("schedule", "")), str(tried)])
-            rows[-1] += [str(failed), edge]
-        best = expected_best(c, label)
+            rows[-1] += [str(failed), ", ".join(_at_end(c, fold, label))]
+        best = _searched(c, label) if c.folds[0].tunings else expected_best(c, label)
         if len(best) > 1:
             curves.append(figures.Curve(label, list(range(1, len(best) + 1)), best))
     shown = []
     if curves:
-        path = folder / "budgets.png"
-        figures.curves({"": curves}, path, xlabel="settings tried", ylabel="expected best mean loss")
-        shown = [(path, "The mean loss of the best of so many settings, drawn at random from those tried.")]
-    heads = ["for the mean loss", "setting", "schedule", "tried", "failed", "the best lies at"]
-    return Section("Settings", ["The candidate with the smallest mean training loss on each domain."], heads, rows, shown)
+        path, searched = folder / "budgets.png", bool(c.folds[0].tunings)
+        what = "best validation error so far" if searched else "expected best mean loss"
+        figures.curves({"": curves}, path, xlabel="settings tried", ylabel=what)
+        caption = "The mean loss of the best of so many settings, drawn at random from those tried."
+        shown = [(path, "The best score after so many trials of the search." if searched else caption)]
+    heads = ["for the mean loss", "setting", "schedule", "tried", "failed", "at an end of the range"]
+    texts = [
+        "The candidate with the smallest mean training loss on each domain. The last column names the quantities, or the "
+        "hyperparameters of a search, whose best setting lies at an end of its range: a better one may lie beyond."
+    ]
+    return Section("Settings", texts, heads, rows, shown)
 
 
 def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _is_end(c: Comparison, label: str, group: str) -> bool:
-    fold = next(f for f in c.folds if f.group == group)
-    best = fold.best(label, "mean_loss", None)
-    return best in (fold.entrants[label][0], fold.entrants[label][-1])
+def _at_end(c: Comparison, fold: Fold, label: str) -> list[str]:
+    """The quantities whose best candidate is the first or the last of several; or what the search found at an end."""
+    if label in fold.tunings:
+        return list(fold.tunings[label].at_edge)
+    ends = (fold.entrants[label][0], fold.entrants[label][-1])
+    several = len(fold.entrants[label]) > 1
+    return [_short(m) for m in c.metrics if several and fold.best(label, m, c.target(fold)) in ends]
+
+
+def _searched(c: Comparison, label: str) -> list[float]:
+    """The best score after each trial of a search, on the mean over the domains, as far as all of them went."""
+    found = [f.tunings[label].best_so_far for f in c.folds if label in f.tunings]
+    return [sum(scores) / len(scores) for scores in zip(*found, strict=False)]
 
 
 def expected_best(c: Comparison, label: str) -> list[float]:

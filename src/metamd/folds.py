@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from metamd.records import Result, read_cell, read_packed
-from metamd.rivals.base import contender_key
+from metamd.rivals.base import Tuning, contender_key
 from metamd.tasks.base import Config, config_hash
 from metamd.training import Outcome
 from metamd.tuning import METRICS
@@ -41,6 +42,7 @@ class Fold:
         seconds: of one step, by label.
         costs: of learning it, by label: `gradient_evaluations`, `hessian_vector_products` and `seconds`.
         trained: labels of optimisers that were learned on this domain, for which it is not held out.
+        tunings: by label, how a setting was found that was not chosen among candidates here.
     """
 
     group: str
@@ -48,11 +50,18 @@ class Fold:
     seconds: Mapping[str, float]
     costs: Mapping[str, Mapping[str, float]]
     trained: tuple[str, ...] = ()
+    tunings: Mapping[str, Tuning] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Of every run."""
+        return next(iter(self.entrants.values()))[0].outcomes[0].places[-1]
 
     def best(self, label: str, metric: str, target: float | None) -> Candidate:
         """The candidate with the smallest mean of a metric, a run that failed or never arrived counted as very large.
 
-        Those that were screened out are not asked.
+        For steps and seconds to a target it is the smallest median, as that is what tables show, and the mean decides among
+        equals. Those that were screened out are not asked.
 
         Args:
             label: of the optimiser.
@@ -61,11 +70,12 @@ class Fold:
         """
         if len(self.entrants[label]) == 1:
             return self.entrants[label][0]
-        worst = 1e6
-        return min(
-            self.finished(label),
-            key=lambda c: sum(min(self.value(o, label, metric, target), worst) for o in c.outcomes),
-        )
+
+        def badness(candidate: Candidate) -> tuple[float, float]:
+            values = [min(self.value(o, label, metric, target), 1e6) for o in candidate.outcomes]
+            return median(values) if metric in TO_TARGET else 0.0, sum(values)
+
+        return min(self.finished(label), key=badness)
 
     def finished(self, label: str) -> list[Candidate]:
         """The candidates that were run on all tasks."""
@@ -97,7 +107,9 @@ class Fold:
         return cost.get("gradient_evaluations", 0) + HVP * cost.get("hessian_vector_products", 0)
 
     def tuning_gradients(self, label: str) -> int:
-        """Gradient evaluations that it takes to try all candidates on a task of this fold; none where nothing was chosen."""
+        """Gradient evaluations that the search for a setting takes on a task of this fold; none where nothing was chosen."""
+        if label in self.tunings:
+            return self.tunings[label].gradients
         found = self.entrants[label]
         if len(found) == 1:
             return 0
@@ -117,16 +129,13 @@ class Target:
     share: float = 0.75
 
     def of(self, fold: Fold) -> float:
-        """The loss on one domain.
+        """The loss on one domain, from the runs that did not fail; NaN, which nobody reaches, if all did.
 
         Args:
             fold: of that domain.
         """
-        losses = []
-        for outcome in fold.best(self.baseline, "mean_loss", None).outcomes:
-            place = max(i for i, step in enumerate(outcome.places) if step <= self.share * outcome.places[-1])
-            losses.append(outcome.losses[place])
-        return math.fsum(losses) / len(losses)
+        runs = [o for o in fold.best(self.baseline, "mean_loss", None).outcomes if not o.failed]
+        return math.fsum(o.loss_after(self.share) for o in runs) / len(runs) if runs else math.nan
 
 
 def cell_name(contender: Mapping[str, Any], config: Config) -> str:
@@ -148,21 +157,44 @@ def read_fold(folder: Path, found: Mapping[str, Any]) -> Fold:
     """
     entrants, packed = {}, read_packed(folder)
     for label, candidates in found["entrants"].items():
-        entrants[str(label)] = tuple(
-            Candidate(dict(c["contender"]), tuple(_outcome(folder, packed, name) for name in c["runs"])) for c in candidates
-        )
-    sizes = {max((len(c.outcomes) for c in cs), default=0) for cs in entrants.values()}
-    if len(sizes) != 1 or 0 in sizes or not all(c.outcomes for cs in entrants.values() for c in cs):
-        raise ValueError(f"every optimiser must have run all tasks of {found['group']!r}.")
+        entrants[str(label)] = tuple(_candidate(folder, packed, c) for c in candidates)
+    tasks = [[config_hash(o.config) for o in c.outcomes] for cs in entrants.values() for c in cs]
+    longest = max(tasks, key=len, default=[])
+    whole = all(any(len(c.outcomes) == len(longest) for c in cs) for cs in entrants.values())
+    if not longest or not whole or any(not t or t != longest[: len(t)] for t in tasks):
+        raise ValueError(f"every optimiser must have run all tasks of {found['group']!r}, in the same order.")
     seconds = {str(k): math.nan if v is None else float(v) for k, v in found["seconds"].items()}
     costs = {str(k): {str(n): float(x) for n, x in v.items()} for k, v in found["costs"].items()}
-    return Fold(str(found["group"]), entrants, seconds, costs, tuple(map(str, found.get("trained", ()))))
+    tunings = {str(k): _tuning(v) for k, v in found.get("tunings", {}).items()}
+    return Fold(str(found["group"]), entrants, seconds, costs, tuple(map(str, found.get("trained", ()))), tunings)
 
 
-def _outcome(folder: Path, packed: Mapping[str, Result], name: Any) -> Outcome:
+def _candidate(folder: Path, packed: Mapping[str, Result], found: Mapping[str, Any]) -> Candidate:
+    contender = dict(found["contender"])
+    return Candidate(contender, tuple(_outcome(folder, packed, contender, name) for name in found["runs"]))
+
+
+def _outcome(folder: Path, packed: Mapping[str, Result], contender: Mapping[str, Any], name: Any) -> Outcome:
     if not isinstance(name, str) or not name or not set(name) <= _NAME:
         raise ValueError(f"the name of a record must consist of letters, digits and hyphens, got {name!r}.")
-    return Outcome.from_json(packed[name] if name in packed else read_cell(folder, name))
+    outcome = Outcome.from_json(packed[name] if name in packed else read_cell(folder, name))
+    if outcome.contender != contender or cell_name(contender, outcome.config) != name:
+        raise ValueError(f"the record {name!r} is of another training than its name says. Delete it, and it is made again.")
+    return outcome
+
+
+def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
+    """In JSON's types, with None for what is infinite.
+
+    Args:
+        tuning: of a label.
+    """
+    return asdict(tuning) | {"best_so_far": [x if math.isfinite(x) else None for x in tuning.best_so_far]}
+
+
+def _tuning(found: Mapping[str, Any]) -> Tuning:
+    best = tuple(math.inf if x is None else float(x) for x in found["best_so_far"])
+    return Tuning(int(found["gradients"]), best, tuple(map(str, found["at_edge"])))
 
 
 _NAME = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")

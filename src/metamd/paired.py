@@ -42,14 +42,22 @@ def bootstrap(values: Array, groups: Sequence[int], *, median: bool = False, see
         median: whether to estimate the median, which bears some infinite values.
         seed: of the resampling.
     """
-    drawn = values[resample(groups, seed)]
-    found = quantile(drawn, 0.5) if median else drawn.mean(1)
+    where = resample(groups, seed)
+    drawn = np.where(where < 0, np.nan, values[where])
+    if not median:
+        found = np.nanmean(drawn, 1)
+    elif (where < 0).any():
+        found = np.array([quantile(row[~np.isnan(row)], 0.5) for row in drawn])
+    else:
+        found = quantile(drawn, 0.5)
     low, high = (float(quantile(found, q)) for q in (0.025, 0.975))
     return Estimate(float(quantile(values, 0.5) if median else values.mean()), low, high)
 
 
 def resample(groups: Sequence[int], seed: int, resamples: int = RESAMPLES) -> NDArray[np.int64]:
-    """Indices of resamples, (resamples, n), drawn in two stages if there are several groups of equal size.
+    """Indices of resamples, one in each row, drawn in two stages if there are several groups; -1 is no measurement.
+
+    A group that is drawn gives as many measurements as it has, so the rows of unequal groups differ in length.
 
     Args:
         groups: the group of each measurement.
@@ -58,14 +66,16 @@ def resample(groups: Sequence[int], seed: int, resamples: int = RESAMPLES) -> ND
     """
     rng, n = np.random.default_rng(seed), len(groups)
     members = [np.flatnonzero(np.asarray(groups) == g) for g in sorted(set(groups))]
-    sizes = {len(m) for m in members}
-    if len(members) == 1 or len(sizes) > 1:
+    if len(members) == 1:
         return rng.integers(n, size=(resamples, n))
-    table, size = np.stack(members), sizes.pop()
+    sizes = np.array([len(m) for m in members])
+    table = np.stack([np.pad(m, (0, sizes.max() - len(m))) for m in members])
     chosen = rng.integers(len(members), size=(resamples, len(members)))
-    inside = rng.integers(size, size=(resamples, len(members), size))
-    found: NDArray[np.int64] = np.take_along_axis(table[chosen], inside, axis=2).reshape(resamples, n)
-    return found
+    most = sizes[chosen][..., None]
+    bound = most if sizes.min() < sizes.max() else sizes.max()
+    inside = rng.integers(bound, size=(resamples, len(members), sizes.max()))
+    found = np.where(np.arange(sizes.max()) < most, np.take_along_axis(table[chosen], inside, axis=2), -1)
+    return found.reshape(resamples, -1)
 
 
 def signed_rank_test(ours: Array, theirs: Array, *, seed: int = 0) -> float:
@@ -83,19 +93,37 @@ def signed_rank_test(ours: Array, theirs: Array, *, seed: int = 0) -> float:
         >>> signed_rank_test(np.arange(5.0), np.arange(5.0) + 1)
         0.0625
     """
-    different = ours != theirs
-    ours, theirs = ours[different], theirs[different]
-    if not len(ours):
+    signs, ranks = _signed_ranks(ours, theirs)
+    if not len(ranks):
         return 1.0
-    with np.errstate(invalid="ignore"):
-        difference = ours - theirs
-    ranks = rank(np.abs(difference))
-    observed = abs(float((np.sign(difference) * ranks).sum()))
+    observed = abs(float((signs * ranks).sum()))
     if len(ranks) <= EXACT_UP_TO:
         signs = np.array(list(product((-1.0, 1.0), repeat=len(ranks))))
         return float((np.abs(signs @ ranks) >= observed - 1e-9).mean())
     signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=(20_000, len(ranks)))
     return float((1 + (np.abs(signs @ ranks) >= observed - 1e-9).sum()) / (1 + len(signs)))
+
+
+def rank_sum(ours: Array, theirs: Array) -> float:
+    """The sum that the test above is about: negative where ours are smaller, by the ranks of the differences.
+
+    Args:
+        ours: one value per pair.
+        theirs: the other.
+
+    Example:
+        >>> rank_sum(np.array([1.0, 1.0, 1.0]), np.array([1.5, 1.5, 0.0]))
+        0.0
+    """
+    signs, ranks = _signed_ranks(ours, theirs)
+    return float((signs * ranks).sum())
+
+
+def _signed_ranks(ours: Array, theirs: Array) -> tuple[Array, Array]:
+    different = ours != theirs
+    with np.errstate(invalid="ignore"):
+        difference = ours[different] - theirs[different]
+    return np.sign(difference), rank(np.abs(difference))
 
 
 def rank(values: Array) -> Array:

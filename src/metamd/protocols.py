@@ -1,6 +1,7 @@
 """By which rule the hyperparameters of everybody are chosen: every table names one of these protocols."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -8,9 +9,10 @@ from typing import Any, Literal
 from metamd.cells import Cell, fill
 from metamd.comparing import Entrants, draw, handicap
 from metamd.records import Records, Result
-from metamd.rivals.base import Contender, Rival
+from metamd.rivals.base import Contender, Rival, Tuning
+from metamd.rivals.learners import Learner
 from metamd.search import Bayesian, Search
-from metamd.tasks.base import Task, TaskFamily, derive_seed
+from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
 from metamd.tuning import tune
 from metamd.usage import Schedule
 
@@ -29,6 +31,18 @@ PROTOCOLS: dict[str, str] = {
 """What each of them means, in a sentence for reports."""
 
 TITLES = {"constant": "{}", "linear": "{}, linear decay"}
+
+
+def labels(ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Sequence[Schedule]) -> list[str]:
+    """Of everybody who enters a comparison, in the order of its tables: ours, the tuned rivals, the untuned ones.
+
+    Args:
+        ours: their labels.
+        rivals: the others.
+        schedules: of the rivals' learning rates, those that a rival may have.
+    """
+    tuned = [TITLES[s].format(r.title) for r in rivals for s in schedules if s in r.schedules]
+    return [*ours, *tuned, *(f"{r.title}, untuned" for r in rivals)]
 
 
 def entrants(
@@ -77,10 +91,10 @@ def entrants(
             records,
             workers,
         )
-        for (label, contender), best in zip(ours.items(), tuned, strict=False):
-            found[label] = Contender(contender.rival, {**contender.setting, **best}, contender.schedule)
-        rest = tuned[len(ours) :]
-        found |= {TITLES[s].format(r.title): r.with_setting(s, **b) for (r, s), b in zip(pairs, rest, strict=True)}
+        for (label, contender), (best, how) in zip(ours.items(), tuned, strict=False):
+            found[label] = replace(contender, setting={**contender.setting, **best}, tuning=how)
+        for (r, s), (best, how) in zip(pairs, tuned[len(ours) :], strict=True):
+            found[TITLES[s].format(r.title)] = replace(r.with_setting(s, **best), tuning=how)
     return found | {f"{r.title}, untuned": r.untuned() for r in rivals}
 
 
@@ -90,16 +104,28 @@ def _tuned(
     options: Mapping[str, Any],
     records: Records | None,
     workers: int,
-) -> list[dict[str, float]]:
+) -> list[tuple[dict[str, float], Tuning]]:
     """The best setting of each rival and schedule, in learning rate and weight decay; searches run side by side."""
+    about = f"{derive_seed(repr(options), *(config_hash(t.config) for t in tasks)):08x}"
 
     def search(rival: Rival, schedule: Schedule) -> Result:
         names = ("lr", "weight_decay")
         found = tune(rival, tasks, metric="validation_error", names=names, schedule=schedule, records=records, **options)
-        return {"setting": {n: x for n, x in found.best.setting.items() if n in names}, "at_edge": found.at_edge}
+        return {
+            "setting": {n: x for n, x in found.best.setting.items() if n in names},
+            "gradients": found.gradients // len(tasks),
+            "best_so_far": [x if math.isfinite(x) else None for x in found.best_so_far],
+            "at_edge": found.at_edge,
+        }
 
-    cells = [Cell(f"search-{r.with_setting(s).key()}", partial(search, r, s)) for r, s in pairs]
+    cells = [Cell(f"search-{r.with_setting(s).key()}-{about}", partial(search, r, s)) for r, s in pairs]
     if records is None:
-        return [cell.compute()["setting"] for cell in cells]
-    results = fill(records, cells, title="tuning everybody", workers=workers)
-    return [results[cell.name]["setting"] for cell in cells]
+        results = {cell.name: cell.compute() for cell in cells}
+    else:
+        results = fill(records, cells, title="tuning everybody", workers=workers)
+    return [(r["setting"], _tuning(r)) for r in (results[cell.name] for cell in cells)]
+
+
+def _tuning(found: Result) -> Tuning:
+    best = tuple(math.inf if x is None else x for x in found["best_so_far"])
+    return Tuning(found["gradients"], best, tuple(found["at_edge"]))

@@ -78,6 +78,15 @@ class Outcome:
         """The training loss at the end."""
         return self.losses[-1]
 
+    def loss_after(self, share: float) -> float:
+        """The training loss after a share of the steps, at the last evaluation until then.
+
+        Args:
+            share: of the run.
+        """
+        last = max(i for i, place in enumerate(self.places) if place <= share * self.places[-1])
+        return self.losses[last]
+
     def accuracy(self, split: str) -> float:
         """The share of right answers on a split; 0 for a run that was given up.
 
@@ -139,6 +148,8 @@ class Outcome:
             raise ValueError("the record of a training must have places below 2^53.")
         if len(places) != len(losses) or len(places) < 2 or places != sorted(set(places)) or places[0] != 0:
             raise ValueError("the record of a training must have one loss for each of at least two places, counted from 0.")
+        if outcome.gradients < 0 or any(a is not None and not 0 <= a <= 1 for _, a in ends.values()):
+            raise ValueError("the record of a training must have accuracies between 0 and 1 and no negative count.")
         return outcome
 
 

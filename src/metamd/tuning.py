@@ -124,8 +124,8 @@ def tune(
     chosen = [tasks] if isinstance(tasks, Task) else list(tasks)
     _check(chosen, budget, metric)
     names = searched(rival, names)
-    about = [rival.name, rival.identity, search.name, repr(search), budget, metric, names, schedule, steps, repr(measuring)]
-    about += [seed, *(config_hash(t.config) for t in chosen)]
+    about = [rival.name, rival.identity, sorted(rival.defaults.items()), search.name, repr(search), budget, metric, names]
+    about += [schedule, steps, repr(measuring), seed, *(config_hash(t.config) for t in chosen)]
     place = f"trial-{rival.name}-{schedule}-{derive_seed(*map(str, about)):08x}"
     trials: list[Trial] = []
     for number in range(budget):

@@ -12,9 +12,10 @@ from metamd.commands.families import build_family, held_out_side
 from metamd.comparing import compare
 from metamd.folds import Target
 from metamd.learned import LearnedOptimiser, load
-from metamd.protocols import TITLES, entrants
+from metamd.protocols import entrants, labels
 from metamd.records import Records, write_json
 from metamd.rivals import LEARNERS, Contender, Rival, learned_rival, rival
+from metamd.rivals.learners import Learner
 from metamd.search import SEARCHES
 from metamd.tasks.base import TaskFamily
 
@@ -75,15 +76,12 @@ def _check(options: Compare) -> None:
     """Refuse what cannot be compared before anything is computed or written."""
     if not options.rivals:
         raise ValueError("--rivals must name at least one, got none.")
-    found = [LEARNERS[name] if name in LEARNERS else rival(name) for name in options.rivals]
-    labels = ["MetaMD"]
-    for one in found:
-        labels += [TITLES[s].format(one.title) for s in options.schedules if s in one.schedules]
-        labels.append(f"{one.title}, untuned")
-    if options.target is not None and options.target not in (*options.rivals, *labels):
+    found: list[Rival | Learner] = [LEARNERS[name] if name in LEARNERS else rival(name) for name in options.rivals]
+    known = labels(["MetaMD"], found, options.schedules)
+    if options.target is not None and options.target not in (*options.rivals, *known):
         raise ValueError(
             f"--target must be one of the rivals ({', '.join(options.rivals)}) or a label of the table "
-            f"({'; '.join(labels)}), got {options.target!r}."
+            f"({'; '.join(known)}), got {options.target!r}."
         )
     for name in ("budget", "seeds", "workers"):
         if getattr(options, name) < 1:
@@ -108,7 +106,7 @@ def _rival(name: str, family: TaskFamily, options: Compare) -> Rival:
         return rival(name)
     print(f"Learning {LEARNERS[name].title} on {family.name}.", file=sys.stderr)
     (options.out / "learned").mkdir(parents=True, exist_ok=True)
-    return LEARNERS[name].rival(family, options.seed, options.out / "learned" / f"{name}.safetensors")
+    return LEARNERS[name].rival(family, options.seed, options.out / "learned" / f"{name}-seed-{options.seed}.safetensors")
 
 
 def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, TaskFamily]:

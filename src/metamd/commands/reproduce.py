@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from metamd.commands import Reproduce
 from metamd.commands.report import write_report
+from metamd.protocols import PROTOCOLS
 from metamd.records import Records, Result, write_json
 
 
@@ -79,4 +80,5 @@ def _module(name: str) -> Any:
 
 def _tables(name: str, result: Result) -> str:
     text: str = _module(name).markdown(result["rows"])
-    return text
+    protocol = result.get("protocol")
+    return f"Protocol: {protocol}. {PROTOCOLS[protocol]}\n\n{text}" if protocol in PROTOCOLS else text

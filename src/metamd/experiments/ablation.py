@@ -138,6 +138,7 @@ EXPERIMENT = Experiment(
     SCALES,
     {},
     sides=_sides,
+    own_tasks=True,
     draw=mean_losses,
 )
 

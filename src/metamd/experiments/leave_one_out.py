@@ -1,6 +1,6 @@
 """Learn on all domains of a family but one, compare on that one, each in turn: what the image experiments share."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,10 @@ from metamd.experiments.pace import lines as pace_lines
 from metamd.experiments.pace import pace
 from metamd.folds import Target
 from metamd.learned import load
-from metamd.protocols import entrants
+from metamd.protocols import entrants, labels
 from metamd.records import Records, Result
 from metamd.rivals import Contender, learned_rival, rival
-from metamd.tasks.base import TaskFamily
+from metamd.tasks.base import TaskFamily, derive_seed
 
 __all__ = ["Entry", "Experiment", "Geometry", "Scale", "markdown"]
 
@@ -40,6 +40,7 @@ class Experiment:
         target: label of the rival that sets the target.
         share: of the run, after which the loss of the best rival is what ours is to reach sooner.
         sides: what is compared on, by name, if it is not the held-out side of the family alone.
+        own_tasks: whether every side draws tasks of its own, as repetitions on one domain must; else the draw is the same.
         draw: the figure, from the comparison and the labels of ours to show, into a folder.
     """
 
@@ -51,6 +52,7 @@ class Experiment:
     target: str = "Adam, linear decay"
     share: float = 1.0
     sides: Callable[[Scale, str, Family], Sides] | None = None
+    own_tasks: bool = False
     draw: Callable[[Comparison, Sequence[str], Path], None] = learning_curves
 
     def run(
@@ -72,14 +74,16 @@ class Experiment:
         self.draw(joined, first, folder)
         size, rows = self.scales[scale], self.rows(joined)
         rows[0]["pace"] = {title: pace(joined, labels, self.share) for title, labels in _opponents(joined, size).items()}
-        rows[0]["share"] = self.share
+        rows[0] |= {"share": self.share} | ({"failed": failed} if failed else {})
         about = {"experiment": self.name, "scale": scale, "seed": seed, "protocol": size.protocol}
-        return about | {"rows": rows} | ({"failed": failed} if failed else {})
+        return about | {"rows": rows}
 
     def compared(
         self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
     ) -> tuple[list[Comparison], dict[str, str]]:
         """Learn and compare: a comparison for every side, and which geometries could not be learned, and why.
+
+        A domain whose comparison is there in full is read: what was learned for it need not be.
 
         Args:
             scale: a name in `scales`.
@@ -95,15 +99,22 @@ class Experiment:
             raise ValueError(f"{self.name} holds out {', '.join(size.domains)} at scale {scale}, but not {foreign[0]!r}.")
         size = replace(size, domains=tuple(d for d in size.domains if d in only)) if only else size
         records = Records(folder, settings)
-        families = {domain: self.family(size, domain) for domain in size.domains}
-        self._forget(records, size, folder)
+        known = {cell: records.cell(cell, dict) for cell in self._cells(size) if records.has(cell)}
+        kept = {d: read for d in size.domains if (read := self._read(size, d, folder, known))}
+        families = {domain: self.family(size, domain) for domain in size.domains if domain not in kept}
+        self._forget(records, families, folder)
         lessons = self._lessons(size, families, folder, seed)
-        taught = fill(records, lessons, title=f"{self.name}: learning", workers=workers)
+        taught = known | (fill(records, lessons, title=f"{self.name}: learning", workers=workers) if families else {})
         failed = self._failures(taught, size)
+        if next(iter(self.geometries)) in failed:
+            raise ValueError(f"{self.name} has nothing to compare: {next(iter(failed.values()))}.")
         found = []
-        for domain, family in families.items():
-            for name, side in self.held_out_sides(size, domain, family).items():
-                here = folder / f"domain-{name.replace(' ', '-')}"
+        for domain in size.domains:
+            if domain in kept:
+                found += kept[domain]
+                continue
+            for name, side in self.held_out_sides(size, domain, families[domain]).items():
+                here = _place(folder, name)
                 everybody = entrants(
                     size.protocol,
                     dict(self._ours(folder, domain, side, failed)),
@@ -122,7 +133,7 @@ class Experiment:
                         side,
                         seeds=size.seeds,
                         steps=side.steps,
-                        seed=seed,
+                        seed=derive_seed(seed, name) if self.own_tasks else seed,
                         measuring=size.measuring,
                         folder=here,
                         workers=workers,
@@ -144,6 +155,30 @@ class Experiment:
         """
         return {domain: family.held_out()} if self.sides is None else self.sides(size, domain, family)
 
+    def _cells(self, size: Scale) -> list[str]:
+        return [f"learn-{domain}-{name}" for domain in size.domains for name in self.geometries]
+
+    def _read(self, size: Scale, domain: str, folder: Path, known: Mapping[str, Result]) -> list[Comparison]:
+        """The comparisons of a domain, if everybody whom the scale asks for is in them with all settings and seeds."""
+        if any(f"learn-{domain}-{name}" not in known for name in self.geometries):
+            return []
+        sides = [domain] if self.sides is None else list(self.sides(size, domain, self.family(size, domain)))
+        places = [_place(folder, name) for name in sides]
+        if not all((place / "comparison.json").exists() for place in places):
+            return []
+        failed = self._failures(known, size)
+        ours = [label for name, g in self.geometries.items() if name not in failed for label in g.entries]
+        wanted = labels(ours, [rival(r) for r in size.rivals], size.schedules)
+        tuned = wanted[len(ours) : -len(size.rivals)]
+        budget = 1 if size.protocol == "paper" else size.budget
+        found = [Comparison.read(place) for place in places]
+        for c in found:
+            if c.labels != wanted or any(f.tasks(ours[0]) != size.seeds for f in c.folds):
+                return []
+            if any(len(f.entrants[label]) != budget for f in c.folds for label in tuned):
+                return []
+        return found
+
     def _lessons(self, size: Scale, families: Mapping[str, Family], folder: Path, seed: int) -> Iterator[Cell]:
         (folder / "learned").mkdir(exist_ok=True)
         for domain, family in families.items():
@@ -152,9 +187,9 @@ class Experiment:
                 drawn = domain if geometry.same_tasks else path.stem
                 yield Cell(f"learn-{domain}-{name}", partial(learn, size, family, geometry, path, seed, drawn))
 
-    def _forget(self, records: Records, size: Scale, folder: Path) -> None:
+    def _forget(self, records: Records, domains: Iterable[str], folder: Path) -> None:
         """What was learned into a file that is gone is learned again; what could not be learned is not."""
-        for domain in size.domains:
+        for domain in domains:
             for name in self.geometries:
                 cell = f"learn-{domain}-{name}"
                 gone = not learned_file(folder, domain, name).exists()
@@ -162,14 +197,12 @@ class Experiment:
                     records.forget(cell)
 
     def _failures(self, taught: Mapping[str, Result], size: Scale) -> dict[str, str]:
-        """Geometries that could not be learned on some domain, with the reason; without the first there is nothing."""
+        """Geometries that could not be learned on some domain, with the reason."""
         failed = {}
         for name in self.geometries:
-            reasons = [taught[f"learn-{domain}-{name}"].get("failed", "") for domain in size.domains]
-            if any(reasons):
-                failed[name] = next(filter(None, reasons))
-        if next(iter(self.geometries)) in failed:
-            raise ValueError(f"{self.name} has nothing to compare: {next(iter(failed.values()))}")
+            reasons = [taught.get(f"learn-{domain}-{name}", {}).get("failed", "") for domain in size.domains]
+            if missing := list(filter(None, reasons)):
+                failed[name] = f"{missing[0].rstrip('.')} ({len(missing)} of {len(reasons)} trainings)"
         return failed
 
     def _ours(
@@ -248,6 +281,10 @@ def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
     everybody = [label for labels in tuned.values() for label in labels]
     papers = [label for name in PAPERS if name in tuned for label in tuned[name]]
     return {"the best of the paper's rivals": papers, "the best of all": everybody} if papers else {"the best": everybody}
+
+
+def _place(folder: Path, side: str) -> Path:
+    return folder / f"domain-{side.replace(' ', '-')}"
 
 
 def _line(label: str, values: list[float | None]) -> str:

@@ -13,8 +13,9 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> l
 
     Each quantity has its own best rival, with its own best setting on that very domain: the lowest mean loss, the lowest
     loss after a share of the steps, the highest test accuracy. The steps are those to the second of these losses, as a part
-    of what that rival took: of the share of the run. The learning is paid for after so many tasks on each of which that
-    rival would be tuned with all its settings, in gradient evaluations.
+    of what that rival took by the same rule, with a whole run for each of its runs that was not there twice in a row. The
+    learning is paid for after so many tasks on each of which that rival would be tuned with all its settings, in gradient
+    evaluations.
 
     Args:
         comparison: over all domains.
@@ -27,10 +28,11 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> l
         mine = fold.best(ours, "mean_loss", None)
         losses = {label: _mean([o.mean_loss for o in fold.best(label, "mean_loss", None).outcomes]) for label in rivals}
         lowest = min(losses, key=lambda label: losses[label])
-        reached = {label: min(_loss_at(c, share) for c in fold.finished(label)) for label in rivals}
-        fastest = min(reached, key=lambda label: reached[label])
-        steps = _mean([o.steps_to(reached[fastest]) for o in mine.outcomes])
-        horizon = share * mine.outcomes[0].places[-1]
+        reached = {label: min(fold.finished(label), key=lambda c: _loss_after(c, share)) for label in rivals}
+        fastest = min(reached, key=lambda label: _loss_after(reached[label], share))
+        target = _loss_after(reached[fastest], share)
+        steps = _mean([o.steps_to(target) for o in mine.outcomes])
+        taken = _mean([min(o.steps_to(target), fold.steps) for o in reached[fastest].outcomes])
         seconds = _ratio(fold.seconds.get(ours, math.nan), fold.seconds.get(fastest, math.nan))
         accuracies = {label: _accuracy(fold, label) for label in (ours, *rivals)}
         best = max(rivals, key=lambda label: accuracies[label])
@@ -39,10 +41,10 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> l
                 "domain": fold.group,
                 "mean_loss": _finite(_ratio(_mean([o.mean_loss for o in mine.outcomes]), losses[lowest])),
                 "mean_loss_of": lowest,
-                "steps": _finite(steps / horizon),
-                "seconds": _finite(steps / horizon * seconds),
+                "steps": _finite(_ratio(steps, taken)),
+                "seconds": _finite(_ratio(steps, taken) * seconds),
                 "steps_of": fastest,
-                "paid_after": _paid_after(fold, ours, fastest, horizon - min(steps, mine.outcomes[0].places[-1])),
+                "paid_after": _paid_after(fold, ours, fastest, taken - steps),
                 "accuracy": 100 * accuracies[ours],
                 "best_accuracy": 100 * accuracies[best],
                 "accuracy_of": best,
@@ -65,7 +67,8 @@ def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
     for row in rows:
         loss, steps, seconds = ("never" if row[k] is None else f"{row[k]:.2f} x" for k in ("mean_loss", "steps", "seconds"))
         accuracy = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
-        paid = "" if row["paid_after"] is None else f"{row['paid_after']} tasks"
+        missing = "never" if row["steps"] is None else ""
+        paid = missing if row["paid_after"] is None else f"{row['paid_after']} tasks"
         cells = [f"{loss} ({row['mean_loss_of']})", f"{steps} ({row['steps_of']})", seconds, accuracy, paid]
         out.append(f"| {row['domain']} | " + " | ".join(cells) + " |")
     means = [geometric_mean([row[k] for row in rows]) for k in ("mean_loss", "steps", "seconds")]
@@ -84,17 +87,12 @@ def geometric_mean(values: Sequence[float | None]) -> float | None:
     return None if len(known) < len(values) else math.exp(_mean([math.log(v) for v in known]))
 
 
-def _loss_at(candidate: Candidate, share: float) -> float:
-    """The loss after a share of the run, on the mean over tasks."""
-    found = []
-    for outcome in candidate.outcomes:
-        place = max(i for i, step in enumerate(outcome.places) if step <= share * outcome.places[-1])
-        found.append(outcome.losses[place])
-    return _mean(found)
+def _loss_after(candidate: Candidate, share: float) -> float:
+    return _mean([o.loss_after(share) for o in candidate.outcomes])
 
 
 def _paid_after(fold: Fold, ours: str, rival: str, saved: float) -> int | None:
-    """Tasks; None if the cost of learning is not known, or nothing is ever gained."""
+    """Tasks; None if the cost of learning is not known, or nothing is ever gained: what never arrives saves no step."""
     learning, gain = fold.learning_gradients(ours), fold.tuning_gradients(rival) + saved
     return math.ceil(learning / gain) if learning > 0 and gain > 0 else None
 

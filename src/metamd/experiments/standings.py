@@ -6,12 +6,11 @@ from typing import Any
 from metamd.records import Result
 
 
-def standings(rows: Sequence[Result], failed: Mapping[str, str] | None = None) -> str:
-    """One line per optimiser: means with their 95 % intervals.
+def standings(rows: Sequence[Result]) -> str:
+    """One line per optimiser: means with their 95 % intervals; and what could not be learned, with the reason.
 
     Args:
         rows: as `Experiment.rows` makes them.
-        failed: what could not be learned, with the reason.
     """
     heads = ["", "mean loss", "final loss", "test accuracy, %", "learning: gradients", "learning: s"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -20,7 +19,7 @@ def standings(rows: Sequence[Result], failed: Mapping[str, str] | None = None) -
         spent = [f"{cost['gradients']:,.0f}", f"{cost['seconds']:,.0f}"] if cost["gradients"] else ["", ""]
         fields = [row["label"], interval(row["mean_loss"]), interval(row["final_loss"]), accuracy(row["test_error"])]
         lines.append(f"| {' | '.join([*fields, *spent])} |")
-    lines += [f"| {name} | could not be learned: {reason} | | | | |" for name, reason in (failed or {}).items()]
+    lines += [f"| {name} | could not be learned: {reason} | | | | |" for name, reason in rows[0].get("failed", {}).items()]
     return "\n".join(lines) + "\n"
 
 

@@ -158,6 +158,21 @@ class Rival:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """What the search for a setting cost, and how it went.
+
+    Args:
+        gradients: evaluations of all its trials, for each task that they were made on.
+        best_so_far: the best score after each trial.
+        at_edge: hyperparameters whose best value lies at an end of the search space.
+    """
+
+    gradients: int
+    best_so_far: tuple[float, ...] = ()
+    at_edge: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Contender:
     """A rival with all its hyperparameters: what a training needs to know.
 
@@ -165,11 +180,13 @@ class Contender:
         rival: the optimiser.
         setting: its hyperparameters.
         schedule: of the learning rate.
+        tuning: of the search that found the setting, if there was one.
     """
 
     rival: Rival
     setting: Setting
     schedule: Schedule = "constant"
+    tuning: Tuning | None = field(default=None, compare=False)
 
     def start(self, named: Named) -> Stepper:
         """The optimiser, ready for its first step.

@@ -132,12 +132,7 @@ def _curves(c: Comparison, folder: Path) -> Section:
     panels: dict[str, list[figures.Curve]] = {f.group: [] for f in c.folds}
     for label in c.labels:
         for group, (places, losses) in c.curve(label).items():
-            kept = np.isfinite(losses).all(0)
-            if kept.sum() < 2:
-                continue
-            x, y = np.array(places)[kept].tolist(), losses[:, kept]
-            band = (y.min(0).tolist(), y.max(0).tolist())
-            panels[group].append(figures.Curve(label, x, y.mean(0).tolist(), *band))
+            panels[group] += figures.banded(label, places, losses)
     path = folder / "curves.png"
     figures.curves(panels, path, xlabel="step", ylabel="training loss")
     caption = "Training loss on fixed examples: mean over the seeds, the band from the smallest to the largest."

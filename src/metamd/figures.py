@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from metamd.paired import Array, bootstrap
 
 COLOURS = {
     "MetaMD": "#c1272d",
@@ -234,6 +233,31 @@ class Curve:
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     dashed: bool = False
+
+
+def banded(
+    label: str, x: Sequence[float], runs: Array, groups: Sequence[int] | None = None, *, dashed: bool = False
+) -> list[Curve]:
+    """The mean of several runs with a band: from the smallest to the largest, or the 95 % interval of the mean over groups.
+
+    It ends where one of the runs has no finite value; a curve of which fewer than two points are left is none.
+
+    Args:
+        label: in the legend.
+        x: the steps.
+        runs: one in each row.
+        groups: the group of each, for the interval.
+        dashed: how the line is drawn.
+    """
+    kept = np.isfinite(runs).all(0)
+    if kept.sum() < 2:
+        return []
+    y = runs[:, kept]
+    if groups is None:
+        low, high = y.min(0), y.max(0)
+    else:
+        low, high = np.transpose([(e.low, e.high) for e in (bootstrap(column, groups) for column in y.T)])
+    return [Curve(label, np.array(x)[kept].tolist(), y.mean(0).tolist(), low.tolist(), high.tolist(), dashed)]
 
 
 def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, ylabel: str, logarithmic: bool = True) -> None:

@@ -1,13 +1,12 @@
 """Learning curves of a comparison: one panel for all domains together, and one for each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from metamd import figures
 from metamd.comparison import Comparison
-from metamd.paired import Array, bootstrap
 
 UNTUNED, DECAY = ", untuned", ", linear decay"
 
@@ -31,9 +30,10 @@ def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -
         for label in shown:
             places = next(iter(each[label].values()))[0]
             losses = np.concatenate([losses for _, losses in each[label].values()])
-            panels["all domains"] += _curve(label, places, losses, comparison.groups, ours)
+            panels["all domains"] += figures.banded(label, places, losses, comparison.groups, dashed=label in ours[1:])
     for fold in comparison.folds:
-        panels[fold.group] = [c for label in shown for c in _curve(label, *each[label][fold.group], None, ours)]
+        runs = {label: each[label][fold.group] for label in shown}
+        panels[fold.group] = [c for label in shown for c in figures.banded(label, *runs[label], dashed=label in ours[1:])]
     figures.curves(panels, folder / "curves.png", xlabel="step", ylabel="training loss")
 
 
@@ -75,17 +75,3 @@ def _is_learned(comparison: Comparison, label: str) -> bool:
 
 def _mean_loss(comparison: Comparison, label: str) -> float:
     return float(comparison.values(label, "mean_loss").mean())
-
-
-def _curve(
-    label: str, places: Sequence[int], losses: Array, groups: Sequence[int] | None, ours: Sequence[str]
-) -> Iterator[figures.Curve]:
-    kept = np.isfinite(losses).all(0)
-    if kept.sum() < 2:
-        return
-    x, y = np.array(places)[kept].tolist(), losses[:, kept]
-    if groups is None:
-        low, high = y.min(0), y.max(0)
-    else:
-        low, high = np.transpose([(e.low, e.high) for e in (bootstrap(column, groups) for column in y.T)])
-    yield figures.Curve(label, x, y.mean(0).tolist(), low.tolist(), high.tolist(), dashed=label in ours[1:])

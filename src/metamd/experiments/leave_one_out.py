@@ -273,14 +273,15 @@ def markdown(rows: list[Result]) -> str:
 
 
 def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
-    """The labels of tuned rivals: those that the paper compares with, and all."""
+    """The labels of tuned rivals: those that the paper compares with, and all where there are others."""
     titles = {name: rival(name).title for name in size.rivals}
     tuned = {
         name: [x for x in comparison.labels if x in (title, f"{title}, linear decay")] for name, title in titles.items()
     }
     everybody = [label for labels in tuned.values() for label in labels]
     papers = [label for name in PAPERS if name in tuned for label in tuned[name]]
-    return {"the best of the paper's rivals": papers, "the best of all": everybody} if papers else {"the best": everybody}
+    groups = {"the best of the paper's rivals": papers} if papers else {}
+    return groups | ({"the best of all": everybody} if set(everybody) != set(papers) else {})
 
 
 def _place(folder: Path, side: str) -> Path:

@@ -167,13 +167,8 @@ def _draw(variants: Mapping[str, Mapping[str, Candidate]], path: Path) -> None:
             if label.endswith(("(untuned)", "plain")):
                 continue
             losses = np.array([o.losses for o in candidate.outcomes])
-            kept = np.isfinite(losses).all(0)
-            if kept.sum() < 2:
-                continue
-            x, y = np.array(candidate.outcomes[0].places)[kept].tolist(), losses[:, kept]
             dashed = label.endswith(("(carried over)", "by role"))
-            band = (y.min(0).tolist(), y.max(0).tolist())
-            panels[variant].append(figures.Curve(label, x, y.mean(0).tolist(), *band, dashed=dashed))
+            panels[variant] += figures.banded(label, candidate.outcomes[0].places, losses, dashed=dashed)
     figures.curves(panels, path, xlabel="step", ylabel="training loss")
 
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from metamd.paired import quantile
-
-RESAMPLES = 2000
+from metamd.paired import bootstrap, quantile
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,10 @@ class Spread:
         x = np.array([np.inf if v is None else v for v in values], dtype=np.float64)
         if not x.size:
             raise ValueError("a spread needs at least one value, got none.")
-        draws = np.random.default_rng(seed).integers(len(x), size=(RESAMPLES, len(x)))
-        medians = quantile(x[draws], 0.5)
-        low, high = quantile(medians, 0.025), quantile(medians, 0.975)
-        median, lower, upper = (float(quantile(x, q)) for q in (0.5, 0.25, 0.75))
+        median = bootstrap(x, [0] * len(x), median=True, seed=seed)
+        lower, upper = (float(quantile(x, q)) for q in (0.25, 0.75))
         finite = int(np.isfinite(x).sum())
-        return cls(median, lower, upper, float(low), float(high), float(x.mean()), float(x.max()), finite, len(x))
+        return cls(median.value, lower, upper, median.low, median.high, float(x.mean()), float(x.max()), finite, len(x))
 
     def to_json(self) -> dict[str, Any]:
         """With None for what is infinite."""

@@ -1,0 +1,141 @@
+"""What learned coordinates cost and gain, by rank and by rule: seconds and bytes against Adam, Muon and SOAP.
+
+    python benchmarks/coordinates.py [--rounds ROUNDS]
+
+A geometry is learned from runs of Adam for every rank: the one that is found by itself, 64, and all directions. A step is
+the whole of it, loss and gradient of a batch of 100 included, on one thread; optimisers take turns, and ratios are to Adam's of
+the same run, medians over rounds. The state is all tensors that are there between two steps beside parameters and gradients,
+those of MetaMD's file too, in copies of the parameters. The loss is the mean over a held-out run of the same family, plainly
+used with a constant rate and no momentum, over the one with all directions; steps are those to the loss that that one has at
+three quarters of the run. Needs the datasets: METAMD_DATA.
+"""
+
+import argparse
+import gc
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metamd import Kronecker, Measuring, Online, learn_from_reference, learned_rival, load, tasks
+from metamd.choosing import learn_scale
+from metamd.objectives import Reference
+from metamd.rivals import Contender, rival
+from metamd.tasks.base import TaskFamily
+from metamd.training import step_seconds, train
+from metamd.usage import Usage
+
+OUT = Path(__file__).parent / "results" / "coordinates.json"
+RANKS: Mapping[str, Any] = {"found by itself": "auto", "64": 64, "all": None}
+RIVALS = ("adam", "muon", "soap")
+RULES = {"average": Online(), "polar": Online("polar", beta=0.9)}
+
+
+def families() -> dict[str, TaskFamily]:
+    return {
+        "MLP": tasks.rotated_mnist(hold_out=45, images=2000, steps=200),
+        "LeNet": tasks.diverse_digits(hold_out="kmnist", images=2000, steps=200),
+    }
+
+
+def contenders(files: Mapping[str, Path]) -> dict[str, Callable[[], Contender]]:
+    """What is timed, each made anew from its file."""
+    found: dict[str, Callable[[], Contender]] = {rival(name).title: rival(name).untuned for name in RIVALS}
+    return found | {f"MetaMD, {kind}": partial(_ours, kind, path) for kind, path in files.items()}
+
+
+def _ours(kind: str, path: Path) -> Contender:
+    return learned_rival(load(path), name=f"metamd-{kind}").untuned()
+
+
+def learned_files(family: TaskFamily, folder: Path) -> dict[str, Path]:
+    """A geometry for every rank, used plainly, and the rules of an online metric in the coordinates of the first."""
+    reference = Reference(lr=1e-3, factor=1.0)
+    found = {
+        f"rank {r}": learn_from_reference(family, Kronecker(rank=k), reference=reference, tasks=8) for r, k in RANKS.items()
+    }
+    first = next(iter(found.values()))
+    for name, rule in RULES.items():
+        online = learn_scale(first, family, reference=reference, online=rule, rounds=1, tasks=1)
+        usage = Usage("online", momentum=0.0 if name == "polar" else 0.9)
+        header = replace(first.header, usage=usage.to_dict(), online=online.to_dict())
+        found[f"rule {name}"] = replace(first, header=header)
+    paths = {kind: folder / f"{kind}.safetensors" for kind in found}
+    for kind, learned in found.items():
+        learned.save(paths[kind])
+    return paths
+
+
+def state_size(make: Callable[[], Contender], family: TaskFamily) -> float:
+    """Bytes of all tensors that are there after a step and were not there before, over those of the parameters."""
+    task = family.build(family.sample(torch.Generator().manual_seed(0)))
+    params = {n: nn.Parameter(x) for n, x in task.init().items()}
+    leaves = list(params.values())
+    for p, g in zip(leaves, torch.autograd.grad(task.loss(params, task.batch(0)), leaves), strict=True):
+        p.grad = g
+    before = _live()
+    optimiser = make().start(list(params.items()))
+    optimiser.step()
+    kept = {place: size for place, size in _live().items() if place not in before}
+    return sum(kept.values()) / sum(p.numel() * p.element_size() for p in leaves)
+
+
+def _live() -> dict[int, int]:
+    """The size of every storage in use, by its place."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        storages = [x.untyped_storage() for x in gc.get_objects() if isinstance(x, Tensor)]
+    return {s.data_ptr(): s.nbytes() for s in storages}
+
+
+def measured(family: TaskFamily, rounds: int, folder: Path) -> list[dict[str, Any]]:
+    makers, side = contenders(learned_files(family, folder)), family.held_out()
+    who = {label: make() for label, make in makers.items()}
+    task = side.build(side.sample(torch.Generator().manual_seed(1)))
+    seconds = step_seconds(task, who, rounds=rounds)
+    runs = {label: train(task, c, measuring=Measuring(splits=())) for label, c in who.items() if ", rank " in label}
+    whole = runs["MetaMD, rank all"]
+    rows = []
+    for label, make in makers.items():
+        row: dict[str, Any] = {"optimiser": label, "step": seconds[label] / seconds["Adam"], "ms": 1000 * seconds[label]}
+        row["state"] = state_size(make, family)
+        if label in runs:
+            steps, all_steps = (o.steps_to(whole.loss_after(0.75)) for o in (runs[label], whole))
+            row |= {"mean_loss": runs[label].mean_loss / whole.mean_loss, "steps": steps / all_steps}
+        rows.append({k: v if isinstance(v, str) else round(v, 4) if math.isfinite(v) else None for k, v in row.items()})
+    return rows
+
+
+def table(found: Mapping[str, Any]) -> str:
+    lines = [
+        "| | step, of Adam's | state, copies of the parameters | mean loss, of all directions | steps |",
+        "|---" * 5 + "|",
+    ]
+    for name, model in found.items():
+        for row in model:
+            rest = [f"{row[k]:.2f} x" if row.get(k) is not None else "" for k in ("mean_loss", "steps")]
+            lines.append(f"| {name}: {row['optimiser']} | {row['step']:.2f} x | {row['state']:.2f} | {' | '.join(rest)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    with TemporaryDirectory() as folder:
+        found = {name: measured(family, rounds, Path(folder)) for name, family in families().items()}
+    OUT.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -71,6 +71,7 @@ class SharedStart(TaskFamily):
 
     def __init__(self, family: TaskFamily, start: "Mapping[str, Tensor] | Late") -> None:
         super().__init__(family.name, family.steps, shared_loss=family.shared_loss)
+        self.counts_digits = family.counts_digits
         self.family = family
         self._start = start if isinstance(start, Late) else dict(start)
 

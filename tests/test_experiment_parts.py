@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, tasks
+from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, learn_start, tasks
 from metamd.comparing import handicap
 from metamd.experiments import out_of_distribution, pieces
 from metamd.experiments.curves import best_schedules, learning_curves
@@ -14,9 +14,10 @@ from metamd.experiments.leave_one_out import Entry, Experiment
 from metamd.experiments.standings import standings
 from metamd.experiments.variants import Variant
 from metamd.learned import load
-from metamd.objectives import PaperBound
+from metamd.objectives import PaperBound, Reference
 from metamd.rivals import learned_rival, rival
 from metamd.tasks.base import derive_seed
+from metamd.tasks.shared_start import SharedStart, starting_at
 from metamd.training import Measuring
 
 WATCH = Measuring(every=5, splits=())
@@ -159,6 +160,34 @@ def test_a_second_training_goes_on_from_the_first_and_both_are_paid_for(tmp_path
     twice = learn(SIZE, FLAT, Geometry(Diagonal, {}, then=then), tmp_path / "twice.safetensors", 0, "x")
     assert seen[0].fingerprint() == once["fingerprint"]
     assert twice["cost"]["gradient_evaluations"] > once["cost"]["gradient_evaluations"]
+
+
+def test_a_learned_start_is_kept_and_paid_for(tmp_path):
+    threads = []
+
+    def start(size, family):
+        threads.append(torch.get_num_threads())
+        return learn_start(family, reference=Reference(lr=0.05), tasks=2)
+
+    def shared(size, domain):
+        return starting_at(FLAT, {"theta": torch.ones(2, dtype=torch.float64)})
+
+    experiment = Experiment("x", shared, {}, {}, {}, start=start)
+    family, again = (experiment._begun(SIZE, "a", tmp_path) for _ in range(2))
+    assert threads == [1], "the second time it is read"
+    assert (tmp_path / "learned" / "a-start.safetensors").exists()
+    assert family.describe() == again.describe() != shared(SIZE, "a").describe()
+    plain = SharedStart(family.family, dict(family.start))
+    paid, free = (
+        learn(SIZE, f, Geometry(Diagonal, {}), tmp_path / f"{n}.safetensors", 0, "x")
+        for n, f in {"paid": family, "free": plain}.items()
+    )
+    assert paid["fingerprint"] == free["fingerprint"]
+    more = paid["cost"]["gradient_evaluations"] - free["cost"]["gradient_evaluations"]
+    assert more == family.start.cost["gradient_evaluations"] == 2 * 2 * FLAT.steps
+    learned = load(tmp_path / "paid.safetensors")
+    assert learned.header.cost["gradient_evaluations"] == paid["cost"]["gradient_evaluations"]
+    assert set(family.start.tasks) <= set(learned.header.task_hashes)
 
 
 def test_what_cannot_be_learned_is_said_and_left_out(tmp_path):

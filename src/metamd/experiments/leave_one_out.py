@@ -9,7 +9,17 @@ from metamd.cells import Cell, fill
 from metamd.comparing import compare
 from metamd.comparison import Comparison
 from metamd.experiments.curves import learning_curves
-from metamd.experiments.learning import Entry, Family, Geometry, Scale, alone, learn, learned_file, settings_of
+from metamd.experiments.learning import (
+    Entry,
+    Family,
+    Geometry,
+    Scale,
+    alone,
+    kept_start,
+    learn,
+    learned_file,
+    settings_of,
+)
 from metamd.experiments.pace import lines as pace_lines
 from metamd.experiments.pace import pace
 from metamd.folds import Target
@@ -17,7 +27,9 @@ from metamd.learned import load
 from metamd.protocols import entrants
 from metamd.records import Records, Result
 from metamd.rivals import Contender, learned_rival, rival
+from metamd.starts import LearnedStart
 from metamd.tasks.base import TaskFamily
+from metamd.tasks.shared_start import SharedStart
 
 __all__ = ["Entry", "Experiment", "Geometry", "Scale", "markdown"]
 
@@ -40,6 +52,7 @@ class Experiment:
         target: label of the rival that sets the target.
         share: of the run, after which the loss of the best rival is what ours is to reach sooner.
         sides: what is compared on, by name, if it is not the held-out side of the family alone.
+        start: finds where the tasks of a family with a shared start begin instead; kept beside what is learned.
         draw: the figure, from the comparison and the labels of ours to show, into a folder.
     """
 
@@ -51,6 +64,7 @@ class Experiment:
     target: str = "Adam, linear decay"
     share: float = 1.0
     sides: Callable[[Scale, str, Family], Sides] | None = None
+    start: Callable[[Scale, Family], LearnedStart] | None = None
     draw: Callable[[Comparison, Sequence[str], Path], None] = learning_curves
 
     def run(
@@ -95,7 +109,7 @@ class Experiment:
             raise ValueError(f"{self.name} holds out {', '.join(size.domains)} at scale {scale}, but not {foreign[0]!r}.")
         size = replace(size, domains=tuple(d for d in size.domains if d in only)) if only else size
         records = Records(folder, settings)
-        families = {domain: self.family(size, domain) for domain in size.domains}
+        families = {domain: self._begun(size, domain, folder) for domain in size.domains}
         self._forget(records, size, folder)
         lessons = self._lessons(size, families, folder, seed)
         taught = fill(records, lessons, title=f"{self.name}: learning", workers=workers)
@@ -143,6 +157,14 @@ class Experiment:
             family: its training side.
         """
         return {domain: family.held_out()} if self.sides is None else self.sides(size, domain, family)
+
+    def _begun(self, size: Scale, domain: str, folder: Path) -> Family:
+        """The family with a domain held out, from the learned start if there is to be one."""
+        family = self.family(size, domain)
+        if self.start is None:
+            return family
+        found = kept_start(learned_file(folder, domain, "start"), partial(self.start, size, family))
+        return SharedStart(family.family if isinstance(family, SharedStart) else family, found)
 
     def _lessons(self, size: Scale, families: Mapping[str, Family], folder: Path, seed: int) -> Iterator[Cell]:
         (folder / "learned").mkdir(exist_ok=True)

@@ -94,6 +94,8 @@ class Scale:
         schedules: of the rivals.
         protocol: by which rivals are tuned.
         usage_tasks: training tasks to choose a usage on; 0 for none.
+        search: by which rivals are tuned under the protocol `paper`, a name in `metamd.search.SEARCHES`; the paper has grids
+            for the linear model and the MLP, and Bayesian optimisation for the others.
         screen: settings that go on from the first seed to the others, by each quantity; None for all.
         batch_size: images per step.
         width: of a ResNet18.
@@ -110,6 +112,7 @@ class Scale:
     rivals: tuple[str, ...] = ("sgd", "sgdm", "rmsprop", "adam")
     schedules: tuple[Schedule, ...] = ("constant", "linear")
     protocol: Protocol = "handicap"
+    search: str = "bayes"
     usage_tasks: int = 6
     screen: int | None = None
     batch_size: int = 100
@@ -151,9 +154,9 @@ def settings_of(size: Scale) -> dict[str, Any]:
         size: the scale.
     """
     kept = ("domains", "images", "steps", "outer_steps", "tasks_per_step", "protocol", "usage_tasks")
-    return {k: v for k, v in asdict(size).items() if k in kept} | (
-        {} if (size.batch_size, size.width) == (100, 64) else {"batch_size": size.batch_size, "width": size.width}
-    )
+    found = {k: v for k, v in asdict(size).items() if k in kept}
+    found |= {} if (size.batch_size, size.width) == (100, 64) else {"batch_size": size.batch_size, "width": size.width}
+    return found | ({} if size.search == "bayes" else {"search": size.search})
 
 
 def kept_start(path: Path, find: Callable[[], LearnedStart]) -> LearnedStart:

@@ -8,6 +8,7 @@ from pathlib import Path
 from metamd.cells import Cell, fill
 from metamd.comparing import compare
 from metamd.comparison import Comparison
+from metamd.experiments.convergence import last_tenths
 from metamd.experiments.curves import learning_curves
 from metamd.experiments.learning import (
     Entry,
@@ -27,6 +28,7 @@ from metamd.learned import load
 from metamd.protocols import entrants
 from metamd.records import Records, Result
 from metamd.rivals import Contender, learned_rival, rival
+from metamd.search import SEARCHES
 from metamd.starts import LearnedStart
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.shared_start import SharedStart
@@ -87,7 +89,8 @@ class Experiment:
         size, rows = self.scales[scale], self.rows(joined)
         rows[0]["pace"] = {title: pace(joined, labels, self.share) for title, labels in _opponents(joined, size).items()}
         rows[0]["share"] = self.share
-        about = {"experiment": self.name, "scale": scale, "seed": seed, "protocol": size.protocol}
+        about: Result = {"experiment": self.name, "scale": scale, "seed": seed, "protocol": size.protocol}
+        about["last_tenth"] = last_tenths(joined)
         return about | {"rows": rows} | ({"failed": failed} if failed else {})
 
     def compared(
@@ -127,6 +130,7 @@ class Experiment:
                     schedules=size.schedules,
                     steps=side.steps,
                     seed=seed,
+                    search=SEARCHES[size.search],
                     records=Records(here / "tuning", settings) if size.protocol == "paper" else None,
                     workers=workers,
                 )

@@ -3,11 +3,11 @@
     python benchmarks/coordinates.py [--rounds ROUNDS]
 
 A geometry is learned from runs of Adam for every rank: the one that is found by itself, 64, and all directions. A step is
-the whole of it, loss and gradient of a batch of 100 included, on one thread; optimisers take turns, and ratios are to Adam's of
-the same run, medians over rounds. The state is all tensors that are there between two steps beside parameters and gradients,
-those of MetaMD's file too, in copies of the parameters. The loss is the mean over a held-out run of the same family, plainly
-used with a constant rate and no momentum, over the one with all directions; steps are those to the loss that that one has at
-three quarters of the run. Needs the datasets: METAMD_DATA.
+the whole of it, loss and gradient of a batch of 100 included, on one thread; optimisers take turns, and ratios are to that
+of Adam in the same run, medians over rounds. The state is all tensors that are there between two steps beside parameters and
+gradients, those of MetaMD's file too, in copies of the parameters. The loss is the mean over a held-out run of the same
+family, plainly used with a constant rate and no momentum, over the one with all directions; steps are those to the loss that
+that one has at three quarters of the run. Needs the datasets: METAMD_DATA.
 """
 
 import argparse

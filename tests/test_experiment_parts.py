@@ -1,24 +1,34 @@
 """The parts that experiments share: pieces alone, variants of a family, what is carried over, curves and tables."""
 
+import math
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, tasks
+from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, learn_start, tasks
+from metamd.commands.report import read
+from metamd.commands.reproduce import names
 from metamd.comparing import handicap
-from metamd.experiments import out_of_distribution, pieces
+from metamd.experiments import leave_one_out, out_of_distribution, pieces, rotated_mnist_mlp
+from metamd.experiments.convergence import CONVERGED, last_tenth, last_tenths
 from metamd.experiments.curves import best_schedules, learning_curves
 from metamd.experiments.learning import Geometry, Scale, alone, learn, learned_file, settings_of
 from metamd.experiments.leave_one_out import Entry, Experiment
 from metamd.experiments.standings import standings
 from metamd.experiments.variants import Variant
 from metamd.learned import load
-from metamd.objectives import PaperBound
+from metamd.objectives import PaperBound, Reference
 from metamd.rivals import learned_rival, rival
+from metamd.search import SEARCHES
 from metamd.tasks.base import derive_seed
+from metamd.tasks.shared_start import SharedStart, starting_at
 from metamd.training import Measuring
 
+ROOT = Path(__file__).parents[1]
 WATCH = Measuring(every=5, splits=())
 FLAT, STEEP = tasks.quadratic((0.5, 1.0), steps=30), tasks.quadratic((8.0, 10.0), steps=30)
 
@@ -161,6 +171,34 @@ def test_a_second_training_goes_on_from_the_first_and_both_are_paid_for(tmp_path
     assert twice["cost"]["gradient_evaluations"] > once["cost"]["gradient_evaluations"]
 
 
+def test_a_learned_start_is_kept_and_paid_for(tmp_path):
+    threads = []
+
+    def start(size, family):
+        threads.append(torch.get_num_threads())
+        return learn_start(family, reference=Reference(lr=0.05), tasks=2)
+
+    def shared(size, domain):
+        return starting_at(FLAT, {"theta": torch.ones(2, dtype=torch.float64)})
+
+    experiment = Experiment("x", shared, {}, {}, {}, start=start)
+    family, again = (experiment._begun(SIZE, "a", tmp_path) for _ in range(2))
+    assert threads == [1], "the second time it is read"
+    assert (tmp_path / "learned" / "a-start.safetensors").exists()
+    assert family.describe() == again.describe() != shared(SIZE, "a").describe()
+    plain = SharedStart(family.family, dict(family.start))
+    paid, free = (
+        learn(SIZE, f, Geometry(Diagonal, {}), tmp_path / f"{n}.safetensors", 0, "x")
+        for n, f in {"paid": family, "free": plain}.items()
+    )
+    assert paid["fingerprint"] == free["fingerprint"]
+    more = paid["cost"]["gradient_evaluations"] - free["cost"]["gradient_evaluations"]
+    assert more == family.start.cost["gradient_evaluations"] == 2 * 2 * FLAT.steps
+    learned = load(tmp_path / "paid.safetensors")
+    assert learned.header.cost["gradient_evaluations"] == paid["cost"]["gradient_evaluations"]
+    assert set(family.start.tasks) <= set(learned.header.task_hashes)
+
+
 def test_what_cannot_be_learned_is_said_and_left_out(tmp_path):
     geometry = Geometry(Diagonal, {"bad": Entry()}, objective=PaperBound())  # the closed form refuses it
     result = learn(SIZE, FLAT, geometry, tmp_path / "bad.safetensors", 0, "x")
@@ -191,6 +229,54 @@ def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
 def test_settings_name_a_batch_size_and_a_width_only_where_they_are_unusual():
     assert "batch_size" not in settings_of(SIZE)
     assert settings_of(Scale(("a",), None, batch_size=25, width=16))["width"] == 16
+
+
+def test_the_search_of_a_scale_is_the_papers_and_committed_folders_do_not_have_it():
+    assert "search" not in settings_of(SIZE)
+    papers = {name: import_module(f"metamd.experiments.{name.replace('-', '_')}").SCALES["paper"] for name in names()}
+    grids = {n for n, s in papers.items() if getattr(s, "search", "") == "grid"}
+    assert grids == {"rotated-mnist-linear", "rotated-mnist-mlp", "pieces", "ablation"}
+    assert settings_of(papers["rotated-mnist-mlp"])["search"] == "grid"
+    assert {papers[n].search for n in ("diverse-digits-lenet", "resnet18-cifar10")} == {"bayes"}
+    for title in ("sgd", "sgdm", "rmsprop", "adam"):
+        grid = rival(title).settings(("lr", "weight_decay"), papers["rotated-mnist-mlp"].budget)
+        assert len(grid) == 15, "the published grid, whole"
+
+
+def test_the_search_of_a_scale_is_used(monkeypatch, tmp_path):
+    class StopError(Exception):
+        pass
+
+    def entered(*args, search, **options):
+        assert search is SEARCHES["grid"]
+        raise StopError
+
+    monkeypatch.setattr(leave_one_out, "entrants", entered)
+    side = SimpleNamespace(held_out=lambda: FLAT)
+    size = replace(SIZE, domains=("a",), protocol="paper", search="grid")
+    experiment = Experiment("x", lambda size, domain: side, {}, {"tiny": size}, {})
+    monkeypatch.setattr(Experiment, "_failures", lambda *args: {})
+    with pytest.raises(StopError):
+        experiment.compared("tiny", tmp_path, 0)
+
+
+def test_the_mlp_of_the_scale_cpu_has_not_converged_and_the_papers_scale_is_longer():
+    """The claim of the experiment's docstring, from its committed records."""
+    shares = last_tenths(read(ROOT / "results" / "rotated-mnist-mlp")[0])
+    tuned = {label: share for label, share in shares.items() if label.endswith(", linear decay") and "MetaMD" not in label}
+    assert {"Adam, linear decay", "SGD-M, linear decay"} <= set(tuned)
+    assert max(tuned.values()) < 0.9 < CONVERGED
+    cpu, papers = (rotated_mnist_mlp.SCALES[scale] for scale in ("cpu", "paper"))
+    assert (cpu.steps, papers.steps) == (500, 5000)
+    assert cpu.images == papers.images == 10_000
+
+
+@pytest.mark.parametrize(
+    ("losses", "share"),
+    [([2.0] + [1.0] * 20, 1.0), ([1.0] * 18 + [0.8, 0.8], 0.8), ([math.inf] * 20, None), ([1.0] * 10 + [0.0] * 10, None)],
+)
+def test_the_last_tenth_of_a_run_over_the_one_before(losses, share):
+    assert last_tenth(losses) == share
 
 
 def test_the_table_says_what_diverged_and_what_learning_cost():

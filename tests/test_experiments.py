@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -311,6 +312,12 @@ def test_all_runs_one_after_another_and_leaves_out_what_lacks_the_scale(tmp_path
     assert f"1 of 2: quadratic, in {tmp_path / 'quadratic'}" in said.err
     assert "2 of 2: rosenbrock has no scale smoke, and is left out." in said.err
     assert [p.name for p in tmp_path.iterdir()] == ["quadratic"]
+
+
+def test_every_experiment_has_every_scale():
+    """So that `reproduce all` leaves none out, at any scale."""
+    modules = {name: import_module(f"metamd.experiments.{name.replace('-', '_')}") for name in names()}
+    assert {name: set(m.SCALES) for name, m in modules.items()} == {name: {"smoke", "cpu", "paper"} for name in modules}
 
 
 def test_the_losses_of_a_valley_are_those_of_torch():

@@ -31,6 +31,7 @@ from metamd.following import learn_from_reference
 from metamd.inner import gradient
 from metamd.lessons import draw_config
 from metamd.objectives import Reference
+from metamd.starts import LearnedStart
 from metamd.tasks import quadratic, starting_at, tabular
 from metamd.trial import Tally, train
 from tests.helpers import equal_parameters, losses_of, small_model
@@ -354,6 +355,39 @@ def test_a_learned_start_is_the_mean_of_reference_ends_and_travels_with_the_file
         metamd.load(tmp_path / "damaged.safetensors")
 
 
+def test_a_learned_start_knows_its_tasks_and_its_cost(tmp_path):
+    family = starting_at(quadratic(steps=10), {"theta": torch.tensor([1.0, 1.0], dtype=torch.float64)})
+    used, batches, build = set(), [], family.build
+
+    def spied(config):
+        task = build(config)
+        used.add(metamd.tasks.config_hash(config))
+        batch = task.batch
+        task.batch = lambda step: (batches.append(step), batch(step))[1]
+        return task
+
+    family.build = spied
+    start = learn_start(family, tasks=4)
+    assert set(start.tasks) == used
+    assert start.cost["gradient_evaluations"] == len(batches)
+    learned = meta_train(starting_at(family, start), Diagonal(), outer_steps=1, tasks_per_step=2)
+    with_it, plain = learned.with_start(start), learned.with_start(dict(start), tasks=["a" * 32])
+    assert set(with_it.header.task_hashes) == {*learned.header.task_hashes, *start.tasks}
+    both = learned.header.cost["gradient_evaluations"] + len(batches)
+    assert with_it.header.cost["gradient_evaluations"] == both
+    assert with_it.header.cost["outer_steps"] == learned.header.cost["outer_steps"]
+    assert plain.header.cost == learned.header.cost
+    assert "a" * 32 in plain.header.task_hashes
+    start.save(tmp_path / "start.safetensors")
+    again = LearnedStart.load(tmp_path / "start.safetensors")
+    assert (again.tasks, again.cost, list(again)) == (start.tasks, start.cost, list(start))
+    data = bytearray((tmp_path / "start.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "start.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        LearnedStart.load(tmp_path / "start.safetensors")
+
+
 def test_a_learned_start_needs_tasks_that_share_one():
     with pytest.raises(ValueError, match="needs tasks that begin at one model"):
         learn_start(tabular(steps=5))
@@ -444,6 +478,23 @@ def test_a_geometry_from_reference_runs_is_the_closed_form_of_them():
         learn_from_reference(family, MaxDiagonal(3), reference=reference)
     with pytest.raises(ValueError, match="all 1 reference runs diverged"):
         learn_from_reference(family, Diagonal(), reference=Reference(torch.optim.SGD, lr=1e30), tasks=1)
+
+
+def test_a_geometry_from_reference_runs_knows_the_first_gradients_of_its_family():
+    """The root mean square over the tasks, written out; a run that is a thousand times steeper is warned of."""
+    family, reference = tabular(steps=10), Reference(lr=0.01, factor=1)
+    learned = learn_from_reference(family, Diagonal(), reference=reference, tasks=2, seed=4)
+    drawn = draw_tasks(family, 4, "follow", 2)
+    grads = [torch.func.grad(task.loss)(task.init(), task.batch(0)) for task in drawn]
+    for name, scale in learned.header.gradient_scale.items():
+        both = torch.stack([g[name].double() for g in grads])
+        assert scale == pytest.approx(float(both.square().mean().sqrt()), rel=1e-5)
+    assert learned.header.gradient_scale.keys() == drawn[0].init().keys()
+    params = {n: torch.nn.Parameter(x) for n, x in drawn[0].init().items()}
+    optimiser = MetaMD(params.items(), learned)
+    (1000 * drawn[0].loss(params, drawn[0].batch(0))).backward()
+    with pytest.warns(metamd.OffFamilyWarning):
+        optimiser.step()
 
 
 def test_tasks_to_decide_on_are_spread_over_the_domains():

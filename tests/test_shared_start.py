@@ -10,8 +10,10 @@ from torch import nn
 
 from metamd import Diagonal, meta_train, tasks
 from metamd.cli import main
+from metamd.default import refinement
 from metamd.inner import run_inner
 from metamd.lockstep import run_many
+from metamd.tasks.counted import Counted
 from metamd.tasks.held_out import leave_one_out
 from metamd.tasks.shared_start import read_parameters, starting_at
 
@@ -62,6 +64,15 @@ def test_meta_training_from_a_shared_start_differs_and_says_so():
 def test_the_hash_in_the_description_is_of_the_start():
     first, again, other = (starting_at(tasks.quadratic(), point(v)).describe()["start_hash"] for v in (1.0, 1.0, 2.0))
     assert first == again != other
+
+
+def test_a_family_that_wraps_another_keeps_what_counts_in_it():
+    for family in (tasks.quadratic(), tasks.rosenbrock()):
+        plain = family.example()
+        wrapped = (starting_at(family, plain), Counted(family), Counted(starting_at(family, plain)))
+        assert all(w.counts_digits == family.counts_digits for w in wrapped)
+        assert all((refinement(w) is None) == (refinement(family) is None) for w in wrapped)
+        assert Counted(family).drawn() == family.drawn()
 
 
 def test_a_shared_task_pickles():

@@ -6,25 +6,31 @@ training tasks decide the rest, so that nothing is left to tune on the next task
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import get_args
 
 import torch
-from torch import Tensor
 
+from metamd.costs import total_cost
+from metamd.journal import Journal
 from metamd.learned import LearnedOptimiser
 from metamd.lessons import draw_config
 from metamd.objectives import Reference
 from metamd.online import Online
+from metamd.parts import Parts, parts_of
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.refining import refined
+from metamd.records import Result
+from metamd.starts import LearnedStart
 from metamd.tasks.base import Task, TaskFamily, config_hash
 from metamd.tasks.counted import Counted
 from metamd.tasks.shared_start import SharedStart
 from metamd.trial import train
 from metamd.usage import Metric, Schedule, Usage
+from metamd.usage_trials import Trials, Watch, nearest, tail_loss
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
@@ -32,24 +38,24 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 RULES = (Online(), Online("polar", beta=0.7), Online("polar", beta=0.9))
 """Online metrics that a usage may have, before their scales are learned."""
 
-Watch = Callable[[Usage, Online | None, float], None]
-"""Called with every usage tried, its online metric if it has one, and its score."""
-
 OFFERED = 4
 """Tasks that are drawn for each that is kept, so that no domain is left out by chance."""
 
 FIRST = 2
 """Tasks on which metrics and momenta are chosen, which differ by more than the rest."""
 
-NOTHING = 1e-12
-"""Losses below are as good as this, so that there is a logarithm."""
-
 MOMENTA = (0.0, 0.9)
 FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
 
 
 def tuned_reference(
-    family: TaskFamily, *, rates: Sequence[float] = RATES, factor: float = 1.0, tasks: int = 2, seed: int = 0
+    family: TaskFamily,
+    *,
+    rates: Sequence[float] = RATES,
+    factor: float = 1.0,
+    tasks: int = 2,
+    seed: int = 0,
+    journal: Journal | None = None,
 ) -> Reference:
     """An Adam run whose rate is the best of a few on training tasks, to compare runs with.
 
@@ -59,13 +65,19 @@ def tuned_reference(
         factor: how many times longer than a run it is.
         tasks: how many.
         seed: draws them.
+        journal: where to keep the loss of every rate, so that the same call continues one that was stopped.
     """
+    family = family if isinstance(family, Counted) else Counted(family)
     built = draw_tasks(family, seed, "reference", tasks)
-    losses = {}
-    for rate in rates:
+
+    def tried(rate: float) -> Result:
         ends = [Reference(torch.optim.Adam, rate, factor).run(task, task.init(), task.steps)[0] for task in built]
-        losses[rate] = sum(_tail_loss(task, end) for task, end in zip(built, ends, strict=True))
-    finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
+        loss = sum(tail_loss(task, end) for task, end in zip(built, ends, strict=True))
+        return {"rate": rate, "loss": loss if math.isfinite(loss) else None}
+
+    with parts_of(journal, "reference", family, {"factor": factor, "tasks": tasks, "seed": seed}) as parts:
+        losses = {rate: parts.part(f"rate-{rate!r}", partial(tried, rate))["loss"] for rate in rates}
+    finite = {rate: loss for rate, loss in losses.items() if loss is not None}
     if not finite:
         raise ValueError(
             f"Adam diverged on {family.name!r} at all of the rates {', '.join(map(str, rates))}. Give lower ones."
@@ -74,9 +86,13 @@ def tuned_reference(
     return Reference(torch.optim.Adam, best, factor, chosen_on=tuple(config_hash(task.config) for task in built))
 
 
-def _tail_loss(task: Task, params: Params, batches: int = 10) -> float:
-    with torch.no_grad():
-        return sum(float(task.loss(params, task.batch(task.steps + i))) for i in range(batches)) / batches
+def said_reference(reference: Reference | None) -> list[object]:
+    """What tells a reference run from others, in JSON's types.
+
+    Args:
+        reference: if there is one.
+    """
+    return [] if reference is None else [repr(reference), reference.lr, reference.factor]
 
 
 def learn_scale(
@@ -105,7 +121,7 @@ def learn_scale(
         tasks: in each.
         seed: draws them.
     """
-    solved = _solved(family, reference, tasks, seed)
+    solved = _solved(_drawn_to_scale(family, tasks, seed), reference)
     return _scaled(learned, solved, online or Online(), reference.lr, usage, rounds)
 
 
@@ -113,9 +129,25 @@ Solved = Sequence[tuple[Task, Params]]
 """Tasks, with what a reference run came to on each."""
 
 
-def _solved(family: TaskFamily, reference: Reference, tasks: int, seed: int) -> Solved:
-    built = draw_tasks(family, seed, "scale", tasks)
-    return [(task, reference.run(task, task.init(), task.steps)[0]) for task in built]
+def _drawn_to_scale(family: TaskFamily, tasks: int, seed: int) -> list[Task]:
+    return draw_tasks(family, seed, "scale", tasks)
+
+
+def _solved(tasks: Sequence[Task], reference: Reference) -> Solved:
+    return [(task, reference.run(task, task.init(), task.steps)[0]) for task in tasks]
+
+
+def _all_scaled(
+    learned: LearnedOptimiser, tasks: Sequence[Task], rules: Sequence[Online], reference: Reference, parts: Parts
+) -> list[Online]:
+    """The rules with their scales: one part, as all of them are learned from the same solutions."""
+
+    def scaled() -> Result:
+        solved = _solved(tasks, reference)
+        return {"online": [_scaled(learned, solved, rule, reference.lr).to_dict() for rule in rules]}
+
+    name = f"scales-{config_hash({'rules': [rule.to_dict() for rule in rules]})[:8]}"
+    return [Online(**found) for found in parts.part(name, scaled)["online"]]
 
 
 def _scaled(
@@ -165,6 +197,7 @@ def learn_usage(
     tasks: int = 6,
     seed: int = 0,
     watch: Watch | None = None,
+    journal: Journal | None = None,
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule and factor on training tasks; the choice is stored in the file.
 
@@ -185,6 +218,8 @@ def learn_usage(
         tasks: to decide on, and as many to learn scales on. The end of a run is noisy: few tasks decide by chance.
         seed: draws them.
         watch: called with every usage tried, its online metric if it has one, and its score.
+        journal: where to keep the online scales and every run of a usage, so that the same call continues one that was
+            stopped, to the same result.
 
     Example:
         >>> from metamd import Diagonal, meta_train, tasks
@@ -195,21 +230,16 @@ def learn_usage(
     """
     _check_choices(learned, metrics=metrics, momenta=momenta, schedules=schedules, factors=factors)
     began, family = time.perf_counter(), Counted(family)
-    found: list[Online | None] = [None] if "learned" in metrics else []
-    finder = None
-    if "online" in metrics:
-        finder = reference or tuned_reference(family, seed=seed)
-        solved = _solved(family, finder, tasks, seed)
-        found += [_scaled(learned, solved, rule, finder.lr) for rule in rules]
-    built = draw_tasks(family, seed, "usage", tasks)
-    trials = _Trials(built, learned.potential.bind(built[0].init()), watch)
-    first: Schedule = "linear" if "linear" in schedules else schedules[0]
-    starts = [(o, trials.scheduled(u, first, o)) for o in found for u in _first_usages(o, momenta, factors)]
-    online, usage = min(starts, key=lambda start: trials.score(start[1], start[0], FIRST))
-    usage = trials.climb(usage, online, factors)
-    offered = [usage, *(trials.scheduled(usage, s, online) for s in schedules if s != first)]
-    best = min((trials.climb(u, online, factors) for u in offered), key=lambda u: trials.score(u, online))
-    value = trials.score(best, online)
+    finder = (reference or tuned_reference(family, seed=seed, journal=journal)) if "online" in metrics else None
+    settings = {"learned": learned.fingerprint(), "reference": said_reference(finder), "tasks": tasks, "seed": seed}
+    with parts_of(journal, "usage", family, settings) as parts:
+        found: list[Online | None] = [None] if "learned" in metrics else []
+        if finder is not None:
+            found += _all_scaled(learned, _drawn_to_scale(family, tasks, seed), rules, finder, parts)
+        built = draw_tasks(family, seed, "usage", tasks)
+        trials = Trials(built, learned.potential.bind(built[0].init()), watch, parts)
+        best, online = _best(trials, [(o, u) for o in found for u in _first_usages(o, momenta, factors)], schedules, factors)
+        value = trials.score(best, online)
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
     chosen_on = () if finder is None else finder.chosen_on
@@ -219,80 +249,28 @@ def learn_usage(
         usage=best.to_dict(),
         online=None if online is None else online.to_dict(),
         task_hashes=hashes,
-        cost={**learned.header.cost, **_with(learned.header.cost, family.batches, time.perf_counter() - began)},
+        cost=total_cost(learned.header.cost, family.cost(began)),
     )
     return replace(learned, header=header)
+
+
+def _best(
+    trials: Trials, starts: Sequence[tuple[Online | None, Usage]], schedules: Sequence[Schedule], factors: Sequence[float]
+) -> tuple[Usage, Online | None]:
+    """The best of the starts, with the factor and then the schedule that are best for it."""
+    first: Schedule = "linear" if "linear" in schedules else schedules[0]
+    scheduled = [(o, trials.scheduled(u, first, o)) for o, u in starts]
+    online, usage = min(scheduled, key=lambda start: trials.score(start[1], start[0], FIRST))
+    usage = trials.climb(usage, online, factors)
+    offered = [usage, *(trials.scheduled(usage, s, online) for s in schedules if s != first)]
+    return min((trials.climb(u, online, factors) for u in offered), key=lambda u: trials.score(u, online)), online
 
 
 def _first_usages(online: Online | None, momenta: Sequence[float], factors: Sequence[float]) -> list[Usage]:
     """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
     if online is not None and online.rule == "polar":
-        return [Usage("online", factor=_nearest(0.35, factors))]
-    return [Usage("learned" if online is None else "online", b, factor=_nearest(1.0, factors)) for b in momenta]
-
-
-def _nearest(factor: float, factors: Sequence[float]) -> float:
-    return min(factors, key=lambda f: abs(math.log(f / factor)))
-
-
-class _Trials:
-    """Training runs of a few tasks with one usage after another; none is run twice.
-
-    Args:
-        tasks: to decide on.
-        potential: bound to their tensors.
-        watch: called with every usage tried, its online metric and its score.
-    """
-
-    def __init__(self, tasks: Sequence[Task], potential: MaxDiagonal, watch: Watch | None) -> None:
-        self.tasks, self.potential, self.watch = tasks, potential, watch
-        self._known: dict[tuple[int, Usage], list[float]] = {}
-
-    def score(self, usage: Usage, online: Online | None, tasks: int | None = None) -> float:
-        """The geometric mean over tasks of the mean loss and of that at the end; infinite if any run diverged.
-
-        Args:
-            usage: to try.
-            online: its metric, if it has one.
-            tasks: how many of the tasks; all if not given.
-        """
-        known = self._known.setdefault((id(online), usage), [])
-        wanted = self.tasks[:tasks]
-        if len(known) < len(wanted):
-            known += [self._logarithm(task, usage, online) for task in wanted[len(known) :]]
-            if self.watch is not None:
-                self.watch(usage, online, _geometric(known))
-        return _geometric(known[: len(wanted)])
-
-    def _logarithm(self, task: Task, usage: Usage, online: Online | None) -> float:
-        run = train(task, self.potential, usage, online=online)
-        end = _tail_loss(task, run.end) if math.isfinite(run.loss) else math.inf
-        return 0.5 * sum(math.log(max(loss, NOTHING)) if math.isfinite(loss) else math.inf for loss in (run.loss, end))
-
-    def climb(self, usage: Usage, online: Online | None, factors: Sequence[float]) -> Usage:
-        """The same usage with the factor from which neither neighbour is better."""
-        ordered = sorted(factors)
-        place = ordered.index(_nearest(usage.factor, ordered))
-        usage = replace(usage, factor=ordered[place])
-        for way in (-1, 1):
-            while 0 <= place + way < len(ordered):
-                further = replace(usage, factor=ordered[place + way])
-                if not self.score(further, online) < self.score(usage, online):
-                    break
-                usage, place = further, place + way
-        return usage
-
-    def scheduled(self, usage: Usage, schedule: Schedule, online: Online | None) -> Usage:
-        """A usage with a schedule; a learned one is refined from runs with the linear one."""
-        if schedule != "learned":
-            return replace(usage, schedule=schedule, knots=())
-        linear = replace(usage, schedule="linear", knots=())
-        runs = [train(task, self.potential, linear, online=online, measure=True) for task in self.tasks]
-        return refined(linear, [run.energies for run in runs if math.isfinite(run.loss)])
-
-
-def _geometric(logarithms: Sequence[float]) -> float:
-    return math.exp(sum(logarithms) / len(logarithms))
+        return [Usage("online", factor=nearest(0.35, factors))]
+    return [Usage("learned" if online is None else "online", b, factor=nearest(1.0, factors)) for b in momenta]
 
 
 def _check_choices(learned: object, **choices: Sequence[object]) -> None:
@@ -303,14 +281,14 @@ def _check_choices(learned: object, **choices: Sequence[object]) -> None:
             raise ValueError(f"{name} must have one to choose from at least, got none. Leave it out for the usual ones.")
 
 
-def _with(cost: Mapping[str, float], gradients: int, seconds: float) -> dict[str, float]:
-    more = {"gradient_evaluations": gradients, "seconds": seconds}
-    return {name: cost.get(name, 0) + value for name, value in more.items()}
-
-
 def learn_start(
-    family: TaskFamily, *, reference: Reference | None = None, tasks: int = 8, seed: int = 0
-) -> dict[str, Tensor]:
+    family: TaskFamily,
+    *,
+    reference: Reference | None = None,
+    tasks: int = 8,
+    seed: int = 0,
+    journal: Journal | None = None,
+) -> LearnedStart:
     """The start that minimises the bound over training tasks: the mean of their solutions.
 
     For every convex potential with a fixed centre E B(u||v) = E phi(u) - phi(mean u) + B(mean u||v), which v = mean u
@@ -321,18 +299,37 @@ def learn_start(
         reference: what finds the solutions; `tuned_reference` if not given.
         tasks: how many.
         seed: draws them.
+        journal: where to keep it, so that the same call does not compute it again.
+
+    Example:
+        >>> from metamd.tasks import quadratic, starting_at
+        >>> family = starting_at(quadratic(steps=20), {"theta": torch.ones(2, dtype=torch.float64)})
+        >>> start = learn_start(family, reference=Reference(lr=0.05), tasks=2)
+        >>> list(start), len(start.tasks), start.cost["gradient_evaluations"]
+        (['theta'], 2, 80)
     """
     if not isinstance(family.family if isinstance(family, Counted) else family, SharedStart):
         raise ValueError(
             f"a learned start needs tasks that begin at one model, but those of {family.name!r} have initialisations of "
             "their own. Give them one with metamd.tasks.starting_at(family, parameters)."
         )
-    finder = reference or tuned_reference(family, seed=seed)
-    ends = [finder.run(task, task.init(), task.steps)[0] for task in draw_tasks(family, seed, "start", tasks)]
-    finite = [end for end in ends if all(bool(x.isfinite().all()) for x in end.values())]
-    if not finite:
-        raise ValueError(f"all {tasks} reference runs diverged. Give a reference with a lower lr.")
-    return {n: torch.stack([end[n] for end in finite]).mean(0) for n in finite[0]}
+    began, counted = time.perf_counter(), Counted(family)
+    # in a folder of its own, since what follows from the learned start has a reference of its own too
+    inside = None if journal is None else Journal(Path(journal.folder) / "start")
+    finder = reference or tuned_reference(counted, seed=seed, journal=inside)
+    built = draw_tasks(counted, seed, "start", tasks)
+
+    def found() -> LearnedStart:
+        ends = [end for _, end in _solved(built, finder) if all(bool(x.isfinite().all()) for x in end.values())]
+        if not ends:
+            raise ValueError(f"all {tasks} reference runs diverged. Give a reference with a lower lr.")
+        used = (*finder.chosen_on, *(config_hash(task.config) for task in built))
+        mean = {n: torch.stack([end[n] for end in ends]).mean(0) for n in ends[0]}
+        return LearnedStart(mean, dict.fromkeys(used), counted.cost(began))
+
+    settings = {"reference": said_reference(finder), "tasks": tasks, "seed": seed}
+    with parts_of(journal, "start", counted, settings) as parts:
+        return parts.file("start", found, LearnedStart.load)
 
 
 def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:

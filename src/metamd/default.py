@@ -1,14 +1,23 @@
 """What `meta_train` does with a family alone: the ways that the experiments of docs/results.md speak for."""
 
-from metamd.choosing import Watch, learn_usage, tuned_reference
+import time
+from dataclasses import replace
+
+from metamd.choosing import learn_usage, tuned_reference
+from metamd.costs import total_cost
 from metamd.following import learn_from_reference
 from metamd.gap import LogGap
 from metamd.hypergrad import Forward, Reverse
+from metamd.journal import Journal
 from metamd.learned import LearnedOptimiser
+from metamd.objectives import Reference
 from metamd.outer import Adam
 from metamd.outer_steps import Refine
+from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Kronecker
 from metamd.tasks.base import TaskFamily
+from metamd.tasks.counted import Counted
+from metamd.usage_trials import Watch
 
 FEW = 16
 """Metrics up to which forward mode is taken, which has a tangent for each."""
@@ -35,15 +44,41 @@ def refinement(family: TaskFamily) -> Refine | None:
     return Refine(12, Forward() if few else Reverse(), Adam(0.05), LogGap(1e-12))
 
 
-def learn_network(family: TaskFamily, *, tasks: int = 8, seed: int = 0, watch: Watch | None = None) -> LearnedOptimiser:
+def learn_network(
+    family: TaskFamily,
+    *,
+    potential: MaxDiagonal | None = None,
+    reference: Reference | None = None,
+    prior: float = 0.0,
+    tasks: int = 8,
+    seed: int = 0,
+    usage: bool = True,
+    watch: Watch | None = None,
+    journal: Journal | None = None,
+) -> LearnedOptimiser:
     """Learned coordinates from runs of a tuned Adam, and the best usage of them, on training tasks alone.
 
     Args:
         family: of networks.
+        potential: what is learned; `Kronecker(rank="auto")` if not given.
+        reference: whose runs are learned from; `tuned_reference` if not given.
+        prior: as for `Regret`.
         tasks: half as many runs as are learned from.
         seed: of everything random.
+        usage: whether to choose one.
         watch: as for `learn_usage`.
+        journal: where finished parts are kept, so that the same call continues one that was stopped, to the same result:
+            each rate of the reference, the geometry, the online scales, and each run of a usage. Of several processes,
+            which all do the same, the first one writes.
     """
-    reference = tuned_reference(family, seed=seed)
-    learned = learn_from_reference(family, Kronecker(rank="auto"), reference=reference, tasks=2 * tasks, seed=seed)
-    return learn_usage(learned, family, reference=reference, seed=seed, watch=watch)
+    began, counted = time.perf_counter(), Counted(family)
+    reference = reference or tuned_reference(counted, seed=seed, journal=journal)
+    tuning = counted.cost(began)
+    shape = Kronecker(rank="auto") if potential is None else potential
+    learned = learn_from_reference(
+        family, shape, reference=reference, tasks=2 * tasks, prior=prior, seed=seed, journal=journal
+    )
+    learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, tuning)))
+    if not usage:
+        return learned
+    return learn_usage(learned, family, reference=reference, seed=seed, watch=watch, journal=journal)

@@ -7,21 +7,26 @@ starts, the runs of another optimiser say more. Start, end and gradients are all
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from metamd.choosing import draw_tasks, tuned_reference
+from metamd.choosing import draw_tasks, said_reference, tuned_reference
+from metamd.costs import total_cost
 from metamd.factors import learn_factors
 from metamd.gradient_sums import GradientSums
 from metamd.inner import Cost, Trajectory
-from metamd.learned import LearnedOptimiser
+from metamd.journal import Journal
+from metamd.learned import LearnedOptimiser, fingerprint, load
 from metamd.lessons import ends_of, within_reach
 from metamd.moments import Moments
 from metamd.objectives import Reference, Regret
 from metamd.outer import Iterate
+from metamd.parts import parts_of
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.probe import gradient_scale, squares_by_key
 from metamd.tasks.base import Task, TaskFamily
 from metamd.tasks.counted import Counted
 from metamd.trial import train
@@ -35,6 +40,8 @@ MARGIN = 1.4
 
 DOUBLINGS = 10
 
+NOTHING_YET = {"gradient_evaluations": 0, "hessian_vector_products": 0, "outer_steps": 0}
+
 
 def learn_from_reference(
     family: TaskFamily,
@@ -44,6 +51,7 @@ def learn_from_reference(
     tasks: int = 8,
     prior: float = 0.0,
     seed: int = 0,
+    journal: Journal | None = None,
 ) -> LearnedOptimiser:
     """The metrics that minimise the regret bound of reference runs on training tasks, against their own ends.
 
@@ -58,6 +66,8 @@ def learn_from_reference(
         tasks: how many runs.
         prior: as for `Regret`.
         seed: draws the tasks.
+        journal: where to keep the result, and the reference's rate before it, so that the same call does not compute them
+            again.
 
     Example:
         >>> from metamd import Diagonal, tasks
@@ -71,41 +81,64 @@ def learn_from_reference(
         )
     if potential.pieces != 1:
         raise ValueError(f"a reference run says nothing about {potential.pieces} pieces, but about one. Pass pieces=1.")
-    began, family = time.perf_counter(), Counted(family)
-    reference = reference or tuned_reference(family, seed=seed)
-    built = draw_tasks(family, seed, "follow", tasks)
+    began, counted = time.perf_counter(), Counted(family)
+    reference = reference or tuned_reference(counted, seed=seed, journal=journal)
+    built = draw_tasks(counted, seed, "follow", tasks)
     phi = potential.bind(built[0].init()).requires_grad_(False)
-    runs = [_follow(task, phi, reference) for task in built]
+    objective = Regret(prior=prior)
+
+    def followed() -> LearnedOptimiser:
+        found, provenance = _metrics(built, phi, reference, objective)
+        return LearnedOptimiser.from_potential(
+            found.requires_grad_(True),
+            **provenance,
+            **_about(counted),
+            seeds=(seed,),
+            cost=total_cost(NOTHING_YET, counted.cost(began)),
+            task_hashes=tuple(dict.fromkeys([*reference.chosen_on, *counted.tasks])),
+        )
+
+    settings = {
+        "potential": [repr(potential), repr(phi.basis), fingerprint(phi)],
+        "reference": said_reference(reference),
+        **{"tasks": tasks, "prior": prior, "seed": seed},
+    }
+    with parts_of(journal, "follow", counted, settings) as parts:
+        return parts.file("learned", followed, load)
+
+
+def _metrics(
+    tasks: Sequence[Task], phi: MaxDiagonal, reference: Reference, objective: Regret
+) -> tuple[MaxDiagonal, dict[str, Any]]:
+    """What the reference runs of the tasks say, and what a header says of them."""
+    first: list[dict[str, list[float]]] = []
+    runs = [_follow(task, phi, reference, first) for task in tasks]
     used = [run for run in runs if not run.diverged]
     if not used:
-        raise ValueError(f"all {tasks} reference runs diverged. Give a reference with a lower lr than {reference.lr}.")
-    objective = Regret(prior=prior)
+        raise ValueError(f"all {len(tasks)} reference runs diverged. Give a reference with a lower lr than {reference.lr}.")
     moments = Moments.total([Moments.of(run, phi, objective) for run in used], [1.0] * len(used))
     turned = learn_factors(Iterate.of(phi), moments, math.inf)
     log_d = moments.minimiser({k: v for k, v in phi.log_d.items() if k not in turned.log_d})
     ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in phi.log_d}
-    found = _steady(Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi), built[:CHECKED])
+    found = _steady(Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi), tasks[:CHECKED])
+    finite = [row for row in first if all(math.isfinite(s) for s, _ in row.values())]
+    return found, {
+        "model": {n: tuple(x.shape) for n, x in tasks[0].init().items()},
+        "gradient_scale": gradient_scale(finite, phi),
+        "objective": repr(objective),
+        "estimator": f"ClosedForm() of runs of {reference!r}",
+        "target_loss": within_reach([ends_of(run) for run in used]),
+    }
+
+
+def _about(family: TaskFamily) -> dict[str, Any]:
     described = family.describe()
     size = described.get("batch_size")
-    cost: dict[str, float] = {
-        "gradient_evaluations": family.batches,
-        "hessian_vector_products": 0,
-        "outer_steps": 0,
-        "seconds": time.perf_counter() - began,
+    return {
+        "family": {"name": family.name, **described},
+        "horizon": family.steps,
+        "batch_size": size if isinstance(size, int) and size > 0 else None,
     }
-    return LearnedOptimiser.from_potential(
-        found.requires_grad_(True),
-        model={n: tuple(x.shape) for n, x in built[0].init().items()},
-        family={"name": family.name, **described},
-        horizon=family.steps,
-        batch_size=size if isinstance(size, int) and size > 0 else None,
-        objective=repr(objective),
-        estimator=f"ClosedForm() of runs of {reference!r}",
-        seeds=(seed,),
-        cost=cost,
-        task_hashes=tuple(dict.fromkeys([*reference.chosen_on, *family.tasks])),
-        target_loss=within_reach([ends_of(run) for run in used]),
-    )
 
 
 def _steady(potential: MaxDiagonal, tasks: Sequence[Task]) -> MaxDiagonal:
@@ -119,14 +152,16 @@ def _steady(potential: MaxDiagonal, tasks: Sequence[Task]) -> MaxDiagonal:
     return potential
 
 
-def _follow(task: Task, potential: MaxDiagonal, reference: Reference) -> Trajectory:
-    """The record of a reference run, as if mirror descent had made it."""
+def _follow(task: Task, potential: MaxDiagonal, reference: Reference, first: list[dict[str, list[float]]]) -> Trajectory:
+    """The record of a reference run, as if mirror descent had made it; the squares of its first gradient are added."""
     start = {n: x.detach() for n, x in task.init().items()}
     sums = GradientSums(potential, 1, products=True)
     weights = torch.ones(1, dtype=torch.float64).numpy()
     losses: list[float] = []
 
     def watch(loss: Tensor, grads: Params) -> None:
+        if not losses:
+            first.append(squares_by_key(grads, potential.slots))
         if len(losses) < task.steps:
             losses.append(float(loss))
             sums.add(grads, weights, 0)

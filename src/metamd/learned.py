@@ -15,6 +15,7 @@ from torch import Tensor
 
 from metamd._version import __version__
 from metamd.container import AGAIN, Container, pack, read_checked, shown, write_atomically
+from metamd.costs import total_cost
 from metamd.header import Header
 from metamd.moments import Moments
 from metamd.online import Online
@@ -23,6 +24,7 @@ from metamd.potentials.basis import Identity
 from metamd.potentials.diagonal import MaxDiagonal, Missing
 from metamd.potentials.kronecker import Learned
 from metamd.shipped import locate
+from metamd.starts import LearnedStart
 from metamd.tying import Rename, Shape
 from metamd.usage import Usage
 
@@ -96,11 +98,12 @@ class LearnedOptimiser:
         return LearnedOptimiser(replace(self.header, **tables), bound, self.moments, self.start)
 
     def with_start(self, start: Mapping[str, Tensor], tasks: Iterable[str] = ()) -> "LearnedOptimiser":
-        """The same with a start that is kept in the file: `model.load_state_dict(learned.start, strict=False)` uses it.
+        """The same with a start that is kept in the file; docs/shared-start.md says how a model begins there.
 
         Args:
-            start: parameters by name, as `learn_start` finds them.
-            tasks: hashes of the tasks it was learned on, so that none of them is held out later.
+            start: parameters by name. What `learn_start` finds also knows its tasks, so that none of them is held out
+                later, and its cost, which is added to that of learning.
+            tasks: hashes of the tasks that another start was learned on.
         """
         other = [n for n, x in start.items() if self.header.model.get(n, tuple(x.shape)) != tuple(x.shape)]
         other += [n for n in self.header.model if n not in start]
@@ -111,8 +114,10 @@ class LearnedOptimiser:
             )
         kept = {n: x.detach().cpu().clone() for n, x in start.items()}
         shapes = {n: tuple(x.shape) for n, x in kept.items()}
-        hashes = tuple(dict.fromkeys([*self.header.task_hashes, *tasks]))
-        return replace(self, start=kept, header=replace(self.header, start=shapes, task_hashes=hashes))
+        known = start if isinstance(start, LearnedStart) else LearnedStart({})
+        hashes = tuple(dict.fromkeys([*self.header.task_hashes, *known.tasks, *tasks]))
+        cost = total_cost(self.header.cost, known.cost)
+        return replace(self, start=kept, header=replace(self.header, start=shapes, task_hashes=hashes, cost=cost))
 
     @property
     def domains(self) -> tuple[str, ...]:

@@ -96,7 +96,8 @@ def meta_train(
         potential: `Diagonal()`, `MaxDiagonal(pieces)` or `Kronecker()`; learned metrics that it has are where the search
             starts. If not given: what docs/results.md speaks for, `Diagonal()` for tasks of vectors alone, refined by
             `LogGap` where digits count as for quadratics, and for networks `Kronecker()` from runs of a tuned Adam, twice
-            as many as `tasks_per_step`, with `learn_usage` after it. That way has no other options than these and the seed.
+            as many as `tasks_per_step`, with `learn_usage` after it. That way has no other options than these, the seed and
+            the journal, and under torchrun every process does all of it.
         objective: what is minimised.
         estimator: how its gradient is had; `ClosedForm` goes to the minimum itself.
         outer_steps: how many at most.
@@ -106,7 +107,8 @@ def meta_train(
         refine: outer steps along the hypergradient, afterwards.
         max_norm: C: metrics are kept at ||m_j||_2 = sqrt(sum_i D_ji) <= C by projection, for a bound on new tasks that has
             its C from the start (docs/concepts/held-out.md). Too small a C makes steps too long.
-        journal: where to keep checkpoints and a log, so that the same call continues a run that was stopped.
+        journal: where to keep checkpoints and a log, or the finished parts where the potential is not given and networks
+            are learned, so that the same call continues a run that was stopped.
         log: called with the record of every outer step and its number.
 
     Example:
@@ -116,7 +118,7 @@ def meta_train(
     """
     if potential is None and has_weights(family):
         _refuse_options(locals())
-        return learn_network(family, tasks=tasks_per_step, seed=seed)
+        return learn_network(family, tasks=tasks_per_step, seed=seed, journal=journal)
     if potential is None:
         potential = Diagonal()
         refine = refinement(family) if refine is None and isinstance(estimator, ClosedForm) else refine
@@ -139,7 +141,7 @@ def meta_train(
 def _refuse_options(given: Mapping[str, Any]) -> None:
     """Say which options the way for networks does not have."""
     usual = dict(meta_train.__kwdefaults__ or {})
-    foreign = [n for n in usual if n not in ("tasks_per_step", "seed") and given[n] is not usual[n]]
+    foreign = [n for n in usual if n not in ("tasks_per_step", "seed", "journal") and given[n] is not usual[n]]
     if foreign:
         raise ValueError(
             f"{', '.join(foreign)} can be given together with a potential, such as Kronecker() or Diagonal(). Without one, "

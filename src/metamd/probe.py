@@ -1,7 +1,7 @@
 """A look at the tasks before any long work: what would fail later is a sentence now."""
 
 import math
-from collections.abc import Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from metamd.hypergrad.tangents import hessian_products
 from metamd.inner import Cost
 from metamd.lessons import draw
+from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily, derive_seed
-from metamd.tying import some
+from metamd.tying import Slot, some
 from metamd.workers import Workers
 
 POWERS = 20
@@ -72,11 +73,36 @@ def probe(
             f"the loss or its gradient is not finite (loss {found[0]['loss']}) at the start of all {count} tasks that were "
             "tried, before any step was taken. Check the data and the initialisation."
         )
-    totals = {k: [sum(row["squares"][k][j] for row in finite if k in row["squares"]) for j in (0, 1)] for k in bound.log_d}
-    scale = {k: math.sqrt(s / n) for k, (s, n) in totals.items() if n}
+    scale = gradient_scale([row["squares"] for row in finite], bound)
     bends = [row["curvature"] for row in finite if math.isfinite(row.get("curvature", math.nan))]
     cost = Cost(gradients=count * (1 + curvature), hvps=POWERS * count * curvature)
     return Findings(bound, shapes, scale, max(bends, default=None), cost)
+
+
+def squares_by_key(grads: Params, slots: Mapping[str, Slot]) -> dict[str, list[float]]:
+    """The sum and the number of the squares of a gradient, by key of the metric.
+
+    Args:
+        grads: by name.
+        slots: of a potential that is bound to these tensors.
+    """
+    squares: dict[str, list[float]] = {}
+    for n, g in grads.items():
+        pair = squares.setdefault(slots[n].key, [0.0, 0.0])
+        pair[0] += float(g.square().sum(dtype=torch.float64))
+        pair[1] += g.numel()
+    return squares
+
+
+def gradient_scale(rows: Sequence[Mapping[str, Sequence[float]]], bound: MaxDiagonal) -> dict[str, float]:
+    """The root mean square of the first gradients of several tasks, by key of the metric.
+
+    Args:
+        rows: as `squares_by_key` has them, one for each task.
+        bound: the potential.
+    """
+    totals = {k: [sum(row[k][j] for row in rows if k in row) for j in (0, 1)] for k in bound.log_d}
+    return {k: math.sqrt(s / n) for k, (s, n) in totals.items() if n}
 
 
 def largest_curvature(task: Task, seed: int) -> float:
@@ -132,11 +158,7 @@ def _look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) ->
             f"the loss ignores {some(ignored)}, so that nothing can be learned about it. Leave such parameters out of "
             "task.init()."
         )
-    squares: dict[str, list[float]] = {}
-    for n, g in zip(start, grads, strict=True):
-        pair = squares.setdefault(slots[n].key, [0.0, 0.0])
-        pair[0] += float(g.square().sum(dtype=torch.float64))
-        pair[1] += g.numel()
+    squares = squares_by_key(dict(zip(start, grads, strict=True)), slots)
     return {"loss": float(loss.detach()), "squares": squares}
 
 

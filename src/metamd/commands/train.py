@@ -19,8 +19,7 @@ from metamd.choosing import learn_start, learn_usage
 from metamd.cli import one_line
 from metamd.commands import Train
 from metamd.commands.families import build_family, check_place
-from metamd.default import has_weights, refinement
-from metamd.following import learn_from_reference
+from metamd.default import has_weights, learn_network, refinement
 from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.hypergrad.base import Estimator
 from metamd.journal import Journal, Log
@@ -32,7 +31,6 @@ from metamd.outer_steps import Refine, Stopping
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Kronecker
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.counted import Counted
 from metamd.tasks.shared_start import starting_at
 from metamd.usage import Usage
 from metamd.workers import join
@@ -83,21 +81,28 @@ def run(options: Train) -> int:
 
 
 def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, display: "_Display") -> LearnedOptimiser:
-    start, counted = None, Counted(family)
+    start = None
     if options.learn_start:
         display.say("the mean of the tasks' solutions, as a start")
-        start = learn_start(counted, tasks=options.tasks, seed=options.seed)
+        start = learn_start(family, tasks=options.tasks, seed=options.seed, journal=journal)
         family = starting_at(family, start)
     method = _method(options, family)
+
+    def watch(usage: Usage, online: Online | None, score: float) -> None:
+        display.say(_tried(usage, online, score))
+
     if options.follow:
         display.say("runs of Adam to learn from")
-        learned = learn_from_reference(
+        learned = learn_network(
             family,
-            method["potential"],
+            potential=method["potential"],
             reference=Reference(lr=options.reference) if options.reference else None,
-            tasks=2 * options.tasks,
             prior=options.prior,
+            tasks=options.tasks,
             seed=options.seed,
+            usage=options.usage,
+            watch=watch,
+            journal=journal,
         )
     else:
         learned = meta_train(
@@ -109,11 +114,9 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
             journal=journal,
             log=log,
         )
-    if options.usage:
-        learned = learn_usage(
-            learned, family, seed=options.seed, watch=lambda usage, online, score: display.say(_tried(usage, online, score))
-        )
-    return learned if start is None else learned.with_start(start, counted.tasks)
+    if options.usage and not options.follow:
+        learned = learn_usage(learned, family, seed=options.seed, watch=watch, journal=journal)
+    return learned if start is None else learned.with_start(start)
 
 
 def _tried(usage: Usage, online: Online | None, score: float) -> str:

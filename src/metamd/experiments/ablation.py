@@ -49,7 +49,7 @@ SCALES = {
     "cpu": Scale(
         TRAININGS, 1000, steps=100, outer_steps=3, tasks_per_step=3, usage_tasks=2, budget=9, rivals=("sgdm", "adam")
     ),
-    "paper": Scale(TRAININGS, 1000, outer_steps=20, rivals=("sgdm", "adam"), protocol="paper"),
+    "paper": Scale(TRAININGS, 1000, outer_steps=20, rivals=("sgdm", "adam"), protocol="paper", search="grid"),
 }
 
 

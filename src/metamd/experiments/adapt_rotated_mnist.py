@@ -10,9 +10,11 @@ from functools import partial
 
 from metamd import tasks
 from metamd.choosing import learn_start
+from metamd.experiments.learning import Family
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
 from metamd.objectives import Reference, Regret
 from metamd.potentials import Diagonal, Kronecker
+from metamd.starts import LearnedStart
 from metamd.tasks.adaptation import ADAPTED
 from metamd.tasks.shared_start import SharedStart
 from metamd.usage import Usage
@@ -40,14 +42,14 @@ SCALES = {
 }
 
 
-def _family(scale: Scale, hold_out: str, *, learned_start: bool) -> SharedStart:
-    family = tasks.adapt_rotated_mnist(
+def _family(scale: Scale, hold_out: str) -> SharedStart:
+    return tasks.adapt_rotated_mnist(
         hold_out=float(hold_out), images=scale.images, batch_size=scale.batch_size, steps=scale.steps
     )
-    if not learned_start:
-        return family
-    start = learn_start(family, reference=Reference(lr=2e-3, factor=2), tasks=2 * scale.tasks_per_step)
-    return SharedStart(family.family, start)
+
+
+def _start(scale: Scale, family: Family) -> LearnedStart:
+    return learn_start(family, reference=Reference(lr=2e-3, factor=2), tasks=2 * scale.tasks_per_step)
 
 
 def adaptation(name: str, *, learned_start: bool) -> Experiment:
@@ -60,7 +62,7 @@ def adaptation(name: str, *, learned_start: bool) -> Experiment:
     regret = Regret(comparator=Reference(lr=2e-3, factor=2))
     return Experiment(
         name,
-        partial(_family, learned_start=learned_start),
+        _family,
         {
             "kronecker": Geometry(
                 partial(Kronecker, rank=128),
@@ -73,6 +75,7 @@ def adaptation(name: str, *, learned_start: bool) -> Experiment:
         SCALES,
         {},
         share=0.5,
+        start=_start if learned_start else None,
     )
 
 

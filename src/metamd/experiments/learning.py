@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from metamd.choosing import learn_usage, tuned_reference
+from metamd.costs import total_cost
 from metamd.experiments.trainings import Training, train
 from metamd.following import learn_from_reference
 from metamd.journal import Journal
@@ -16,11 +17,12 @@ from metamd.potentials import MaxDiagonal
 from metamd.protocols import Protocol
 from metamd.records import Result
 from metamd.rivals import Schedule
+from metamd.starts import LearnedStart
 from metamd.tasks.base import derive_seed
 from metamd.tasks.counted import Counted
 from metamd.tasks.held_out import ImageFamily
 from metamd.tasks.shared_start import SharedStart
-from metamd.training import Measuring
+from metamd.training import Measuring, one_thread
 from metamd.usage import Usage
 
 Family = ImageFamily | SharedStart
@@ -92,6 +94,8 @@ class Scale:
         schedules: of the rivals.
         protocol: by which rivals are tuned.
         usage_tasks: training tasks to choose a usage on; 0 for none.
+        search: by which rivals are tuned under the protocol `paper`, a name in `metamd.search.SEARCHES`; the paper has grids
+            for the linear model and the MLP, and Bayesian optimisation for the others.
         screen: settings that go on from the first seed to the others, by each quantity; None for all.
         batch_size: images per step.
         width: of a ResNet18.
@@ -108,6 +112,7 @@ class Scale:
     rivals: tuple[str, ...] = ("sgd", "sgdm", "rmsprop", "adam")
     schedules: tuple[Schedule, ...] = ("constant", "linear")
     protocol: Protocol = "handicap"
+    search: str = "bayes"
     usage_tasks: int = 6
     screen: int | None = None
     batch_size: int = 100
@@ -149,13 +154,30 @@ def settings_of(size: Scale) -> dict[str, Any]:
         size: the scale.
     """
     kept = ("domains", "images", "steps", "outer_steps", "tasks_per_step", "protocol", "usage_tasks")
-    return {k: v for k, v in asdict(size).items() if k in kept} | (
-        {} if (size.batch_size, size.width) == (100, 64) else {"batch_size": size.batch_size, "width": size.width}
-    )
+    found = {k: v for k, v in asdict(size).items() if k in kept}
+    found |= {} if (size.batch_size, size.width) == (100, 64) else {"batch_size": size.batch_size, "width": size.width}
+    return found | ({} if size.search == "bayes" else {"search": size.search})
+
+
+def kept_start(path: Path, find: Callable[[], LearnedStart]) -> LearnedStart:
+    """The learned start that a file holds; if there is none it is found, on one thread, and written.
+
+    Args:
+        path: the file.
+        find: finds the start.
+    """
+    if not path.exists():
+        with one_thread():
+            found = find()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found.save(path)
+    return LearnedStart.load(path)
 
 
 def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int, name: str) -> Result:
     """Learn one geometry and save it; one that cannot be learned is a result too.
+
+    What a learned start of the family has cost is a part of the cost.
 
     Args:
         size: how much is computed.
@@ -189,10 +211,11 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
         chosen = derive_seed(seed, "usage", name)
         options = {"reference": reference, "tasks": size.usage_tasks, "seed": chosen, **geometry.choices}
         learned = learn_usage(learned, family, **options)
-    cost = {k: v + sum(c.get(k, 0.0) for c in costs) for k, v in learned.header.cost.items()}
-    learned = replace(learned, header=replace(learned.header, cost=cost))
+    if isinstance(family, SharedStart) and isinstance(family.start, LearnedStart):
+        learned = learned.with_start(family.start)
+    learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, *costs)))
     learned.save(path)
-    return {"file": path.name, "fingerprint": learned.fingerprint(), "cost": cost, "warnings": warned}
+    return {"file": path.name, "fingerprint": learned.fingerprint(), "cost": learned.header.cost, "warnings": warned}
 
 
 def _meta_train(

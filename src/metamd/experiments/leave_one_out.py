@@ -8,8 +8,19 @@ from pathlib import Path
 from metamd.cells import Cell, fill
 from metamd.comparing import compare
 from metamd.comparison import Comparison
+from metamd.experiments.convergence import last_tenths
 from metamd.experiments.curves import learning_curves
-from metamd.experiments.learning import Entry, Family, Geometry, Scale, alone, learn, learned_file, settings_of
+from metamd.experiments.learning import (
+    Entry,
+    Family,
+    Geometry,
+    Scale,
+    alone,
+    kept_start,
+    learn,
+    learned_file,
+    settings_of,
+)
 from metamd.experiments.pace import lines as pace_lines
 from metamd.experiments.pace import pace
 from metamd.folds import Target
@@ -17,7 +28,10 @@ from metamd.learned import load
 from metamd.protocols import entrants, labels
 from metamd.records import Records, Result
 from metamd.rivals import Contender, learned_rival, rival
+from metamd.search import SEARCHES
+from metamd.starts import LearnedStart
 from metamd.tasks.base import TaskFamily, derive_seed
+from metamd.tasks.shared_start import SharedStart
 
 __all__ = ["Entry", "Experiment", "Geometry", "Scale", "markdown"]
 
@@ -41,6 +55,7 @@ class Experiment:
         share: of the run, after which the loss of the best rival is what ours is to reach sooner.
         sides: what is compared on, by name, if it is not the held-out side of the family alone.
         own_tasks: whether every side draws tasks of its own, as repetitions on one domain must; else the draw is the same.
+        start: finds where the tasks of a family with a shared start begin instead; kept beside what is learned.
         draw: the figure, from the comparison and the labels of ours to show, into a folder.
     """
 
@@ -53,6 +68,7 @@ class Experiment:
     share: float = 1.0
     sides: Callable[[Scale, str, Family], Sides] | None = None
     own_tasks: bool = False
+    start: Callable[[Scale, Family], LearnedStart] | None = None
     draw: Callable[[Comparison, Sequence[str], Path], None] = learning_curves
 
     def run(
@@ -73,10 +89,10 @@ class Experiment:
         first = [next(iter(g.entries)) for name, g in self.geometries.items() if name not in failed]
         self.draw(joined, first, folder)
         size, rows = self.scales[scale], self.rows(joined)
-        rows[0]["pace"] = {title: pace(joined, labels, self.share) for title, labels in _opponents(joined, size).items()}
+        rows[0]["pace"] = {title: pace(joined, who, self.share) for title, who in _opponents(joined, size).items()}
         rows[0] |= {"share": self.share} | ({"failed": failed} if failed else {})
-        about = {"experiment": self.name, "scale": scale, "seed": seed, "protocol": size.protocol}
-        return about | {"rows": rows}
+        about: Result = {"experiment": self.name, "scale": scale, "seed": seed, "protocol": size.protocol}
+        return about | {"last_tenth": last_tenths(joined), "rows": rows}
 
     def compared(
         self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
@@ -101,7 +117,7 @@ class Experiment:
         records = Records(folder, settings)
         known = {cell: records.cell(cell, dict) for cell in self._cells(size) if records.has(cell)}
         kept = {d: read for d in size.domains if (read := self._read(size, d, folder, known))}
-        families = {domain: self.family(size, domain) for domain in size.domains if domain not in kept}
+        families = {domain: self._begun(size, domain, folder) for domain in size.domains if domain not in kept}
         self._forget(records, families, folder)
         lessons = self._lessons(size, families, folder, seed)
         taught = known | (fill(records, lessons, title=f"{self.name}: learning", workers=workers) if families else {})
@@ -124,6 +140,7 @@ class Experiment:
                     schedules=size.schedules,
                     steps=side.steps,
                     seed=seed,
+                    search=SEARCHES[size.search],
                     records=Records(here / "tuning", settings) if size.protocol == "paper" else None,
                     workers=workers,
                 )
@@ -178,6 +195,14 @@ class Experiment:
             if any(len(f.entrants[label]) != budget for f in c.folds for label in tuned):
                 return []
         return found
+
+    def _begun(self, size: Scale, domain: str, folder: Path) -> Family:
+        """The family with a domain held out, from the learned start if there is to be one."""
+        family = self.family(size, domain)
+        if self.start is None:
+            return family
+        found = kept_start(learned_file(folder, domain, "start"), partial(self.start, size, family))
+        return SharedStart(family.family if isinstance(family, SharedStart) else family, found)
 
     def _lessons(self, size: Scale, families: Mapping[str, Family], folder: Path, seed: int) -> Iterator[Cell]:
         (folder / "learned").mkdir(exist_ok=True)
@@ -278,7 +303,7 @@ def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
     tuned = {
         name: [x for x in comparison.labels if x in (title, f"{title}, linear decay")] for name, title in titles.items()
     }
-    everybody = [label for labels in tuned.values() for label in labels]
+    everybody = [label for members in tuned.values() for label in members]
     papers = [label for name in PAPERS if name in tuned for label in tuned[name]]
     groups = {"the best of the paper's rivals": papers} if papers else {}
     return groups | ({"the best of all": everybody} if set(everybody) != set(papers) else {})

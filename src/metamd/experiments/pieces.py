@@ -52,7 +52,7 @@ SCALES = {
     "cpu": Scale(
         (HELD_OUT,), 1000, steps=200, outer_steps=4, tasks_per_step=4, usage_tasks=2, budget=9, rivals=("sgdm", "adam")
     ),
-    "paper": Scale((HELD_OUT,), 1000, outer_steps=20, seeds=10, protocol="paper"),
+    "paper": Scale((HELD_OUT,), 1000, outer_steps=20, seeds=10, protocol="paper", search="grid"),
 }
 
 

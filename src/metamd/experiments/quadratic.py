@@ -106,7 +106,9 @@ SCALES = {
         everything=False,
     ),
     "cpu": Scale(),
+    "paper": Scale(),
 }
+"""Of the paper's protocol no more is published than `cpu` has."""
 
 
 def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:

@@ -56,7 +56,8 @@ class Scale:
     valleys: int = 50
 
 
-SCALES = {"smoke": Scale(("customary",), 2, 1, 12, False, 3), "cpu": Scale()}
+SCALES = {"smoke": Scale(("customary",), 2, 1, 12, False, 3), "cpu": Scale(), "paper": Scale()}
+"""Of the paper's protocol no more is published than `cpu` has."""
 
 
 def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:

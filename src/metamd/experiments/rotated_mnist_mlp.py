@@ -1,8 +1,13 @@
 """`metamd reproduce rotated-mnist-mlp`: the paper's table of a 3-layer MLP on rotated MNIST [GaoMetaMD2022].
 
-Five angles to learn from, the sixth to compare on, each in turn. The paper trains its inner loop to convergence by a
-criterion that it does not publish; here a run has 500 steps, and the curves show where it has converged. With 10,000 images
-a domain the accuracies are about those of the paper, which does not say how many it had.
+Five angles to learn from, the sixth to compare on, each in turn. With 10,000 images a domain the accuracies are about those
+of the paper, which does not say how many it had.
+
+The paper trains its inner loop to convergence by a criterion that it does not publish. Ours: the mean training loss of the
+last tenth of a run is within 5 % of that of the tenth before. The 500 steps of the scale `cpu`, five epochs, do not meet it:
+in its records the tuned rivals still fall by a tenth and more there, with linear decay, and without weight decay their
+losses go on to zero. The scale `paper`, whose grids all have a weight decay, has 5,000 steps, fifty epochs; `last_tenth` in
+summary.json says for every optimiser whether that was enough.
 """
 
 from functools import partial
@@ -11,6 +16,7 @@ from metamd import tasks
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.held_out import ImageFamily
+from metamd.training import Measuring
 from metamd.usage import Usage
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
@@ -30,7 +36,17 @@ SCALES = {
         ("0", "45"), 200, steps=20, outer_steps=1, tasks_per_step=2, seeds=2, budget=3, rivals=("sgd", "adam"), usage_tasks=0
     ),
     "cpu": Scale(ANGLES, 10_000, outer_steps=2, tasks_per_step=4, rivals=("sgdm", "adam", "soap", "muon"), screen=3),
-    "paper": Scale(ANGLES, 1000, seeds=10, outer_steps=20, rivals=("sgd", "sgdm", "rmsprop", "adam"), protocol="paper"),
+    "paper": Scale(
+        ANGLES,
+        10_000,
+        steps=5000,
+        seeds=10,
+        outer_steps=20,
+        rivals=("sgd", "sgdm", "rmsprop", "adam"),
+        protocol="paper",
+        search="grid",
+        measuring=Measuring(every=50),
+    ),
 }
 
 

@@ -5,7 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ class TaskFamily(ABC):
             tasks can then run together, `torch.func.vmap(task.loss)` over their stacked parameters and batches.
     """
 
-    counts_digits: ClassVar[bool] = False
+    counts_digits: bool = False
     """Whether losses are convex and the same at every step, so that what counts is how many of their digits are right."""
 
     def __init__(self, name: str, steps: int, *, shared_loss: bool = False) -> None:

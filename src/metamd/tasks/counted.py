@@ -1,10 +1,11 @@
 """A family that knows what was done with it."""
 
+import time
 from typing import Any
 
 import torch
 
-from metamd.tasks.base import Config, Task, TaskFamily, config_hash
+from metamd.tasks.base import Config, Drawn, Task, TaskFamily, config_hash
 
 
 class Counted(TaskFamily):
@@ -16,7 +17,9 @@ class Counted(TaskFamily):
 
     def __init__(self, family: TaskFamily) -> None:
         super().__init__(family.name, family.steps, shared_loss=family.shared_loss)
+        self.counts_digits = family.counts_digits
         self.family, self.batches, self.tasks = family, 0, dict[str, None]()
+        self.seconds = 0.0
 
     def sample(self, generator: torch.Generator) -> Config:
         """As the family does."""
@@ -34,6 +37,30 @@ class Counted(TaskFamily):
 
         setattr(task, "batch", counted)  # noqa: B010 - an attribute of this task alone
         return task
+
+    def spent(self, batches: int, seconds: float) -> None:
+        """Count work that was done before and is not done again.
+
+        Args:
+            batches: that were asked for.
+            seconds: that it took.
+        """
+        self.batches += batches
+        self.seconds += seconds
+        if isinstance(self.family, Counted):
+            self.family.spent(batches, seconds)
+
+    def cost(self, began: float) -> dict[str, float]:
+        """What was done with it, as a header says it.
+
+        Args:
+            began: `time.perf_counter()` at the beginning.
+        """
+        return {"gradient_evaluations": self.batches, "seconds": time.perf_counter() - began + self.seconds}
+
+    def drawn(self) -> Drawn:
+        """As the family does."""
+        return self.family.drawn()
 
     def describe(self) -> dict[str, Any]:
         """As the family does."""

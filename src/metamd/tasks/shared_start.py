@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from metamd.starts import LearnedStart
 from metamd.tasks.base import Config, Drawn, Task, TaskFamily
 from metamd.tying import clean_names
 
@@ -71,8 +72,9 @@ class SharedStart(TaskFamily):
 
     def __init__(self, family: TaskFamily, start: "Mapping[str, Tensor] | Late") -> None:
         super().__init__(family.name, family.steps, shared_loss=family.shared_loss)
+        self.counts_digits = family.counts_digits
         self.family = family
-        self._start = start if isinstance(start, Late) else dict(start)
+        self._start = start if isinstance(start, Late | LearnedStart) else dict(start)
 
     @property
     def start(self) -> Mapping[str, Tensor]:

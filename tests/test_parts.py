@@ -1,0 +1,191 @@
+"""The default for networks, stopped and continued: the same result, no part computed twice, other settings refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from metamd import Diagonal, Journal, cli, learn_start, learn_usage, load, meta_train
+from metamd.parts import Parts, parts_of
+from metamd.tasks import quadratic, starting_at, tabular
+from metamd.tasks.counted import Counted
+from metamd.workers import Workers
+from tests.network_worker import family, train
+from tests.test_train_command import process
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+
+def worker(folder, point=""):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.network_worker", str(folder), point]
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def said(learned):
+    """All that a file says, but how long it took."""
+    header = learned.header.to_dict()
+    return {**header, "cost": {k: v for k, v in header["cost"].items() if k != "seconds"}}, learned.fingerprint()
+
+
+class Spied:
+    """The worker's family, and how many batches were drawn."""
+
+    def __init__(self):
+        self.family, self.drawn = family(), 0
+        build = self.family.build
+
+        def built(config):
+            task = build(config)
+            batch = task.batch
+            task.batch = lambda step: (setattr(self, "drawn", self.drawn + 1), batch(step))[1]
+            return task
+
+        self.family.build = built
+
+
+@pytest.fixture(scope="module")
+def whole():
+    spied = Spied()
+    learned = train(of=spied.family)
+    return learned, spied.drawn
+
+
+def test_the_cost_is_all_that_was_drawn(whole):
+    learned, drawn = whole
+    assert learned.header.cost["gradient_evaluations"] == drawn, "choosing the reference's rate is a part of it"
+
+
+def test_killed_in_every_stage_it_continues_to_the_same_result(tmp_path, whole):
+    """The points are places in the uninterrupted run: a process that began again each time would never come past them."""
+    learned, drawn = whole
+    for point in ("batch:60", "write:8", "batch:150", f"batch:{drawn // 2}", "write:30"):
+        killed = worker(tmp_path, point)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"reference", "follow", "usage"}
+    last = worker(tmp_path)
+    assert last.returncode == 0, last.stderr[-2000:]
+    assert said(load(tmp_path / "0.safetensors")) == said(learned)
+    spied = Spied()
+    assert said(train(Journal(tmp_path / "run"), of=spied.family)) == said(learned)
+    assert spied.drawn == 0, "everything was there"
+    suffixes = {p.suffix for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"}
+    assert suffixes == {".json", ".safetensors"}, "nothing that could be executed, and nothing half written"
+
+
+def test_a_part_that_is_gone_is_computed_again_and_no_other(tmp_path, whole):
+    learned, drawn = whole
+    journal = Journal(tmp_path)
+    assert said(train(journal)) == said(learned)
+    (tmp_path / "follow" / "learned.safetensors").unlink()
+    cell = next((tmp_path / "usage" / "cells").glob("run-*.json"))
+    cost = json.loads(cell.read_text())["gradients"]
+    cell.unlink()
+    spied = Spied()
+    assert said(train(journal, of=spied.family)) == said(learned)
+    follow = json.loads((tmp_path / "follow" / "cells" / "learned.json").read_text())["gradients"]
+    assert spied.drawn == cost + follow < drawn
+
+
+def test_other_settings_and_damaged_parts_are_refused(tmp_path):
+    train(Journal(tmp_path))
+    with pytest.raises(ValueError, match="holds a run with other settings: seed is 0, and would be 1"):
+        train(Journal(tmp_path), seed=1)
+    with pytest.raises(ValueError, match=r"other settings: family\.steps is 4, and would be 5"):
+        train(Journal(tmp_path), of=tabular(steps=5))
+    rate = next((tmp_path / "reference" / "cells").glob("*.json"))
+    rate.write_text('{"loss": 1.0}')
+    with pytest.raises(ValueError, match="must say what it has cost"):
+        train(Journal(tmp_path))
+    rate.write_text("{")
+    with pytest.raises(ValueError, match="Delete the file, and it is computed again"):
+        train(Journal(tmp_path))
+
+
+def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
+    counted = Counted(family())
+    with (
+        parts_of(Journal(tmp_path), "usage", counted, {}),
+        pytest.raises(BlockingIOError, match="another run is writing to"),
+        parts_of(Journal(tmp_path), "usage", counted, {}),
+    ):
+        pass
+
+
+def test_the_other_processes_read_and_do_not_write(tmp_path, monkeypatch):
+    counted = Counted(family())
+    monkeypatch.setattr(Workers, "present", classmethod(lambda cls: cls(1, 2)))
+    with parts_of(Journal(tmp_path), "usage", counted, {}) as parts:
+        assert parts.part("a", lambda: {"x": 1})["x"] == 1
+    assert not any(tmp_path.iterdir())
+    monkeypatch.undo()
+    with parts_of(Journal(tmp_path), "usage", counted, {}) as parts:
+        parts.part("a", lambda: {"x": 2})
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(Workers, "present", classmethod(lambda cls: cls(1, 2)))
+    with parts_of(Journal(tmp_path), "usage", counted, {}) as parts:
+        assert parts.part("a", lambda: {"x": 3})["x"] == 2
+        assert parts.part("b", lambda: {"x": 4})["x"] == 4
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_was_done_before_counts_for_all_who_count():
+    outer = Counted(family())
+    Parts(Counted(outer)).family.spent(7, 1.5)
+    assert (outer.batches, outer.seconds) == (7, 1.5)
+
+
+def test_two_processes_do_the_same_and_the_first_one_writes(tmp_path, whole):
+    flags = ["--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *flags, "-m", "tests.network_worker"]
+    for attempt in range(3):  # gloo now and then fails to connect
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        run = subprocess.run(
+            [*command, str(folder)], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+        )
+        if run.returncode == 0:
+            break
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert said(load(folder / "0.safetensors")) == said(load(folder / "1.safetensors")) == said(whole[0])
+
+
+def test_ctrl_c_leaves_a_run_that_the_same_command_continues(tmp_path):
+    torch.save(family().example(), tmp_path / "start.pt")
+    options = ["tabular", "--steps", "4", "--tasks", "1", "--start", tmp_path / "start.pt", "--learn-start"]
+    out, whole = tmp_path / "x.safetensors", tmp_path / "whole.safetensors"
+    first = process(*options, "--out", out)
+    cells = tmp_path / "x.safetensors.run" / "usage" / "cells"
+    for _ in range(1200):
+        if first.poll() is not None or len(list(cells.glob("run-*.json"))) > 3:
+            break
+        time.sleep(0.02)
+    first.send_signal(signal.SIGINT)
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == 130, err
+    assert "the same command continues" in err
+    assert not out.exists()
+    made = {p: p.stat().st_mtime_ns for p in cells.glob("run-*.json")}
+    assert cli.run(["train", *map(str, options), "--seed", "7", "--out", str(out)]) == 2
+    for where in (out, whole):
+        assert cli.run(["train", *map(str, options), "--out", str(where)]) == 0
+    assert said(load(out)) == said(load(whole))
+    assert all(torch.equal(x, load(whole).start[n]) for n, x in load(out).start.items())
+    assert all(p.stat().st_mtime_ns == when for p, when in made.items()), "runs that were there are read"
+
+
+def test_a_usage_after_rounds_continues_too(tmp_path):
+    learned = meta_train(tabular(steps=20), Diagonal(), outer_steps=1, tasks_per_step=1)
+    options = {"tasks": 1, "factors": (1.0,), "journal": Journal(tmp_path)}
+    once, again = (learn_usage(learned, tabular(steps=20), **options) for _ in range(2))
+    assert said(once) == said(again)
+    start = starting_at(quadratic(steps=10), {"theta": torch.ones(2, dtype=torch.float64)})
+    first, second = (learn_start(start, tasks=2, journal=Journal(tmp_path / "start")) for _ in range(2))
+    assert torch.equal(first["theta"], second["theta"])
+    assert (first.tasks, first.cost) == (second.tasks, second.cost)

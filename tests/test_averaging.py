@@ -89,6 +89,82 @@ def test_the_parameters_are_the_average_that_the_recursion_gives(options, pieces
     torch.testing.assert_close(p.detach(), point, rtol=1e-10, atol=1e-12)
 
 
+def test_a_momentum_changed_during_the_run_leaves_the_average_what_it_is():
+    """Before a step, before an evaluation, in eval mode, and while a tensor has no gradient."""
+    model = small_model(dtype=torch.float64)
+    optimiser = MetaMD(model.named_parameters(), Diagonal(), lr=0.05, momentum=0.9, averaging="schedule-free")
+    (group,) = optimiser.param_groups
+    params = list(model.parameters())
+    iterates = [[p.detach().clone()] for p in params]
+
+    def go_on(steps, first):
+        for t in range(first, first + steps):
+            train(model, optimiser, 1, first=t)
+            for p, kept in zip(params, iterates, strict=True):
+                kept.append(optimiser.state[p]["z"].clone())
+
+    def check(**momenta):
+        optimiser.eval()
+        for p, kept in zip(params, iterates, strict=True):
+            torch.testing.assert_close(p.detach(), torch.stack(kept).mean(0), rtol=1e-10, atol=1e-12)
+        group.update(momenta)
+        optimiser.train()
+        for p, kept in zip(params, iterates, strict=True):
+            point = torch.stack(kept).mean(0).lerp(kept[-1], 1 - group["momentum"])
+            torch.testing.assert_close(p.detach(), point, rtol=1e-10, atol=1e-12)
+
+    go_on(3, first=0)
+    group["momentum"] = 0.5
+    go_on(3, first=3)
+    group["momentum"] = 0.8
+    check()
+    check(momentum=0.3)
+    go_on(2, first=6)
+    check()
+    still = model[0].weight.detach().clone()
+    model[0].requires_grad_(False)
+    group["momentum"] = 0.6
+    train(model, optimiser, 1, first=8)
+    assert torch.equal(model[0].weight, still)
+    optimiser.eval()
+    torch.testing.assert_close(params[0].detach(), torch.stack(iterates[0]).mean(0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_a_cycle_of_momenta_runs_and_resumes_bit_exactly(options):
+    model, steps = small_model(), 20
+    optimiser = MetaMD(model.named_parameters(), Diagonal(), lr=0.1, **options)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.1, total_steps=steps)
+    for t in range(steps - 1):
+        train(model, optimiser, 1, first=t)
+        schedule.step()
+        if t == 10:
+            other = copy.deepcopy(model)
+            resumed = MetaMD(other.named_parameters(), Diagonal(), lr=0.1, **options)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(resumed, 0.1, total_steps=steps)
+            resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+            cycle.load_state_dict(schedule.state_dict())
+        elif t > 10:
+            train(other, resumed, 1, first=t)
+            cycle.step()
+    optimiser.eval()
+    resumed.eval()
+    assert equal_parameters(model, other)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("averaging", "momentum"), [("constant", 1.0), ("schedule-free", 0.0), ("schedule-free", 1.5)])
+def test_a_momentum_without_an_average_is_refused_before_anything_moves(averaging, momentum):
+    model = small_model()
+    optimiser = MetaMD(model.named_parameters(), Diagonal(), lr=0.1, momentum=0.9, averaging=averaging)
+    train(model, optimiser, 3)
+    before = copy.deepcopy(model)
+    optimiser.param_groups[0]["momentum"] = momentum
+    with pytest.raises(ValueError, match="must be"):
+        train(model, optimiser, 1)
+    assert equal_parameters(model, before)
+
+
 def convex(seed, dimension=6):
     """A least-squares loss and its minimiser."""
     g = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ see `needs_sum`. The proofs are in docs/concepts/certificates.md.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ class Ledger:
         restarts: how often it began again.
         reason: why it last did.
         rule: by which the metric grows, in words; empty for one that stays as it is.
+        momenta: the two smallest of those that any tensor had in any step; one, if it was the same throughout.
     """
 
     paper: bool = False
@@ -94,6 +95,7 @@ class Ledger:
     restarts: int = 0
     reason: str = ""
     rule: str = ""
+    momenta: list[float] = field(default_factory=list)
 
     def restart(self, reason: str) -> None:
         """Forget the sums: what follows is a run of its own. Before the first step there is nothing to forget."""
@@ -185,6 +187,10 @@ class Ledger:
             if rates[n] > 0:
                 self.decay = max(self.decay, float(move.decay) / rates[n])
                 self.ascent, self.descent = self.ascent or float(move.lr) < 0, self.descent or float(move.lr) > 0
+
+    def note_momenta(self, momenta: Iterable[float]) -> None:
+        """Note the momenta of a step's tensors."""
+        self.momenta = sorted({*self.momenta, *momenta})[:2]
 
     def add(self, terms: Mapping[str, list[float]], top: float) -> None:
         """Add up a step.

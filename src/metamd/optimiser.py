@@ -14,11 +14,12 @@ from metamd.averaging import (
     AveragingName,
     blend,
     check_averaging,
+    check_momenta,
     lift,
     open_iterates,
     rate_of_iterate,
-    to_average,
-    to_gradient_point,
+    to_averages,
+    to_gradient_points,
 )
 from metamd.certificate import Certificate, Reference
 from metamd.guard import Safeguard, energy
@@ -165,6 +166,7 @@ class MetaMD(Optimizer):
         named, grads, groups = self._gather()
         if not grads:
             return loss
+        check_momenta(self.param_groups, self.averaging)
         if self.check_finite:
             binding.refuse_nonfinite(named, grads)
         self._notice_edits(named)
@@ -178,9 +180,10 @@ class MetaMD(Optimizer):
             rates = {n: self._rate(groups[n]) for n in moves}
             stores = {n: self.state[p] if n in moves else self.state.get(p, {}) for n, p in named.items()}
             self._audit.before(active, moves, rates, named, stores)
+            self._audit.ledger.note_momenta(group["momentum"] for group in groups.values())
         if self.averaging == "schedule-free":
             for n, momentum in averaged.items():
-                lift(params[n], points[n], count, momentum)
+                lift(params[n], points[n], count, momentum, self.state[named[n]])
         step = self._advance(named, points, moves, active)
         if self._audit is not None:
             self._audit.after(step.active, moves)
@@ -276,21 +279,19 @@ class MetaMD(Optimizer):
     @torch.no_grad()
     def eval(self) -> None:
         """Put the average into the parameters, to evaluate or save the model; only "schedule-free" needs it."""
-        self._swap(to_average, training=False)
+        self._swap(to_averages, training=False)
 
     @torch.no_grad()
     def train(self) -> None:
         """Put the point where gradients are taken into the parameters, to go on."""
-        self._swap(to_gradient_point, training=True)
+        check_momenta(self.param_groups, self.averaging)
+        self._swap(to_gradient_points, training=True)
 
-    def _swap(self, swap: Callable[[Tensor, Tensor, float], None], *, training: bool) -> None:
+    def _swap(self, swap: Callable[[list[dict[str, Any]], Any], None], *, training: bool) -> None:
         if self.averaging != "schedule-free" or self._training == training:
             return
         self._training = training
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "z" in self.state[p]:
-                    swap(local(p), local(self.state[p]["z"]), group["momentum"])
+        swap(self.param_groups, self.state)
         if self._versions:
             self._versions = {n: local(p)._version for n, p, _ in self._places.values()}
 

@@ -31,6 +31,7 @@ from metamd.following import learn_from_reference
 from metamd.inner import gradient
 from metamd.lessons import draw_config
 from metamd.objectives import Reference
+from metamd.online import KEPT
 from metamd.tasks import quadratic, starting_at, tabular
 from metamd.trial import Tally, train
 from tests.helpers import equal_parameters, losses_of, small_model
@@ -135,6 +136,47 @@ def test_resume_and_copies_are_bit_exact(rule):
     for m, o in [(model, optimiser), *twins]:
         fit(m, o, 10, first=10)
     assert all(equal_parameters(model, m) for m, _ in twins)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", [Online("average"), Online("sum"), Online("polar"), Online("average", refresh=3)], ids=str)
+@pytest.mark.parametrize("basis", [False, True])
+def test_half_precision_is_finite_and_resumes_bit_exactly(rule, dtype, basis):
+    model = small_model(dtype=dtype)
+    options = {"metric": replace(rule, scale=scales(model, 0.01)), "momentum": 0.8}
+    geometry = turned(model)[0] if basis else Diagonal()
+    optimiser = MetaMD(model.named_parameters(), geometry, **options)
+    fit(model, optimiser, 10)
+    assert all(p.isfinite().all() for p in model.parameters())
+    for state in optimiser.state.values():
+        assert {state[key].dtype for key in KEPT if key in state} == {torch.float32}
+    other = copy.deepcopy(model)
+    resumed = MetaMD(other.named_parameters(), geometry, **options)
+    resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    fit(model, optimiser, 10, first=10)
+    fit(other, resumed, 10, first=10)
+    assert equal_parameters(model, other)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        for key in KEPT:
+            assert key not in optimiser.state[p] or torch.equal(optimiser.state[p][key], resumed.state[q][key])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_adds_up_what_it_could_not_hold(dtype):
+    x = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    optimiser = MetaMD([("x", x)], Diagonal(), metric=Online("sum", scale={"x": 1e4}))
+    for _ in range(2000):
+        x.grad = torch.ones_like(x)
+        optimiser.step()
+    assert torch.equal(optimiser.state[x]["squares"], torch.full((3,), 2000.0))
+
+
+@pytest.mark.parametrize("rule", ["average", "sum"])
+def test_coordinates_without_gradient_stay_where_they_are_in_half_precision(rule):
+    x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    x.grad = torch.tensor([1e-4, 0.0, 1.0], dtype=torch.float16)
+    MetaMD([("x", x)], Diagonal(), metric=Online(rule, scale={"x": 100.0})).step()
+    torch.testing.assert_close(x.detach().float(), torch.tensor([-0.01, 0.0, -0.01]), rtol=1e-3, atol=0)
 
 
 def test_the_identity_of_growing_metrics_holds_along_an_online_run():

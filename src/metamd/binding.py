@@ -1,6 +1,5 @@
 """How an optimiser's parameters meet a geometry: names, options of groups, metrics where the parameters are."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +15,6 @@ from metamd.potentials.mixture import widen
 from metamd.sharding import any_process, is_sharded, local, local_metric, shard_dims, total_for
 from metamd.tying import clean_names
 from metamd.usage import Metric
-
-SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
-"""Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
-
 
 def unwrap(geometry: LearnedOptimiser | Potential) -> tuple[Potential, FamilyWatch | None]:
     """The potential of a geometry, and who watches over the family that it was learned on."""
@@ -196,31 +191,3 @@ def refuse_edited(named: Params, versions: Mapping[str, int], stores: Mapping[st
                 f"the parameter {n!r} was changed after the last step, so that the end of the run is lost. Ask for the "
                 "certificate before loading or changing parameters; the reference may be any state_dict."
             )
-
-
-def refuse_foreign(state_dict: Mapping[str, Any], pieces: int, geometry: str) -> None:
-    """Refuse the state_dict of another optimiser or of other pieces; warn of one of another geometry.
-
-    Args:
-        state_dict: what is to be loaded.
-        pieces: N of the optimiser's geometry, 0 for one without pieces.
-        geometry: its fingerprint.
-    """
-    saved = state_dict["param_groups"][0] if state_dict.get("param_groups") else {}
-    missing = [key for key in SHARED if key not in saved]
-    if missing:
-        raise ValueError(
-            f"this is not a state_dict of MetaMD: its param groups lack {', '.join(missing)}. "
-            "Load it into the optimiser that it was taken from."
-        )
-    if len(saved["weights"]) != pieces:
-        raise ValueError(
-            f"this state_dict is of a run with {len(saved['weights'])} pieces, but this optimiser's geometry has "
-            f"{pieces}. Build MetaMD with the geometry that the run used."
-        )
-    if saved["geometry"] != geometry:
-        warnings.warn(
-            "this state_dict is of a run in another geometry: the continued run will not be the one that was "
-            "interrupted. Build MetaMD with the geometry that the run used, if that was meant.",
-            stacklevel=3,
-        )

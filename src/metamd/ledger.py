@@ -237,21 +237,6 @@ class Ledger:
         return cls(**{**kept, "rows": {n: Row(**row) for n, row in kept["rows"].items()}})
 
 
-def keep_wide(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], state: Any) -> None:
-    """Undo what loading does to sums of half-precision parameters: torch rounds all state to the parameter's dtype.
-
-    Args:
-        state_dict: what was loaded.
-        groups: the optimiser's.
-        state: the optimiser's, by parameter.
-    """
-    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
-        saved = state_dict["state"].get(i, {}).get(SUM)
-        if saved is not None:
-            state[p][SUM] = saved.detach().clone().to(p.device)
-
-
 def needs_sum(param: Tensor, always: bool = False) -> bool:
     """Whether sum v_t has to be kept: half precision rounds iterates as coarsely as steps move them.
 

@@ -24,11 +24,12 @@ from metamd.averaging import (
 from metamd.certificate import Certificate, Reference
 from metamd.guard import Safeguard, energy
 from metamd.learned import LearnedOptimiser
-from metamd.ledger import Ledger, keep_wide
+from metamd.ledger import Ledger
 from metamd.online import Online
 from metamd.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.resuming import keep_wide, refuse_foreign
 from metamd.sharding import local
 from metamd.usage import Metric
 
@@ -347,7 +348,7 @@ class MetaMD(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state_dict was taken, in the same geometry."""
-        binding.refuse_foreign(state_dict, binding.piece_count(self._potential), self._fingerprint())
+        refuse_foreign(state_dict, binding.piece_count(self._potential), self._fingerprint())
         super().load_state_dict(state_dict)
         keep_wide(state_dict, self.param_groups, self.state)
         group = self.param_groups[0]

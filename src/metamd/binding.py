@@ -8,13 +8,14 @@ from torch import Tensor
 
 from metamd.guard import FamilyWatch
 from metamd.learned import LearnedOptimiser, fingerprint
-from metamd.online import Online
+from metamd.online import KEPT, Online
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.mixture import widen
-from metamd.sharding import any_process, is_sharded, local, local_metric, shard_dims, total_for
+from metamd.sharding import any_process, is_sharded, local, local_metric, shard_dims, spread_like, total_for
 from metamd.tying import clean_names
 from metamd.usage import Metric
+
 
 def unwrap(geometry: LearnedOptimiser | Potential) -> tuple[Potential, FamilyWatch | None]:
     """The potential of a geometry, and who watches over the family that it was learned on."""
@@ -133,6 +134,19 @@ def check_whole(online: Online | None, named: Params) -> None:
                 f"this online metric needs whole weights on one process, but {name!r} is sharded. Use metric='learned', or "
                 'metamd.Online("average").'
             )
+
+
+def share_state(state: dict[str, Any], param: Tensor) -> None:
+    """Make what an online metric keeps of a sharded parameter a shard too: a checkpoint would take it for a whole otherwise.
+
+    Args:
+        state: of the parameter.
+        param: the parameter.
+    """
+    if is_sharded(param):
+        for key in KEPT:
+            if key in state and not is_sharded(state[key]):
+                state[key] = spread_like(state[key], param)
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -202,6 +202,7 @@ class MetaMD(Optimizer):
             state = self.state[named[n]]
             watch = None if self._audit is None else self._audit.watch(n, move, named[n], state)
             self._online.advance(bound, n, points[n], move, state, watch)
+            binding.share_state(state, named[n])
         return Step(points)
 
     def _gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:

@@ -197,6 +197,35 @@ def test_the_identity_of_growing_metrics_holds_along_an_online_run():
             assert regret <= bound
 
 
+def test_a_missing_scale_is_said_before_anything_moves():
+    model = small_model()
+    online = Online("sum", scale={"0.weight": 100.0, "0.bias": 100.0})
+    for options in ({}, {"certify": True}):
+        with pytest.raises(ValueError, match=r"there is none for '2\.weight'.*; there are those of '0\.weight', '0\.bias'"):
+            MetaMD(model.named_parameters(), Diagonal(), metric=online, **options)
+    known = Diagonal().bind(model[0].named_parameters("0"))
+    lenient = known.with_metrics(known.log_d).bind(model.named_parameters(), missing="euclidean")
+    with pytest.raises(ValueError, match=r"there is none for '2\.weight'"):
+        MetaMD(model.named_parameters(), lenient, metric=online)
+    optimiser = MetaMD(model[0].named_parameters("0"), Diagonal(), metric=online)
+    with pytest.raises(ValueError, match=r"there is none for '2\.weight'"):
+        optimiser.add_param_group({"params": list(model[2].named_parameters("2"))})
+    fit(model, optimiser, 2)
+    assert len(optimiser.param_groups) == 1
+
+
+def test_a_frozen_tensor_needs_no_scale_until_it_is_trained():
+    model = small_model()
+    model[2].requires_grad_(False)
+    optimiser = MetaMD(model.named_parameters(), Diagonal(), metric=Online(scale={"0.weight": 100.0, "0.bias": 100.0}))
+    fit(model, optimiser, 2)
+    model[2].requires_grad_(True)
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"there is none for '2\.weight'"):
+        fit(model, optimiser, 1)
+    assert equal_parameters(model, before)
+
+
 # how a geometry is used
 
 

@@ -1,6 +1,6 @@
 """How an optimiser's parameters meet a geometry: names, options of groups, metrics where the parameters are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.mixture import widen
 from metamd.sharding import any_process, is_sharded, local, local_metric, shard_dims, spread_like, total_for
-from metamd.tying import clean_names
+from metamd.tying import clean_names, some
 from metamd.usage import Metric
 
 
@@ -133,6 +133,26 @@ def check_whole(online: Online | None, named: Params) -> None:
             raise ValueError(
                 f"this online metric needs whole weights on one process, but {name!r} is sharded. Use metric='learned', or "
                 'metamd.Online("average").'
+            )
+
+
+def check_scales(online: Online | None, potential: Potential, names: Iterable[str]) -> None:
+    """Refuse parameters that an online metric has no scale for.
+
+    Args:
+        online: the rule and its scales.
+        potential: bound to the parameters.
+        names: of those that are to move.
+    """
+    if online is None or not isinstance(potential, MaxDiagonal):
+        return
+    for name in names:
+        key = potential.slots[name].key
+        if key not in online.scale:
+            raise ValueError(
+                f"an online metric needs a scale for every parameter that is trained, but there is none for {name!r} (key "
+                f"{key!r}); there are those of {some(online.scale)}. Learn them with metamd.learn_usage(learned, family), "
+                f"or pass metamd.Online(..., scale={{{key!r}: 100.0, ...}})."
             )
 
 

@@ -130,10 +130,11 @@ class MetaMD(Optimizer):
 
     def _bind(self) -> None:
         named = binding.named_parameters(self.param_groups, self._potential)
-        self._places = {id(p): (n, p, p.device) for n, p in named.items()}
         starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
         binding.check_whole(self._online, named)
-        self._bound = binding.fit(self._potential, named, starts, fused=self.fused)
+        bound = binding.fit(self._potential, named, starts, fused=self.fused)
+        binding.check_scales(self._online, bound, [n for n, p in named.items() if p.requires_grad])
+        self._bound, self._places = bound, {id(p): (n, p, p.device) for n, p in named.items()}
         if self._audit is not None:
             self._audit.bind(self._bound, named)
 
@@ -168,6 +169,7 @@ class MetaMD(Optimizer):
         if not grads:
             return loss
         check_momenta(self.param_groups, self.averaging)
+        binding.check_scales(self._online, self.potential, grads)
         if self.check_finite:
             binding.refuse_nonfinite(named, grads)
         self._notice_edits(named)

@@ -133,7 +133,7 @@ class Online:
         products = coordinates @ coordinates.mT
         if "products" not in state:
             state["products"] = (1 - FOLLOW) * products
-            state["turn"] = torch.linalg.eigh(state["products"])[1]
+            state["turn"] = _eigh(state["products"])[1]
         else:
             state["products"].lerp_(products, 1 - FOLLOW)
             if state["counted"] % self.refresh == 0:
@@ -183,6 +183,8 @@ class Online:
             if watch is not None:
                 watch((grad.square() / metric).sum(), metric)
             return moved
+        if not grad.numel():
+            return grad
         d, rows = potential.metric(name)[0], grad.shape[0]
         size = torch.linalg.vector_norm(ahead, math.inf)
         scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
@@ -232,6 +234,14 @@ def _scaled_up(watch: Watch, scale: Tensor) -> Watch:
     return lambda energy, metric: watch(scale * energy, scale * metric)
 
 
+def _eigh(products: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors; NaN for what is not finite, which torch refuses while other tensors have moved already."""
+    if not bool(products.isfinite().all()):
+        return torch.full_like(products[0], math.nan), torch.full_like(products, math.nan)
+    values, vectors = torch.linalg.eigh(products)
+    return values, vectors
+
+
 def _whitened(products: Tensor, *, full: Tensor, watch: Watch | None) -> Tensor:
     """A^-1/2 of A = C C'; directions lost in rounding, of a length below the root of its precision, are left small.
 
@@ -240,7 +250,7 @@ def _whitened(products: Tensor, *, full: Tensor, watch: Watch | None) -> Tensor:
         full: what the result is multiplied by.
         watch: told the energy and the metric.
     """
-    values, vectors = torch.linalg.eigh(products)
+    values, vectors = _eigh(products)
     limits = torch.finfo(products.dtype)
     roots = values.maximum((limits.eps * values[-1]).clamp_min(limits.tiny)).sqrt()
     if watch is not None:

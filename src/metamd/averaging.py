@@ -129,6 +129,7 @@ def to_gradient_points(groups: Sequence[Mapping[str, Any]], state: Any) -> None:
         groups: the optimiser's.
         state: the optimiser's, by parameter.
     """
+    check_momenta(groups, "schedule-free")
     for group in groups:
         for p in group["params"]:
             if "z" in state[p]:

@@ -29,7 +29,7 @@ from metamd.online import Online
 from metamd.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.resuming import keep_wide, refuse_foreign
+from metamd.resuming import Kind, forget_metric, keep_wide, metric_code, refuse_foreign
 from metamd.sharding import local
 from metamd.usage import Metric
 
@@ -288,14 +288,13 @@ class MetaMD(Optimizer):
     @torch.no_grad()
     def train(self) -> None:
         """Put the point where gradients are taken into the parameters, to go on."""
-        check_momenta(self.param_groups, self.averaging)
         self._swap(to_gradient_points, training=True)
 
     def _swap(self, swap: Callable[[list[dict[str, Any]], Any], None], *, training: bool) -> None:
         if self.averaging != "schedule-free" or self._training == training:
             return
-        self._training = training
         swap(self.param_groups, self.state)
+        self._training = training
         if self._versions:
             self._versions = {n: local(p)._version for n, p, _ in self._places.values()}
 
@@ -340,7 +339,7 @@ class MetaMD(Optimizer):
             "weights": torch.as_tensor(weights, dtype=torch.float64).clone(),
             "safeguard": torch.tensor([guard.damping, guard.log_reference], dtype=torch.float64),
             "pieces": self._record.encode(),
-            "geometry": self._fingerprint(),
+            **self._kind().shared(),
             "restart": torch.tensor(self._restart),
             "training": self._training,
             **({} if self._audit is None else {"certificate": self._audit.ledger.encode()}),
@@ -351,9 +350,10 @@ class MetaMD(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state_dict was taken, in the same geometry."""
-        refuse_foreign(state_dict, binding.piece_count(self._potential), self._fingerprint())
+        refuse_foreign(state_dict, self._kind())
         super().load_state_dict(state_dict)
         keep_wide(state_dict, self.param_groups, self.state)
+        forget_metric(state_dict, self._kind(), self.state)
         group = self.param_groups[0]
         if self._audit is not None:
             self._audit.resume(group.get("certificate"), int(group["step"]))
@@ -381,11 +381,10 @@ class MetaMD(Optimizer):
             self._bound = None
             self._bind()
 
-    def _fingerprint(self) -> str:
-        """The geometry in a few letters: its metrics are read once."""
+    def _kind(self) -> Kind:
         if self._hash is None:
-            self._hash = binding.geometry_code(self._potential)
-        return self._hash
+            self._hash = binding.geometry_code(self._potential)  # reads all metrics: once
+        return Kind(binding.piece_count(self._potential), self._hash, metric_code(self._online), self.averaging)
 
 
 # what pickle and deepcopy keep; the rest is bound anew

@@ -63,6 +63,21 @@ def test_the_default_rate_moves_the_iterate_by_the_learned_steps():
         torch.testing.assert_close(optimiser.state[p]["z"], q.detach())
 
 
+def test_groups_with_a_momentum_of_their_own_take_the_learned_steps_too():
+    model = small_model()
+    weight = [("2.weight", model[2].weight)]
+    groups = [{"params": list(model[0].named_parameters("0"))}, {"params": weight, "momentum": 0.0}]
+    optimiser = MetaMD(groups, Diagonal(), momentum=0.9)
+    optimiser.add_param_group({"params": [("2.bias", model[2].bias)], "momentum": 0.5})
+    assert [group["lr"] for group in optimiser.param_groups] == pytest.approx([0.1, 1.0, 0.5])
+    assert [optimiser._rate(group) for group in optimiser.param_groups] == pytest.approx([1.0] * 3)
+    copied = copy.deepcopy(optimiser)
+    copied.add_param_group({"params": [("more", torch.nn.Parameter(torch.zeros(1)))], "momentum": 0.2})
+    assert copied.param_groups[-1]["lr"] == pytest.approx(0.8)
+    chosen = MetaMD([{"params": weight, "momentum": 0.0}], Diagonal(), lr=0.3, momentum=0.9)
+    assert chosen.param_groups[0]["lr"] == 0.3
+
+
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("options", KINDS)
 def test_the_parameters_are_the_average_that_the_recursion_gives(options, pieces):

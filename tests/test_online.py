@@ -259,6 +259,30 @@ def test_what_is_chosen_is_what_the_optimiser_does(learned, usage, rule):
         torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("options", "lr"),
+    [
+        ({}, 0.14),
+        ({"momentum": 0.0}, 1.4),
+        ({"momentum": 0.5}, 0.7),
+        ({"momentum": 0.0, "averaging": "anytime"}, 1.4),
+        ({"averaging": "schedule-free"}, 1.4),
+        ({"momentum": 0.5, "lr": 3.0}, 3.0),
+    ],
+)
+def test_the_learned_steps_are_taken_whatever_the_momentum(learned, options, lr):
+    header = replace(learned.header, usage=Usage("learned", 0.9, "linear", 1.4).to_dict())
+    used = LearnedOptimiser(header, learned.potential)
+    family = tabular(steps=30)
+    params = [(n, torch.nn.Parameter(x)) for n, x in family.build(family.sample(torch.Generator())).init().items()]
+    optimiser, _ = prepare(params, used, steps=10, **options)
+    assert optimiser.param_groups[0]["lr"] == pytest.approx(lr)
+    if "averaging" not in options and "lr" not in options:
+        groups = [{"params": params[:1]}, {"params": params[1:2], "momentum": 0.2}, {"params": params[2:], "lr": 0.3}]
+        optimiser, _ = prepare(groups, used, steps=10, **options)
+        assert [g["lr"] for g in optimiser.param_groups] == pytest.approx([lr, 1.12, 0.3])
+
+
 def test_the_scale_minimises_the_bound_of_the_run(learned):
     family = tabular(steps=30)
     reference = Reference(lr=0.01, factor=1)

@@ -73,6 +73,11 @@ def rate_of_iterate(lr: float, momentum: float, averaging: AveragingName) -> flo
     return lr / (1 - momentum) if averaging == "constant" else lr
 
 
+def rate_of_learned_steps(momentum: float, averaging: AveragingName) -> float:
+    """The lr with which z takes the learned steps as they are."""
+    return 1.0 - momentum if averaging == "constant" else 1.0
+
+
 def lift(y: Tensor, z: Tensor, step: int, momentum: float, store: dict[str, Any]) -> None:
     """Before step t of Schedule-Free: the part of the next gradient point that the present one carries, in place of it.
 

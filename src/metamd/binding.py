@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metamd.averaging import AveragingName, check_averaging, rate_of_learned_steps
 from metamd.guard import FamilyWatch
 from metamd.learned import LearnedOptimiser, fingerprint
 from metamd.online import KEPT, Online
@@ -169,8 +170,17 @@ def share_state(state: dict[str, Any], param: Tensor) -> None:
                 state[key] = spread_like(state[key], param)
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Refuse options of a group that no step can be taken with."""
+def settle_group(group: dict[str, Any], averaging: AveragingName, *, learned_steps: bool) -> None:
+    """Refuse options of a group that no step can be taken with.
+
+    Args:
+        group: its options.
+        averaging: the kind of average.
+        learned_steps: whether its lr is the one at which the learned steps are taken as they are.
+    """
+    check_averaging(averaging, group["momentum"])
+    if learned_steps:
+        group["lr"] = rate_of_learned_steps(group["momentum"], averaging)
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}. Give each group its own lr instead.")

@@ -13,7 +13,6 @@ from metamd.audit import Audit
 from metamd.averaging import (
     AveragingName,
     blend,
-    check_averaging,
     check_momenta,
     lift,
     open_iterates,
@@ -47,7 +46,8 @@ class MetaMD(Optimizer):
         params: as for any torch optimiser; `model.named_parameters()` for a learned geometry.
         geometry: a `LearnedOptimiser`, or a potential.
         lr: a factor on the learned step sizes; the learning rate for a potential that was not learned. Of a group, it
-            scales that group's gradient. Its default takes the learned step sizes as they are: 1 - momentum.
+            scales that group's gradient. Its default takes the learned step sizes as they are: 1 - momentum, of a group
+            its own.
         momentum: gradients are taken at an average of the iterates, which keeps this share of itself in every step; for
             `Euclidean()` that is SGD with momentum, and lr means the same.
         weight_decay: decoupled, towards zero.
@@ -103,9 +103,8 @@ class MetaMD(Optimizer):
         self._versions: dict[str, int] = {}
         self._steps, self._restart, self._training = 0, 0, True
         self._record = PieceRecord()
-        if lr is None:
-            check_averaging(averaging, momentum)
-            lr = 1.0 - momentum if averaging == "constant" else 1.0
+        self._learned_steps = lr is None
+        lr = 1.0 if lr is None else lr
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize})
         self._bind()
 
@@ -118,10 +117,10 @@ class MetaMD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; those added during a run start where they are then."""
+        learned_steps = self._learned_steps and "lr" not in param_group
         super().add_param_group(param_group)
         try:
-            binding.check_group(self.param_groups[-1])
-            check_averaging(self.averaging, self.param_groups[-1]["momentum"])
+            binding.settle_group(self.param_groups[-1], self.averaging, learned_steps=learned_steps)
             if self._bound is not None:
                 self._bind()
         except ValueError:
@@ -390,5 +389,5 @@ class MetaMD(Optimizer):
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
     *("_active", "_audit", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_training", "_watch"),
-    *("_online", "_recommended", "averaging", "check_finite", "exact", "fused"),
+    *("_learned_steps", "_online", "_recommended", "averaging", "check_finite", "exact", "fused"),
 )

@@ -402,6 +402,37 @@ def test_averages_with_weights_1_over_t_bound_the_loss_of_the_last(options, piec
     assert "l(x_T) - l(u) at most" in str(certificate)
 
 
+@pytest.mark.parametrize(
+    ("options", "rate", "formula"),
+    [
+        ({"momentum": 0.9}, 0.2, "B(u || start)/eta + eta/2 sum |g_t|^2_(t,*) + lag"),
+        ({"averaging": "anytime"}, 0.02, "B(u || start)/lr + lr/2 sum |g_t|^2_(t,*) + lag"),
+        ({"averaging": "schedule-free", "momentum": 0.9}, 0.02, "B(u || start)/lr + lr/2 sum |g_t|^2_(t,*) + lag"),
+        ({}, 0.02, "B(u || start)/lr + lr/2 sum |g_t|^2_(t,*)"),
+    ],
+)
+def test_the_printed_formula_gives_the_printed_bound(options, rate, formula):
+    curvature = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    x = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    optimiser = MetaMD([("x", x)], Diagonal(), lr=0.02, certify=True, **options)
+    start, squares, lag = x.detach().clone(), 0.0, 0.0
+    for _ in range(20):
+        optimiser.zero_grad()
+        (curvature * x * x / 2).sum().backward()
+        z = optimiser.state[x].get("z", x.detach())
+        squares, lag = squares + float(x.grad @ x.grad), lag + float(x.grad @ (x.detach() - z))
+        optimiser.step()
+    certificate = optimiser.certificate([torch.zeros(2, dtype=torch.float64)])
+    assert certificate.lag == pytest.approx(lag)
+    bound = float(start @ start) / 2 / rate + rate / 2 * squares + lag
+    printed = str(certificate).splitlines()
+    words, number = printed[1].split(" = ")
+    assert words.split(maxsplit=1)[1].rstrip() == formula
+    assert float(number) == pytest.approx(bound, rel=1e-4)
+    assert any("eta = lr/(1 - momentum)" in line for line in printed) == ("eta" in formula)
+    assert any(line.startswith("  lag  ") for line in printed) == ("lag" in formula)
+
+
 def test_frozen_late_and_absent_tensors():
     for centre in ("start", "origin"):
         model = small_model(dtype=torch.float64)

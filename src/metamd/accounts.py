@@ -278,6 +278,8 @@ def _issue(evidence: Evidence, terms: Terms, radius: float | None, ball: float =
         restarted=ledger.reason,
         per_layer={} if radius is not None else layers,
         metric="learned" if evidence.online is None else "online",
+        averaging=evidence.averaging if evidence.averaged else None,
+        lag=-late if late else 0.0,
     )
 
 

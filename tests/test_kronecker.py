@@ -672,3 +672,22 @@ def test_without_factors_it_is_the_column_metric():
     a, b = (p.with_metrics(logs).bind(start) for p in (phi, plain))
     runs = [run_inner(Regression(steps=20), p, lr=0.1) for p in (a, b)]
     assert all(torch.equal(runs[0].end[n], runs[1].end[n]) for n in start)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_model_that_turns_double_after_the_optimiser_was_built_goes_on(rank):
+    """As it does with a diagonal, and with the steps of a model that was double from the start."""
+    model = nn.Linear(5, 3)
+    geometry = random_basis({n: p.detach() for n, p in model.named_parameters()}, rank=rank)
+    geometry = geometry.with_metrics({k: v.detach().float() for k, v in geometry.log_d.items()})
+    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1)
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        twin = copy.deepcopy(model).double()
+        for one, of in ((model, optimiser), (twin, MetaMD(twin.named_parameters(), geometry, lr=0.1))):
+            of.zero_grad()
+            one(x.to(one.weight.dtype)).square().sum().backward()
+            of.step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.detach().double(), q.detach(), rtol=1e-5, atol=1e-6)
+        model.double()

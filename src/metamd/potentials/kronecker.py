@@ -301,12 +301,12 @@ class Learned:
 
     def _inverse(self, name: str, m: Tensor, d: Tensor) -> "Inverse | None":
         """V diag(d)^-1 V' on the right of a matrix, if d is one of the metrics that stay for the whole run."""
-        if self.sides == "both" or m.ndim > 2:
+        if self.sides == "both" or m.ndim > 2 or d.dtype != m.dtype:  # of a model that was turned into another type since
             return None
         address = name, d.data_ptr()
         if address in self._inverses:
             return self._inverses[address]
-        if d.dtype != m.dtype or all(piece.data_ptr() != d.data_ptr() for piece in self._metrics.get(name, ())):
+        if all(piece.data_ptr() != d.data_ptr() for piece in self._metrics.get(name, ())):
             return None
         right = self._at("right", name, m)
         assert right is not None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import metamd
 from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, cli, meta_train, mirror_step
 from metamd.commands.inspect import distributions
-from metamd.factors import best_shares, learn_factors
+from metamd.factors import best_shares, learn_factors, moment_shapes
 from metamd.header import SCHEMA_VERSIONS
 from metamd.inner import run_inner
 from metamd.moments import Moments
@@ -372,6 +372,49 @@ def test_the_moments_of_runs_are_their_sums_of_products_and_no_step_increases_th
         now = now.moved(dict(now.log_d) | turned_now.log_d, basis=turned_now.basis)
     assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(values)), values
     assert values[-1] < 0.9 * values[0]
+
+
+@pytest.mark.parametrize("limit", [4, 2])
+def test_a_right_side_beyond_the_limit_learns_a_number_per_column_beside_the_left_one(limit):
+    """Three rows and five columns: with 4 the rows have a factor, with 2 they keep the identity."""
+    lr, data = 0.3, samples()
+    now = Iterate.of(Kronecker(sides="both", limit=limit, shrinkage=(1e-9, 1e-9)).bind(Regression().init()))
+    values = []
+    for _ in range(12):
+        phi = now.apply(Kronecker(sides="both", limit=limit)).bind(Regression().init())
+        left, right = dense_sides(now)
+        values.append(two_sided_bound(left, right, lr, data))
+        back = torch.linalg.inv(left), torch.linalg.inv(right)
+        x = {"right/fc.weight": sum(d.T @ left @ d for d, _ in data).diagonal() / lr}
+        y = {"right/fc.weight": lr * sum(g.T @ back[0] @ g for _, grads in data for g in grads).diagonal()}
+        if limit == 4:
+            x["left/fc.weight"] = sum(d @ right @ d.T for d, _ in data) / lr
+            y["left/fc.weight"] = lr * sum(g @ back[1] @ g.T for _, grads in data for g in grads)
+        if not values[1:]:
+            parts = [Moments.of(run_inner(Regression(s, 20), phi, lr=lr, products=True), phi, Regret()) for s in range(3)]
+            found = Moments.total(parts, [1.0] * 3)
+            assert {k for k in found.x if "weight" in k} == set(x)
+            assert {k: tuple(v.shape) for k, v in found.x.items()} == moment_shapes(now)
+            assert all(torch.allclose(found.x[k], x[k]) and torch.allclose(found.y[k], y[k]) for k in x)
+        step = learn_factors(now, Moments(x, y), 100.0)
+        now = now.moved(dict(now.log_d) | step.log_d, basis=step.basis)
+    assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(values)), values
+    assert set(now.basis.factors()) == ({"left/fc.weight"} if limit == 4 else set())
+    best = 0.5 * (y["right/fc.weight"].log() - x["right/fc.weight"].log())
+    assert torch.allclose(now.log_d["fc.weight"][0, 3:].double(), best, atol=1e-3)
+    assert best.std() > 0.1, "all columns are alike: nothing was learned of each"
+    if limit == 2:
+        assert not now.log_d["fc.weight"][0, :3].any()
+
+
+def test_meta_training_and_middles_know_sides_of_both_kinds():
+    long = meta_train(Regressions(), Kronecker(sides="both", limit=4), **(QUICK | {"outer_steps": 5}))
+    assert set(long.potential.basis.factors()) == {"left/fc.weight"}
+    right = long.potential.log_d["fc.weight"][0, 3:].detach()
+    assert right.std() > 0.1
+    one, other = Iterate.of(long.potential), Iterate.of(long.potential).shifted(1.0)
+    middle = one.halfway(other)
+    torch.testing.assert_close(middle.log_d["fc.weight"][0, 3:], right + 0.25)
 
 
 def dense_sides(now: Iterate) -> tuple[Tensor, Tensor]:

@@ -229,6 +229,14 @@ class Learned:
         allowed = ("left", "right") if self.sides == "both" else ("right",)
         return {n: tuple(s for s in allowed if p.sizes[s] <= self.limit) for n, p in self.places.items()}
 
+    def scaling(self) -> dict[str, tuple[str, ...]]:
+        """The sides of every tensor that learn a number per column without a factor, being too long for one, by name.
+
+        Where the right side is the only one its numbers are those of the tensor, and are learned as such.
+        """
+        long = {n: self.sides == "both" and p.sizes["right"] > self.limit for n, p in self.places.items()}
+        return {n: ("right",) if too_long else () for n, too_long in long.items()}
+
     # coordinates
 
     def into(self, name: str, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import metamd
 from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, cli, meta_train, mirror_step
 from metamd.commands.inspect import distributions
-from metamd.factors import best_shares, learn_factors, moment_shapes
+from metamd.factors import LARGEST, best_shares, learn_factors, moment_shapes
 from metamd.header import SCHEMA_VERSIONS
 from metamd.inner import run_inner
 from metamd.moments import Moments
@@ -251,23 +251,68 @@ def test_a_convolution_steps_as_its_unfolded_matrix():
 
 
 @pytest.mark.parametrize("sides", ["right", "both"])
-def test_the_rank_of_all_directions_is_no_rank(sides):
-    start = Regression().init()
+def test_all_directions_but_one_are_all_of_them(sides):
+    """The number of all that is left is then that of one: low rank says the same as no rank, and one less does not."""
+    task = Regression(outputs=5)
+    start = task.init()
     full = random_basis(start, sides=sides)
-    grads = {n: torch.ones_like(x) for n, x in start.items()}
-    basis = full.basis.with_factors({k: v[:, : v.shape[0]] for k, v in full.basis.factors().items()})
+    generator = torch.Generator().manual_seed(1)
+    grads = {n: torch.randn(x.shape, generator=generator, dtype=F64) for n, x in start.items()}
+
+    def stepped(phi):
+        with torch.no_grad():
+            return mirror_step(start, grads, phi).params["fc.weight"]
+
+    basis = full.basis.with_factors({k: v[:, :-1] for k, v in full.basis.factors().items()})
+    assert not any(Orthogonal(v).full for v in basis.factors().values())
     again = MaxDiagonal(1, tying="tensor", basis=basis).with_metrics(full.log_d).bind(start)
-    with torch.no_grad():
-        a, b = mirror_step(start, grads, full).params, mirror_step(start, grads, again).params
-    assert all(torch.equal(a[n], b[n]) for n in a)
+    torch.testing.assert_close(stepped(again), stepped(full))
     blank = Kronecker(sides=sides).bind(start)
-    moments = Moments.of(run_inner(Regression(), blank, lr=0.2, products=True), blank, Regret())
-    results = []
-    for rank in (None, 5, 50):
+    moments = Moments.of(run_inner(task, blank, lr=0.2, products=True), blank, Regret())
+    results = {}
+    for rank in (None, 4, 3, 5, 50):
         now = Iterate.of(Kronecker(sides=sides, rank=rank).bind(start))
-        turned_now = learn_factors(now, moments, 100.0)
-        results.append(now.moved(dict(now.log_d) | turned_now.log_d, basis=turned_now.basis))
-    assert all(torch.equal(results[0].log_d["fc.weight"], r.log_d["fc.weight"]) for r in results)
+        found = learn_factors(now, moments, 100.0)
+        results[rank] = stepped(now.moved(dict(now.log_d) | found.log_d, basis=found.basis).apply(blank).bind(start))
+        assert {v.shape[1] for v in found.basis.factors().values()} == {min(rank or 5, 5)}
+    torch.testing.assert_close(results[4], results[None], rtol=1e-5, atol=1e-6)  # factors are kept in float32
+    assert not torch.allclose(results[3], results[None], rtol=1e-3)
+    assert torch.equal(results[5], results[None])
+    assert torch.equal(results[50], results[None])
+
+
+def learned_of(y, rank, share=1e-9):
+    """The basis and the bound from X = 1 and Y with these eigenvalues in random directions, and those directions."""
+    n = len(y)
+    q, _ = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=F64))
+    now = Iterate.of(Kronecker(rank=rank, shrinkage=(share, share)).bind({"w": torch.zeros(2, n)}))
+    moments = Moments({"right/w": torch.eye(n, dtype=F64)}, {"right/w": (q * y) @ q.T})
+    found = learn_factors(now, moments, 100.0)
+    return found.basis.factors()["right/w"].double(), found.after, q
+
+
+def test_the_automatic_rank_keeps_as_few_leading_directions_as_lose_a_twentieth_of_the_bound():
+    leading = torch.ones(60, dtype=F64)
+    leading[:5] = torch.tensor([100.0, 90.0, 80.0, 1e-4, 70.0])  # short steps, and one that is long
+    columns, bound, q = learned_of(leading, "auto")
+    best = learned_of(leading, None)[1]
+    assert best == pytest.approx(float(leading.sqrt().sum()))
+    assert columns.shape == (60, 4), "the long one shares the number of the rest at next to no cost"
+    kept = q[:, [0, 1, 2, 4]]
+    assert (columns.T @ kept).square().sum() == pytest.approx(4, abs=1e-5)
+    assert bound <= 1.05 * best
+    assert learned_of(leading, 3)[1] > 1.05 * best
+
+
+def test_the_automatic_rank_stops_at_its_largest():
+    spread = torch.logspace(0, 3, 120, dtype=F64)
+    columns, bound, q = learned_of(spread, "auto")
+    best = learned_of(spread, None)[1]
+    assert columns.shape == (120, LARGEST)
+    assert LARGEST == 24
+    assert bound > 1.05 * best, "24 were enough: the limit was not met"
+    top = (q[:, -LARGEST // 2 :].T @ columns).square().sum()
+    assert top == pytest.approx(LARGEST / 2, abs=1e-5), "the steepest half of them leads"
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
@@ -498,24 +543,37 @@ def test_the_middle_of_two_metrics_in_different_bases_is_their_geometric_mean():
 
 
 class Explosive(Regressions):
-    """Every third task has inputs a hundred times larger."""
+    """Every third task has inputs that are larger, so many times."""
+
+    def __init__(self, times) -> None:
+        super().__init__()
+        self.times = times
 
     def build(self, config):
         task = super().build(config)
         if config["seed"] % 3 == 0:
-            task.x = 100 * task.x
+            task.x = self.times * task.x
         return task
 
 
-def test_tasks_that_diverge_are_left_out_and_the_metrics_retreat():
-    records = []
+@pytest.mark.parametrize(("times", "finished_before"), [(100, False), (2, True)])
+def test_tasks_that_diverge_are_left_out_and_the_metrics_retreat(monkeypatch, times, finished_before):
+    """They retreat if the tasks finish under the metrics before; with others, the task itself is to blame."""
+    records, retreats, halfway = [], [], Iterate.halfway
+    monkeypatch.setattr(Iterate, "halfway", lambda now, good: retreats.append(now) or halfway(now, good))
     found = meta_train(
-        Explosive(), Kronecker(), **(QUICK | {"outer_steps": 4, "tasks_per_step": 6}), log=lambda r, _: records.append(r)
+        Explosive(times),
+        Kronecker(),
+        **(QUICK | {"outer_steps": 4, "tasks_per_step": 6}),
+        log=lambda r, _: records.append(r),
     )
     assert all(
         bool(v.isfinite().all()) for v in (*found.potential.log_d.values(), *found.potential.basis.factors().values())
     )
     assert run_inner(Regressions().build({"seed": 1}), found.potential).diverged == ""
+    lost = [len(record["diverged"]) for record in records if record["stage"] != "judge"]
+    assert 0 < max(lost) < 6, "no task diverged, or all did"
+    assert bool(retreats) == finished_before
 
 
 def test_a_factor_on_the_steps_is_part_of_the_metrics():

@@ -25,6 +25,28 @@ def test_euclidean_with_momentum_is_torchs_sgd_with_momentum(momentum):
     assert distance(ours, theirs) < 1e-12
 
 
+def test_under_a_schedule_every_gradient_keeps_the_rate_of_its_step_and_decay_is_taken_at_the_iterate():
+    ours, other, theirs = (small_model(dtype=torch.float64) for _ in range(3))
+    optimiser = MetaMD(ours.named_parameters(), Euclidean(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+    class Velocities(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for p in other.parameters():
+                v = self.state[p].get("v", torch.zeros_like(p))
+                z = p + 9 * v  # x + m/(1 - m) v
+                self.state[p]["v"] = v = 0.9 * v - self.param_groups[0]["lr"] * (p.grad + 0.1 * z)
+                p.add_(v)
+
+    torchs = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    for model, opt in ((ours, optimiser), (other, Velocities(other.parameters(), {})), (theirs, torchs)):
+        for first, lr in ((0, 0.05), (10, 0.005)):
+            opt.param_groups[0]["lr"] = lr
+            train(model, opt, 10, first=first)
+    assert distance(ours, other) < 1e-12
+    assert distance(ours, theirs) > 1e-3
+
+
 def test_the_comparison_with_torch_rejects_the_rate_of_the_iterate():
     ours, theirs = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
     train(ours, MetaMD(ours.named_parameters(), Euclidean(), lr=0.005, momentum=0.9), 60)

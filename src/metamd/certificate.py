@@ -106,12 +106,12 @@ class Certificate:
         """The certificate in a few lines."""
         ball = self.identity is None
         u, words = "every u within the radius" if ball else "u", self._words()
-        rows = [
+        rows: list[tuple[str, str, float | None]] = [
             ("bound", words[0], self.bound),
             ("realised", "sum <g_t, x_t - u>" + (", the largest" if ball else ""), self.realised),
             ("identity", words[1], self.identity),
-            (*words[2:4], self.published),
-            (*words[4:6], self.lipschitz),
+            (words[2], words[3], self.published),
+            (words[4], words[5], self.lipschitz),
             ("lag", "sum <g_t, x_t - z_t>, x_t the average", None if self.averaging is None else self.lag),
             ("last", "l(x_T) - l(u) at most, if l is convex", self.last),
         ]

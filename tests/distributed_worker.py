@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -188,6 +189,52 @@ def checkpoint(rank, world, folder):
         "loaded": loaded,
         "pieces": (optimiser.active_pieces, resumed.active_pieces),
     }
+
+
+def checkpoint_online(rank, world, folder):
+    """The same under metrics that follow the run, whose squares are each rank's own; kernels have them as matrices."""
+    found = {}
+    for rule in ("average", "sum"):
+        _, model, optimiser = online_sharded(rule)
+        fit_image(model, optimiser, rank, world, range(5))
+        names = dict(zip(("model", "optimiser"), get_state_dict(model, optimiser), strict=True))
+        dcp.save(names, checkpoint_id=str(folder / rule))
+        fit_image(model, optimiser, rank, world, range(5, 10))
+        _, other, resumed = online_sharded(rule)
+        template = dict(zip(("model", "optimiser"), get_state_dict(other, resumed), strict=True))
+        dcp.load(template, checkpoint_id=str(folder / rule))
+        set_state_dict(other, resumed, model_state_dict=template["model"], optim_state_dict=template["optimiser"])
+        fit_image(other, resumed, rank, world, range(5, 10))
+        kept = [[s["squares"].full_tensor() for s in o.state.values()] for o in (optimiser, resumed)]
+        found[rule] = {"params": whole(model), "resumed": whole(other), "squares": kept}
+    return found
+
+
+def image_model():
+    """A kernel whose three channels two ranks divide unevenly, and a linear layer on top."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)).double()
+
+
+def online_sharded(rule):
+    model = image_model()
+    start = {n: p.detach() for n, p in model.named_parameters()}
+    online = Online(rule, scale=dict.fromkeys(start, 50.0))
+    geometry = random_basis(start)
+    geometry = geometry.with_metrics(geometry.log_d)
+    for layer in (model[0], model[3]):
+        fully_shard(layer)
+    fully_shard(model)
+    return geometry, model, MetaMD(model.named_parameters(), geometry, metric=online, momentum=0.8)
+
+
+def fit_image(model, optimiser, rank, world, steps):
+    for t in steps:
+        optimiser.zero_grad()
+        x = torch.randn(8, 1, 3, 3, generator=torch.Generator().manual_seed(t), dtype=torch.float64).chunk(world)[rank]
+        (model(x) - x[:, 0, 0, :2]).square().mean().backward()
+        optimiser.step()
 
 
 def main():

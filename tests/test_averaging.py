@@ -25,6 +25,28 @@ def test_euclidean_with_momentum_is_torchs_sgd_with_momentum(momentum):
     assert distance(ours, theirs) < 1e-12
 
 
+def test_under_a_schedule_every_gradient_keeps_the_rate_of_its_step_and_decay_is_taken_at_the_iterate():
+    ours, other, theirs = (small_model(dtype=torch.float64) for _ in range(3))
+    optimiser = MetaMD(ours.named_parameters(), Euclidean(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+    class Velocities(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for p in other.parameters():
+                v = self.state[p].get("v", torch.zeros_like(p))
+                z = p + 9 * v  # x + m/(1 - m) v
+                self.state[p]["v"] = v = 0.9 * v - self.param_groups[0]["lr"] * (p.grad + 0.1 * z)
+                p.add_(v)
+
+    torchs = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    for model, opt in ((ours, optimiser), (other, Velocities(other.parameters(), {})), (theirs, torchs)):
+        for first, lr in ((0, 0.05), (10, 0.005)):
+            opt.param_groups[0]["lr"] = lr
+            train(model, opt, 10, first=first)
+    assert distance(ours, other) < 1e-12
+    assert distance(ours, theirs) > 1e-3
+
+
 def test_the_comparison_with_torch_rejects_the_rate_of_the_iterate():
     ours, theirs = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
     train(ours, MetaMD(ours.named_parameters(), Euclidean(), lr=0.005, momentum=0.9), 60)
@@ -63,6 +85,21 @@ def test_the_default_rate_moves_the_iterate_by_the_learned_steps():
         torch.testing.assert_close(optimiser.state[p]["z"], q.detach())
 
 
+def test_groups_with_a_momentum_of_their_own_take_the_learned_steps_too():
+    model = small_model()
+    weight = [("2.weight", model[2].weight)]
+    groups = [{"params": list(model[0].named_parameters("0"))}, {"params": weight, "momentum": 0.0}]
+    optimiser = MetaMD(groups, Diagonal(), momentum=0.9)
+    optimiser.add_param_group({"params": [("2.bias", model[2].bias)], "momentum": 0.5})
+    assert [group["lr"] for group in optimiser.param_groups] == pytest.approx([0.1, 1.0, 0.5])
+    assert [optimiser._rate(group) for group in optimiser.param_groups] == pytest.approx([1.0] * 3)
+    copied = copy.deepcopy(optimiser)
+    copied.add_param_group({"params": [("more", torch.nn.Parameter(torch.zeros(1)))], "momentum": 0.2})
+    assert copied.param_groups[-1]["lr"] == pytest.approx(0.8)
+    chosen = MetaMD([{"params": weight, "momentum": 0.0}], Diagonal(), lr=0.3, momentum=0.9)
+    assert chosen.param_groups[0]["lr"] == 0.3
+
+
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("options", KINDS)
 def test_the_parameters_are_the_average_that_the_recursion_gives(options, pieces):
@@ -87,6 +124,82 @@ def test_the_parameters_are_the_average_that_the_recursion_gives(options, pieces
     torch.testing.assert_close(p.detach(), average, rtol=1e-10, atol=1e-12)
     optimiser.train()
     torch.testing.assert_close(p.detach(), point, rtol=1e-10, atol=1e-12)
+
+
+def test_a_momentum_changed_during_the_run_leaves_the_average_what_it_is():
+    """Before a step, before an evaluation, in eval mode, and while a tensor has no gradient."""
+    model = small_model(dtype=torch.float64)
+    optimiser = MetaMD(model.named_parameters(), Diagonal(), lr=0.05, momentum=0.9, averaging="schedule-free")
+    (group,) = optimiser.param_groups
+    params = list(model.parameters())
+    iterates = [[p.detach().clone()] for p in params]
+
+    def go_on(steps, first):
+        for t in range(first, first + steps):
+            train(model, optimiser, 1, first=t)
+            for p, kept in zip(params, iterates, strict=True):
+                kept.append(optimiser.state[p]["z"].clone())
+
+    def check(**momenta):
+        optimiser.eval()
+        for p, kept in zip(params, iterates, strict=True):
+            torch.testing.assert_close(p.detach(), torch.stack(kept).mean(0), rtol=1e-10, atol=1e-12)
+        group.update(momenta)
+        optimiser.train()
+        for p, kept in zip(params, iterates, strict=True):
+            point = torch.stack(kept).mean(0).lerp(kept[-1], 1 - group["momentum"])
+            torch.testing.assert_close(p.detach(), point, rtol=1e-10, atol=1e-12)
+
+    go_on(3, first=0)
+    group["momentum"] = 0.5
+    go_on(3, first=3)
+    group["momentum"] = 0.8
+    check()
+    check(momentum=0.3)
+    go_on(2, first=6)
+    check()
+    still = model[0].weight.detach().clone()
+    model[0].requires_grad_(False)
+    group["momentum"] = 0.6
+    train(model, optimiser, 1, first=8)
+    assert torch.equal(model[0].weight, still)
+    optimiser.eval()
+    torch.testing.assert_close(params[0].detach(), torch.stack(iterates[0]).mean(0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_a_cycle_of_momenta_runs_and_resumes_bit_exactly(options):
+    model, steps = small_model(), 20
+    optimiser = MetaMD(model.named_parameters(), Diagonal(), lr=0.1, **options)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.1, total_steps=steps)
+    for t in range(steps - 1):
+        train(model, optimiser, 1, first=t)
+        schedule.step()
+        if t == 10:
+            other = copy.deepcopy(model)
+            resumed = MetaMD(other.named_parameters(), Diagonal(), lr=0.1, **options)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(resumed, 0.1, total_steps=steps)
+            resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+            cycle.load_state_dict(schedule.state_dict())
+        elif t > 10:
+            train(other, resumed, 1, first=t)
+            cycle.step()
+    optimiser.eval()
+    resumed.eval()
+    assert equal_parameters(model, other)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("averaging", "momentum"), [("constant", 1.0), ("schedule-free", 0.0), ("schedule-free", 1.5)])
+def test_a_momentum_without_an_average_is_refused_before_anything_moves(averaging, momentum):
+    model = small_model()
+    optimiser = MetaMD(model.named_parameters(), Diagonal(), lr=0.1, momentum=0.9, averaging=averaging)
+    train(model, optimiser, 3)
+    before = copy.deepcopy(model)
+    optimiser.param_groups[0]["momentum"] = momentum
+    with pytest.raises(ValueError, match="must be"):
+        train(model, optimiser, 1)
+    assert equal_parameters(model, before)
 
 
 def convex(seed, dimension=6):

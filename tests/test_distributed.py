@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from metamd import MetaMD
-from tests.distributed_worker import STEPS, batch, fit, geometry_and_model, growing
-from tests.helpers import small_model
+from metamd import MetaMD, Online
+from tests.distributed_worker import STEPS, batch, fit, fit_image, geometry_and_model, growing, image_model
+from tests.helpers import random_basis, small_model
 
 
 def launch(case, folder, world=2):
@@ -108,6 +108,22 @@ def test_distributed_checkpoint_resumes_bit_exactly(tmp_path):
         assert equal(result["params"], result["resumed"])
         assert torch.equal(*result["pieces"])
         assert len(result["pieces"][0]) == STEPS
+
+
+def test_distributed_checkpoint_of_online_metrics_restores_every_ranks_own(tmp_path):
+    found = launch("checkpoint_online", tmp_path)
+    for rule in ("average", "sum"):
+        model = image_model()
+        geometry = random_basis({n: p.detach() for n, p in model.named_parameters()})
+        online = Online(rule, scale={n: 50.0 for n, _ in model.named_parameters()})
+        optimiser = MetaMD(model.named_parameters(), geometry.with_metrics(geometry.log_d), metric=online, momentum=0.8)
+        fit_image(model, optimiser, 0, 1, range(10))
+        for result in (one[rule] for one in found):
+            assert equal(result["params"], result["resumed"])
+            assert close(result["params"], model.state_dict())
+            for own, resumed, state in zip(*result["squares"], optimiser.state.values(), strict=True):
+                assert torch.equal(own, resumed)
+                assert torch.allclose(own, state["squares"], rtol=1e-9)
 
 
 def test_certificates_of_growing_metrics_in_shards_are_those_of_one_process(tmp_path):

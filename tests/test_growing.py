@@ -215,13 +215,15 @@ def test_what_begins_a_new_run():
     assert (found.steps, found.restarts, found.guaranteed) == (5, 1, True)
     assert found.identity == pytest.approx(found.bound)
     other = MetaMD(model.named_parameters(), Diagonal(), **options(model, rate=0.1))
-    other.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="of a run in another metric"):
+        other.load_state_dict(saved)
     train(model, other, 5, first=10)
     found = other.certificate(near(model))
     assert (found.steps, found.restarts, found.guaranteed) == (5, 1, True)
     assert "another metric" in found.restarted
     plain = MetaMD(model.named_parameters(), Diagonal(), certify=True)
-    plain.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="of a run in another metric"):
+        plain.load_state_dict(saved)
     train(model, plain, 2, first=10)
     assert plain.certificate(near(model)).restarts == 1
 

@@ -31,6 +31,7 @@ from metamd.following import learn_from_reference
 from metamd.inner import gradient
 from metamd.lessons import draw_config
 from metamd.objectives import Reference
+from metamd.online import KEPT
 from metamd.starts import LearnedStart
 from metamd.tasks import quadratic, starting_at, tabular
 from metamd.trial import Tally, train
@@ -138,6 +139,47 @@ def test_resume_and_copies_are_bit_exact(rule):
     assert all(equal_parameters(model, m) for m, _ in twins)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", [Online("average"), Online("sum"), Online("polar"), Online("average", refresh=3)], ids=str)
+@pytest.mark.parametrize("basis", [False, True])
+def test_half_precision_is_finite_and_resumes_bit_exactly(rule, dtype, basis):
+    model = small_model(dtype=dtype)
+    options = {"metric": replace(rule, scale=scales(model, 0.01)), "momentum": 0.8}
+    geometry = turned(model)[0] if basis else Diagonal()
+    optimiser = MetaMD(model.named_parameters(), geometry, **options)
+    fit(model, optimiser, 10)
+    assert all(p.isfinite().all() for p in model.parameters())
+    for state in optimiser.state.values():
+        assert {state[key].dtype for key in KEPT if key in state} == {torch.float32}
+    other = copy.deepcopy(model)
+    resumed = MetaMD(other.named_parameters(), geometry, **options)
+    resumed.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    fit(model, optimiser, 10, first=10)
+    fit(other, resumed, 10, first=10)
+    assert equal_parameters(model, other)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        for key in KEPT:
+            assert key not in optimiser.state[p] or torch.equal(optimiser.state[p][key], resumed.state[q][key])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_adds_up_what_it_could_not_hold(dtype):
+    x = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    optimiser = MetaMD([("x", x)], Diagonal(), metric=Online("sum", scale={"x": 1e4}))
+    for _ in range(2000):
+        x.grad = torch.ones_like(x)
+        optimiser.step()
+    assert torch.equal(optimiser.state[x]["squares"], torch.full((3,), 2000.0))
+
+
+@pytest.mark.parametrize("rule", ["average", "sum"])
+def test_coordinates_without_gradient_stay_where_they_are_in_half_precision(rule):
+    x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    x.grad = torch.tensor([1e-4, 0.0, 1.0], dtype=torch.float16)
+    MetaMD([("x", x)], Diagonal(), metric=Online(rule, scale={"x": 100.0})).step()
+    torch.testing.assert_close(x.detach().float(), torch.tensor([-0.01, 0.0, -0.01]), rtol=1e-3, atol=0)
+
+
 def test_the_identity_of_growing_metrics_holds_along_an_online_run():
     """Regret = 1/2 sum |u - theta_t|^2 in H_t - H_{t-1} + 1/2 sum g'H_t^-1 g - 1/2 |u - theta_{T+1}|^2 in H_T, any rule."""
     for rule in ("sum", "average"):
@@ -154,6 +196,35 @@ def test_the_identity_of_growing_metrics_holds_along_an_online_run():
         assert regret == pytest.approx(bound - 0.5 * float(((u - x) ** 2) @ before), rel=1e-9)
         if rule == "sum":
             assert regret <= bound
+
+
+def test_a_missing_scale_is_said_before_anything_moves():
+    model = small_model()
+    online = Online("sum", scale={"0.weight": 100.0, "0.bias": 100.0})
+    for options in ({}, {"certify": True}):
+        with pytest.raises(ValueError, match=r"there is none for '2\.weight'.*; there are those of '0\.weight', '0\.bias'"):
+            MetaMD(model.named_parameters(), Diagonal(), metric=online, **options)
+    known = Diagonal().bind(model[0].named_parameters("0"))
+    lenient = known.with_metrics(known.log_d).bind(model.named_parameters(), missing="euclidean")
+    with pytest.raises(ValueError, match=r"there is none for '2\.weight'"):
+        MetaMD(model.named_parameters(), lenient, metric=online)
+    optimiser = MetaMD(model[0].named_parameters("0"), Diagonal(), metric=online)
+    with pytest.raises(ValueError, match=r"there is none for '2\.weight'"):
+        optimiser.add_param_group({"params": list(model[2].named_parameters("2"))})
+    fit(model, optimiser, 2)
+    assert len(optimiser.param_groups) == 1
+
+
+def test_a_frozen_tensor_needs_no_scale_until_it_is_trained():
+    model = small_model()
+    model[2].requires_grad_(False)
+    optimiser = MetaMD(model.named_parameters(), Diagonal(), metric=Online(scale={"0.weight": 100.0, "0.bias": 100.0}))
+    fit(model, optimiser, 2)
+    model[2].requires_grad_(True)
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"there is none for '2\.weight'"):
+        fit(model, optimiser, 1)
+    assert equal_parameters(model, before)
 
 
 # how a geometry is used
@@ -187,6 +258,30 @@ def test_what_is_chosen_is_what_the_optimiser_does(learned, usage, rule):
     assert sum(losses) / 30 == pytest.approx(outcome.loss, rel=1e-5)
     for n, p in params.items():
         torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "lr"),
+    [
+        ({}, 0.14),
+        ({"momentum": 0.0}, 1.4),
+        ({"momentum": 0.5}, 0.7),
+        ({"momentum": 0.0, "averaging": "anytime"}, 1.4),
+        ({"averaging": "schedule-free"}, 1.4),
+        ({"momentum": 0.5, "lr": 3.0}, 3.0),
+    ],
+)
+def test_the_learned_steps_are_taken_whatever_the_momentum(learned, options, lr):
+    header = replace(learned.header, usage=Usage("learned", 0.9, "linear", 1.4).to_dict())
+    used = LearnedOptimiser(header, learned.potential)
+    family = tabular(steps=30)
+    params = [(n, torch.nn.Parameter(x)) for n, x in family.build(family.sample(torch.Generator())).init().items()]
+    optimiser, _ = prepare(params, used, steps=10, **options)
+    assert optimiser.param_groups[0]["lr"] == pytest.approx(lr)
+    if "averaging" not in options and "lr" not in options:
+        groups = [{"params": params[:1]}, {"params": params[1:2], "momentum": 0.2}, {"params": params[2:], "lr": 0.3}]
+        optimiser, _ = prepare(groups, used, steps=10, **options)
+        assert [g["lr"] for g in optimiser.param_groups] == pytest.approx([lr, 1.12, 0.3])
 
 
 def test_the_scale_minimises_the_bound_of_the_run(learned):

@@ -188,3 +188,31 @@ def test_biases_follow_the_average_of_their_squares():
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         if p.ndim == 1:  # one step: the corrected averages are the gradient and its square
             torch.testing.assert_close((q - p).detach().abs(), torch.full_like(p, 0.01), rtol=1e-5, atol=1e-9, msg=name)
+
+
+def test_an_empty_weight_is_left_alone():
+    for potential in (Diagonal(), Kronecker(), Kronecker(sides="both")):
+        for shape in ((0, 4), (4, 0), (0, 2, 3), (0,)):
+            weight = nn.Parameter(torch.zeros(shape))
+            weight.grad = torch.zeros(shape)
+            MetaMD([("w", weight)], potential, metric=Online("polar", scale={"w": 1.0})).step()
+            assert weight.shape == shape
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rule", [Online("polar"), Online("average"), Online("average", refresh=2)], ids=str)
+def test_an_unchecked_gradient_that_is_not_finite_leaves_nan_behind_and_no_half_taken_step(broken, rule):
+    for potential in (Diagonal(), Kronecker()):
+        model = small_model()
+        online = Online(rule.rule, refresh=rule.refresh, scale={n: 100.0 for n, _ in model.named_parameters()})
+        optimiser = MetaMD(model.named_parameters(), potential, metric=online, check_finite=False)
+        for _ in range(3):
+            optimiser.zero_grad()
+            model(torch.ones(2, 5)).sum().backward()
+            model[0].weight.grad[0, 0] = broken
+            before = model[2].bias.detach().clone()
+            optimiser.step()
+            assert model[0].weight.isnan().any()
+            assert not torch.equal(model[2].bias, before), "the tensors after it moved"
+        with pytest.raises(RuntimeError, match="is not finite; nothing was changed"):
+            MetaMD(model.named_parameters(), potential, metric=online).step()

@@ -278,6 +278,8 @@ def _issue(evidence: Evidence, terms: Terms, radius: float | None, ball: float =
         restarted=ledger.reason,
         per_layer={} if radius is not None else layers,
         metric="learned" if evidence.online is None else "online",
+        averaging=evidence.averaging if evidence.averaged else None,
+        lag=-late if late else 0.0,
     )
 
 
@@ -309,9 +311,13 @@ def _failure(evidence: Evidence, t: Terms, bound: float, identity: float) -> str
 
 
 def _converts(evidence: Evidence) -> bool:
-    """Whether the average's own loss is bounded: weights 1/t, one constant rate for all, nothing but the loss."""
+    """Whether the average's own loss is bounded: weights 1/t, one constant rate for all, nothing but the loss.
+
+    The gradients of Schedule-Free must lie on the line from the average to the iterate, which needs one momentum for all.
+    """
     ledger = evidence.ledger
-    weighted = evidence.averaging in ("anytime", "schedule-free") and evidence.averaged_steps == ledger.steps
+    on_line = evidence.averaging == "anytime" or (evidence.averaging == "schedule-free" and len(ledger.momenta) < 2)
+    weighted = on_line and evidence.averaged_steps == ledger.steps
     return weighted and evidence.is_regret and ledger.constant and not ledger.decay and not ledger.partial
 
 

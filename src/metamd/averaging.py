@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from metamd.sharding import local
+
 AveragingName = Literal["constant", "anytime", "schedule-free"]
 
 
@@ -31,6 +33,18 @@ def check_averaging(averaging: str, momentum: float) -> None:
         raise ValueError(
             f'averaging="anytime" has no momentum: the weights of its average are 1/t. Got momentum={momentum}; leave it 0.'
         )
+
+
+def check_momenta(groups: Sequence[Mapping[str, Any]], averaging: AveragingName) -> None:
+    """Refuse a momentum that was set during the run and that no step can be taken with; "anytime" does not use it.
+
+    Args:
+        groups: the optimiser's.
+        averaging: the kind of weights.
+    """
+    if averaging != "anytime":
+        for group in groups:
+            check_averaging(averaging, group["momentum"])
 
 
 def is_averaged(group: Mapping[str, Any], averaging: AveragingName) -> bool:
@@ -59,13 +73,28 @@ def rate_of_iterate(lr: float, momentum: float, averaging: AveragingName) -> flo
     return lr / (1 - momentum) if averaging == "constant" else lr
 
 
-def lift(x: Tensor, z: Tensor, step: int, momentum: float) -> None:
+def rate_of_learned_steps(momentum: float, averaging: AveragingName) -> float:
+    """The lr with which z takes the learned steps as they are."""
+    return 1.0 - momentum if averaging == "constant" else 1.0
+
+
+def lift(y: Tensor, z: Tensor, step: int, momentum: float, store: dict[str, Any]) -> None:
     """Before step t of Schedule-Free: the part of the next gradient point that the present one carries, in place of it.
 
-    With y = (1 - m) z + m x the next point is (1 - c) y - (1 - c)(1 - m) z + (1 - m + m c) z+, c = 1/(t + 1).
+    With y = (1 - m) z + m x the next point is (1 - c) m' x + (1 - m' + m' c) z+, c = 1/(t + 1), where m' is the momentum
+    now and m that of y: the average x stays what it is when the momentum is changed during the run.
+
+    Args:
+        y: the parameter.
+        z: the iterate before the step.
+        step: t, from 1.
+        momentum: m'.
+        store: the optimiser's state of the parameter, which knows m.
     """
-    c = 1 / (step + 1)
-    x.mul_(1 - c).sub_(z, alpha=(1 - c) * (1 - momentum))
+    before = store.get("momentum", momentum)
+    kept = (1 - 1 / (step + 1)) * (momentum / before)
+    y.mul_(kept).sub_(z, alpha=kept * (1 - before))
+    store["momentum"] = momentum
 
 
 def blend(x: Tensor, z: Tensor, step: int, momentum: float, averaging: AveragingName) -> None:
@@ -84,11 +113,30 @@ def blend(x: Tensor, z: Tensor, step: int, momentum: float, averaging: Averaging
         x.lerp_(z, 1 - momentum if averaging == "constant" else 1 / (step + 1))
 
 
-def to_average(y: Tensor, z: Tensor, momentum: float) -> None:
-    """From Schedule-Free's gradient point y = (1 - m) z + m x to x, in place."""
-    y.lerp_(z, 1 - 1 / momentum)
+def to_averages(groups: Sequence[Mapping[str, Any]], state: Any) -> None:
+    """From Schedule-Free's gradient points y = (1 - m) z + m x to x, in place.
+
+    Args:
+        groups: the optimiser's.
+        state: the optimiser's, by parameter.
+    """
+    for group in groups:
+        for p in group["params"]:
+            if "z" in state[p]:
+                momentum = state[p].get("momentum", group["momentum"])
+                local(p).lerp_(local(state[p]["z"]), 1 - 1 / momentum)
 
 
-def to_gradient_point(x: Tensor, z: Tensor, momentum: float) -> None:
-    """The way back, in place."""
-    x.lerp_(z, 1 - momentum)
+def to_gradient_points(groups: Sequence[Mapping[str, Any]], state: Any) -> None:
+    """The way back, in place, with the momentum of now.
+
+    Args:
+        groups: the optimiser's.
+        state: the optimiser's, by parameter.
+    """
+    check_momenta(groups, "schedule-free")
+    for group in groups:
+        for p in group["params"]:
+            if "z" in state[p]:
+                state[p]["momentum"] = group["momentum"]
+                local(p).lerp_(local(state[p]["z"]), 1 - group["momentum"])

@@ -1,24 +1,21 @@
 """How an optimiser's parameters meet a geometry: names, options of groups, metrics where the parameters are."""
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from metamd.averaging import AveragingName, check_averaging, rate_of_learned_steps
 from metamd.guard import FamilyWatch
 from metamd.learned import LearnedOptimiser, fingerprint
-from metamd.online import Online
+from metamd.online import KEPT, Online
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.mixture import widen
-from metamd.sharding import any_process, is_sharded, local, local_metric, shard_dims, total_for
-from metamd.tying import clean_names
+from metamd.sharding import any_process, is_sharded, local, local_metric, shard_dims, spread_like, total_for
+from metamd.tying import clean_names, some
 from metamd.usage import Metric
-
-SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
-"""Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
 
 
 def unwrap(geometry: LearnedOptimiser | Potential) -> tuple[Potential, FamilyWatch | None]:
@@ -140,8 +137,50 @@ def check_whole(online: Online | None, named: Params) -> None:
             )
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Refuse options of a group that no step can be taken with."""
+def check_scales(online: Online | None, potential: Potential, names: Iterable[str]) -> None:
+    """Refuse parameters that an online metric has no scale for.
+
+    Args:
+        online: the rule and its scales.
+        potential: bound to the parameters.
+        names: of those that are to move.
+    """
+    if online is None or not isinstance(potential, MaxDiagonal):
+        return
+    for name in names:
+        key = potential.slots[name].key
+        if key not in online.scale:
+            raise ValueError(
+                f"an online metric needs a scale for every parameter that is trained, but there is none for {name!r} (key "
+                f"{key!r}); there are those of {some(online.scale)}. Learn them with metamd.learn_usage(learned, family), "
+                f"or pass metamd.Online(..., scale={{{key!r}: 100.0, ...}})."
+            )
+
+
+def share_state(state: dict[str, Any], param: Tensor) -> None:
+    """Make what an online metric keeps of a sharded parameter a shard too: a checkpoint would take it for a whole otherwise.
+
+    Args:
+        state: of the parameter.
+        param: the parameter.
+    """
+    if is_sharded(param):
+        for key in KEPT:
+            if key in state and not is_sharded(state[key]):
+                state[key] = spread_like(state[key], param)
+
+
+def settle_group(group: dict[str, Any], averaging: AveragingName, *, learned_steps: bool) -> None:
+    """Refuse options of a group that no step can be taken with.
+
+    Args:
+        group: its options.
+        averaging: the kind of average.
+        learned_steps: whether its lr is the one at which the learned steps are taken as they are.
+    """
+    check_averaging(averaging, group["momentum"])
+    if learned_steps:
+        group["lr"] = rate_of_learned_steps(group["momentum"], averaging)
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}. Give each group its own lr instead.")
@@ -196,31 +235,3 @@ def refuse_edited(named: Params, versions: Mapping[str, int], stores: Mapping[st
                 f"the parameter {n!r} was changed after the last step, so that the end of the run is lost. Ask for the "
                 "certificate before loading or changing parameters; the reference may be any state_dict."
             )
-
-
-def refuse_foreign(state_dict: Mapping[str, Any], pieces: int, geometry: str) -> None:
-    """Refuse the state_dict of another optimiser or of other pieces; warn of one of another geometry.
-
-    Args:
-        state_dict: what is to be loaded.
-        pieces: N of the optimiser's geometry, 0 for one without pieces.
-        geometry: its fingerprint.
-    """
-    saved = state_dict["param_groups"][0] if state_dict.get("param_groups") else {}
-    missing = [key for key in SHARED if key not in saved]
-    if missing:
-        raise ValueError(
-            f"this is not a state_dict of MetaMD: its param groups lack {', '.join(missing)}. "
-            "Load it into the optimiser that it was taken from."
-        )
-    if len(saved["weights"]) != pieces:
-        raise ValueError(
-            f"this state_dict is of a run with {len(saved['weights'])} pieces, but this optimiser's geometry has "
-            f"{pieces}. Build MetaMD with the geometry that the run used."
-        )
-    if saved["geometry"] != geometry:
-        warnings.warn(
-            "this state_dict is of a run in another geometry: the continued run will not be the one that was "
-            "interrupted. Build MetaMD with the geometry that the run used, if that was meant.",
-            stacklevel=3,
-        )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from metamd.averaging import AveragingName
 from metamd.potentials.base import Params
 from metamd.tying import Rename, clean_name, some
 from metamd.usage import Metric
@@ -30,7 +31,7 @@ WORDS: dict[Metric, tuple[str, str, str, str, str, str]] = {
         *("diameter", "the same with one for all tensors"),
     ),
 }
-"""What the lines of a printed certificate are, by metric."""
+"""What the lines of a printed certificate are, by metric, for gradients that are taken at the iterates."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Certificate:
     Args:
         steps: T, since the last restart.
         bound: B(u || start)/lr + lr/2 sum |g_t|^2 in the local dual norms; it holds if `guaranteed`. For a metric H_t that
-            grows with the run, 1/2 sum |u - z_t|^2/lr in H_t - H_{t-1} takes the place of B.
+            grows with the run, 1/2 sum |u - z_t|^2/lr in H_t - H_{t-1} takes the place of B. For averages, `lag` is added,
+            and under constant momentum eta = lr/(1 - momentum), the rate of the iterates, takes the place of lr.
         realised: sum <g_t, x_t - u>; with a radius, the largest that any u within it could give.
         identity: realised + B(u || end)/lr, which is B(u || start)/lr + sum B(z_t || z_{t+1})/lr; None with a radius.
         published: Theorem 1 as printed, with the Euclidean norm and lambda = min D; for a growing metric, AdaGrad's bound
@@ -73,6 +75,8 @@ class Certificate:
         restarted: why it last did.
         per_layer: the shares of the tensors.
         metric: "online" for one that grew with the run.
+        averaging: the weights of the averages that gradients were taken at; None where it was at the iterates.
+        lag: sum <g_t, x_t - z_t>, which is what that changes.
     """
 
     steps: int
@@ -90,6 +94,8 @@ class Certificate:
     restarted: str
     per_layer: dict[str, Layer]
     metric: Metric = "learned"
+    averaging: AveragingName | None = None
+    lag: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -99,18 +105,22 @@ class Certificate:
     def __str__(self) -> str:
         """The certificate in a few lines."""
         ball = self.identity is None
-        u, words = "every u within the radius" if ball else "u", WORDS[self.metric]
-        lines = [
-            f"regret certificate ({self.form}, T = {self.steps})",
-            _line("bound", words[0], self.bound),
-            _line("realised", "sum <g_t, x_t - u>" + (", the largest" if ball else ""), self.realised, self.ratio),
+        u, words = "every u within the radius" if ball else "u", self._words()
+        rows: list[tuple[str, str, float | None]] = [
+            ("bound", words[0], self.bound),
+            ("realised", "sum <g_t, x_t - u>" + (", the largest" if ball else ""), self.realised),
+            ("identity", words[1], self.identity),
+            (words[2], words[3], self.published),
+            (words[4], words[5], self.lipschitz),
+            ("lag", "sum <g_t, x_t - z_t>, x_t the average", None if self.averaging is None else self.lag),
+            ("last", "l(x_T) - l(u) at most, if l is convex", self.last),
         ]
-        if self.identity is not None:
-            lines.append(_line("identity", words[1], self.identity))
-        lines.append(_line(*words[2:4], self.published))
-        lines.append(_line(*words[4:6], self.lipschitz))
-        if self.last is not None:
-            lines.append(_line("last", "l(x_T) - l(u) at most, if l is convex", self.last))
+        width = max(44, *(len(formula) for _, formula, _ in rows))
+        lines = [f"  {name:<10} {formula:<{width}} = {value:>10.5g}" for name, formula, value in rows if value is not None]
+        lines[1] += "" if math.isnan(self.ratio) else f"     ratio {self.ratio:.2f}"
+        lines.insert(0, f"regret certificate ({self.form}, T = {self.steps})")
+        if self.averaging == "constant":
+            lines.append("  eta = lr/(1 - momentum), the rate of the iterates z_t")
         if self.metric == "learned":
             lines.append(f"  steps not covered (piece changed under the paper's step): {self.uncovered}")
         if self.restarts:
@@ -118,10 +128,14 @@ class Certificate:
         lines.append(f"  holds for {u}, {self.holds}" if self.guaranteed else f"  no guarantee: {self.holds}")
         return "\n".join(lines)
 
-
-def _line(name: str, formula: str, value: float, ratio: float = math.nan) -> str:
-    tail = "" if math.isnan(ratio) else f"     ratio {ratio:.2f}"
-    return f"  {name:<10} {formula:<44} = {value:>10.5g}{tail}"
+    def _words(self) -> tuple[str, ...]:
+        """What the lines are: of averages, with the lag, and with the rate that the iterates had."""
+        words = WORDS[self.metric]
+        if self.averaging is None:
+            return words
+        rate = "eta" if self.averaging == "constant" else "lr"
+        bound, identity, name, published, *rest = (word.replace("lr", rate) for word in words)
+        return (f"{bound} + lag", identity, name, f"{published}, + lag", *rest)
 
 
 def reference_tensors(reference: Reference, named: Params, rename: Rename | None = None) -> dict[str, Tensor]:

@@ -71,14 +71,15 @@ class Metric:
 
 
 def moment_shapes(iterate: "Iterate") -> dict[str, tuple[int, ...]]:
-    """The shapes of what runs say about these metrics: (n, n) by "side/key" where a basis is learned."""
+    """The shapes of what runs say about these metrics: (n, n) by "side/key" where a basis is learned, (n,) by its side."""
     shapes = {k: tuple(v.shape[1:]) for k, v in iterate.log_d.items()}
     if isinstance(iterate.basis, Learned):
-        for name, sides in iterate.basis.turning().items():
-            place = iterate.basis.places[name]
-            for side in sides:
-                shapes.pop(place.key, None)
-                shapes[f"{side}/{place.key}"] = (place.sizes[side], place.sizes[side])
+        for dimensions, found in ((2, iterate.basis.turning()), (1, iterate.basis.scaling())):
+            for name, sides in found.items():
+                place = iterate.basis.places[name]
+                for side in sides:
+                    shapes.pop(place.key, None)
+                    shapes[f"{side}/{place.key}"] = (place.sizes[side],) * dimensions
     return shapes
 
 
@@ -106,15 +107,19 @@ def learn_factors(now: "Iterate", moments: Moments, reach: float, half: Moments 
     log_d: dict[str, Tensor] = {}
     changes: dict[str, float] = {}
     factors, before, after = basis.factors(), 0.0, 0.0
-    for key, sides in _by_key(basis).items():
-        steps = {}
-        for side in sides:
-            steps[side] = _side_step(basis, _sides(now, key)[side], moments, f"{side}/{key}", reach, half)
+    for key, (turning, scaling) in _by_key(basis).items():
+        steps, stored = {}, _stored(now, key)
+        for side in turning:
+            steps[side] = _side_step(basis, _side(now, key, side), moments, f"{side}/{key}", reach, half)
+        for side in scaling:
+            steps[side] = _scale_step(stored[side], moments, f"{side}/{key}", reach)
         taken = max(steps, key=lambda side: steps[side].before - steps[side].after)
-        step, stored = steps[taken], _stored(now, key)
-        factors[f"{taken}/{key}"], stored[taken] = step.columns, step.logs
+        step = steps[taken]
+        if step.columns is not None:
+            factors[f"{taken}/{key}"] = step.columns
+        stored[taken] = step.logs
         # the moments of one side depend on the metric of the other
-        changes |= {f"{side}/{key}": step.change for side in sides}
+        changes |= {f"{side}/{key}": step.change for side in steps}
         before, after = before + step.before, after + step.after
         log_d[key] = torch.cat(list(stored.values())).to(now.log_d[key].dtype).unsqueeze(0)
     return Turned(log_d, basis.with_factors(factors), changes, before, after)
@@ -122,9 +127,9 @@ def learn_factors(now: "Iterate", moments: Moments, reach: float, half: Moments 
 
 @dataclass(frozen=True)
 class _SideStep:
-    """A new metric of one side: its columns and logarithms as they are stored, and the bound before and after."""
+    """A new metric of one side: its columns, if it has some, and logarithms as stored, and the bound before and after."""
 
-    columns: Tensor
+    columns: Tensor | None
     logs: Tensor
     change: float
     before: float
@@ -146,19 +151,27 @@ def _side_step(
     return _SideStep(columns.float().contiguous(), numbers.log(), change, present.bound(x, y), after)
 
 
+def _scale_step(present: Tensor, moments: Moments, factor: str, reach: float) -> _SideStep:
+    """To the best number for every column, sqrt(y/x), or as far as the trust region reaches; kept where nothing is known."""
+    x, y = moments.x[factor].cpu(), moments.y[factor].cpu()
+    known = (x > 0) & (y > 0)
+    best = torch.where(known, 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log()), present)
+    logs = present + (best - present).clamp(-reach, reach)
+    before, after = (0.5 * float((v.exp() * x + y / v.exp()).sum()) for v in (present, logs))
+    return _SideStep(None, logs, float((logs - present).square().mean().sqrt()), before, after)
+
+
 def halfway(a: "Iterate", b: "Iterate") -> tuple[dict[str, Tensor], Basis]:
     """The geometric means of the metrics of two iterates, where they have learned bases, and the basis of these."""
     basis = a.basis
     if not isinstance(basis, Learned):
         return {}, basis
     log_d, factors = {}, basis.factors()
-    for key, sides in _by_key(basis).items():
-        here, there, found = _sides(a, key), _sides(b, key), {}
-        for side, present in here.items():
-            if side not in sides:
-                found[side] = _stored(a, key)[side]
-                continue
-            d, vectors = torch.linalg.eigh(geometric_mean(present.matrix, there[side].matrix))
+    for key, (turning, _) in _by_key(basis).items():
+        here, there = _stored(a, key), _stored(b, key)
+        found = {side: torch.lerp(here[side], there[side], 0.5) for side in here if side not in turning}
+        for side in turning:
+            d, vectors = torch.linalg.eigh(geometric_mean(_side(a, key, side).matrix, _side(b, key, side).matrix))
             middle = Metric(vectors, d)
             # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
             columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, basis.rank)
@@ -251,10 +264,10 @@ def _whole(columns: Tensor, numbers: Tensor) -> Metric:
     return Metric(q, d)
 
 
-def _by_key(basis: Learned) -> dict[str, tuple[str, ...]]:
-    """The sides that can turn, by key."""
-    turning = basis.turning()
-    return {place.key: turning[name] for name, place in basis.places.items() if turning[name]}
+def _by_key(basis: Learned) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The sides that can turn, and those that are scaled only, by key."""
+    turning, scaling = basis.turning(), basis.scaling()
+    return {p.key: (turning[n], scaling[n]) for n, p in basis.places.items() if turning[n] or scaling[n]}
 
 
 def _stored(iterate: "Iterate", key: str) -> dict[str, Tensor]:
@@ -268,14 +281,9 @@ def _stored(iterate: "Iterate", key: str) -> dict[str, Tensor]:
     return {"left": row[:left], "right": row[left:]}
 
 
-def _sides(iterate: "Iterate", key: str) -> dict[str, Metric]:
-    """The metrics of each side in float64."""
-    assert isinstance(iterate.basis, Learned)
-    factors, found = iterate.basis.factors(), {}
-    for side, logs in _stored(iterate, key).items():
-        columns = factors.get(f"{side}/{key}")
-        if columns is None:
-            found[side] = Metric(torch.eye(len(logs), dtype=torch.float64), logs.exp())
-        else:
-            found[side] = _whole(columns.double().cpu(), logs.exp())
-    return found
+def _side(iterate: "Iterate", key: str, side: str) -> Metric:
+    """The metric of one side in float64."""
+    logs, columns = _stored(iterate, key)[side], iterate.basis.factors().get(f"{side}/{key}")
+    if columns is None:
+        return Metric(torch.eye(len(logs), dtype=torch.float64), logs.exp())
+    return _whole(columns.double().cpu(), logs.exp())

@@ -101,6 +101,8 @@ def scalar(x: Tensor) -> Tensor:
 class Products:
     """sum_t G_t'G_t of every weight matrix whose basis can be learned, by phase; with the other side's metric between.
 
+    Of a side that learns a number per column and no basis, the diagonal alone.
+
     Args:
         potential: the bound potential, of one piece, in a learned basis.
         phases: the number of phases.
@@ -115,6 +117,9 @@ class Products:
             for side in sides:
                 size = self.basis.places[name].sizes[side]
                 self.sums[f"{side}/{name}"] = self.metrics[f"right/{name}"].new_zeros(phases, size, size)
+        self.diagonals = {f"{side}/{name}" for name, sides in self.basis.scaling().items() for side in sides}
+        for key in self.diagonals:
+            self.sums[key] = self.metrics[key].new_zeros(phases, len(self.metrics[key]))
 
     def knows_squares(self, name: str) -> bool:
         """Whether the squares in the coordinates follow from the products, so that nobody needs to add them up."""
@@ -131,6 +136,9 @@ class Products:
                 continue
             for side, other in (("right", "left"), ("left", "right")):
                 between = self.basis.scaled(name, other, m, 1 / self.metrics[f"{other}/{name}"])
+                if f"{side}/{name}" in self.diagonals:
+                    self.sums[f"{side}/{name}"][..., phase, :] += (m * between).sum(-2)
+                    continue
                 pair = (m.mT, between) if side == "right" else (between, m.mT)
                 _add(self.sums.get(f"{side}/{name}"), phase, *pair)
 

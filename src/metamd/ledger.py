@@ -7,7 +7,7 @@ see `needs_sum`. The proofs are in docs/concepts/certificates.md.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ class Ledger:
         restarts: how often it began again.
         reason: why it last did.
         rule: by which the metric grows, in words; empty for one that stays as it is.
+        momenta: the two smallest of those that any tensor had in any step; one, if it was the same throughout.
     """
 
     paper: bool = False
@@ -94,6 +95,7 @@ class Ledger:
     restarts: int = 0
     reason: str = ""
     rule: str = ""
+    momenta: list[float] = field(default_factory=list)
 
     def restart(self, reason: str) -> None:
         """Forget the sums: what follows is a run of its own. Before the first step there is nothing to forget."""
@@ -186,6 +188,10 @@ class Ledger:
                 self.decay = max(self.decay, float(move.decay) / rates[n])
                 self.ascent, self.descent = self.ascent or float(move.lr) < 0, self.descent or float(move.lr) > 0
 
+    def note_momenta(self, momenta: Iterable[float]) -> None:
+        """Note the momenta of a step's tensors."""
+        self.momenta = sorted({*self.momenta, *momenta})[:2]
+
     def add(self, terms: Mapping[str, list[float]], top: float) -> None:
         """Add up a step.
 
@@ -229,21 +235,6 @@ class Ledger:
         """The ledger that was encoded."""
         kept = json.loads(text)
         return cls(**{**kept, "rows": {n: Row(**row) for n, row in kept["rows"].items()}})
-
-
-def keep_wide(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], state: Any) -> None:
-    """Undo what loading does to sums of half-precision parameters: torch rounds all state to the parameter's dtype.
-
-    Args:
-        state_dict: what was loaded.
-        groups: the optimiser's.
-        state: the optimiser's, by parameter.
-    """
-    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
-        saved = state_dict["state"].get(i, {}).get(SUM)
-        if saved is not None:
-            state[p][SUM] = saved.detach().clone().to(p.device)
 
 
 def needs_sum(param: Tensor, always: bool = False) -> bool:

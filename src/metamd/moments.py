@@ -22,7 +22,8 @@ class Moments:
     """What one run says about every metric: E = sum_i (D_i x_i + y_i / D_i) / 2.
 
     In a learned basis, weight matrices have matrices: E = (tr D X + tr D^-1 Y) / 2 under "right/key" with X = delta' delta /
-    eta and Y = eta sum_t G_t'G_t; with factors on both sides L or L^-1 stands between, and "left/key" has those of L.
+    eta and Y = eta sum_t G_t'G_t; with factors on both sides L or L^-1 stands between, and "left/key" has those of L. Of a
+    side without a factor they are the diagonals.
 
     Args:
         x: the squared displacements delta_i^2 / eta, by key, summed over tied coordinates.
@@ -102,8 +103,8 @@ class MatrixMoments:
         self.y: dict[str, Tensor] = {}
 
     def knows(self, name: str) -> bool:
-        """Whether a factor can be learned for this tensor."""
-        return bool(self.basis.turning().get(name))
+        """Whether factors, or the numbers of a side of their own, can be learned for this tensor."""
+        return bool(self.basis.turning().get(name) or self.basis.scaling().get(name))
 
     def add(self, name: str, run: "Trajectory", delta: Tensor, prior: float, rate: float) -> None:
         """Count one tensor of a run.
@@ -117,7 +118,8 @@ class MatrixMoments:
         """
         place = self.basis.places[name]
         m = place.matrix(delta)
-        for side in self.basis.turning()[name]:
+        scaling = self.basis.scaling()[name]
+        for side in (*self.basis.turning()[name], *scaling):
             other = "left" if side == "right" else "right"
             rows = m if side == "right" else m.mT
             between, weight, weight_back = rows, float(len(rows)), float(len(rows))
@@ -128,7 +130,8 @@ class MatrixMoments:
                 weight, weight_back = float(d.sum()), float((1 / d).sum())
             key = f"{side}/{place.key}"
             products = run.products[f"{side}/{name}"].double().sum(0)
-            x = (rows.mT @ between + prior * rate * weight / weight_back * products) / run.lr
+            moved = (rows * between).sum(0) if side in scaling else rows.mT @ between
+            x = (moved + prior * rate * weight / weight_back * products) / run.lr
             y = (1 + prior) * products * run.lr
             self.x[key] = self.x[key] + x if key in self.x else x
             self.y[key] = self.y[key] + y if key in self.y else y

@@ -26,13 +26,18 @@ from torch import Tensor
 
 from metamd.potentials.base import Move
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.mixture import widen
+from metamd.sharding import local
 
 Rule = Literal["sum", "average", "polar"]
 
 State = dict[str, Any]
 """What a tensor carries from step to step: the `squares` of its coordinates, how many were `counted`, and, where the output
 side is followed too, the average `products` of its rows and the `turn`, an orthonormal basis of them; for the rule "polar",
-the `average` of its gradients."""
+the `average` of its gradients. Half precision has them in float32."""
+
+KEPT = ("squares", "average", "products", "turn")
+"""The tensors among them. Of sharded parameters `MetaMD` keeps the first two as shards of tensors that are spread alike."""
 
 Watch = Callable[[Tensor, Tensor], None]
 """Called with the energy c' a_t^-1 c and the metric a_t of a step."""
@@ -102,7 +107,7 @@ class Online:
         if "squares" not in state:
             state["squares"], state["counted"] = torch.zeros_like(coordinates), 0
         state["counted"] += 1
-        squares = state["squares"]
+        squares = local(state["squares"])
         if self.rule == "sum":
             squares.addcmul_(coordinates, coordinates)
             return self.grown(state)
@@ -112,8 +117,7 @@ class Online:
 
     def grown(self, state: State) -> Tensor:
         """a_t after the last step, for sums."""
-        squares: Tensor = state["squares"]
-        return squares.sqrt().add_(self.epsilon)
+        return local(state["squares"]).sqrt().add_(self.epsilon)
 
     def turn(self, coordinates: Tensor, state: State) -> Tensor | None:
         """The basis of the output side, brought up to date with the present gradient; None where it is not followed.
@@ -129,7 +133,7 @@ class Online:
         products = coordinates @ coordinates.mT
         if "products" not in state:
             state["products"] = (1 - FOLLOW) * products
-            state["turn"] = torch.linalg.eigh(state["products"])[1]
+            state["turn"] = _eigh(state["products"])[1]
         else:
             state["products"].lerp_(products, 1 - FOLLOW)
             if state["counted"] % self.refresh == 0:
@@ -150,14 +154,11 @@ class Online:
             state: of this tensor.
             watch: told what the step met, before the tensor moves.
         """
-        if self.rule == "polar":
-            moved = self._polar(potential, name, move.grad, state, watch)
-        else:
-            moved = self._scaled(potential, name, move.grad, state, watch)
+        follow = self._polar if self.rule == "polar" else self._scaled
+        moved = follow(potential, name, widen(move.grad), state, watch)
         if isinstance(move.decay, Tensor) or move.decay != 0:
             x.mul_(1 - move.decay)
-        moved = moved.reshape(x.shape).to(x.dtype)
-        x.sub_(moved, alpha=float(move.lr) * self.step_size(potential.slots[name].key))
+        x.sub_(moved.reshape(x.shape), alpha=float(move.lr) * self.step_size(potential.slots[name].key))
 
     def _scaled(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Tensor:
         """V (c / a_t)."""
@@ -173,7 +174,7 @@ class Online:
 
     def _polar(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Tensor:
         """(C C')^-1/2 C D^-1/2 of a weight; a tensor that is no matrix follows the average of its squares."""
-        average = state.setdefault("average", torch.zeros_like(grad))
+        average = local(state.setdefault("average", torch.zeros_like(grad)))
         average.lerp_(grad, 1 - self.beta)
         ahead = grad.lerp(average, self.beta)
         if grad.ndim < 2:
@@ -182,6 +183,8 @@ class Online:
             if watch is not None:
                 watch((grad.square() / metric).sum(), metric)
             return moved
+        if not grad.numel():
+            return grad
         d, rows = potential.metric(name)[0], grad.shape[0]
         size = torch.linalg.vector_norm(ahead, math.inf)
         scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
@@ -231,6 +234,14 @@ def _scaled_up(watch: Watch, scale: Tensor) -> Watch:
     return lambda energy, metric: watch(scale * energy, scale * metric)
 
 
+def _eigh(products: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors; NaN for what is not finite, which torch refuses while other tensors have moved already."""
+    if not bool(products.isfinite().all()):
+        return torch.full_like(products[0], math.nan), torch.full_like(products, math.nan)
+    values, vectors = torch.linalg.eigh(products)
+    return values, vectors
+
+
 def _whitened(products: Tensor, *, full: Tensor, watch: Watch | None) -> Tensor:
     """A^-1/2 of A = C C'; directions lost in rounding, of a length below the root of its precision, are left small.
 
@@ -239,7 +250,7 @@ def _whitened(products: Tensor, *, full: Tensor, watch: Watch | None) -> Tensor:
         full: what the result is multiplied by.
         watch: told the energy and the metric.
     """
-    values, vectors = torch.linalg.eigh(products)
+    values, vectors = _eigh(products)
     limits = torch.finfo(products.dtype)
     roots = values.maximum((limits.eps * values[-1]).clamp_min(limits.tiny)).sqrt()
     if watch is not None:

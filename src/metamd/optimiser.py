@@ -13,21 +13,22 @@ from metamd.audit import Audit
 from metamd.averaging import (
     AveragingName,
     blend,
-    check_averaging,
+    check_momenta,
     lift,
     open_iterates,
     rate_of_iterate,
-    to_average,
-    to_gradient_point,
+    to_averages,
+    to_gradient_points,
 )
 from metamd.certificate import Certificate, Reference
 from metamd.guard import Safeguard, energy
 from metamd.learned import LearnedOptimiser
-from metamd.ledger import Ledger, keep_wide
+from metamd.ledger import Ledger
 from metamd.online import Online
 from metamd.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.resuming import Kind, forget_metric, keep_wide, metric_code, refuse_foreign
 from metamd.sharding import local
 from metamd.usage import Metric
 
@@ -45,7 +46,8 @@ class MetaMD(Optimizer):
         params: as for any torch optimiser; `model.named_parameters()` for a learned geometry.
         geometry: a `LearnedOptimiser`, or a potential.
         lr: a factor on the learned step sizes; the learning rate for a potential that was not learned. Of a group, it
-            scales that group's gradient. Its default takes the learned step sizes as they are: 1 - momentum.
+            scales that group's gradient. Its default takes the learned step sizes as they are: 1 - momentum, of a group
+            its own.
         momentum: gradients are taken at an average of the iterates, which keeps this share of itself in every step; for
             `Euclidean()` that is SGD with momentum, and lr means the same.
         weight_decay: decoupled, towards zero.
@@ -101,9 +103,8 @@ class MetaMD(Optimizer):
         self._versions: dict[str, int] = {}
         self._steps, self._restart, self._training = 0, 0, True
         self._record = PieceRecord()
-        if lr is None:
-            check_averaging(averaging, momentum)
-            lr = 1.0 - momentum if averaging == "constant" else 1.0
+        self._learned_steps = lr is None
+        lr = 1.0 if lr is None else lr
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize})
         self._bind()
 
@@ -116,10 +117,10 @@ class MetaMD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; those added during a run start where they are then."""
+        learned_steps = self._learned_steps and "lr" not in param_group
         super().add_param_group(param_group)
         try:
-            binding.check_group(self.param_groups[-1])
-            check_averaging(self.averaging, self.param_groups[-1]["momentum"])
+            binding.settle_group(self.param_groups[-1], self.averaging, learned_steps=learned_steps)
             if self._bound is not None:
                 self._bind()
         except ValueError:
@@ -128,10 +129,11 @@ class MetaMD(Optimizer):
 
     def _bind(self) -> None:
         named = binding.named_parameters(self.param_groups, self._potential)
-        self._places = {id(p): (n, p, p.device) for n, p in named.items()}
         starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
         binding.check_whole(self._online, named)
-        self._bound = binding.fit(self._potential, named, starts, fused=self.fused)
+        bound = binding.fit(self._potential, named, starts, fused=self.fused)
+        binding.check_scales(self._online, bound, [n for n, p in named.items() if p.requires_grad])
+        self._bound, self._places = bound, {id(p): (n, p, p.device) for n, p in named.items()}
         if self._audit is not None:
             self._audit.bind(self._bound, named)
 
@@ -165,6 +167,8 @@ class MetaMD(Optimizer):
         named, grads, groups = self._gather()
         if not grads:
             return loss
+        check_momenta(self.param_groups, self.averaging)
+        binding.check_scales(self._online, self.potential, grads)
         if self.check_finite:
             binding.refuse_nonfinite(named, grads)
         self._notice_edits(named)
@@ -178,9 +182,10 @@ class MetaMD(Optimizer):
             rates = {n: self._rate(groups[n]) for n in moves}
             stores = {n: self.state[p] if n in moves else self.state.get(p, {}) for n, p in named.items()}
             self._audit.before(active, moves, rates, named, stores)
+            self._audit.ledger.note_momenta(group["momentum"] for group in groups.values())
         if self.averaging == "schedule-free":
             for n, momentum in averaged.items():
-                lift(params[n], points[n], count, momentum)
+                lift(params[n], points[n], count, momentum, self.state[named[n]])
         step = self._advance(named, points, moves, active)
         if self._audit is not None:
             self._audit.after(step.active, moves)
@@ -198,6 +203,7 @@ class MetaMD(Optimizer):
             state = self.state[named[n]]
             watch = None if self._audit is None else self._audit.watch(n, move, named[n], state)
             self._online.advance(bound, n, points[n], move, state, watch)
+            binding.share_state(state, named[n])
         return Step(points)
 
     def _gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
@@ -276,21 +282,18 @@ class MetaMD(Optimizer):
     @torch.no_grad()
     def eval(self) -> None:
         """Put the average into the parameters, to evaluate or save the model; only "schedule-free" needs it."""
-        self._swap(to_average, training=False)
+        self._swap(to_averages, training=False)
 
     @torch.no_grad()
     def train(self) -> None:
         """Put the point where gradients are taken into the parameters, to go on."""
-        self._swap(to_gradient_point, training=True)
+        self._swap(to_gradient_points, training=True)
 
-    def _swap(self, swap: Callable[[Tensor, Tensor, float], None], *, training: bool) -> None:
+    def _swap(self, swap: Callable[[list[dict[str, Any]], Any], None], *, training: bool) -> None:
         if self.averaging != "schedule-free" or self._training == training:
             return
+        swap(self.param_groups, self.state)
         self._training = training
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "z" in self.state[p]:
-                    swap(local(p), local(self.state[p]["z"]), group["momentum"])
         if self._versions:
             self._versions = {n: local(p)._version for n, p, _ in self._places.values()}
 
@@ -335,7 +338,7 @@ class MetaMD(Optimizer):
             "weights": torch.as_tensor(weights, dtype=torch.float64).clone(),
             "safeguard": torch.tensor([guard.damping, guard.log_reference], dtype=torch.float64),
             "pieces": self._record.encode(),
-            "geometry": self._fingerprint(),
+            **self._kind().shared(),
             "restart": torch.tensor(self._restart),
             "training": self._training,
             **({} if self._audit is None else {"certificate": self._audit.ledger.encode()}),
@@ -346,9 +349,10 @@ class MetaMD(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state_dict was taken, in the same geometry."""
-        binding.refuse_foreign(state_dict, binding.piece_count(self._potential), self._fingerprint())
+        refuse_foreign(state_dict, self._kind())
         super().load_state_dict(state_dict)
         keep_wide(state_dict, self.param_groups, self.state)
+        forget_metric(state_dict, self._kind(), self.state)
         group = self.param_groups[0]
         if self._audit is not None:
             self._audit.resume(group.get("certificate"), int(group["step"]))
@@ -376,15 +380,14 @@ class MetaMD(Optimizer):
             self._bound = None
             self._bind()
 
-    def _fingerprint(self) -> str:
-        """The geometry in a few letters: its metrics are read once."""
+    def _kind(self) -> Kind:
         if self._hash is None:
-            self._hash = binding.geometry_code(self._potential)
-        return self._hash
+            self._hash = binding.geometry_code(self._potential)  # reads all metrics: once
+        return Kind(binding.piece_count(self._potential), self._hash, metric_code(self._online), self.averaging)
 
 
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
     *("_active", "_audit", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_training", "_watch"),
-    *("_online", "_recommended", "averaging", "check_finite", "exact", "fused"),
+    *("_learned_steps", "_online", "_recommended", "averaging", "check_finite", "exact", "fused"),
 )

@@ -1,6 +1,7 @@
 """A learned optimiser as it is best used on its family, in one line."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -20,7 +21,8 @@ def prepare(
         learned: what `load` gives, or what it takes: a path, or the name of a shipped one. One without a `usage` is used
             plainly.
         steps: how many times `schedule.step()` will be called: the length of the run.
-        options: of `MetaMD`, where you want others.
+        options: of `MetaMD`, where you want others. With another momentum, or another average, lr still is the one at which
+            the learned steps are taken; so it is for groups with a momentum of their own.
 
     Example:
         >>> import metamd, torch
@@ -37,6 +39,13 @@ def prepare(
             f"learned must be a LearnedOptimiser or a path, got {type(learned).__name__}. Pass metamd.load(path)."
         )
     usage = learned.usage
-    chosen: dict[str, Any] = {"lr": usage.lr, "momentum": usage.momentum, "metric": usage.metric}
-    optimiser = MetaMD(params, learned, **{**chosen, **options})
+    chosen: dict[str, Any] = {"momentum": usage.momentum, "metric": usage.metric, **options}
+
+    def rate(momentum: float) -> float:
+        return replace(usage, momentum=momentum).lr if options.get("averaging", "constant") == "constant" else usage.factor
+
+    if "lr" not in options:
+        chosen["lr"] = rate(chosen["momentum"])
+        params = [{"lr": rate(p["momentum"]), **p} if isinstance(p, dict) and "momentum" in p else p for p in params]
+    optimiser = MetaMD(params, learned, **chosen)
     return optimiser, LambdaLR(optimiser, lambda t: usage.share(min(t, steps - 1), steps))

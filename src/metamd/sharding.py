@@ -1,5 +1,6 @@
 """Parameters that are spread over processes (DTensor, FSDP2): local pieces of tensors, and sums over processes."""
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -52,6 +53,21 @@ def local_part(x: Tensor, like: Tensor) -> Tensor:
     if is_sharded(x) or not is_sharded(like):
         return local(x).to(local(like).device)
     return local_metric(x[None], like)[0]
+
+
+def spread_like(part: Tensor, param: Tensor) -> Tensor:
+    """This process's part of a tensor as a shard of one that is spread as a parameter is, so that checkpoints know the rest.
+
+    Args:
+        part: in the shape of this process's part of the parameter, or of its matrix (rows, columns).
+        param: the parameter, sharded.
+    """
+    from torch.distributed.tensor import DTensor
+
+    shape = param.shape if part.ndim == param.ndim else torch.Size((param.shape[0], math.prod(param.shape[1:])))
+    stride = torch.empty(shape, device="meta").stride()
+    placed = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(part.contiguous(), *placed, run_check=False, shape=shape, stride=stride)
 
 
 def total_for(params: Mapping[str, Tensor]) -> Total:

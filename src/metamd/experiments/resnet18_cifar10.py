@@ -39,7 +39,7 @@ SCALES = {
         4000,
         tasks_per_step=2,
         budget=7,
-        rivals=("sgdm", "adam"),
+        rivals=("sgdm", "adam", "muon"),
         screen=1,
         schedules=("linear",),
         usage_tasks=2,

@@ -229,6 +229,14 @@ class Learned:
         allowed = ("left", "right") if self.sides == "both" else ("right",)
         return {n: tuple(s for s in allowed if p.sizes[s] <= self.limit) for n, p in self.places.items()}
 
+    def scaling(self) -> dict[str, tuple[str, ...]]:
+        """The sides of every tensor that learn a number per column without a factor, being too long for one, by name.
+
+        Where the right side is the only one its numbers are those of the tensor, and are learned as such.
+        """
+        long = {n: self.sides == "both" and p.sizes["right"] > self.limit for n, p in self.places.items()}
+        return {n: ("right",) if too_long else () for n, too_long in long.items()}
+
     # coordinates
 
     def into(self, name: str, x: Tensor) -> Tensor:
@@ -301,12 +309,12 @@ class Learned:
 
     def _inverse(self, name: str, m: Tensor, d: Tensor) -> "Inverse | None":
         """V diag(d)^-1 V' on the right of a matrix, if d is one of the metrics that stay for the whole run."""
-        if self.sides == "both" or m.ndim > 2:
+        if self.sides == "both" or m.ndim > 2 or d.dtype != m.dtype:  # of a model that was turned into another type since
             return None
         address = name, d.data_ptr()
         if address in self._inverses:
             return self._inverses[address]
-        if d.dtype != m.dtype or all(piece.data_ptr() != d.data_ptr() for piece in self._metrics.get(name, ())):
+        if all(piece.data_ptr() != d.data_ptr() for piece in self._metrics.get(name, ())):
             return None
         right = self._at("right", name, m)
         assert right is not None

@@ -28,7 +28,7 @@ from metamd import (
 from metamd.hypergrad import Moments
 from metamd.inner import run_inner
 from metamd.lessons import draw
-from metamd.meta import PRIOR
+from metamd.objectives import PRIOR
 from metamd.outer import Adam, GradientDescent, Iterate, Update
 from metamd.phases import build_pieces, rising, run_phases
 from metamd.probe import largest_curvature

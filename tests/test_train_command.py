@@ -4,12 +4,16 @@ import signal
 import subprocess
 import sys
 import time
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
 
 from metamd import cli, load
+from metamd.commands import Train
 from metamd.commands.train import tensorboard
+from metamd.default import learn_network
+from metamd.objectives import PRIOR
 
 SHORT = ["--steps", "20", "--outer-steps", "2", "--tasks", "2"]
 QUICK = [*SHORT, "--refine", "0"]
@@ -176,3 +180,8 @@ def test_fewer_pieces_than_asked_for_are_said_in_words(tmp_path, capsys):
 def test_options_of_families_are_checked_before_anything_else(words, sentence, capsys, tmp_path):
     assert cli.run(["train", *words, "--out", str(tmp_path / "x.safetensors")]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_the_prior_of_the_command_is_that_of_the_function():
+    """Written out where the options are declared, which may not import torch for it."""
+    assert Train("quadratic").prior == PRIOR == signature(learn_network).parameters["prior"].default

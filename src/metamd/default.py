@@ -10,7 +10,7 @@ from metamd.gap import LogGap
 from metamd.hypergrad import Forward, Reverse
 from metamd.journal import Journal
 from metamd.learned import LearnedOptimiser
-from metamd.objectives import Reference
+from metamd.objectives import PRIOR, Reference
 from metamd.outer import Adam
 from metamd.outer_steps import Refine
 from metamd.potentials.diagonal import MaxDiagonal
@@ -49,7 +49,7 @@ def learn_network(
     *,
     potential: MaxDiagonal | None = None,
     reference: Reference | None = None,
-    prior: float = 0.0,
+    prior: float = PRIOR,
     tasks: int = 8,
     seed: int = 0,
     usage: bool = True,

@@ -15,7 +15,7 @@ from metamd.journal import Journal, Log
 from metamd.learned import LearnedOptimiser, fingerprint
 from metamd.lessons import Lecture
 from metamd.norms import Ball
-from metamd.objectives import FromLipschitz, Objective, PaperBound, Regret
+from metamd.objectives import PRIOR, FromLipschitz, Objective, PaperBound, Regret
 from metamd.outer import Adam, GradientDescent, Iterate, Outer, TrustRegion
 from metamd.outer_steps import OuterStep, Refine, Stopping
 from metamd.plan import Plan, StageName
@@ -28,11 +28,6 @@ from metamd.workers import Workers
 
 SETTLED = 1e-2
 """A run has converged, for `PaperBound`, when its gradient has fallen to this share of the first."""
-
-
-PRIOR = 1e-7
-"""The strength of the prior of `Regret` if no objective is given, a safety net: no step size falls below 0.02 % of its
-tensor's or of the model's. Networks gain from 1e-4; where curvatures differ by a thousand, that is ruinous."""
 
 
 class NotConvergedWarning(UserWarning):

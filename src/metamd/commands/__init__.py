@@ -263,7 +263,7 @@ class Train:
     tasks: int = 8
     reference: float | None = None
     step_scale: bool = False
-    prior: float = 1e-7
+    prior: float = 1e-7  # metamd.objectives.PRIOR, which would import torch
     max_norm: float | None = None
     tolerance: float = 1e-3
     refine: int | None = None

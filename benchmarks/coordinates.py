@@ -5,9 +5,9 @@
 A geometry is learned from runs of Adam for every rank: the one that is found by itself, 64, and all directions. A step is
 the whole of it, loss and gradient of a batch of 100 included, on one thread; optimisers take turns, and ratios are to that
 of Adam in the same run, medians over rounds. The state is all tensors that are there between two steps beside parameters and
-gradients, those of MetaMD's file too, in copies of the parameters. The loss is the mean over a held-out run of the same
-family, plainly used with a constant rate and no momentum, over the one with all directions; steps are those to the loss that
-that one has at three quarters of the run. Needs the datasets: METAMD_DATA.
+gradients, those of MetaMD's file too, in copies of the parameters. The loss is the mean over three held-out runs of the same
+family, plainly used with a constant rate and no momentum or by a rule with linear decay, over the same with all directions;
+steps are those to the loss that these have at three quarters of the run. Needs the datasets: METAMD_DATA.
 """
 
 import argparse
@@ -15,10 +15,11 @@ import gc
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -30,13 +31,16 @@ from metamd.choosing import learn_scale
 from metamd.objectives import Reference
 from metamd.rivals import Contender, rival
 from metamd.tasks.base import TaskFamily
-from metamd.training import step_seconds, train
+from metamd.training import Outcome, step_seconds, train
 from metamd.usage import Usage
 
 OUT = Path(__file__).parent / "results" / "coordinates.json"
 RANKS: Mapping[str, Any] = {"found by itself": "auto", "64": 64, "all": None}
 RIVALS = ("adam", "muon", "soap")
-RULES = {"average": Online(), "polar": Online("polar", beta=0.9)}
+RULES = {
+    "rule average": (Online(), Usage("online", momentum=0.9, schedule="linear")),
+    "rule polar": (Online("polar", beta=0.9), Usage("online", schedule="linear", factor=0.35)),
+}
 
 
 def families() -> dict[str, TaskFamily]:
@@ -57,17 +61,16 @@ def _ours(kind: str, path: Path) -> Contender:
 
 
 def learned_files(family: TaskFamily, folder: Path) -> dict[str, Path]:
-    """A geometry for every rank, used plainly, and the rules of an online metric in the coordinates of the first."""
+    """A geometry for every rank, used plainly and by the rules of an online metric."""
     reference = Reference(lr=1e-3, factor=1.0)
-    found = {
-        f"rank {r}": learn_from_reference(family, Kronecker(rank=k), reference=reference, tasks=8) for r, k in RANKS.items()
-    }
-    first = next(iter(found.values()))
-    for name, rule in RULES.items():
-        online = learn_scale(first, family, reference=reference, online=rule, rounds=1, tasks=1)
-        usage = Usage("online", momentum=0.0 if name == "polar" else 0.9)
-        header = replace(first.header, usage=usage.to_dict(), online=online.to_dict())
-        found[f"rule {name}"] = replace(first, header=header)
+    found = {}
+    for rank, kept in RANKS.items():
+        plain = learn_from_reference(family, Kronecker(rank=kept), reference=reference, tasks=8)
+        found[f"rank {rank}"] = plain
+        for name, (rule, usage) in RULES.items():
+            online = learn_scale(plain, family, reference=reference, online=rule, tasks=2)
+            header = replace(plain.header, usage=usage.to_dict(), online=online.to_dict())
+            found[f"{name}, rank {rank}"] = replace(plain, header=header)
     paths = {kind: folder / f"{kind}.safetensors" for kind in found}
     for kind, learned in found.items():
         learned.save(paths[kind])
@@ -102,17 +105,28 @@ def measured(family: TaskFamily, rounds: int, folder: Path) -> list[dict[str, An
     who = {label: make() for label, make in makers.items()}
     task = side.build(side.sample(torch.Generator().manual_seed(1)))
     seconds = step_seconds(task, who, rounds=rounds)
-    runs = {label: train(task, c, measuring=Measuring(splits=())) for label, c in who.items() if ", rank " in label}
-    whole = runs["MetaMD, rank all"]
     rows = []
+    runs = {label: _runs(side, c) for label, c in who.items() if ", rank " in label}
     for label, make in makers.items():
         row: dict[str, Any] = {"optimiser": label, "step": seconds[label] / seconds["Adam"], "ms": 1000 * seconds[label]}
         row["state"] = state_size(make, family)
         if label in runs:
-            steps, all_steps = (o.steps_to(whole.loss_after(0.75)) for o in (runs[label], whole))
-            row |= {"mean_loss": runs[label].mean_loss / whole.mean_loss, "steps": steps / all_steps}
+            row |= _against(runs[label], runs[label[: label.index("rank ")] + "rank all"])
         rows.append({k: v if isinstance(v, str) else round(v, 4) if math.isfinite(v) else None for k, v in row.items()})
     return rows
+
+
+def _runs(side: TaskFamily, contender: Contender) -> list[Outcome]:
+    """Three held-out ones."""
+    generator = torch.Generator().manual_seed(1)
+    return [train(side.build(side.sample(generator)), contender, measuring=Measuring(splits=())) for _ in range(3)]
+
+
+def _against(runs: Sequence[Outcome], whole: Sequence[Outcome]) -> dict[str, float]:
+    """Mean losses over those with all directions, and steps to the loss that these have at three quarters of the run."""
+    target = fmean(o.loss_after(0.75) for o in whole)
+    mine, theirs = (fmean(o.steps_to(target) for o in x) for x in (runs, whole))
+    return {"mean_loss": fmean(o.mean_loss for o in runs) / fmean(o.mean_loss for o in whole), "steps": mine / theirs}
 
 
 def table(found: Mapping[str, Any]) -> str:

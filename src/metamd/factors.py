@@ -20,8 +20,9 @@ TOLERATED = 0.05
 """The share of the bound that `rank="auto"` gives away at most, if `LARGEST` allows it."""
 
 LARGEST = 24
-"""The largest rank that `rank="auto"` takes. Two products with r columns take 2r/(3b) of the operations of a gradient from b
-examples; at b = 100 this is a sixth, and of the time about a quarter, since thin products are slower."""
+"""The largest rank that `rank="auto"` takes where it does not keep all directions. Two products with r columns take 2r/(3b)
+of the operations of a gradient from b examples; at b = 100 this is a sixth, and of the time about a quarter, since thin
+products are slower."""
 
 DEFAULT = (0.1, 0.001)
 CANDIDATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 1e-1)
@@ -146,7 +147,7 @@ def _side_step(
         shares = best_shares(x, y, half.x[factor], half.y[factor]) if half is not None and known else DEFAULT
     raised = _raised(x, shares[0]), _raised(y, shares[1])
     new, change = _step(present, *raised, reach)
-    columns, numbers = _truncated(new, *raised, basis.rank)
+    columns, numbers = _truncated(new, *raised, basis.rank_of(factor))
     after = _whole(columns, numbers).bound(x, y)
     return _SideStep(columns.float().contiguous(), numbers.log(), change, present.bound(x, y), after)
 
@@ -174,7 +175,8 @@ def halfway(a: "Iterate", b: "Iterate") -> tuple[dict[str, Tensor], Basis]:
             d, vectors = torch.linalg.eigh(geometric_mean(_side(a, key, side).matrix, _side(b, key, side).matrix))
             middle = Metric(vectors, d)
             # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
-            columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, basis.rank)
+            rank = basis.rank_of(f"{side}/{key}")
+            columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, rank)
             factors[f"{side}/{key}"], found[side] = columns.float().contiguous(), numbers.log()
         old = a.log_d[key]
         log_d[key] = torch.cat([found[s] for s in ("left", "right") if s in found]).to(old.dtype).unsqueeze(0)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metamd.affordable import affording
 from metamd.choosing import draw_tasks, said_reference, tuned_reference
 from metamd.costs import total_cost
 from metamd.factors import learn_factors
@@ -84,7 +85,7 @@ def learn_from_reference(
     began, counted = time.perf_counter(), Counted(family)
     reference = reference or tuned_reference(counted, seed=seed, journal=journal)
     built = draw_tasks(counted, seed, "follow", tasks)
-    phi = potential.bind(built[0].init()).requires_grad_(False)
+    phi = affording(potential.bind(built[0].init()), built[0]).requires_grad_(False)
     objective = Regret(prior=prior)
 
     def followed() -> LearnedOptimiser:

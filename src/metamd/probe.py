@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from metamd.affordable import affording
 from metamd.hypergrad.tangents import hessian_products
 from metamd.inner import Cost
 from metamd.lessons import draw
@@ -54,7 +55,7 @@ def probe(
     """
     first = _first(family, seed)
     start = first.init()
-    bound = potential.bind(start)
+    bound = affording(potential.bind(start), first)
     shapes = {n: tuple(x.shape) for n, x in start.items()}
     seen: dict[int, dict[str, Any]] = {}
     for i in workers.mine(count):

@@ -1,7 +1,7 @@
 """Learned coordinates: an orthogonal basis per weight matrix in which D is diagonal, D = V diag(d) V'."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -44,7 +44,7 @@ def Kronecker(  # noqa: N802
         pieces: N; they share the basis.
         sides: "right" learns D on the input side; "both" learns L x R, a factor on the output side too.
         rank: keep so many leading directions per side, and one number for all others; "auto" finds out how many are worth
-            it, None keeps all.
+            it and what a gradient pays for, None keeps all.
         tying: "tensor", or "role" to share basis and metric between tensors of one role and input size, so that they fit
             models of another width.
         centre: as for `MaxDiagonal`.
@@ -128,6 +128,7 @@ class Learned:
         limit: see there.
         factors: what was learned: "right/key" or "left/key" to orthonormal columns (n, r). A side without one has the
             identity.
+        whole: names of factors that keep all directions, whatever the rank.
     """
 
     def __init__(
@@ -138,9 +139,11 @@ class Learned:
         shrinkage: Shrinkage = (0.1, 0.001),
         limit: int = LIMIT,
         factors: Mapping[str, Tensor] | None = None,
+        whole: Iterable[str] = (),
     ) -> None:
         _check(sides, rank, shrinkage, limit)
         self.kind: str = sides
+        self.whole = frozenset(whole)
         self.sides, self.rank, self.shrinkage, self.limit = sides, rank, shrinkage, limit
         self._factors = dict(factors or {})
         self.places: dict[str, Place] = {}
@@ -192,9 +195,24 @@ class Learned:
         Args:
             factors: as above.
         """
-        new = Learned(self.sides, rank=self.rank, shrinkage=self.shrinkage, limit=self.limit, factors=factors)
+        how: dict[str, Any] = {"rank": self.rank, "shrinkage": self.shrinkage, "limit": self.limit, "whole": self.whole}
+        new = Learned(self.sides, **how, factors=factors)
         new.places = dict(self.places)
         return new
+
+    def keeping(self, whole: Iterable[str]) -> "Learned":
+        """The same, of which some factors are to keep all directions when they are learned.
+
+        Args:
+            whole: their names.
+        """
+        new = self.with_factors(self._factors)
+        new.whole = frozenset(whole)
+        return new
+
+    def rank_of(self, factor: str) -> Rank:
+        """How many directions a factor is to keep."""
+        return None if factor in self.whole else self.rank
 
     def prepared(self, metrics: Mapping[str, Tensor]) -> "Learned":
         """The same basis for a run with these metrics, whose inverses V diag(d_j)^-1 V' are kept once they were needed.

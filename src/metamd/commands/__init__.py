@@ -185,6 +185,7 @@ class Reproduce:
             "pieces",
             "ablation",
             "out-of-distribution",
+            "learned-rivals",
             "all",
         ]
     ]

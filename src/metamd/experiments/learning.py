@@ -90,7 +90,7 @@ class Scale:
         tasks_per_step: of the meta-training.
         seeds: runs per domain.
         budget: settings per rival and schedule.
-        rivals: names in `metamd.rivals.RIVALS`.
+        rivals: names in `metamd.rivals.RIVALS` or `LEARNERS`.
         schedules: of the rivals.
         protocol: by which rivals are tuned.
         usage_tasks: training tasks to choose a usage on; 0 for none.

@@ -27,7 +27,8 @@ from metamd.folds import Target
 from metamd.learned import load
 from metamd.protocols import entrants, labels
 from metamd.records import Records, Result
-from metamd.rivals import Contender, learned_rival, rival
+from metamd.rivals import LEARNERS, Contender, Rival, learned_rival, rival
+from metamd.rivals.learners import Learner
 from metamd.search import SEARCHES
 from metamd.starts import LearnedStart
 from metamd.tasks.base import TaskFamily, derive_seed
@@ -134,7 +135,7 @@ class Experiment:
                 everybody = entrants(
                     size.protocol,
                     dict(self._ours(folder, domain, side, failed)),
-                    [rival(r) for r in size.rivals],
+                    list(self._rivals(size, families[domain], domain, folder, seed)),
                     side,
                     budget=size.budget,
                     schedules=size.schedules,
@@ -185,7 +186,7 @@ class Experiment:
             return []
         failed = self._failures(known, size)
         ours = [label for name, g in self.geometries.items() if name not in failed for label in g.entries]
-        wanted = labels(ours, [rival(r) for r in size.rivals], size.schedules)
+        wanted = labels(ours, [_known(r) for r in size.rivals], size.schedules)
         tuned = wanted[len(ours) : -len(size.rivals)]
         budget = 1 if size.protocol == "paper" else size.budget
         found = [Comparison.read(place) for place in places]
@@ -195,6 +196,15 @@ class Experiment:
             if any(len(f.entrants[label]) != budget for f in c.folds for label in tuned):
                 return []
         return found
+
+    def _rivals(self, size: Scale, family: Family, domain: str, folder: Path, seed: int) -> Iterator[Rival]:
+        """Those of the scale; some are learned first, on the training side, and kept beside what ours learned."""
+        for name in size.rivals:
+            known = _known(name)
+            if isinstance(known, Learner):
+                yield known.rival(family, derive_seed(seed, "learning", domain), learned_file(folder, domain, name))
+            else:
+                yield known
 
     def _begun(self, size: Scale, domain: str, folder: Path) -> Family:
         """The family with a domain held out, from the learned start if there is to be one."""
@@ -299,7 +309,7 @@ def markdown(rows: list[Result]) -> str:
 
 def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
     """The labels of tuned rivals: those that the paper compares with, and all where there are others."""
-    titles = {name: rival(name).title for name in size.rivals}
+    titles = {name: _known(name).title for name in size.rivals}
     tuned = {
         name: [x for x in comparison.labels if x in (title, f"{title}, linear decay")] for name, title in titles.items()
     }
@@ -307,6 +317,10 @@ def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
     papers = [label for name in PAPERS if name in tuned for label in tuned[name]]
     groups = {"the best of the paper's rivals": papers} if papers else {}
     return groups | ({"the best of all": everybody} if set(everybody) != set(papers) else {})
+
+
+def _known(name: str) -> Rival | Learner:
+    return LEARNERS[name] if name in LEARNERS else rival(name)
 
 
 def _place(folder: Path, side: str) -> Path:

@@ -205,9 +205,10 @@ def test_what_cannot_be_learned_is_said_and_left_out(tmp_path):
     assert "ClosedForm minimises Regret" in result["failed"]
     taught = {"learn-a-good": {}, "learn-a-bad": result}
     experiment = Experiment("x", small, {"good": Geometry(Diagonal, {}), "bad": geometry}, {}, {})
-    assert experiment._failures(taught, SIZE) == {"bad": result["failed"]}
+    assert experiment._failures(taught, SIZE) == {"bad": f"{result['failed'].rstrip('.')} (1 of 1 trainings)"}
+    only = Experiment("x", lambda size, domain: FLAT, {"bad": geometry}, {"tiny": SIZE}, {})
     with pytest.raises(ValueError, match="x has nothing to compare: ClosedForm"):
-        experiment._failures({"learn-a-good": result, "learn-a-bad": {}}, SIZE)
+        only.compared("tiny", tmp_path, 0)
 
 
 def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
@@ -254,8 +255,8 @@ def test_the_search_of_a_scale_is_used(monkeypatch, tmp_path):
     monkeypatch.setattr(leave_one_out, "entrants", entered)
     side = SimpleNamespace(held_out=lambda: FLAT)
     size = replace(SIZE, domains=("a",), protocol="paper", search="grid")
-    experiment = Experiment("x", lambda size, domain: side, {}, {"tiny": size}, {})
-    monkeypatch.setattr(Experiment, "_failures", lambda *args: {})
+    experiment = Experiment("x", lambda size, domain: side, {"none": Geometry(Diagonal, {})}, {"tiny": size}, {})
+    monkeypatch.setattr(leave_one_out, "learn", lambda *args: {})
     with pytest.raises(StopError):
         experiment.compared("tiny", tmp_path, 0)
 
@@ -282,6 +283,6 @@ def test_the_last_tenth_of_a_run_over_the_one_before(losses, share):
 def test_the_table_says_what_diverged_and_what_learning_cost():
     number = {"value": 0.5, "low": 0.25, "high": 0.75}
     row = {"label": "one", "mean_loss": number, "final_loss": dict.fromkeys(number), "test_error": number}
-    text = standings([row | {"learning": {"gradients": 1234.0, "seconds": 2.0}}], {"two": "it broke"})
+    text = standings([row | {"learning": {"gradients": 1234.0, "seconds": 2.0}, "failed": {"two": "it broke"}}])
     assert "| one | 0.5 (0.25 to 0.75) | diverged | 50.00 (25.00 to 75.00) | 1,234 | 2 |" in text
     assert "| two | could not be learned: it broke |" in text

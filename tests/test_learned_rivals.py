@@ -217,7 +217,9 @@ def test_learned_rivals_enter_comparisons_from_the_command_line(tmp_path, capsys
     first = capsys.readouterr().out
     assert cli.run(args) == 0
     assert capsys.readouterr().out == first
-    assert {p.name for p in (tmp_path / "c" / "learned").iterdir()} == {"aruba.safetensors", "aruba-plus.safetensors"}
+    assert {p.name for p in (tmp_path / "c" / "learned").iterdir()} == {
+        f"{n}-seed-0.safetensors" for n in ("aruba", "aruba-plus")
+    }
 
 
 def test_their_learning_is_counted():

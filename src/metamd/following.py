@@ -85,11 +85,11 @@ def learn_from_reference(
     began, counted = time.perf_counter(), Counted(family)
     reference = reference or tuned_reference(counted, seed=seed, journal=journal)
     built = draw_tasks(counted, seed, "follow", tasks)
-    phi = affording(potential.bind(built[0].init()), built[0]).requires_grad_(False)
+    phi = potential.bind(built[0].init()).requires_grad_(False)
     objective = Regret(prior=prior)
 
     def followed() -> LearnedOptimiser:
-        found, provenance = _metrics(built, phi, reference, objective)
+        found, provenance = _metrics(built, affording(phi, built[0]), reference, objective)
         return LearnedOptimiser.from_potential(
             found.requires_grad_(True),
             **provenance,

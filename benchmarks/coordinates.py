@@ -136,7 +136,7 @@ def table(found: Mapping[str, Any]) -> str:
     ]
     for name, model in found.items():
         for row in model:
-            rest = [f"{row[k]:.2f} x" if row.get(k) is not None else "" for k in ("mean_loss", "steps")]
+            rest = ["" if k not in row else "never" if row[k] is None else f"{row[k]:.2f} x" for k in ("mean_loss", "steps")]
             lines.append(f"| {name}: {row['optimiser']} | {row['step']:.2f} x | {row['state']:.2f} | {' | '.join(rest)} |")
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib.util
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -159,6 +160,8 @@ def test_the_tables_of_the_results_page_are_those_of_the_records():
     module = benchmark("results_page")
     page = module.PAGE.read_text()
     assert benchmark("starts").table() in page
+    coordinates = benchmark("coordinates")
+    assert coordinates.table(json.loads(coordinates.OUT.read_text())) in page
     assert module.written(page) == page, "run benchmarks/results_page.py"
     for name in module.MARKS.findall(page):
         changed = page.replace(module.shown(name), module.shown(name).replace("0.", "1.", 1))

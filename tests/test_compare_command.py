@@ -18,8 +18,9 @@ from metamd import Comparison, Measuring, cli, compare, load, rivals, tasks
 from metamd.commands.report import read, summary, write_report
 from metamd.comparing import draw
 from metamd.comparison_report import expected_best, sections
-from metamd.experiments import diverse_digits_lenet, rotated_mnist_mlp
-from metamd.experiments.leave_one_out import Entry, Geometry, Scale, markdown
+from metamd.experiments import ablation, diverse_digits_lenet, rotated_mnist_mlp
+from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.variants import Variant
 from metamd.folds import Candidate, Fold, cell_name
 from metamd.potentials import Diagonal
 from metamd.protocols import PROTOCOLS, TITLES, entrants
@@ -509,6 +510,29 @@ def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatc
     assert cli.run([*packing[:-3], "--only", "17"]) == 2
     assert cli.run(["reproduce", "quadratic", "--scale", "smoke", "--out", str(tmp_path / "q"), "--only", "17"]) == 2
     assert not (tmp_path / "q").exists()
+
+
+def test_repetitions_on_one_domain_have_tasks_of_their_own(tiny_data, tmp_path):
+    """Else three trainings that are compared on the same three runs would count as nine."""
+
+    def sides(scale, training, family):
+        return {training: Variant(family.held_out(), training)}
+
+    def small(scale, training):
+        return tasks.rotated_mnist(
+            angles=[0, 45], hold_out=45.0, model="linear", images=60, batch_size=20, steps=scale.steps
+        )
+
+    geometries = {"diagonal": Geometry(Diagonal, {"MetaMD": Entry(Usage())})}
+    scales = {"smoke": replace(TINY, domains=("one", "two"), schedules=("linear",))}
+    drawn = {}
+    for own in (True, False):
+        experiment = Experiment("x", small, geometries, scales, {}, sides=sides, own_tasks=own)
+        found, _ = experiment.compared("smoke", tmp_path / str(own), 0)
+        drawn[own] = [c.folds[0].entrants["MetaMD"][0].outcomes[0].config for c in found]
+    assert drawn[True][0] != drawn[True][1]
+    assert drawn[False][0] == drawn[False][1]
+    assert ablation.EXPERIMENT.own_tasks
 
 
 @pytest.mark.parametrize("experiment", [rotated_mnist_mlp.EXPERIMENT, diverse_digits_lenet.EXPERIMENT], ids=lambda e: e.name)

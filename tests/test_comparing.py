@@ -426,6 +426,16 @@ def test_runs_are_paired():
         assert one.losses[0] == two.losses[0]
 
 
+def test_a_rival_under_two_schedules_is_timed_once():
+    who = {
+        "a": rival("sgd").with_setting(lr=0.01),
+        "b": rival("sgd").with_setting("linear", lr=0.02),
+        "c": rival("adam").untuned(),
+    }
+    seconds = compare(who, QUADRATIC, seeds=1, measuring=BARE).folds[0].seconds
+    assert seconds["a"] == seconds["b"] != seconds["c"]
+
+
 def test_every_domain_has_its_seeds():
     data = {n: (torch.randn(30, 4), torch.arange(30) % 3) for n in "xyz"}
     family = tasks.supervised(lambda: torch.nn.Linear(4, 3), data, batch_size=5, steps=10)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from metamd.folds import TO_TARGET, Candidate, Fold, Target, cell_name, read_fold, tuning_to_json
+from metamd.folds import TO_TARGET, Candidate, Fold, Target, cell_name, read_fold
 from metamd.paired import Array, Estimate, Profile, bootstrap, holm, profiles, rank_sum, signed_rank_test
 from metamd.records import Records, read_json
 
@@ -283,7 +283,7 @@ class Comparison:
             }
             seconds = {k: None if math.isnan(v) else v for k, v in fold.seconds.items()}
             about = {"group": fold.group, "trained": list(fold.trained)}
-            tunings = {label: tuning_to_json(t) for label, t in fold.tunings.items()}
+            tunings = {label: t.to_json() for label, t in fold.tunings.items()}
             costs = {"seconds": seconds, "costs": fold.costs} | ({"tunings": tunings} if tunings else {})
             folds.append({**about, "entrants": entrants, **costs})
         aim = None if self.aim is None else {"baseline": self.aim.baseline, "share": self.aim.share}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -165,7 +165,7 @@ def read_fold(folder: Path, found: Mapping[str, Any]) -> Fold:
         raise ValueError(f"every optimiser must have run all tasks of {found['group']!r}, in the same order.")
     seconds = {str(k): math.nan if v is None else float(v) for k, v in found["seconds"].items()}
     costs = {str(k): {str(n): float(x) for n, x in v.items()} for k, v in found["costs"].items()}
-    tunings = {str(k): _tuning(v) for k, v in found.get("tunings", {}).items()}
+    tunings = {str(k): Tuning.from_json(v) for k, v in found.get("tunings", {}).items()}
     return Fold(str(found["group"]), entrants, seconds, costs, tuple(map(str, found.get("trained", ()))), tunings)
 
 
@@ -181,20 +181,6 @@ def _outcome(folder: Path, packed: Mapping[str, Result], contender: Mapping[str,
     if outcome.contender != contender or cell_name(contender, outcome.config) != name:
         raise ValueError(f"the record {name!r} is of another training than its name says. Delete it, and it is made again.")
     return outcome
-
-
-def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
-    """In JSON's types, with None for what is infinite.
-
-    Args:
-        tuning: of a label.
-    """
-    return asdict(tuning) | {"best_so_far": [x if math.isfinite(x) else None for x in tuning.best_so_far]}
-
-
-def _tuning(found: Mapping[str, Any]) -> Tuning:
-    best = tuple(math.inf if x is None else float(x) for x in found["best_so_far"])
-    return Tuning(int(found["gradients"]), best, tuple(map(str, found["at_edge"])))
 
 
 _NAME = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")

@@ -8,8 +8,6 @@ The first sum is a quadratic in u, whose coefficients are H_T, sum (H_t - H_{t-1
 one buffer, sum v_t, makes it exact for every comparator afterwards. The proofs are in docs/concepts/certificates.md.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from metamd.online import Online, Watch
 from metamd.potentials.base import Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.simplex import Array
+from metamd.resuming import metric_code
 from metamd.sharding import is_sharded, local, local_part, sum_shards
 
 
@@ -45,7 +44,7 @@ def check_rule(online: Online) -> str:
             f"{online.rule!r} it may, so that distances to the comparator count with both signs and no bound on them bounds "
             'the regret. Pass Online("sum"), metric="learned", or leave certify=False.'
         )
-    return "sum " + hashlib.sha256(json.dumps(online.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+    return metric_code(online)
 
 
 # during the run

@@ -1,6 +1,5 @@
 """By which rule the hyperparameters of everybody are chosen: every table names one of these protocols."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -111,21 +110,12 @@ def _tuned(
     def search(rival: Rival, schedule: Schedule) -> Result:
         names = ("lr", "weight_decay")
         found = tune(rival, tasks, metric="validation_error", names=names, schedule=schedule, records=records, **options)
-        return {
-            "setting": {n: x for n, x in found.best.setting.items() if n in names},
-            "gradients": found.gradients // len(tasks),
-            "best_so_far": [x if math.isfinite(x) else None for x in found.best_so_far],
-            "at_edge": found.at_edge,
-        }
+        how = Tuning(found.gradients // len(tasks), tuple(found.best_so_far), tuple(found.at_edge))
+        return {"setting": {n: x for n, x in found.best.setting.items() if n in names}, **how.to_json()}
 
     cells = [Cell(f"search-{r.with_setting(s).key()}-{about}", partial(search, r, s)) for r, s in pairs]
     if records is None:
         results = {cell.name: cell.compute() for cell in cells}
     else:
         results = fill(records, cells, title="tuning everybody", workers=workers)
-    return [(r["setting"], _tuning(r)) for r in (results[cell.name] for cell in cells)]
-
-
-def _tuning(found: Result) -> Tuning:
-    best = tuple(math.inf if x is None else x for x in found["best_so_far"])
-    return Tuning(found["gradients"], best, tuple(found["at_edge"]))
+    return [(r["setting"], Tuning.from_json(r)) for r in (results[cell.name] for cell in cells)]

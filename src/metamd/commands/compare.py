@@ -14,8 +14,7 @@ from metamd.folds import Target
 from metamd.learned import LearnedOptimiser, load
 from metamd.protocols import entrants, labels
 from metamd.records import Records, write_json
-from metamd.rivals import LEARNERS, Contender, Rival, learned_rival, rival
-from metamd.rivals.learners import Learner
+from metamd.rivals import Contender, Rival, known_rival, learned_rival
 from metamd.search import SEARCHES
 from metamd.tasks.base import TaskFamily
 
@@ -76,8 +75,7 @@ def _check(options: Compare) -> None:
     """Refuse what cannot be compared before anything is computed or written."""
     if not options.rivals:
         raise ValueError("--rivals must name at least one, got none.")
-    found: list[Rival | Learner] = [LEARNERS[name] if name in LEARNERS else rival(name) for name in options.rivals]
-    known = labels(["MetaMD"], found, options.schedules)
+    known = labels(["MetaMD"], [known_rival(name) for name in options.rivals], options.schedules)
     if options.target is not None and options.target not in (*options.rivals, *known):
         raise ValueError(
             f"--target must be one of the rivals ({', '.join(options.rivals)}) or a label of the table "
@@ -102,11 +100,12 @@ def _ours(learned: LearnedOptimiser, options: Compare) -> Contender:
 
 def _rival(name: str, family: TaskFamily, options: Compare) -> Rival:
     """A rival; one that is learned is learned on the training side, once, and kept beside the records."""
-    if name not in LEARNERS:
-        return rival(name)
-    print(f"Learning {LEARNERS[name].title} on {family.name}.", file=sys.stderr)
+    known = known_rival(name)
+    if isinstance(known, Rival):
+        return known
+    print(f"Learning {known.title} on {family.name}.", file=sys.stderr)
     (options.out / "learned").mkdir(parents=True, exist_ok=True)
-    return LEARNERS[name].rival(family, options.seed, options.out / "learned" / f"{name}-seed-{options.seed}.safetensors")
+    return known.rival(family, options.seed, options.out / "learned" / f"{name}-seed-{options.seed}.safetensors")
 
 
 def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, TaskFamily]:

@@ -27,8 +27,7 @@ from metamd.folds import Target
 from metamd.learned import load
 from metamd.protocols import entrants, labels
 from metamd.records import Records, Result
-from metamd.rivals import LEARNERS, Contender, Rival, learned_rival, rival
-from metamd.rivals.learners import Learner
+from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
 from metamd.search import SEARCHES
 from metamd.starts import LearnedStart
 from metamd.tasks.base import TaskFamily, derive_seed
@@ -186,7 +185,7 @@ class Experiment:
             return []
         failed = self._failures(known, size)
         ours = [label for name, g in self.geometries.items() if name not in failed for label in g.entries]
-        wanted = labels(ours, [_known(r) for r in size.rivals], size.schedules)
+        wanted = labels(ours, [known_rival(r) for r in size.rivals], size.schedules)
         tuned = wanted[len(ours) : -len(size.rivals)]
         budget = 1 if size.protocol == "paper" else size.budget
         found = [Comparison.read(place) for place in places]
@@ -200,7 +199,7 @@ class Experiment:
     def _rivals(self, size: Scale, family: Family, domain: str, folder: Path, seed: int) -> Iterator[Rival]:
         """Those of the scale; some are learned first, on the training side, and kept beside what ours learned."""
         for name in size.rivals:
-            known = _known(name)
+            known = known_rival(name)
             if isinstance(known, Learner):
                 yield known.rival(family, derive_seed(seed, "learning", domain), learned_file(folder, domain, name))
             else:
@@ -309,7 +308,7 @@ def markdown(rows: list[Result]) -> str:
 
 def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
     """The labels of tuned rivals: those that the paper compares with, and all where there are others."""
-    titles = {name: _known(name).title for name in size.rivals}
+    titles = {name: known_rival(name).title for name in size.rivals}
     tuned = {
         name: [x for x in comparison.labels if x in (title, f"{title}, linear decay")] for name, title in titles.items()
     }
@@ -317,10 +316,6 @@ def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
     papers = [label for name in PAPERS if name in tuned for label in tuned[name]]
     groups = {"the best of the paper's rivals": papers} if papers else {}
     return groups | ({"the best of all": everybody} if set(everybody) != set(papers) else {})
-
-
-def _known(name: str) -> Rival | Learner:
-    return LEARNERS[name] if name in LEARNERS else rival(name)
 
 
 def _place(folder: Path, side: str) -> Path:

@@ -29,6 +29,7 @@ __all__ = [
     "Schedule",
     "Setting",
     "Stepper",
+    "known_rival",
     "learned_rival",
     "rival",
 ]
@@ -47,3 +48,12 @@ def rival(name: str) -> Rival:
     if name not in RIVALS:
         raise ValueError(f"there is no rival {name!r}. There are {', '.join((*RIVALS, *LEARNERS))}.")
     return RIVALS[name]
+
+
+def known_rival(name: str) -> Rival | Learner:
+    """A rival by its name, or, of one that is learned first, how.
+
+    Args:
+        name: one of `RIVALS` or `LEARNERS`.
+    """
+    return LEARNERS[name] if name in LEARNERS else rival(name)

@@ -1,5 +1,7 @@
 """The rule "polar": all directions of an averaged gradient with the same length, in learned coordinates."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -110,6 +112,46 @@ def test_weights_stay_where_they_are_when_nothing_is_left_to_learn():
         lengths.append(float((model.weight.detach() - before).norm()))
     assert loss.item() == 0
     assert lengths[-1] < 0.1 * lengths[0]
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3), (5, 2, 3)])
+def test_with_a_signal_a_step_is_as_long_as_gradients_agree(shape):
+    """Against the shares by hand: |m_t| / (1 - b^t) over the root of the averaged squared lengths, at most 1."""
+    weight, beta, signal = random(*shape, seed=4), 0.8, 0.9
+    potential, _ = learned(weight)
+    grads = [random(*shape, seed=10 + i) + 0.5 * random(*shape, seed=5) for i in range(12)]
+    plain, followed = (Online("polar", beta, scale={"w": 50.0}, signal=x) for x in (0.0, signal))
+    shares, mean, lengths = [], torch.zeros(shape, dtype=torch.float64), 0.0
+    for t, grad in enumerate(grads, start=1):
+        mean, lengths = beta * mean + (1 - beta) * grad, signal * lengths + (1 - signal) * float(grad.square().sum())
+        share = float(mean.norm()) / (1 - beta**t) / (lengths / (1 - signal**t)) ** 0.5
+        shares.append(min(share, 1.0))
+        whole, part = (moved(potential, weight, grads[:t], online) for online in (plain, followed))
+        torch.testing.assert_close(part, shares[-1] * whole, rtol=1e-9, atol=1e-12)
+    assert shares[0] == pytest.approx(1.0)
+    assert min(shares) < 0.8, "noise shortens the steps"
+    same = moved(potential, weight, [grads[0]] * 5, followed)
+    torch.testing.assert_close(same, moved(potential, weight, [grads[0]] * 5, plain), rtol=1e-9, atol=1e-12)
+
+
+def test_a_run_with_a_signal_resumes_bit_for_bit():
+    scales = {"0.weight": 20.0, "0.bias": 20.0, "2.weight": 20.0, "2.bias": 20.0}
+    rule = Online("polar", 0.9, scale=scales, signal=0.99)
+    one, two = small_model(), small_model()
+    first, second = (MetaMD(m.named_parameters(), Diagonal(tying="tensor"), metric=rule) for m in (one, two))
+    train(one, first, 4)
+    two.load_state_dict(one.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(one, first, 4)
+    train(two, second, 4)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert first.state[one[0].weight]["lengths"] > 0
+
+
+@pytest.mark.parametrize("wrong", [{"signal": 1.0}, {"signal": -0.1}, {"rule": "average", "signal": 0.9}])
+def test_a_signal_that_is_none_is_a_sentence(wrong):
+    with pytest.raises(ValueError, match="signal must lie in"):
+        Online(**{"rule": "polar"} | wrong)
 
 
 def test_a_metric_for_every_number_has_one_too():

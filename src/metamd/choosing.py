@@ -35,7 +35,7 @@ from metamd.usage_trials import Trials, Watch, nearest, tail_loss
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
 
-RULES = (Online(), Online("polar", beta=0.7), Online("polar", beta=0.9))
+RULES = (Online(), Online("polar", beta=0.7, signal=0.99), Online("polar", beta=0.9, signal=0.99))
 """Online metrics that a usage may have, before their scales are learned."""
 
 OFFERED = 4
@@ -45,7 +45,7 @@ FIRST = 2
 """Tasks on which metrics and momenta are chosen, which differ by more than the rest."""
 
 MOMENTA = (0.0, 0.9)
-FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
+FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6)
 
 
 def tuned_reference(
@@ -269,7 +269,7 @@ def _best(
 def _first_usages(online: Online | None, momenta: Sequence[float], factors: Sequence[float]) -> list[Usage]:
     """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
     if online is not None and online.rule == "polar":
-        return [Usage("online", factor=nearest(0.35, factors))]
+        return [Usage("online", factor=nearest(2.0 if online.signal else 0.35, factors))]
     return [Usage("learned" if online is None else "online", b, factor=nearest(1.0, factors)) for b in momenta]
 
 

@@ -34,9 +34,9 @@ Rule = Literal["sum", "average", "polar"]
 State = dict[str, Any]
 """What a tensor carries from step to step: the `squares` of its coordinates, how many were `counted`, and, where the output
 side is followed too, the average `products` of its rows and the `turn`, an orthonormal basis of them; for the rule "polar",
-the `average` of its gradients. Half precision has them in float32."""
+the `average` of its gradients and, with a signal, that of their squared `lengths`. Half precision has them in float32."""
 
-KEPT = ("squares", "average", "products", "turn")
+KEPT = ("squares", "average", "products", "turn", "lengths")
 """The tensors among them. Of sharded parameters `MetaMD` keeps the first two as shards of tensors that are spread alike."""
 
 Watch = Callable[[Tensor, Tensor], None]
@@ -64,6 +64,10 @@ class Online:
             weight whose gradient has no entry as large as this moves by as much less.
         scale: s by metric key.
         refresh: follow the output side of weights too, and renew its basis every so many steps; 0 leaves it as it is.
+        signal: what the average of the squared lengths of a weight's gradients keeps of itself in each step, under the rule
+            "polar": a weight then moves by the share of signal in its gradients, the length of their average over the root
+            of that of their squares. Where gradients agree, as at the start of a run, steps are several times longer than
+            where noise is left. 0 for steps of the same length throughout.
 
     Example:
         >>> Online("average", scale={"weight": 200.0}).step_size("weight")
@@ -75,6 +79,7 @@ class Online:
     epsilon: float = 1e-8
     scale: Mapping[str, float] = field(default_factory=dict)
     refresh: int = 0
+    signal: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
@@ -87,6 +92,10 @@ class Online:
             raise ValueError(f"refresh must be a number of steps, or 0 for never; got {self.refresh!r}.")
         if self.refresh and self.rule == "polar":
             raise ValueError('the rule "polar" finds the output side in every step. Leave refresh out.')
+        if not 0 <= self.signal < 1 or (self.signal and self.rule != "polar"):
+            raise ValueError(
+                f'signal must lie in [0, 1), and is for the rule "polar"; got {self.signal} for {self.rule!r}. Leave it out.'
+            )
         for key, value in self.scale.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"the scale of {key!r} must be positive and finite, got {value}.")
@@ -189,7 +198,8 @@ class Online:
         size = torch.linalg.vector_norm(ahead, math.inf)
         scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
         ahead = ahead / scale
-        whitened = partial(_whitened, full=(size / self.epsilon).clamp_max(1), watch=watch and _scaled_up(watch, scale))
+        full = (size / self.epsilon).clamp_max(1) * self._share(grad, average, state)
+        whitened = partial(_whitened, full=full, watch=watch and _scaled_up(watch, scale))
         if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(grad.shape[1:]):
             # the metric is of the columns: C C' = M D^-1 M' and C D^-1/2 = M D^-1, one product with D^-1 for both
             m = ahead.reshape(rows, -1)
@@ -199,6 +209,17 @@ class Online:
         c = (coordinates / root).reshape(rows, -1)
         c = whitened(c @ c.mT) @ c if rows <= c.shape[1] else c @ whitened(c.mT @ c)
         return potential.basis.out_of(name, c.reshape(coordinates.shape) / root)
+
+    def _share(self, grad: Tensor, average: Tensor, state: State) -> Tensor | float:
+        """The share of signal in the gradients of a weight; 1 at the first step and where it is not followed."""
+        if not self.signal:
+            return 1.0
+        count = state["counted"] = state.get("counted", 0) + 1
+        if "lengths" not in state:
+            state["lengths"] = grad.new_zeros(())
+        state["lengths"].lerp_(grad.square().sum(), 1 - self.signal)
+        length = (state["lengths"] / (1 - self.signal**count)).sqrt().clamp_min(torch.finfo(grad.dtype).tiny)
+        return (torch.linalg.vector_norm(average) / (1 - self.beta**count) / length).clamp_max(1)
 
     def distance(self, potential: MaxDiagonal, name: str, delta: Tensor, metric: Tensor, state: State) -> float:
         """|delta|^2 in a metric a, such as the mean of those that `watch` was given.
@@ -221,7 +242,7 @@ class Online:
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types, for a header."""
         fixed = {"rule": self.rule, "beta": self.beta, "epsilon": self.epsilon, "refresh": self.refresh}
-        return {**fixed, "scale": dict(self.scale)}
+        return {**fixed, "scale": dict(self.scale)} | ({"signal": self.signal} if self.signal else {})
 
 
 def _power_of_two(size: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def test_a_run_with_a_signal_resumes_bit_for_bit():
     train(one, first, 4)
     train(two, second, 4)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert first.state[one[0].weight]["lengths"] > 0
+    assert first.state[one[0].weight]["length"] > 0
 
 
 @pytest.mark.parametrize("wrong", [{"signal": 1.0}, {"signal": -0.1}, {"rule": "average", "signal": 0.9}])

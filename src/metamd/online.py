@@ -34,9 +34,9 @@ Rule = Literal["sum", "average", "polar"]
 State = dict[str, Any]
 """What a tensor carries from step to step: the `squares` of its coordinates, how many were `counted`, and, where the output
 side is followed too, the average `products` of its rows and the `turn`, an orthonormal basis of them; for the rule "polar",
-the `average` of its gradients and, with a signal, that of their squared `lengths`. Half precision has them in float32."""
+the `average` of its gradients and, with a signal, their usual `length`. Half precision has them in float32."""
 
-KEPT = ("squares", "average", "products", "turn", "lengths")
+KEPT = ("squares", "average", "products", "turn", "length")
 """The tensors among them. Of sharded parameters `MetaMD` keeps the first two as shards of tensors that are spread alike."""
 
 Watch = Callable[[Tensor, Tensor], None]
@@ -215,11 +215,11 @@ class Online:
         if not self.signal:
             return 1.0
         count = state["counted"] = state.get("counted", 0) + 1
-        if "lengths" not in state:
-            state["lengths"] = grad.new_zeros(())
-        state["lengths"].lerp_(grad.square().sum(), 1 - self.signal)
-        length = (state["lengths"] / (1 - self.signal**count)).sqrt().clamp_min(torch.finfo(grad.dtype).tiny)
-        return (torch.linalg.vector_norm(average) / (1 - self.beta**count) / length).clamp_max(1)
+        before = state.get("length", grad.new_zeros(()))
+        # a root mean square, whose squares are never formed: they would be lost or overflow where lengths are not
+        state["length"] = torch.hypot(math.sqrt(self.signal) * before, math.sqrt(1 - self.signal) * _length(grad))
+        usual = (state["length"] / math.sqrt(1 - self.signal**count)).clamp_min(torch.finfo(grad.dtype).tiny)
+        return (_length(average) / (1 - self.beta**count) / usual).clamp_max(1)
 
     def distance(self, potential: MaxDiagonal, name: str, delta: Tensor, metric: Tensor, state: State) -> float:
         """|delta|^2 in a metric a, such as the mean of those that `watch` was given.
@@ -249,6 +249,12 @@ def _power_of_two(size: Tensor) -> Tensor:
     """A number near this one that nothing is rounded in a division by; never zero."""
     known = size.clamp(torch.finfo(size.dtype).tiny, torch.finfo(size.dtype).max)
     return known.log2().floor().exp2()
+
+
+def _length(x: Tensor) -> Tensor:
+    """|x|, as long as it is a number at all."""
+    scale = _power_of_two(torch.linalg.vector_norm(x, math.inf))
+    return torch.linalg.vector_norm(x / scale) * scale
 
 
 def _scaled_up(watch: Watch, scale: Tensor) -> Watch:

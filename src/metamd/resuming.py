@@ -38,11 +38,11 @@ class Kind:
 
 
 def metric_code(online: Online | None) -> str:
-    """The metric in a few letters: the rule, whether the output side is followed, and a fingerprint of all its numbers."""
+    """The metric in a few letters: the rule, what else is followed, and a fingerprint of all its numbers."""
     if online is None:
         return "learned"
     numbers = hashlib.sha256(json.dumps(online.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
-    return f"{online.rule}{'-refreshed' if online.refresh else ''} {numbers}"
+    return f"{online.rule}{'-refreshed' if online.refresh else ''}{'-signal' if online.signal else ''} {numbers}"
 
 
 def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:

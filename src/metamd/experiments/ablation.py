@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 
 from metamd import tasks
+from metamd.averaging import AveragingName
+from metamd.choosing import RULES
 from metamd.experiments.curves import mean_losses
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
 from metamd.experiments.standings import standings
@@ -26,7 +28,7 @@ from metamd.tasks.base import TaskFamily
 from metamd.tasks.held_out import ImageFamily
 from metamd.tasks.shared_start import SharedStart
 from metamd.tying import TyingName
-from metamd.usage import Usage
+from metamd.usage import Schedule, Usage
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
@@ -94,8 +96,26 @@ def _used(label: str, potential: Any, **choices: Any) -> Geometry:
     return Geometry(potential, entries, choose_usage=True, choices=choices, follow=1.0, same_tasks=True)
 
 
-COORDINATES = partial(Kronecker, rank=64)
-POLAR = (Online("polar", beta=0.7), Online("polar", beta=0.9))
+def _averaged() -> Geometry:
+    """Learned coordinates, plainly, under every kind of average that momentum may be, at constant rates and with decay."""
+    averages: dict[str, tuple[AveragingName, float]] = {
+        "plain": ("constant", 0.0),
+        "momentum 0.9": ("constant", 0.9),
+        "anytime average": ("anytime", 0.0),
+        "Schedule-Free average": ("schedule-free", 0.9),
+    }
+    entries = {
+        f"Kronecker, {said}{ending}": Entry(Usage(momentum=momentum, schedule=schedule), averaging=averaging)
+        for said, (averaging, momentum) in averages.items()
+        for schedule, ending in SCHEDULES
+    }
+    return Geometry(COORDINATES, entries, objective=REGRET, same_tasks=True)
+
+
+SCHEDULES: tuple[tuple[Schedule, str], ...] = (("constant", ""), ("linear", ", linear decay"))
+COORDINATES = partial(Kronecker, rank="auto")
+POLAR = tuple(Online("polar", beta=beta) for beta in (0.7, 0.9))
+SIGNAL = tuple(rule for rule in RULES if rule.signal)
 
 EXPERIMENT = Experiment(
     "ablation",
@@ -107,15 +127,30 @@ EXPERIMENT = Experiment(
         "used-refresh": _used(
             "Kronecker, rule average, output side renewed", COORDINATES, metrics=("online",), rules=(Online(refresh=10),)
         ),
+        "used-whole": _used(
+            "Kronecker of all directions, rule polar, signal",
+            partial(Kronecker, rank=None),
+            metrics=("online",),
+            rules=SIGNAL,
+        ),
+        "used-few": _used(
+            "Kronecker of 8 directions, rule polar, signal", partial(Kronecker, rank=8), metrics=("online",), rules=SIGNAL
+        ),
+        "used-plain-signal": _used(
+            "one number per tensor, rule polar, signal",
+            partial(Diagonal, tying="tensor"),
+            metrics=("online",),
+            rules=SIGNAL,
+        ),
         "used-polar": _used("Kronecker, rule polar", COORDINATES, metrics=("online",), rules=POLAR),
         "used-plain-polar": _used(
             "one number per tensor, rule polar", partial(Diagonal, tying="tensor"), metrics=("online",), rules=POLAR
         ),
         "used-diagonal": _used("diagonal, best usage of the learned metric", Diagonal, metrics=("learned",)),
         "used-both": _used(
-            "Kronecker on both sides, best usage", partial(Kronecker, sides="both", rank=64), metrics=("learned",)
+            "Kronecker on both sides, best usage", partial(Kronecker, sides="both", rank="auto"), metrics=("learned",)
         ),
-        "kronecker": _closed("Kronecker, plain", COORDINATES),
+        "kronecker": _averaged(),
         "diagonal": _closed("diagonal, regret to a reference", Diagonal),
         "end": _closed("diagonal, regret to the run's end", Diagonal, Regret()),
         "prior": _closed("diagonal, regret to the run's end, prior 1e-4", Diagonal, Regret(prior=1e-4)),

@@ -65,7 +65,7 @@ def adaptation(name: str, *, learned_start: bool) -> Experiment:
         _family,
         {
             "kronecker": Geometry(
-                partial(Kronecker, rank=128),
+                partial(Kronecker, rank="auto"),
                 {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage())},
                 choose_usage=True,
                 follow=2.0,

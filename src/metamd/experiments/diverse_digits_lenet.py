@@ -3,6 +3,8 @@
 Each dataset is held out in turn, T = 500. QMNIST takes part where its images are at hand.
 """
 
+from functools import partial
+
 from metamd import tasks
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
 from metamd.potentials import Diagonal, Kronecker
@@ -59,7 +61,7 @@ EXPERIMENT = Experiment(
     _family,
     {
         "kronecker": Geometry(
-            Kronecker,
+            partial(Kronecker, rank="auto"),
             {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage())},
             choose_usage=True,
             follow=1.0,

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from metamd.averaging import AveragingName
 from metamd.choosing import learn_usage, tuned_reference
 from metamd.costs import total_cost
 from metamd.experiments.trainings import Training, train
@@ -35,12 +36,14 @@ class Entry:
     Args:
         usage: metric, momentum, schedule and factor; None for what was chosen on the training tasks, or plainly.
         exact: False takes the paper's step.
+        averaging: the kind of average that momentum is, as for `MetaMD`.
         piece: counted from 0, to use one piece of a mixture alone.
         instead: the geometry that enters where this one was learned for tensors of other shapes than the task has.
     """
 
     usage: Usage | None = None
     exact: bool = True
+    averaging: AveragingName = "constant"
     piece: int | None = None
     instead: str | None = None
 

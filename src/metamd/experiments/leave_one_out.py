@@ -250,7 +250,14 @@ class Experiment:
                     learned, used = load(learned_file(folder, domain, entry.instead)), entry.instead
                 if entry.piece is not None:
                     learned = alone(learned, entry.piece)
-                entered = learned_rival(learned, name=f"metamd-{used}", title=label, usage=entry.usage, exact=entry.exact)
+                entered = learned_rival(
+                    learned,
+                    name=f"metamd-{used}",
+                    title=label,
+                    usage=entry.usage,
+                    exact=entry.exact,
+                    averaging=entry.averaging,
+                )
                 yield label, entered.untuned()
 
     def rows(self, comparison: Comparison) -> list[Result]:

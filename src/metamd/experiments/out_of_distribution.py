@@ -87,7 +87,7 @@ COMPARISON = Experiment(
     _family,
     {
         "kronecker": Geometry(
-            partial(Kronecker, rank=64), {"MetaMD": Entry(instead="role")}, objective=REGRET, choose_usage=True
+            partial(Kronecker, rank="auto"), {"MetaMD": Entry(instead="role")}, objective=REGRET, choose_usage=True
         ),
         "role": Geometry(
             partial(Diagonal, tying="role"),

@@ -6,6 +6,8 @@ and the rivals, all with a rate that falls linearly to zero, have seven rates ea
 seed to the others. The paper's accuracies stand beside ours for orientation.
 """
 
+from functools import partial
+
 from metamd import tasks
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
 from metamd.objectives import Reference
@@ -62,10 +64,10 @@ EXPERIMENT = Experiment(
     _family,
     {
         "kronecker": Geometry(
-            Kronecker,
+            partial(Kronecker, rank="auto"),
             {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage(momentum=0.9, schedule="linear"))},
             choose_usage=True,
-            choices={"metrics": ("online",), "rules": (Online("polar", beta=0.9),), "schedules": ("linear",)},
+            choices={"metrics": ("online",), "rules": (Online("polar", beta=0.9, signal=0.99),), "schedules": ("linear",)},
             follow=1.0,
             reference=Reference(lr=2e-3, factor=1.0),
         ),

@@ -62,7 +62,7 @@ EXPERIMENT = Experiment(
     _family,
     {
         "kronecker": Geometry(
-            partial(Kronecker, rank=64),
+            partial(Kronecker, rank="auto"),
             {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage())},
             choose_usage=True,
             follow=1.0,

@@ -1,6 +1,7 @@
 """The rule "polar": all directions of an averaged gradient with the same length, in learned coordinates."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,6 +135,41 @@ def test_with_a_signal_a_step_is_as_long_as_gradients_agree(shape):
     torch.testing.assert_close(same, moved(potential, weight, [grads[0]] * 5, plain), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**80])
+def test_the_share_of_signal_does_not_depend_on_the_size_of_gradients(factor):
+    """In float32, where the squares of these gradients would be lost or overflow."""
+    weight = random(6, 5).float()
+    potential = Kronecker().bind({"w": weight})
+    rule = Online("polar", 0.8, epsilon=1e-37, scale={"w": 1.0}, signal=0.9)
+    grads = [random(6, 5, seed=10 + i).float() for i in range(8)]
+    assert not 0 < float((factor * grads[0]).square().sum()) < float("inf")
+    step = moved(potential, weight, [factor * grad for grad in grads], rule)
+    torch.testing.assert_close(step, moved(potential, weight, grads, rule), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(step, moved(potential, weight, grads, replace(rule, signal=0.0)), rtol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("beta", "mean", "share"), [(0.9, 0.0, 0.2294), (0.7, 0.0, 0.4201), (0.9, 0.5, 0.4920), (0.9, 9.0, 0.9942)]
+)
+def test_shares_of_noise_and_of_signal_are_those_of_the_manual(beta, mean, share):
+    """sqrt((m^2 + k v) / (m^2 + v)), k = (1 - beta)/(1 + beta), for an entry of mean m and variance v = 1."""
+    k = (1 - beta) / (1 + beta)
+    assert share == pytest.approx(((mean**2 + k) / (mean**2 + 1)) ** 0.5, abs=1e-4)
+    weight = torch.zeros(40, 50, dtype=torch.float64)
+    potential = Kronecker().bind({"w": weight})
+    grads = [mean + random(40, 50, seed=i) for i in range(60)]
+    followed, plain = (
+        moved(potential, weight, grads, Online("polar", beta, scale={"w": 1.0}, signal=s)) for s in (0.9, 0.0)
+    )
+    assert float(followed.norm() / plain.norm()) == pytest.approx(share, rel=0.03)
+
+
+def test_without_any_gradient_nothing_moves():
+    weight = random(4, 3)
+    rule = Online("polar", 0.8, scale={"w": 1.0}, signal=0.9)
+    assert not moved(learned(weight)[0], weight, [torch.zeros(4, 3).double()] * 3, rule).any()
+
+
 def test_a_run_with_a_signal_resumes_bit_for_bit():
     scales = {"0.weight": 20.0, "0.bias": 20.0, "2.weight": 20.0, "2.bias": 20.0}
     rule = Online("polar", 0.9, scale=scales, signal=0.99)
@@ -242,11 +278,13 @@ def test_an_empty_weight_is_left_alone():
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-@pytest.mark.parametrize("rule", [Online("polar"), Online("average"), Online("average", refresh=2)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [Online("polar"), Online("polar", signal=0.9), Online("average"), Online("average", refresh=2)], ids=str
+)
 def test_an_unchecked_gradient_that_is_not_finite_leaves_nan_behind_and_no_half_taken_step(broken, rule):
     for potential in (Diagonal(), Kronecker()):
         model = small_model()
-        online = Online(rule.rule, refresh=rule.refresh, scale={n: 100.0 for n, _ in model.named_parameters()})
+        online = replace(rule, scale={n: 100.0 for n, _ in model.named_parameters()})
         optimiser = MetaMD(model.named_parameters(), potential, metric=online, check_finite=False)
         for _ in range(3):
             optimiser.zero_grad()

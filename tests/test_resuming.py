@@ -46,6 +46,7 @@ def test_another_metric_warns_and_another_rule_begins_anew():
         ("learned", True),
         (online(model, "sum"), True),
         (online(model, "polar"), True),
+        (online(model, "polar", signal=0.99), True),
         (online(model, refresh=2), True),
         (online(model, rate=0.02), False),
     ]
@@ -60,6 +61,15 @@ def test_another_metric_warns_and_another_rule_begins_anew():
             twin = copy.deepcopy(model)
             train(twin, MetaMD(twin.named_parameters(), Kronecker(), metric=metric), 1, first=3)
             assert equal_parameters(other, twin)
+
+
+def test_polar_steps_that_have_not_followed_the_signal_begin_anew():
+    model = small_model()
+    state = run(model, metric=online(model, "polar")).state_dict()
+    resumed = MetaMD(model.named_parameters(), Kronecker(), metric=online(model, "polar", signal=0.99))
+    with pytest.warns(UserWarning, match="of a run in another metric"):
+        resumed.load_state_dict(state)
+    assert not any(key in store for store in resumed.state.values() for key in (*KEPT, "counted"))
 
 
 def test_a_learned_metric_warns_of_an_online_run_and_the_other_way_round():

@@ -239,6 +239,11 @@ class Online:
             c = state["turn"].mT @ c
         return float((c.square() * metric).sum())
 
+    def __str__(self) -> str:
+        """The rule and its numbers but for the scales, in words."""
+        renewed = f", output side renewed every {self.refresh} steps" if self.refresh else ""
+        return f"{self.rule} rule, beta {self.beta:g}{f', signal {self.signal:g}' if self.signal else ''}{renewed}"
+
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types, for a header."""
         fixed = {"rule": self.rule, "beta": self.beta, "epsilon": self.epsilon, "refresh": self.refresh}

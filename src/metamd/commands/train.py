@@ -121,9 +121,7 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
 
 def _tried(usage: Usage, online: Online | None, score: float) -> str:
     """A usage and its score, in a line that no other usage has."""
-    turned = f", output side renewed every {online.refresh} steps" if online is not None and online.refresh else ""
-    rule = "" if online is None else f" ({online.rule} rule, beta {online.beta:g}{turned})"
-    return f"{usage}{rule}: score {score:.4g}"
+    return f"{usage}{'' if online is None else f' ({online})'}: score {score:.4g}"
 
 
 def tensorboard(folder: Path) -> Log:

@@ -198,8 +198,9 @@ class Online:
         size = torch.linalg.vector_norm(ahead, math.inf)
         scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
         ahead = ahead / scale
-        full = (size / self.epsilon).clamp_max(1) * self._share(grad, average, state)
-        whitened = partial(_whitened, full=full, watch=watch and _scaled_up(watch, scale))
+        share = self._share(grad, average, state)
+        full = (size / self.epsilon).clamp_max(1) * share
+        whitened = partial(_whitened, full=full, watch=watch and _scaled_up(watch, scale, share))
         if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(grad.shape[1:]):
             # the metric is of the columns: C C' = M D^-1 M' and C D^-1/2 = M D^-1, one product with D^-1 for both
             m = ahead.reshape(rows, -1)
@@ -210,10 +211,10 @@ class Online:
         c = whitened(c @ c.mT) @ c if rows <= c.shape[1] else c @ whitened(c.mT @ c)
         return potential.basis.out_of(name, c.reshape(coordinates.shape) / root)
 
-    def _share(self, grad: Tensor, average: Tensor, state: State) -> Tensor | float:
+    def _share(self, grad: Tensor, average: Tensor, state: State) -> Tensor:
         """The share of signal in the gradients of a weight; 1 at the first step and where it is not followed."""
         if not self.signal:
-            return 1.0
+            return grad.new_ones(())
         count = state["counted"] = state.get("counted", 0) + 1
         before = state.get("length", grad.new_zeros(()))
         # a root mean square, whose squares are never formed: they would be lost or overflow where lengths are not
@@ -262,8 +263,10 @@ def _length(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x / scale) * scale
 
 
-def _scaled_up(watch: Watch, scale: Tensor) -> Watch:
-    return lambda energy, metric: watch(scale * energy, scale * metric)
+def _scaled_up(watch: Watch, scale: Tensor, share: Tensor) -> Watch:
+    """Told of a whole step from the gradient over a scale; tells what was met in truth, in the metric a_t over the share."""
+    known = share.clamp_min(torch.finfo(share.dtype).tiny)
+    return lambda energy, metric: watch(scale * energy * share, scale / known * metric)
 
 
 def _eigh(products: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,9 +32,11 @@ from metamd.inner import gradient
 from metamd.lessons import draw_config
 from metamd.objectives import Reference
 from metamd.online import KEPT
+from metamd.parts import parts_of
 from metamd.starts import LearnedStart
 from metamd.tasks import quadratic, starting_at, tabular
 from metamd.trial import Tally, train
+from metamd.usage_trials import LEFT, Trials
 from tests.helpers import equal_parameters, losses_of, small_model
 from tests.helpers import train as fit
 
@@ -334,6 +336,38 @@ def test_a_usage_is_chosen_on_training_tasks_alone_and_kept_in_the_file(learned,
     assert again.usage == found.usage
     assert again.online == found.online
     assert set(learned.header.task_hashes) < set(again.header.task_hashes)
+
+
+def test_ends_of_runs_that_are_as_good_as_nothing_do_not_decide(learned):
+    """By hand: the root of the mean loss times that of fresh batches at the end, with a share of the first loss."""
+    family = tabular(steps=30)
+    task = family.build(family.sample(torch.Generator().manual_seed(3)))
+    potential = learned.potential.bind(task.init())
+    run = train(task, potential, Usage())
+    fresh = [[float(task.loss(p, task.batch(30 + i))) for i in range(10)] for p in (run.end, task.init())]
+    last, first = (sum(losses) / 10 for losses in fresh)
+    for left in (0.0, 1e-4, 10.0):
+        with parts_of(None, "usage", family, {}) as parts:
+            score = Trials([task], potential, None, parts, left).score(Usage(), None)
+        assert score == pytest.approx((run.loss * (last + left * first)) ** 0.5, rel=1e-6)
+    with parts_of(None, "usage", family, {}) as parts:
+        assert Trials([task], potential, None, parts).left == LEFT == 1e-4
+
+
+def test_digits_are_counted_to_the_end(monkeypatch):
+    """Quadratics have no smallest loss that matters."""
+    lefts = []
+
+    class Seen(Trials):
+        def __init__(self, *args):
+            super().__init__(*args)
+            lefts.append(self.left)
+
+    monkeypatch.setattr("metamd.choosing.Trials", Seen)
+    for family in (quadratic(steps=10), tabular(steps=10)):
+        found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=1)
+        learn_usage(found, family, tasks=1, metrics=("learned",), momenta=(0.0,), factors=(1.0,), schedules=("constant",))
+    assert lefts == [0.0, LEFT]
 
 
 def test_followed_metrics_whose_plain_runs_diverge_are_doubled_until_they_finish():
@@ -651,7 +685,7 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
         assert learned.header.usage is not None
         said = [line.split(": score")[0] for line in capsys.readouterr().err.splitlines() if ": score " in line]
         first = said[
-            : said.index("online metric, momentum 0, linear schedule, factor 2 (polar rule, beta 0.9, signal 0.99)") + 1
+            : said.index("online metric, momentum 0, linear schedule, factor 0.5 (polar rule, beta 0.9, signal 0.99)") + 1
         ]
         later = said[len(first) :]  # the best of the first is tried again, on more tasks
         assert len(first) == len(set(first)) > 4, "two usages are called the same"

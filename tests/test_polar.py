@@ -164,10 +164,31 @@ def test_shares_of_noise_and_of_signal_are_those_of_the_manual(beta, mean, share
     assert float(followed.norm() / plain.norm()) == pytest.approx(share, rel=0.03)
 
 
+def test_scales_are_learned_from_the_steps_that_are_taken():
+    """What `watch` is told is the metric H/s of the step, share and all: a_t step = M D^-1, and the energy <M, step>."""
+    weight, told = random(4, 6), []
+    potential, halved = learned(weight)
+    rule, state, x = Online("polar", 0.8, scale={"w": 1.0}, signal=0.9), {}, weight.clone()
+    for seed in range(5):
+        grad, before = random(4, 6, seed=seed), x.clone()
+        with torch.no_grad():
+            rule.advance(potential, "w", x, Move(grad, 1.0), state, lambda *found: told.append(found))
+    step, ahead = before - x, 0.8 * state["average"] + 0.2 * grad
+    energy, metric = told[-1]
+    torch.testing.assert_close(metric @ step, halved(halved(ahead)))
+    assert float(energy) == pytest.approx(float((ahead * step).sum()))
+    whole = float(torch.linalg.svdvals(halved(ahead)).sum())
+    assert float(energy) < 0.8 * whole, "noise has shortened the step"
+
+
 def test_without_any_gradient_nothing_moves():
     weight = random(4, 3)
     rule = Online("polar", 0.8, scale={"w": 1.0}, signal=0.9)
     assert not moved(learned(weight)[0], weight, [torch.zeros(4, 3).double()] * 3, rule).any()
+    told = []
+    nothing = Move(torch.zeros(4, 3).double(), 1.0)
+    rule.advance(learned(weight)[0], "w", weight.clone(), nothing, {}, lambda *found: told.extend(found))
+    assert all(x.isfinite().all() for x in told)
 
 
 def test_a_run_with_a_signal_resumes_bit_for_bit():

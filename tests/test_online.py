@@ -685,12 +685,12 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
         assert learned.header.usage is not None
         said = [line.split(": score")[0] for line in capsys.readouterr().err.splitlines() if ": score " in line]
         first = said[
-            : said.index("online metric, momentum 0, linear schedule, factor 0.5 (polar rule, beta 0.9, signal 0.99)") + 1
+            : said.index("online metric, momentum 0, linear schedule, factor 0.5 (polar rule, beta 0.9, signal 0.95)") + 1
         ]
         later = said[len(first) :]  # the best of the first is tried again, on more tasks
         assert len(first) == len(set(first)) > 4, "two usages are called the same"
         assert len(later) == len(set(later)) > 4, "two usages are called the same"
-        assert all(any(line.endswith(f"(polar rule, beta {b}, signal 0.99)") for line in said) for b in (0.7, 0.9))
+        assert all(any(line.endswith(f"(polar rule, beta {b}, signal 0.95)") for line in said) for b in (0.7, 0.9))
         rules = (None, Online(), Online(refresh=5), Online("sum"), Online("polar"), Online("polar", signal=0.9))
         assert len({_tried(Usage("online"), online, 0.5) for online in rules}) == len(rules)
 

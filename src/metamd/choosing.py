@@ -35,7 +35,7 @@ from metamd.usage_trials import LEFT, Trials, Watch, nearest, tail_loss
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
 
-RULES = (Online(), Online("polar", beta=0.7, signal=0.99), Online("polar", beta=0.9, signal=0.99))
+RULES = (Online(), Online("polar", beta=0.7, signal=0.95), Online("polar", beta=0.9, signal=0.95))
 """Online metrics that a usage may have, before their scales are learned."""
 
 OFFERED = 4

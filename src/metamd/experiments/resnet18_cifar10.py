@@ -67,7 +67,7 @@ EXPERIMENT = Experiment(
             partial(Kronecker, rank="auto"),
             {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage(momentum=0.9, schedule="linear"))},
             choose_usage=True,
-            choices={"metrics": ("online",), "rules": (Online("polar", beta=0.9, signal=0.99),), "schedules": ("linear",)},
+            choices={"metrics": ("online",), "rules": (Online("polar", beta=0.9, signal=0.95),), "schedules": ("linear",)},
             follow=1.0,
             reference=Reference(lr=2e-3, factor=1.0),
         ),

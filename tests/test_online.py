@@ -346,12 +346,12 @@ def test_ends_of_runs_that_are_as_good_as_nothing_do_not_decide(learned):
     run = train(task, potential, Usage())
     fresh = [[float(task.loss(p, task.batch(30 + i))) for i in range(10)] for p in (run.end, task.init())]
     last, first = (sum(losses) / 10 for losses in fresh)
-    for left in (0.0, 1e-3, 10.0):
+    for left in (0.0, 1e-2, 10.0):
         with parts_of(None, "usage", family, {}) as parts:
             score = Trials([task], potential, None, parts, left).score(Usage(), None)
         assert score == pytest.approx((run.loss * (last + left * first)) ** 0.5, rel=1e-6)
     with parts_of(None, "usage", family, {}) as parts:
-        assert Trials([task], potential, None, parts).left == LEFT == 1e-3
+        assert Trials([task], potential, None, parts).left == LEFT == 1e-2
 
 
 def test_digits_are_counted_to_the_end(monkeypatch):

@@ -203,7 +203,7 @@ def learn_usage(
 
     First metric and momentum, on two tasks, then the factor, then the schedule, then the factor again; a factor is left for
     its neighbour as long as that is better. What counts is the geometric mean of two losses, so that it is the ratios that
-    matter: the mean over the run, and that of fresh batches of the training data at its end, where a thousandth of the
+    matter: the mean over the run, and that of fresh batches of the training data at its end, where a hundredth of the
     first loss is added unless the family counts digits: what is far below is chance. What diverges on any task is out.
 
     Args:

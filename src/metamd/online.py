@@ -12,7 +12,8 @@ weight and D the learned metric of its inputs,
 
     theta <- theta - lr/s (C C')^-1/2 C D^-1/2,  C = M_t D^-1/2,
 
-so that H_t = s (C C')^1/2 x D: steepest descent by the spectral norm of theta D^1/2. For D = 1 it is Muon [Jordan2024].
+so that H_t = s (C C')^1/2 x D: steepest descent by the spectral norm of theta D^1/2. For D = 1 it is Muon [Jordan2024]. With
+a `signal` the step is multiplied by the share of signal in the gradients of the weight, and H_t divided by it.
 """
 
 import math

@@ -24,8 +24,7 @@ NOTHING = 1e-12
 """Losses below are as good as this, so that there is a logarithm."""
 
 LEFT = 1e-2
-"""What may be left of the first loss at the end of a run. Ratios of losses far below are chance: they differ by three times
-from task to task, where the means of the runs differ by a tenth."""
+"""What may be left of the first loss at the end of a run: ratios of losses far below are chance."""
 
 
 class Trials:

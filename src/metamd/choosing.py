@@ -42,7 +42,10 @@ OFFERED = 4
 """Tasks that are drawn for each that is kept, so that no domain is left out by chance."""
 
 FIRST = 2
-"""Tasks on which metrics and momenta are chosen, which differ by more than the rest."""
+"""Tasks on which metrics and momenta are chosen first, which differ by more than the rest."""
+
+FINALISTS = 2
+"""Of metrics and momenta: which of two near ones is better turns with their factors."""
 
 MOMENTA = (0.0, 0.9)
 FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
@@ -201,8 +204,8 @@ def learn_usage(
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule and factor on training tasks; the choice is stored in the file.
 
-    First metric and momentum, on two tasks, then the factor, then the schedule, then the factor again; a factor is left for
-    its neighbour as long as that is better. What counts is the geometric mean of two losses, so that it is the ratios that
+    First the best two pairs of metric and momentum, on two tasks; then, on all, the factor of each and the better of them;
+    then the schedule, and the factor again. A factor is left for its neighbour as long as that is better. What counts is the geometric mean of two losses, so that it is the ratios that
     matter: the mean over the run, and that of fresh batches of the training data at its end, where a hundredth of the
     first loss is added unless the family counts digits: what is far below is chance. What diverges on any task is out.
 
@@ -258,11 +261,12 @@ def learn_usage(
 def _best(
     trials: Trials, starts: Sequence[tuple[Online | None, Usage]], schedules: Sequence[Schedule], factors: Sequence[float]
 ) -> tuple[Usage, Online | None]:
-    """The best of the starts, with the factor and then the schedule that are best for it."""
+    """The best of the starts, each of the finalists with its own factor, with the schedule that is best for it."""
     first: Schedule = "linear" if "linear" in schedules else schedules[0]
     scheduled = [(o, trials.scheduled(u, first, o)) for o, u in starts]
-    online, usage = min(scheduled, key=lambda start: trials.score(start[1], start[0], FIRST))
-    usage = trials.climb(usage, online, factors)
+    ranked = sorted(scheduled, key=lambda start: trials.score(start[1], start[0], FIRST))
+    climbed = [(o, trials.climb(u, o, factors)) for o, u in ranked[:FINALISTS]]
+    online, usage = min(climbed, key=lambda start: trials.score(start[1], start[0]))
     offered = [usage, *(trials.scheduled(usage, s, online) for s in schedules if s != first)]
     return min((trials.climb(u, online, factors) for u in offered), key=lambda u: trials.score(u, online)), online
 

@@ -20,6 +20,7 @@ from metamd import (
     MetaMD,
     Online,
     Usage,
+    choosing,
     cli,
     following,
     meta_train,
@@ -368,6 +369,23 @@ def test_digits_are_counted_to_the_end(monkeypatch):
         found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=1)
         learn_usage(found, family, tasks=1, metrics=("learned",), momenta=(0.0,), factors=(1.0,), schedules=("constant",))
     assert lefts == [0.0, LEFT]
+
+
+@pytest.mark.parametrize(("finalists", "chosen"), [(2, (0.7, 0.35)), (1, (0.9, 0.5))])
+def test_the_better_of_two_rules_is_found_although_the_other_is_better_at_first(monkeypatch, finalists, chosen):
+    """Planted scores by beta and factor; with one finalist the worse rule is taken."""
+    planted = {(0.9, 0.35): 0.0773, (0.9, 0.5): 0.0762, (0.7, 0.35): 0.0756, (0.7, 0.5): 0.0767}
+
+    class Planted(Trials):
+        def _logarithm(self, number, usage, online):
+            return math.log(planted.get((online.beta, usage.factor), 1.0))
+
+    monkeypatch.setattr("metamd.choosing.FINALISTS", finalists)
+    starts = [(Online("polar", beta=beta), Usage("online", factor=0.5)) for beta in (0.9, 0.7, 0.5)]
+    with parts_of(None, "usage", tabular(), {}) as parts:
+        trials = Planted([None] * 6, None, None, parts)
+        usage, online = choosing._best(trials, starts, ("linear",), (0.25, 0.35, 0.5, 0.7))
+    assert (online.beta, usage.factor) == chosen
 
 
 def test_followed_metrics_whose_plain_runs_diverge_are_doubled_until_they_finish():

@@ -205,9 +205,10 @@ def learn_usage(
     """Choose metric, momentum, schedule and factor on training tasks; the choice is stored in the file.
 
     First the best two pairs of metric and momentum, on two tasks; then, on all, the factor of each and the better of them;
-    then the schedule, and the factor again. A factor is left for its neighbour as long as that is better. What counts is the geometric mean of two losses, so that it is the ratios that
-    matter: the mean over the run, and that of fresh batches of the training data at its end, where a hundredth of the
-    first loss is added unless the family counts digits: what is far below is chance. What diverges on any task is out.
+    then the schedule, and the factor again. A factor is left for its neighbour as long as that is better. What counts is
+    the geometric mean of two losses, so that it is the ratios that matter: the mean over the run, and that of fresh batches
+    of the training data at its end, where a hundredth of the first loss is added unless the family counts digits: what is
+    far below is chance. What diverges on any task is out.
 
     Args:
         learned: the geometry.

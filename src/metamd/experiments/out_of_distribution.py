@@ -21,7 +21,6 @@ from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
 from metamd.experiments.variants import Variant
 from metamd.folds import Candidate, Fold
 from metamd.guard import OffFamilyWarning
-from metamd.objectives import Reference, Regret
 from metamd.potentials import Diagonal, Kronecker
 from metamd.records import Result
 from metamd.tasks.base import TaskFamily
@@ -80,20 +79,18 @@ def _sides(scale: Scale, domain: str, family: ImageFamily | SharedStart) -> Mapp
     return {variant.name: variant for variant in found}
 
 
-REGRET = Regret(comparator=Reference(lr=3e-3, factor=1.0))
-
 COMPARISON = Experiment(
     "out-of-distribution",
     _family,
     {
         "kronecker": Geometry(
-            partial(Kronecker, rank="auto"), {"MetaMD": Entry(instead="role")}, objective=REGRET, choose_usage=True
+            partial(Kronecker, rank="auto"), {"MetaMD": Entry(instead="role")}, choose_usage=True, follow=1.0
         ),
         "role": Geometry(
             partial(Diagonal, tying="role"),
             {"MetaMD, by role": Entry(), "MetaMD, by role, plain": Entry(Usage())},
-            objective=REGRET,
             choose_usage=True,
+            follow=1.0,
         ),
     },
     SCALES,

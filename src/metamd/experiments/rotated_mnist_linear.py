@@ -8,7 +8,6 @@ from functools import partial
 
 from metamd import tasks
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
-from metamd.objectives import Reference, Regret
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.held_out import ImageFamily
 from metamd.usage import Usage
@@ -51,10 +50,10 @@ EXPERIMENT = Experiment(
     _family,
     {
         "kronecker": Geometry(
-            partial(Kronecker, rank=64),
+            partial(Kronecker, rank="auto"),
             {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage())},
-            objective=Regret(comparator=Reference(lr=3e-3, factor=1.0)),
             choose_usage=True,
+            follow=1.0,
         ),
         "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}),
     },

@@ -196,7 +196,7 @@ class Online:
         if not grad.numel():
             return grad
         d, rows = potential.metric(name)[0], grad.shape[0]
-        size = torch.linalg.vector_norm(ahead, math.inf)
+        size = ahead.abs().amax()
         scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
         ahead = ahead / scale
         share = self._share(grad, average, state)
@@ -260,7 +260,7 @@ def _power_of_two(size: Tensor) -> Tensor:
 
 def _length(x: Tensor) -> Tensor:
     """|x|, as long as it is a number at all."""
-    scale = _power_of_two(torch.linalg.vector_norm(x, math.inf))
+    scale = _power_of_two(x.abs().amax())
     return torch.linalg.vector_norm(x / scale) * scale
 
 

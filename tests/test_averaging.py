@@ -356,3 +356,48 @@ def test_a_step_in_eval_mode_is_refused():
     optimiser.eval()
     with pytest.raises(RuntimeError, match=r"Call opt.train\(\) first"):
         train(model, optimiser, 1)
+
+
+def pair():
+    return [torch.nn.Parameter(torch.tensor([value], dtype=torch.float64)) for value in (1.0, 5.0)]
+
+
+def pull(optimiser, params):
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimiser.step()
+
+
+def test_a_parameter_that_somebody_changes_does_not_take_the_momentum_of_the_others():
+    """torch's SGD leaves the others alone as well; before, all of them lost it in every such step."""
+    (a, b), (c, d) = pair(), pair()
+    ours, theirs = MetaMD([a, b], Euclidean(), lr=0.1, momentum=0.9), torch.optim.SGD([c, d], lr=0.1, momentum=0.9)
+    for _ in range(30):
+        for optimiser, params in ((ours, (a, b)), (theirs, (c, d))):
+            pull(optimiser, params)
+            with torch.no_grad():
+                params[1].clamp_(-10, 10)
+    torch.testing.assert_close(a, c, rtol=1e-12, atol=1e-12)
+    assert float(b.detach()) > float(d.detach()), "its own begins again"
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_a_parameter_that_joins_leaves_the_averages_of_the_others_as_they_are(options):
+    """As two optimisers would do it, of which the second begins later; through a state_dict too."""
+    (a, b), (c, d) = pair(), pair()
+    together = MetaMD([("a", a)], Euclidean(), lr=0.1, **options)
+    first, second = MetaMD([("c", c)], Euclidean(), lr=0.1, **options), MetaMD([("d", d)], Euclidean(), lr=0.1, **options)
+    for step in range(12):
+        if step == 4:
+            together.add_param_group({"params": [("b", b)]})
+        if step == 8:
+            saved = together.state_dict()
+            together = MetaMD([{"params": [("a", a)]}, {"params": [("b", b)]}], Euclidean(), lr=0.1, **options)
+            together.load_state_dict(saved)
+        pull(together, [a, b] if step >= 4 else [a])
+        pull(first, [c])
+        if step >= 4:
+            pull(second, [d])
+    for optimiser in (together, first, second):
+        optimiser.eval()
+    torch.testing.assert_close((a, b), (c, d), rtol=1e-12, atol=1e-12)

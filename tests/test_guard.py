@@ -50,6 +50,18 @@ def test_a_ten_times_scaled_loss_is_noticed_once():
     assert "summed instead of averaged" in str(caught[0].message)
 
 
+def test_what_to_do_about_the_scale_depends_on_the_metric():
+    """An online metric has steps of the same length whatever the scale: a lower lr would ruin the run."""
+    watch = {"horizon": None, "gradient_scale": {"w": 1.0}}
+    grads, keys = {"w": torch.full((4,), 60.0)}, {"w": "w"}
+    with pytest.warns(OffFamilyWarning, match=r"multiply lr by 0\.017") as learned_metric:
+        FamilyWatch(**watch).observe(1, grads, keys)
+    with pytest.warns(OffFamilyWarning, match="merely scaled needs nothing") as online_metric:
+        FamilyWatch(**watch).observe(1, grads, keys, online=True)
+    assert "another geometry" not in str(learned_metric[0].message)
+    assert "lr" not in str(online_metric[0].message)
+
+
 def test_another_family_is_noticed():
     with pytest.warns(OffFamilyWarning, match="of another kind"):
         run(curvature=torch.tensor([1e-3, 1e-3, 1e-3]), steps=6)

@@ -20,7 +20,6 @@ from metamd import (
     MetaMD,
     Online,
     Usage,
-    choosing,
     cli,
     following,
     meta_train,
@@ -30,14 +29,11 @@ from metamd.choosing import draw_tasks, learn_scale, learn_start, learn_usage, t
 from metamd.commands.train import _tried
 from metamd.following import learn_from_reference
 from metamd.inner import gradient
-from metamd.lessons import draw_config
 from metamd.objectives import Reference
 from metamd.online import KEPT
-from metamd.parts import parts_of
 from metamd.starts import LearnedStart
 from metamd.tasks import quadratic, starting_at, tabular
 from metamd.trial import Tally, train
-from metamd.usage_trials import LEFT, Trials
 from tests.helpers import equal_parameters, losses_of, small_model
 from tests.helpers import train as fit
 
@@ -339,55 +335,6 @@ def test_a_usage_is_chosen_on_training_tasks_alone_and_kept_in_the_file(learned,
     assert set(learned.header.task_hashes) < set(again.header.task_hashes)
 
 
-def test_ends_of_runs_that_are_as_good_as_nothing_do_not_decide(learned):
-    """By hand: the root of the mean loss times that of fresh batches at the end, with a share of the first loss."""
-    family = tabular(steps=30)
-    task = family.build(family.sample(torch.Generator().manual_seed(3)))
-    potential = learned.potential.bind(task.init())
-    run = train(task, potential, Usage())
-    fresh = [[float(task.loss(p, task.batch(30 + i))) for i in range(10)] for p in (run.end, task.init())]
-    last, first = (sum(losses) / 10 for losses in fresh)
-    for left in (0.0, 1e-2, 10.0):
-        with parts_of(None, "usage", family, {}) as parts:
-            score = Trials([task], potential, None, parts, left).score(Usage(), None)
-        assert score == pytest.approx((run.loss * (last + left * first)) ** 0.5, rel=1e-6)
-    with parts_of(None, "usage", family, {}) as parts:
-        assert Trials([task], potential, None, parts).left == LEFT == 1e-2
-
-
-def test_digits_are_counted_to_the_end(monkeypatch):
-    """Quadratics have no smallest loss that matters."""
-    lefts = []
-
-    class Seen(Trials):
-        def __init__(self, *args):
-            super().__init__(*args)
-            lefts.append(self.left)
-
-    monkeypatch.setattr("metamd.choosing.Trials", Seen)
-    for family in (quadratic(steps=10), tabular(steps=10)):
-        found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=1)
-        learn_usage(found, family, tasks=1, metrics=("learned",), momenta=(0.0,), factors=(1.0,), schedules=("constant",))
-    assert lefts == [0.0, LEFT]
-
-
-@pytest.mark.parametrize(("finalists", "chosen"), [(2, (0.7, 0.35)), (1, (0.9, 0.5))])
-def test_the_better_of_two_rules_is_found_although_the_other_is_better_at_first(monkeypatch, finalists, chosen):
-    """Planted scores by beta and factor; with one finalist the worse rule is taken."""
-    planted = {(0.9, 0.35): 0.0773, (0.9, 0.5): 0.0762, (0.7, 0.35): 0.0756, (0.7, 0.5): 0.0767}
-
-    class Planted(Trials):
-        def _logarithm(self, number, usage, online):
-            return math.log(planted.get((online.beta, usage.factor), 1.0))
-
-    monkeypatch.setattr("metamd.choosing.FINALISTS", finalists)
-    starts = [(Online("polar", beta=beta), Usage("online", factor=0.5)) for beta in (0.9, 0.7, 0.5)]
-    with parts_of(None, "usage", tabular(), {}) as parts:
-        trials = Planted([None] * 6, None, None, parts)
-        usage, online = choosing._best(trials, starts, ("linear",), (0.25, 0.35, 0.5, 0.7))
-    assert (online.beta, usage.factor) == chosen
-
-
 def test_followed_metrics_whose_plain_runs_diverge_are_doubled_until_they_finish():
     """Adam's steps are bounded whatever the rate, so that a plain run with the metrics of its run need not be."""
     family = tabular(steps=30)
@@ -400,17 +347,6 @@ def test_followed_metrics_whose_plain_runs_diverge_are_doubled_until_they_finish
         assert not math.isfinite(train(built[0], phi.with_metrics(wild).bind(built[0].init()), Usage()).loss)
         tame = following._steady(phi.with_metrics(wild), built[:2]).bind(built[0].init())
         assert all(math.isfinite(train(task, tame, Usage()).loss) for task in built[:2])
-
-
-def test_the_factor_climbs_to_where_no_neighbour_is_better(learned):
-    tried = {}
-    factors = tuple(2.0**k for k in range(-6, 7))
-    options = {"metrics": ("learned",), "momenta": (0.0,), "schedules": ("constant",), "factors": factors, "tasks": 1}
-    found = learn_usage(learned, tabular(steps=30), watch=lambda u, _, v: tried.update({u.factor: v}), **options)
-    best = found.usage.factor
-    assert tried[best] == min(tried.values())
-    assert {best / 2, best * 2} & set(factors) <= set(tried)
-    assert len(tried) < len(factors), "no more than the way there is run"
 
 
 def test_a_family_on_which_everything_diverges_is_said(learned):
@@ -647,31 +583,6 @@ def test_a_geometry_from_reference_runs_knows_the_first_gradients_of_its_family(
     (1000 * drawn[0].loss(params, drawn[0].batch(0))).backward()
     with pytest.warns(metamd.OffFamilyWarning):
         optimiser.step()
-
-
-def test_tasks_to_decide_on_are_spread_over_the_domains():
-    class Domains(type(tabular())):
-        """Of three domains, one is drawn as often as the others together."""
-
-        def sample(self, generator):
-            number = int(torch.randint(4, (1,), generator=generator))
-            return {"domain": "abca"[number], "seed": int(torch.randint(2**31, (1,), generator=generator))}
-
-        def build(self, config):
-            return config
-
-    family = Domains.__new__(Domains)
-    uneven = 0
-    for seed in range(8):
-        drawn = [task["domain"] for task in draw_tasks(family, seed, "usage", 6)]
-        assert sorted(drawn) == list("aabbcc")
-        plain = [draw_config(family, seed, "usage", "usage", i)["domain"] for i in range(6)]
-        uneven += sorted(plain) != list("aabbcc")
-    assert uneven > 4, "chance alone would do"
-    assert len({tuple(t["seed"] for t in draw_tasks(family, s, "usage", 6)) for s in range(20)}) == 20
-    everywhere = tabular(steps=5)
-    configs = [draw_config(everywhere, 3, "usage", "scale", i) for i in range(4)]
-    assert [t.config for t in draw_tasks(everywhere, 3, "scale", 4)] == configs, "without domains, in order"
 
 
 def test_every_task_that_was_used_is_in_the_file():

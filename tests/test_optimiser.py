@@ -207,8 +207,35 @@ def test_entropy_and_p_norm_train():
 def test_domain_is_checked_at_the_first_step():
     p = nn.Parameter(torch.tensor([-1.0, 2.0]))
     p.grad = torch.ones(2)
+    optimiser = MetaMD([p], NegativeEntropy())
+    for _ in range(2):  # a second try writes nothing either
+        with pytest.raises(ValueError, match="positive parameters"):
+            optimiser.step()
+    assert p.tolist() == [-1.0, 2.0]
+
+
+def test_the_domain_of_parameters_that_join_is_checked_too():
+    p, late = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor([-1.0]))
+    optimiser = MetaMD([p], NegativeEntropy("orthant"), lr=0.1)
+    p.grad, late.grad = torch.ones(2), torch.ones(1)
+    optimiser.step()
+    optimiser.add_param_group({"params": [late]})
     with pytest.raises(ValueError, match="positive parameters"):
-        MetaMD([p], NegativeEntropy()).step()
+        optimiser.step()
+    assert late.tolist() == [-1.0]
+
+
+def test_roles_are_those_of_the_layers_whatever_the_order_of_the_groups():
+    learned = metamd.load("mlp-by-role")
+    named = list(metamd.models.MLP().named_parameters())
+    in_order = MetaMD(named, learned).potential.slots
+    head_first = MetaMD([{"params": named[4:], "lr": 0.5}, {"params": named[:4]}], learned)
+    assert {n: s.key for n, s in head_first.potential.slots.items()} == {n: s.key for n, s in in_order.items()}
+    other = [(n.replace("first", "embed"), p) for n, p in named]
+    bound = learned.bind(other)
+    again = MetaMD([{"params": other[4:]}, {"params": other[:4]}], bound).potential.slots
+    assert again["embed.weight"].key == "first.weight"
+    assert again["output.weight"].key == "last.weight"
 
 
 def test_records_the_active_piece_of_every_step():

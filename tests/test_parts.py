@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from metamd import Diagonal, Journal, cli, learn_start, learn_usage, load, meta_train
+from metamd.following import learn_from_reference
+from metamd.objectives import Reference
 from metamd.parts import Parts, parts_of
-from metamd.tasks import quadratic, starting_at, tabular
+from metamd.tasks import quadratic, starting_at, supervised, tabular
 from metamd.tasks.counted import Counted
 from metamd.workers import Workers
 from tests.network_worker import family, train
@@ -21,6 +24,10 @@ from tests.test_train_command import process
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+
+LOOKS = 3
+"""Batches by which a family is known again, one for each stage that has a journal."""
 
 
 def worker(folder, point=""):
@@ -74,7 +81,7 @@ def test_killed_in_every_stage_it_continues_to_the_same_result(tmp_path, whole):
     assert said(load(tmp_path / "0.safetensors")) == said(learned)
     spied = Spied()
     assert said(train(Journal(tmp_path / "run"), of=spied.family)) == said(learned)
-    assert spied.drawn == 0, "everything was there"
+    assert spied.drawn == LOOKS, "everything was there"
     suffixes = {p.suffix for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"}
     assert suffixes == {".json", ".safetensors"}, "nothing that could be executed, and nothing half written"
 
@@ -90,7 +97,23 @@ def test_a_part_that_is_gone_is_computed_again_and_no_other(tmp_path, whole):
     spied = Spied()
     assert said(train(journal, of=spied.family)) == said(learned)
     follow = json.loads((tmp_path / "follow" / "cells" / "learned.json").read_text())["gradients"]
-    assert spied.drawn == cost + follow < drawn
+    assert spied.drawn == LOOKS + cost + follow < drawn
+
+
+def test_another_model_or_loss_of_the_same_shapes_is_refused(tmp_path):
+    data = {"a": (torch.randn(40, 4), torch.randn(40, 1))}
+
+    def learned(activation, loss, folder):
+        make = lambda: nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, 1))  # noqa: E731
+        family = supervised(make, data, loss, batch_size=20, steps=5)
+        return learn_from_reference(family, Diagonal(), reference=Reference(lr=0.01), tasks=1, journal=Journal(folder))
+
+    mse, l1 = nn.functional.mse_loss, nn.functional.l1_loss
+    once, again = (learned(nn.Tanh, mse, tmp_path) for _ in range(2))
+    assert once.fingerprint() == again.fingerprint()
+    for other in ((nn.ReLU, mse), (nn.Tanh, l1)):
+        with pytest.raises(ValueError, match=r"other settings: family\.first"):
+            learned(*other, tmp_path)
 
 
 def test_other_settings_and_damaged_parts_are_refused(tmp_path):

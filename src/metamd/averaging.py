@@ -52,19 +52,22 @@ def is_averaged(group: Mapping[str, Any], averaging: AveragingName) -> bool:
     return averaging != "constant" or group["momentum"] > 0
 
 
-def open_iterates(groups: Sequence[Mapping[str, Any]], state: Any, averaging: AveragingName) -> None:
+def open_iterates(groups: Sequence[Mapping[str, Any]], state: Any, averaging: AveragingName, steps: int) -> None:
     """Give every averaged parameter that has a gradient its iterate z, which begins where the parameter is.
 
     Args:
         groups: the optimiser's.
         state: the optimiser's, by parameter.
         averaging: the kind of weights.
+        steps: that were taken before; weights that depend on their number count from there.
     """
     for group in groups:
         if is_averaged(group, averaging):
             for p in group["params"]:
                 if p.grad is not None:
                     kept = state[p].get("z")
+                    if kept is None and averaging != "constant":
+                        state[p]["since"] = steps
                     state[p]["z"] = p.detach().clone() if kept is None else kept.to(p.device)
 
 

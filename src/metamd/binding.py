@@ -62,7 +62,15 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Poten
     return clean_names(pairs, rename)
 
 
-def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = False) -> Potential:
+def layer_order(geometry: LearnedOptimiser | Potential) -> tuple[str, ...]:
+    """The names of a model's tensors in the order of its layers, which roles are read off; empty if nobody knows it."""
+    potential = geometry.potential if isinstance(geometry, LearnedOptimiser) else geometry
+    if isinstance(potential, MaxDiagonal) and potential.slots:
+        return tuple(potential.slots)
+    return tuple(geometry.header.model) if isinstance(geometry, LearnedOptimiser) else ()
+
+
+def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = False, order: Sequence[str] = ()) -> Potential:
     """The potential with its metrics evaluated for these parameters, on their devices and in their shards.
 
     Args:
@@ -70,10 +78,12 @@ def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = Fa
         named: the parameters.
         starts: where those that have moved started, the local part of each.
         fused: whether the compiled kernel takes the steps.
+        order: the names in the order of the layers; parameter groups may have another.
     """
     if not isinstance(potential, MaxDiagonal):
         return potential.bind(named)
-    bound = potential.bind(named, missing=potential.missing)
+    known = {n: named[n] for n in order if n in named}
+    bound = potential.bind(known if len(known) == len(named) else named, missing=potential.missing)
     with torch.no_grad():
         metrics = {n: local_metric(bound.metric(n).to(widen(p).dtype), p) for n, p in named.items()}
     if bound.basis.kind != "identity":

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from metamd.costs import total_cost
+from metamd.header import SCHEMA_VERSIONS
 from metamd.journal import Journal
 from metamd.learned import LearnedOptimiser
 from metamd.lessons import draw_config
@@ -25,7 +26,7 @@ from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.records import Result
 from metamd.starts import LearnedStart
-from metamd.tasks.base import Task, TaskFamily, config_hash
+from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of
 from metamd.tasks.counted import Counted
 from metamd.tasks.shared_start import SharedStart
 from metamd.trial import train
@@ -82,6 +83,13 @@ def tuned_reference(
         losses = {rate: parts.part(f"rate-{rate!r}", partial(tried, rate))["loss"] for rate in rates}
     finite = {rate: loss for rate, loss in losses.items() if loss is not None}
     if not finite:
+        for task in built:
+            first = tail_loss(task, task.init(), 1)
+            if not math.isfinite(first):
+                raise ValueError(
+                    f"the loss is {first} at the start of a task of {family.name!r} ({domain_of(task.config)}), before any "
+                    "step was taken. Check its data and its initialisation, or leave it out of the family."
+                )
         raise ValueError(
             f"Adam diverged on {family.name!r} at all of the rates {', '.join(map(str, rates))}. Give lower ones."
         )
@@ -208,7 +216,8 @@ def learn_usage(
     then the schedule, and the factor again. A factor is left for its neighbour as long as that is better. What counts is
     the geometric mean of two losses, so that it is the ratios that matter: the mean over the run, and that of fresh batches
     of the training data at its end, where a hundredth of the first loss is added unless the family counts digits: what is
-    far below is chance. What diverges on any task is out.
+    far below is chance. Losses below zero are counted from the lowest that any trial of their task came to. What diverges
+    on any task is out.
 
     Args:
         learned: the geometry.
@@ -232,7 +241,7 @@ def learn_usage(
         >>> learn_usage(learned, family, tasks=1, factors=(1.0,), momenta=(0.0,)).usage.metric in ("learned", "online")
         True
     """
-    _check_choices(learned, metrics=metrics, momenta=momenta, schedules=schedules, factors=factors)
+    _check_choices(learned, metrics=metrics, momenta=momenta, schedules=schedules, factors=factors, rules=rules)
     began, family = time.perf_counter(), Counted(family)
     finder = (reference or tuned_reference(family, seed=seed, journal=journal)) if "online" in metrics else None
     left = 0.0 if family.counts_digits else LEFT
@@ -251,6 +260,7 @@ def learn_usage(
     hashes = tuple(dict.fromkeys([*learned.header.task_hashes, *chosen_on, *family.tasks]))
     header = replace(
         learned.header,
+        schema_version=SCHEMA_VERSIONS[-1],
         usage=best.to_dict(),
         online=None if online is None else online.to_dict(),
         task_hashes=hashes,
@@ -279,12 +289,20 @@ def _first_usages(online: Online | None, momenta: Sequence[float], factors: Sequ
     return [Usage("learned" if online is None else "online", b, factor=nearest(1.0, factors)) for b in momenta]
 
 
-def _check_choices(learned: object, **choices: Sequence[object]) -> None:
+def _check_choices(learned: object, **choices: Sequence[Any]) -> None:
     if not isinstance(learned, LearnedOptimiser):
         raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
     for name, offered in choices.items():
         if not offered:
             raise ValueError(f"{name} must have one to choose from at least, got none. Leave it out for the usual ones.")
+    for name, known in (("metrics", get_args(Metric)), ("schedules", get_args(Schedule))):
+        for offered in choices[name]:
+            if offered not in known:
+                raise ValueError(f"{name} must be some of {', '.join(map(repr, known))}; got {offered!r}.")
+    if not all(0 < factor < math.inf for factor in choices["factors"]):
+        raise ValueError(
+            f"factors must be positive numbers, got {tuple(choices['factors'])}. 1.0 takes the steps as they are."
+        )
 
 
 def learn_start(
@@ -350,7 +368,7 @@ def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[
     if count < 1:
         raise ValueError(f"tasks must be at least 1, got {count}.")
     offered = [draw_config(family, seed, "usage", purpose, i) for i in range(OFFERED * count)]
-    domains = [config.get("domain") for config in offered]
+    domains = [domain_of(config) for config in offered]
     turns = [domains[:i].count(domain) for i, domain in enumerate(domains)]
     chosen = sorted(range(len(offered)), key=lambda i: (turns[i], i))[:count]
     return [family.build(offered[i]) for i in chosen]

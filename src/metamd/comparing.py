@@ -16,7 +16,7 @@ from metamd.folds import Candidate, Fold, Target, cell_name
 from metamd.learned import versions
 from metamd.records import Records, Result, write_json
 from metamd.rivals.base import Contender, Rival
-from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
+from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed, domain_of
 from metamd.tasks.held_out import ImageFamily
 from metamd.tasks.shared_start import SharedStart
 from metamd.tasks.supervised import Supervised
@@ -179,7 +179,7 @@ def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
     found: dict[str, list[Config]] = {str(d): [] for d in domains}
     while any(len(configs) < seeds for configs in found.values()):
         config = family.sample(generator)
-        group = found.get(group_of(config), next(iter(found.values())))
+        group = found.get(domain_of(config), next(iter(found.values())))
         if len(group) < seeds:
             group.append(config)
     return found
@@ -190,15 +190,6 @@ def _domains(family: TaskFamily) -> Sequence[str]:
     if isinstance(inner, ImageFamily):
         return inner.domains
     return list(inner.data) if isinstance(inner, Supervised) else [inner.name]
-
-
-def group_of(config: Config) -> str:
-    """The domain of a task, or its family.
-
-    Args:
-        config: of the task.
-    """
-    return str(config.get("domain", config.get("dataset", config.get("family", ""))))
 
 
 def _cell(task: Task, contender: Contender, steps: int, measuring: Measuring) -> Cell:

@@ -143,10 +143,11 @@ def _side_step(
     x, y = moments.x[factor], moments.y[factor]
     shares = basis.shrinkage
     if shares == "auto":
-        known = half is not None and factor in half.x
-        shares = best_shares(x, y, half.x[factor], half.y[factor]) if half is not None and known else DEFAULT
+        halved = half is not None and factor in half.x
+        shares = best_shares(x, y, half.x[factor], half.y[factor]) if half is not None and halved else DEFAULT
     raised = _raised(x, shares[0]), _raised(y, shares[1])
-    new, change = _step(present, *raised, reach)
+    known = float(x.trace()) > 0 and float(y.trace()) > 0
+    new, change = _step(present, *raised, reach) if known else (present, 0.0)  # where nothing moved, nothing is said
     columns, numbers = _truncated(new, *raised, basis.rank_of(factor))
     after = _whole(columns, numbers).bound(x, y)
     return _SideStep(columns.float().contiguous(), numbers.log(), change, present.bound(x, y), after)

@@ -6,6 +6,7 @@ starts, the runs of another optimiser say more. Start, end and gradients are all
 
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from metamd.outer import Iterate
 from metamd.parts import parts_of
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.probe import gradient_scale, squares_by_key
+from metamd.probe import gradient_scale, look, squares_by_key
 from metamd.tasks.base import Task, TaskFamily
 from metamd.tasks.counted import Counted
 from metamd.trial import train
@@ -89,6 +90,7 @@ def learn_from_reference(
     objective = Regret(prior=prior)
 
     def followed() -> LearnedOptimiser:
+        look(built[0], phi, {n: tuple(x.shape) for n, x in built[0].init().items()})
         found, provenance = _metrics(built, affording(phi, built[0]), reference, objective)
         return LearnedOptimiser.from_potential(
             found.requires_grad_(True),
@@ -121,7 +123,8 @@ def _metrics(
     turned = learn_factors(Iterate.of(phi), moments, math.inf)
     log_d = moments.minimiser({k: v for k, v in phi.log_d.items() if k not in turned.log_d})
     ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in phi.log_d}
-    found = _steady(Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi), tasks[:CHECKED])
+    finished = [task for task, run in zip(tasks, runs, strict=True) if not run.diverged]
+    found = _steady(Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi), finished[:CHECKED])
     finite = [row for row in first if all(math.isfinite(s) for s, _ in row.values())]
     return found, {
         "model": {n: tuple(x.shape) for n, x in tasks[0].init().items()},
@@ -150,6 +153,13 @@ def _steady(potential: MaxDiagonal, tasks: Sequence[Task]) -> MaxDiagonal:
             break
         twice = {k: v.detach() + math.log(2) / potential.basis.terms(k) for k, v in potential.log_d.items()}
         potential = Iterate.of(potential).moved(twice).apply(potential)
+    else:
+        warnings.warn(
+            f"plain runs with the metrics of the reference runs diverge although they were doubled {DOUBLINGS} times. Look "
+            "at the tasks, or choose a usage with metamd.learn_usage, which leaves out what diverges.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return potential
 
 

@@ -34,16 +34,17 @@ class FamilyWatch:
     gradient_scale: Mapping[str, float]
     _late: bool = False
 
-    def observe(self, step: int, grads: Mapping[str, Tensor], keys: Mapping[str, str]) -> None:
+    def observe(self, step: int, grads: Mapping[str, Tensor], keys: Mapping[str, str], *, online: bool = False) -> None:
         """Look at one step.
 
         Args:
             step: counted from 1; only the first one's gradients are compared, before the steps shape them.
             grads: the gradients by tensor name.
             keys: the metric key of each tensor.
+            online: whether the metric follows the run, so that steps do not depend on how large gradients are.
         """
         if step == 1:
-            self._compare(grads, keys)
+            self._compare(grads, keys, online=online)
         if self.horizon is not None and step > _HORIZON_FACTOR * self.horizon and not self._late:
             self._late = True
             _warn(
@@ -51,7 +52,7 @@ class FamilyWatch:
                 "Learn it again with the longer horizon, or lower lr as the run goes on."
             )
 
-    def _compare(self, grads: Mapping[str, Tensor], keys: Mapping[str, str]) -> None:
+    def _compare(self, grads: Mapping[str, Tensor], keys: Mapping[str, str], *, online: bool) -> None:
         logs = []
         for name, grad in grads.items():
             expected = self.gradient_scale.get(keys.get(name, name), 0.0)
@@ -60,10 +61,15 @@ class FamilyWatch:
                 logs.append(math.log(seen / expected))
         ratio = math.exp(statistics.median(logs)) if logs else 1.0
         if not 1 / _SCALE_FACTOR <= ratio <= _SCALE_FACTOR:
+            advice = (
+                "Steps of an online metric do not depend on that: a loss that is merely scaled needs nothing, a task of "
+                "another kind another geometry."
+                if online
+                else f"Scale the loss back, multiply lr by {1 / ratio:.2g}, or use safeguard=True."
+            )
             _warn(
                 f"the first gradients of this run are {ratio:.2g} times those of the family its geometry was learned on "
-                "(median over tensors). Is the loss summed instead of averaged, or the task of another kind? "
-                f"Scale the loss back, pass lr={1 / ratio:.2g}, or use safeguard=True."
+                f"(median over tensors). Is the loss summed instead of averaged, or the task of another kind? {advice}"
             )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from metamd._version import __version__
 from metamd.container import AGAIN, Container, pack, read_checked, shown, write_atomically
 from metamd.costs import total_cost
-from metamd.header import Header
+from metamd.header import SCHEMA_VERSIONS, Header
 from metamd.moments import Moments
 from metamd.online import Online
 from metamd.potentials.base import Named
@@ -117,7 +117,8 @@ class LearnedOptimiser:
         known = start if isinstance(start, LearnedStart) else LearnedStart({})
         hashes = tuple(dict.fromkeys([*self.header.task_hashes, *known.tasks, *tasks]))
         cost = total_cost(self.header.cost, known.cost)
-        return replace(self, start=kept, header=replace(self.header, start=shapes, task_hashes=hashes, cost=cost))
+        about: dict[str, Any] = {"schema_version": SCHEMA_VERSIONS[-1], "start": shapes, "task_hashes": hashes, "cost": cost}
+        return replace(self, start=kept, header=replace(self.header, **about))
 
     @property
     def domains(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 
 from metamd.default import has_weights, learn_network, refinement
 from metamd.hypergrad import ClosedForm, Estimator, Forward
+from metamd.identity import identity_of
 from metamd.journal import Journal, Log
 from metamd.learned import LearnedOptimiser, fingerprint
 from metamd.lessons import Lecture
@@ -287,7 +288,7 @@ def _identity(plan: Plan, state: State) -> dict[str, Any]:
     basis = plan.lecture.potential.basis
     return {
         **({} if basis.kind == "identity" else {"basis": repr(basis)}),
-        "family": {"name": plan.family.name, **plan.family.describe()},
+        "family": identity_of(plan.family),
         "potential": fingerprint(plan.lecture.potential),
         "start": fingerprint(state.now.apply(plan.lecture.potential)),
         "objective": repr(plan.lecture.objective),

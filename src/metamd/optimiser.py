@@ -93,7 +93,7 @@ class MetaMD(Optimizer):
         self._safeguard = Safeguard() if safeguard else None
         self._potential, self._watch = binding.unwrap(geometry)
         self._online = binding.online_metric(metric, geometry)
-        self._recommended = binding.recommended(geometry)
+        self._recommended, self._order = binding.recommended(geometry), binding.layer_order(geometry)
         self._bound: Potential | None = None
         self._audit = Audit(Ledger(paper=not exact), self._online) if certify else None
         self._hash: str | None = None
@@ -131,7 +131,7 @@ class MetaMD(Optimizer):
         named = binding.named_parameters(self.param_groups, self._potential)
         starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
         binding.check_whole(self._online, named)
-        bound = binding.fit(self._potential, named, starts, fused=self.fused)
+        bound = binding.fit(self._potential, named, starts, fused=self.fused, order=self._order)
         binding.check_scales(self._online, bound, [n for n, p in named.items() if p.requires_grad])
         self._bound, self._places = bound, {id(p): (n, p, p.device) for n, p in named.items()}
         if self._audit is not None:
@@ -171,13 +171,15 @@ class MetaMD(Optimizer):
         binding.check_scales(self._online, self.potential, grads)
         if self.check_finite:
             binding.refuse_nonfinite(named, grads)
+        self._check_domain(named)
         self._notice_edits(named)
         self._begin(named, grads, loss)
         params = {n: local(p) for n, p in named.items() if n in grads or self._stands_off_centre(n)}
         points = {n: local(self.state.get(named[n], {}).get("z", x)) for n, x in params.items()}
         moves = {n: self._move(grads[n], groups[n]) for n in grads}
         averaged = {n: groups[n]["momentum"] for n in grads if points[n] is not params[n]}
-        count, active = self._steps - self._restart, None if self._online is not None else self._current(points)
+        counts = {n: self._steps - self.state[named[n]].get("since", self._restart) for n in averaged}
+        active = None if self._online is not None else self._current(points)
         if self._audit is not None:
             rates = {n: self._rate(groups[n]) for n in moves}
             stores = {n: self.state[p] if n in moves else self.state.get(p, {}) for n, p in named.items()}
@@ -185,12 +187,12 @@ class MetaMD(Optimizer):
             self._audit.ledger.note_momenta(group["momentum"] for group in groups.values())
         if self.averaging == "schedule-free":
             for n, momentum in averaged.items():
-                lift(params[n], points[n], count, momentum, self.state[named[n]])
+                lift(params[n], points[n], counts[n], momentum, self.state[named[n]])
         step = self._advance(named, points, moves, active)
         if self._audit is not None:
             self._audit.after(step.active, moves)
         for n, momentum in averaged.items():
-            blend(params[n], points[n], count, momentum, self.averaging)
+            blend(params[n], points[n], counts[n], momentum, self.averaging)
         self._finish(step, named)
         return loss
 
@@ -224,28 +226,37 @@ class MetaMD(Optimizer):
         return named, grads, groups
 
     def _notice_edits(self, named: Params) -> None:
-        """After somebody else changed a parameter, pieces and averages begin again at the new point."""
-        if self._versions and any(local(p)._version != self._versions.get(n) for n, p in named.items()):
-            self._versions, self._restart = {}, self._steps
-            for p in named.values():
+        """After somebody else changed or added a parameter, pieces begin again at the new point, and averages of those."""
+        changed = [n for n, p in named.items() if self._versions and local(p)._version != self._versions.get(n)]
+        if not changed:
+            return
+        for n, p in named.items():
+            if n in changed:
                 self.state[p].pop("z", None)
-            if self._audit is not None:
-                self._audit.ledger.restart("a parameter was changed or added from outside")
+            elif self.averaging != "constant" and "z" in self.state[p]:
+                self.state[p].setdefault("since", self._restart)
+        self._versions, self._restart = {}, self._steps
+        if self._audit is not None:
+            self._audit.ledger.restart("a parameter was changed or added from outside")
+
+    def _check_domain(self, named: Params) -> None:
+        """Refuse parameters outside of the domain before their first step."""
+        if self._steps == 0 or self._versions:
+            self.potential.check({n: local(p) for n, p in named.items() if n not in self._versions})
 
     def _begin(self, named: Params, grads: Params, loss: float | None) -> None:
         """What a step needs before it is taken: domain, start, the watch over the family, damping."""
         self._steps += 1
         bound = self.potential
-        open_iterates(self.param_groups, self.state, self.averaging)
-        if self._steps == 1:
-            bound.check({n: local(p) for n, p in named.items()})
+        open_iterates(self.param_groups, self.state, self.averaging, self._steps - 1)
         if isinstance(bound, MaxDiagonal):
             if bound.keeps_start and any("start" not in self.state[named[n]] for n in grads):
                 for n in grads:
                     self.state[named[n]].setdefault("start", named[n].detach().clone())
                 self._bind()
             if self._watch is not None:
-                self._watch.observe(self._steps, grads, {n: s.key for n, s in bound.slots.items()})
+                keys = {n: s.key for n, s in bound.slots.items()}
+                self._watch.observe(self._steps, grads, keys, online=self._online is not None)
         if self._safeguard is not None:
             self._safeguard.update(energy(bound, self._active, grads), None if loss is None else float(loss))
 
@@ -389,5 +400,5 @@ class MetaMD(Optimizer):
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
     *("_active", "_audit", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_training", "_watch"),
-    *("_learned_steps", "_online", "_recommended", "averaging", "check_finite", "exact", "fused"),
+    *("_learned_steps", "_online", "_order", "_recommended", "averaging", "check_finite", "exact", "fused"),
 )

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from metamd.identity import identity_of
 from metamd.journal import Journal
 from metamd.records import Records, Result
 from metamd.tasks.counted import Counted
@@ -108,7 +109,7 @@ def parts_of(journal: Journal | None, stage: str, family: Counted, settings: Map
         yield Parts(family)
         return
     folder = Path(journal.folder) / stage
-    about = {"family": {"name": family.name, **family.describe()}, **settings}
+    about = {"family": identity_of(family), **settings}
     if Workers.present().rank > 0:
         there = (folder / "run.json").exists()
         yield Parts(family, Records(folder, about) if there else None, writes=False)

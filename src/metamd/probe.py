@@ -61,7 +61,7 @@ def probe(
     for i in workers.mine(count):
         try:
             task = draw(family, seed, "train", 1, i)
-            seen[i] = _look(task, bound, shapes) | ({"curvature": largest_curvature(task, seed)} if curvature else {})
+            seen[i] = look(task, bound, shapes) | ({"curvature": largest_curvature(task, seed)} if curvature else {})
         except ValueError as error:
             seen[i] = {"error": f"{error}"}
     found = workers.gather(seen, count)
@@ -142,8 +142,14 @@ def _first(family: TaskFamily, seed: int) -> Task:
     return task
 
 
-def _look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The loss at the start, and by key the sum and the number of the squares of the first gradient."""
+def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The loss at the start, and by key the sum and the number of the squares of the first gradient.
+
+    Args:
+        task: what cannot be learned from is refused.
+        bound: the potential.
+        shapes: that its tensors must have, if no metric is shared.
+    """
     start = {n: x.detach().requires_grad_() for n, x in task.init().items()}
     if bound.tying == "parameter":
         _alike({n: tuple(x.shape) for n, x in start.items()}, shapes)

@@ -46,7 +46,7 @@ class Records:
             lines = _differences(found, about)
             differing = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
             raise ValueError(
-                f"{str(folder)!r} holds a run with other settings: {differing}. Choose another --out or delete it."
+                f"{str(folder)!r} holds a run with other settings: {differing}. Choose another folder (--out) or delete it."
             )
 
     @staticmethod

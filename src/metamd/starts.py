@@ -29,7 +29,7 @@ class LearnedStart(dict[str, Tensor]):
         super().__init__(params)
         self.tasks, self.cost = tuple(tasks), dict(cost or {})
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write it whole or not at all.
 
         Args:
@@ -38,16 +38,16 @@ class LearnedStart(dict[str, Tensor]):
         # safetensors has an order of its own
         text = json.dumps({"names": list(self), "tasks": list(self.tasks), "cost": self.cost}, allow_nan=False)
         tensors = {n: x.detach().cpu().contiguous() for n, x in self.items()}
-        write_atomically(path, pack(tensors, {FACTS_KEY: text, CHECKSUM_KEY: _checksum(text, tensors)}))
+        write_atomically(Path(path), pack(tensors, {FACTS_KEY: text, CHECKSUM_KEY: _checksum(text, tensors)}))
 
     @classmethod
-    def load(cls, path: Path) -> "LearnedStart":
+    def load(cls, path: str | Path) -> "LearnedStart":
         """Read what `save` wrote; nothing in it is executed.
 
         Args:
             path: of the file.
         """
-        container = read_checked(path)
+        container = read_checked(Path(path))
         text = container.metadata.get(FACTS_KEY, "")
         if container.metadata.get(CHECKSUM_KEY) != _checksum(text, container.tensors):
             raise ValueError(f"{str(path)!r} cannot be loaded: its content does not match its checksum. {AGAIN}")

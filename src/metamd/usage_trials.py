@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -27,6 +27,15 @@ LEFT = 1e-2
 """What may be left of the first loss at the end of a run: ratios of losses far below are chance."""
 
 
+@dataclass(frozen=True)
+class Losses:
+    """Of one run: at its start, in the mean over it, and of batches that follow it. None for all if it diverged."""
+
+    first: float | None = None
+    mean: float | None = None
+    end: float | None = None
+
+
 class Trials:
     """Training runs of a few tasks with one usage after another; none is run twice.
 
@@ -35,14 +44,16 @@ class Trials:
         potential: bound to their tensors.
         watch: called with every usage tried, its online metric and its score.
         parts: keeps every run.
-        left: share of the first loss that is added to the last one.
+        left: share of the first loss that is added to the last one. Where losses fall below zero, all are counted from the
+            lowest of their task so far, and both have `LEFT` of the first one added.
     """
 
     def __init__(
         self, tasks: Sequence[Task], potential: MaxDiagonal, watch: Watch | None, parts: Parts, left: float = LEFT
     ) -> None:
         self.tasks, self.potential, self.watch, self.parts, self.left = tasks, potential, watch, parts, left
-        self._known: dict[tuple[int, Usage], list[float]] = {}
+        self._known: dict[tuple[int, Usage], list[Losses]] = {}
+        self._lowest = [0.0] * len(tasks)
 
     def score(self, usage: Usage, online: Online | None, tasks: int | None = None) -> float:
         """The geometric mean over tasks of the mean loss and of that at the end, with `left`; infinite if any run diverged.
@@ -55,21 +66,37 @@ class Trials:
         known = self._known.setdefault((id(online), usage), [])
         wanted = self.tasks[:tasks]
         if len(known) < len(wanted):
-            known += [self._logarithm(number, usage, online) for number in range(len(known), len(wanted))]
+            known += [self._losses(number, usage, online) for number in range(len(known), len(wanted))]
             if self.watch is not None:
-                self.watch(usage, online, _geometric(known))
-        return _geometric(known[: len(wanted)])
+                self.watch(usage, online, self._geometric(known))
+        return self._geometric(known[: len(wanted)])
 
-    def _logarithm(self, number: int, usage: Usage, online: Online | None) -> float:
+    def _geometric(self, known: Sequence[Losses]) -> float:
+        return math.exp(sum(self._logarithm(number, losses) for number, losses in enumerate(known)) / len(known))
+
+    def _logarithm(self, number: int, losses: Losses) -> float:
+        if losses.first is None or losses.mean is None or losses.end is None:
+            return math.inf
+        zero = self._lowest[number]
+        first, mean, end = losses.first - zero, losses.mean - zero, losses.end - zero
+        counted = (mean + LEFT * first, end + LEFT * first) if zero < 0 else (mean, end + self.left * first)
+        return 0.5 * sum(math.log(max(x, NOTHING)) for x in counted)
+
+    def _losses(self, number: int, usage: Usage, online: Online | None) -> Losses:
         about = {"task": number, "usage": usage.to_dict(), "online": None if online is None else online.to_dict()}
-        found = self.parts.part(f"run-{config_hash(about)}", partial(self._run, self.tasks[number], usage, online, about))
-        return math.inf if found["logarithm"] is None else float(found["logarithm"])
+        run = partial(self._run, self.tasks[number], usage, online, about)
+        found = self.parts.part(f"run-{config_hash(about)}", run)
+        losses = Losses(found["first"], found["mean"], found["end"])
+        self._lowest[number] = min([self._lowest[number], *(x for x in (losses.mean, losses.end) if x is not None)])
+        return losses
 
     def _run(self, task: Task, usage: Usage, online: Online | None, about: Result) -> Result:
         run = train(task, self.potential, usage, online=online)
-        end = tail_loss(task, run.end) + self.left * tail_loss(task, task.init()) if math.isfinite(run.loss) else math.inf
-        finite = math.isfinite(run.loss) and math.isfinite(end)
-        return {**about, "logarithm": 0.5 * sum(math.log(max(x, NOTHING)) for x in (run.loss, end)) if finite else None}
+        found = Losses()
+        if math.isfinite(run.loss):
+            end, first = tail_loss(task, run.end), tail_loss(task, task.init())
+            found = Losses(first, run.loss, end) if math.isfinite(end) else found
+        return {**about, **asdict(found)}
 
     def climb(self, usage: Usage, online: Online | None, factors: Sequence[float]) -> Usage:
         """The same usage with the factor from which neither neighbour is better."""
@@ -96,10 +123,6 @@ class Trials:
 
         about = {"usage": linear.to_dict(), "online": None if online is None else online.to_dict()}
         return Usage(**self.parts.part(f"schedule-{config_hash(about)}", measured)["usage"])
-
-
-def _geometric(logarithms: Sequence[float]) -> float:
-    return math.exp(sum(logarithms) / len(logarithms))
 
 
 def nearest(factor: float, factors: Sequence[float]) -> float:

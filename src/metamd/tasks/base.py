@@ -186,6 +186,16 @@ def config_hash(config: Config) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def domain_of(config: Config) -> str:
+    """The domain or dataset that a config names; without one, its family.
+
+    Example:
+        >>> domain_of({"family": "digits", "domain": "usps"}), domain_of({"family": "quadratic", "seed": 3})
+        ('usps', 'quadratic')
+    """
+    return str(config.get("domain", config.get("dataset", config.get("family", ""))))
+
+
 def check_config(config: Config, family: str, *keys: str) -> None:
     """Refuse the config of another family, or one with parts missing."""
     if config.get("family") != family:

@@ -8,6 +8,13 @@ import torch
 from metamd.tasks.base import Config, Drawn, Task, TaskFamily, config_hash
 
 
+def uncounted(family: TaskFamily) -> TaskFamily:
+    """The family itself, to look at a task without counting it."""
+    while isinstance(family, Counted):
+        family = family.family
+    return family
+
+
 class Counted(TaskFamily):
     """A family that counts the batches asked of its tasks, one for each gradient evaluation, and remembers the tasks.
 

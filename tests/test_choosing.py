@@ -1,0 +1,215 @@
+"""How a usage is chosen on training tasks: what counts, what is tried, and what is refused."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import metamd
+from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, choosing, following, meta_train, tasks
+from metamd.choosing import draw_tasks, learn_usage, tuned_reference
+from metamd.following import learn_from_reference
+from metamd.lessons import draw_config
+from metamd.objectives import Reference
+from metamd.parts import parts_of
+from metamd.tasks import quadratic, tabular
+from metamd.trial import train
+from metamd.usage_trials import LEFT, Losses, Trials
+
+
+@pytest.fixture(scope="module")
+def learned():
+    return meta_train(tabular(steps=30), Diagonal(), outer_steps=1, tasks_per_step=2)
+
+
+def test_ends_of_runs_that_are_as_good_as_nothing_do_not_decide(learned):
+    """By hand: the root of the mean loss times that of fresh batches at the end, with a share of the first loss."""
+    family = tabular(steps=30)
+    task = family.build(family.sample(torch.Generator().manual_seed(3)))
+    potential = learned.potential.bind(task.init())
+    run = train(task, potential, Usage())
+    fresh = [[float(task.loss(p, task.batch(30 + i))) for i in range(10)] for p in (run.end, task.init())]
+    last, first = (sum(losses) / 10 for losses in fresh)
+    for left in (0.0, 1e-2, 10.0):
+        with parts_of(None, "usage", family, {}) as parts:
+            score = Trials([task], potential, None, parts, left).score(Usage(), None)
+        assert score == pytest.approx((run.loss * (last + left * first)) ** 0.5, rel=1e-6)
+    with parts_of(None, "usage", family, {}) as parts:
+        assert Trials([task], potential, None, parts).left == LEFT == 1e-2
+
+
+def test_losses_below_zero_are_ranked_from_the_lowest_of_their_task():
+    """By hand; without the shift both usages would be as good as nothing."""
+    planted = {1.0: (2.0, -40.0, -49.0), 0.5: (2.0, -30.0, -45.0)}
+
+    class Planted(Trials):
+        def _run(self, task, usage, online, about):
+            return dict(zip(("first", "mean", "end"), planted[usage.factor], strict=True))
+
+    with parts_of(None, "usage", tabular(), {}) as parts:
+        trials = Planted([None], None, None, parts, 0.0)
+        worse = trials.score(Usage(factor=0.5), None)
+        better = trials.score(Usage(factor=1.0), None)
+    left = LEFT * (2.0 + 49.0)
+    assert worse == pytest.approx(((-30.0 + 45.0 + LEFT * 47.0) * LEFT * 47.0) ** 0.5), "the lowest so far is its own end"
+    assert better == pytest.approx(((-40.0 + 49.0 + left) * left) ** 0.5)
+    assert trials.score(Usage(factor=0.5), None) == pytest.approx(((19.0 + left) * (4.0 + left)) ** 0.5)
+    assert better < trials.score(Usage(factor=0.5), None)
+
+
+def test_a_family_with_losses_below_zero_gets_a_usage_that_was_compared():
+    data = {str(i): (torch.randn(60, 4), torch.randn(60, 1)) for i in range(3)}
+    family = tasks.supervised(
+        lambda: torch.nn.Linear(4, 1), data, lambda out, y: (out - y).square().mean() - 50, batch_size=20, steps=20
+    )
+    reference, scores = Reference(lr=0.05), []
+    geometry = learn_from_reference(family, Diagonal(), reference=reference, tasks=2)
+    found = learn_usage(geometry, family, reference=reference, tasks=2, watch=lambda *seen: scores.append(seen))
+    assert len({round(score, 9) for _, _, score in scores}) > len(scores) / 2
+    assert found.usage in [usage for usage, _, _ in scores]
+
+
+def test_a_file_of_an_older_version_gets_a_usage_and_a_start(learned, tmp_path):
+    old = LearnedOptimiser(replace(learned.header, schema_version=2, target_loss=None), learned.potential)
+    old.save(tmp_path / "old.safetensors")
+    old = metamd.load(tmp_path / "old.safetensors")
+    assert old.header.schema_version == 2
+    options = {"metrics": ("learned",), "momenta": (0.0,), "factors": (1.0,), "schedules": ("constant",)}
+    assert learn_usage(old, tabular(steps=30), tasks=1, **options).header.schema_version == 3
+    assert old.with_start(tabular(steps=30).example()).header.schema_version == 3
+
+
+def test_digits_are_counted_to_the_end(monkeypatch):
+    """Quadratics have no smallest loss that matters."""
+    lefts = []
+
+    class Seen(Trials):
+        def __init__(self, *args):
+            super().__init__(*args)
+            lefts.append(self.left)
+
+    monkeypatch.setattr("metamd.choosing.Trials", Seen)
+    for family in (quadratic(steps=10), tabular(steps=10)):
+        found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=1)
+        learn_usage(found, family, tasks=1, metrics=("learned",), momenta=(0.0,), factors=(1.0,), schedules=("constant",))
+    assert lefts == [0.0, LEFT]
+
+
+@pytest.mark.parametrize(("finalists", "chosen"), [(2, (0.7, 0.35)), (1, (0.9, 0.5))])
+def test_the_better_of_two_rules_is_found_although_the_other_is_better_at_first(monkeypatch, finalists, chosen):
+    """Planted scores by beta and factor; with one finalist the worse rule is taken."""
+    planted = {(0.9, 0.35): 0.0773, (0.9, 0.5): 0.0762, (0.7, 0.35): 0.0756, (0.7, 0.5): 0.0767}
+
+    class Planted(Trials):
+        def _losses(self, number, usage, online):
+            score = planted.get((online.beta, usage.factor), 1.0)
+            return Losses(first=0.0, mean=score, end=score)
+
+    monkeypatch.setattr("metamd.choosing.FINALISTS", finalists)
+    starts = [(Online("polar", beta=beta), Usage("online", factor=0.5)) for beta in (0.9, 0.7, 0.5)]
+    with parts_of(None, "usage", tabular(), {}) as parts:
+        trials = Planted([None] * 6, None, None, parts)
+        usage, online = choosing._best(trials, starts, ("linear",), (0.25, 0.35, 0.5, 0.7))
+    assert (online.beta, usage.factor) == chosen
+
+
+def broken_in(dataset):
+    generator = torch.Generator().manual_seed(0)
+    data = {str(i): (torch.randn(60, 4, generator=generator), torch.randn(60, 1, generator=generator)) for i in range(4)}
+    if dataset is not None:
+        data[dataset][0].fill_(math.nan)
+    model = lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))  # noqa: E731
+    return tasks.supervised(model, data, torch.nn.functional.mse_loss, batch_size=20, steps=10)
+
+
+def test_a_task_that_nothing_trains_says_nothing_about_the_others():
+    """Its runs diverge whatever the metrics are: they are not doubled for its sake."""
+    learnt = [learn_from_reference(broken_in(d), Diagonal(), reference=Reference(lr=0.01), tasks=8) for d in (None, "0")]
+    means = [float(each.potential.log_d["0.weight"].detach().mean()) for each in learnt]
+    assert abs(means[0] - means[1]) < 1
+
+
+def test_metrics_that_diverge_whatever_is_done_are_said(monkeypatch):
+    monkeypatch.setattr(following, "train", lambda *_, **__: SimpleNamespace(loss=math.nan))
+    with pytest.warns(RuntimeWarning, match="diverge although they were doubled 10 times"):
+        learn_from_reference(tabular(steps=10), Diagonal(), reference=Reference(lr=0.01), tasks=1)
+
+
+def test_a_loss_that_is_not_finite_at_the_start_is_not_blamed_on_the_rate():
+    with pytest.raises(ValueError, match=r"the loss is nan at the start of a task of 'supervised' \(0\).*Check its data"):
+        tuned_reference(broken_in("0"), tasks=4)
+
+
+def test_a_weight_that_the_loss_ignores_is_refused_before_the_runs():
+    class Headed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.used(x)
+
+    family = tasks.supervised(
+        Headed, {"a": (torch.randn(60, 4), torch.randn(60, 1))}, torch.nn.functional.mse_loss, steps=5, batch_size=20
+    )
+    with pytest.raises(ValueError, match=r"the loss ignores 'unused\.weight', 'unused\.bias'.*Leave such parameters out"):
+        learn_from_reference(family, Kronecker(), reference=Reference(lr=0.01), tasks=1)
+
+
+@pytest.mark.parametrize(
+    ("choices", "sentence"),
+    [
+        ({"metrics": ("typo",)}, r"metrics must be some of 'learned', 'online'; got 'typo'"),
+        ({"schedules": ("cosine",)}, r"schedules must be some of .*'linear'.*; got 'cosine'"),
+        ({"factors": (0.0, 1.0)}, r"factors must be positive numbers, got \(0\.0, 1\.0\)"),
+        ({"rules": ()}, r"rules must have one to choose from"),
+    ],
+)
+def test_choices_that_are_none_are_refused(learned, choices, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        learn_usage(learned, tabular(steps=30), tasks=1, **choices)
+
+
+def test_the_factor_climbs_to_where_no_neighbour_is_better(learned):
+    tried = {}
+    factors = tuple(2.0**k for k in range(-6, 7))
+    options = {"metrics": ("learned",), "momenta": (0.0,), "schedules": ("constant",), "factors": factors, "tasks": 1}
+    found = learn_usage(learned, tabular(steps=30), watch=lambda u, _, v: tried.update({u.factor: v}), **options)
+    best = found.usage.factor
+    assert tried[best] == min(tried.values())
+    assert {best / 2, best * 2} & set(factors) <= set(tried)
+    assert len(tried) < len(factors), "no more than the way there is run"
+
+
+def test_tasks_to_decide_on_are_spread_over_the_domains():
+    class Domains(type(tabular())):
+        """Of three domains, one is drawn as often as the others together."""
+
+        def sample(self, generator):
+            number = int(torch.randint(4, (1,), generator=generator))
+            return {"domain": "abca"[number], "seed": int(torch.randint(2**31, (1,), generator=generator))}
+
+        def build(self, config):
+            return config
+
+    family = Domains.__new__(Domains)
+    uneven = 0
+    for seed in range(8):
+        drawn = [task["domain"] for task in draw_tasks(family, seed, "usage", 6)]
+        assert sorted(drawn) == list("aabbcc")
+        plain = [draw_config(family, seed, "usage", "usage", i)["domain"] for i in range(6)]
+        uneven += sorted(plain) != list("aabbcc")
+    assert uneven > 4, "chance alone would do"
+    assert len({tuple(t["seed"] for t in draw_tasks(family, s, "usage", 6)) for s in range(20)}) == 20
+    everywhere = tabular(steps=5)
+    configs = [draw_config(everywhere, 3, "usage", "scale", i) for i in range(4)]
+    assert [t.config for t in draw_tasks(everywhere, 3, "scale", 4)] == configs, "without domains, in order"
+
+
+def test_datasets_of_your_own_are_domains_too():
+    data = {str(i): (torch.randn(30, 4), torch.randn(30, 1)) for i in range(4)}
+    family = tasks.supervised(lambda: torch.nn.Linear(4, 1), data, torch.nn.functional.mse_loss, batch_size=10, steps=5)
+    for seed in range(4):
+        assert sorted(task.config["dataset"] for task in draw_tasks(family, seed, "usage", 4)) == list("0123")

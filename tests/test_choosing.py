@@ -213,3 +213,29 @@ def test_datasets_of_your_own_are_domains_too():
     family = tasks.supervised(lambda: torch.nn.Linear(4, 1), data, torch.nn.functional.mse_loss, batch_size=10, steps=5)
     for seed in range(4):
         assert sorted(task.config["dataset"] for task in draw_tasks(family, seed, "usage", 4)) == list("0123")
+
+
+class Emptied(torch.nn.Module):
+    """A linear model with two parameters that have no numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+        self.matrix, self.vector = torch.nn.Parameter(torch.zeros(0, 3)), torch.nn.Parameter(torch.zeros(0))
+
+    def forward(self, x):
+        return self.linear(x) + self.matrix.sum() + self.vector.sum()
+
+
+def test_parameters_without_numbers_are_in_nobodys_way():
+    data = {"a": (torch.randn(60, 4), torch.randn(60, 1))}
+    family = tasks.supervised(Emptied, data, torch.nn.functional.mse_loss, batch_size=20, steps=10)
+    reference = Reference(lr=0.01)
+    for potential in (Diagonal(), Kronecker()):
+        found = learn_from_reference(family, potential, reference=reference, tasks=1)
+        assert learn_usage(found, family, reference=reference, tasks=1, factors=(1.0,)).usage.factor == 1.0
+    model = Emptied()
+    optimiser = metamd.MetaMD(model.named_parameters(), metamd.MaxDiagonal(2), lr=0.1, certify=True)
+    model(data["a"][0]).square().mean().backward()
+    optimiser.step()
+    assert optimiser.certificate(model).bound > 0

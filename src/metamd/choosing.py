@@ -188,7 +188,7 @@ def _unit_steps(potential: MaxDiagonal, params: Params, online: Online, steps: i
     found = {}
     for name, x in params.items():
         step = 1 / math.sqrt(steps) if online.rule == "sum" else 1.0
-        if online.rule == "polar" and x.ndim > 1:
+        if online.rule == "polar" and x.ndim > 1 and x.numel():
             longer = max(x.shape[0], x.numel() // x.shape[0])
             step = float((1 / potential.metric(name)[0]).mean().detach() / longer) ** 0.5
         found[potential.slots[name].key] = step

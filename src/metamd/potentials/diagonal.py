@@ -230,7 +230,7 @@ class MaxDiagonal(Potential):
 
     def strong_convexity(self) -> StrongConvexity:
         """The smallest metric of all, in the Euclidean norm. (The paper has min M, the root of it.)"""
-        return StrongConvexity(min(float(v.detach().min().exp()) for v in self.logarithms()), "l2")
+        return StrongConvexity(min(float(v.detach().min().exp()) for v in self.logarithms() if v.numel()), "l2")
 
     def logarithms(self) -> list[Tensor]:
         """log D of all coordinates that have one of their own, as functions of what is stored."""

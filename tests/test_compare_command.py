@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from metamd import Comparison, Measuring, cli, compare, load, rivals, tasks
 from metamd.commands.report import read, summary, write_report
@@ -557,3 +558,30 @@ def test_the_certificate_of_the_file_is_on_the_page(learned, tmp_path):
     out = tmp_path / "out"
     assert cli.run(["compare", str(tmp_path / "certified.safetensors"), "quadratic", "--out", str(out), *SMALL]) == 0
     assert "an invented bound of 7" in (out / "report.html").read_text()
+
+
+def test_the_certificate_of_another_file_does_not_stay(learned, tmp_path):
+    found = load(learned)
+    header = replace(found.header, held_out={"tasks": 12, "what": "an invented bound of 7"})
+    replace(found, header=header).save(tmp_path / "certified.safetensors")
+    for file, shown in ((tmp_path / "certified.safetensors", True), (learned, False)):
+        assert cli.run(["compare", str(file), "quadratic", "--out", str(tmp_path / "out"), *SMALL]) == 0
+        assert ("an invented bound of 7" in (tmp_path / "out" / "report.html").read_text()) is shown
+
+
+def test_everybody_begins_at_the_start_that_the_file_was_learned_for(tmp_path, capsys):
+    torch.save({"theta": torch.tensor([0.5, -0.5], dtype=torch.float64)}, tmp_path / "start.pt")
+    file = tmp_path / "shared.safetensors"
+    quick = ["--steps", "30", "--outer-steps", "1", "--tasks", "2", "--refine", "0", "--start", str(tmp_path / "start.pt")]
+    assert cli.run(["train", "quadratic", "--out", str(file), *quick]) == 0
+    assert cli.run(["compare", str(file), "quadratic", "--out", str(tmp_path / "no"), *SMALL]) == 2
+    assert "begin at one model, which is not in the file. Pass it with --start CHECKPOINT" in capsys.readouterr().err
+    given = ["--start", str(tmp_path / "start.pt")]
+    assert cli.run(["compare", str(file), "quadratic", "--out", str(tmp_path / "given"), *SMALL, *given]) == 0
+    inside = tmp_path / "inside.safetensors"
+    load(file).with_start(torch.load(tmp_path / "start.pt")).save(inside)
+    capsys.readouterr()
+    assert cli.run(["compare", str(inside), "quadratic", "--out", str(tmp_path / "inside"), *SMALL]) == 0
+    assert "everybody begins at the learned start that is in the file" in capsys.readouterr().err
+    starts = [json.loads((tmp_path / n / "run.json").read_text())["settings"]["family"] for n in ("given", "inside")]
+    assert starts[0]["start_hash"] == starts[1]["start_hash"]

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -460,6 +461,26 @@ def test_domains_are_joined():
         Comparison.join([])
 
 
+def test_what_would_count_twice_or_under_another_protocol_is_not_joined():
+    """Three copies of an undecided comparison would be a verdict."""
+    one, two = (compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=2, seed=s, measuring=BARE) for s in (0, 1))
+    with pytest.raises(ValueError, match="a task of 'quadratic' is in two of these comparisons and would count twice"):
+        Comparison.join([one, two, one])
+    with pytest.raises(ValueError, match="comparisons with one protocol are required"):
+        Comparison.join([replace(one, protocol="paper"), replace(two, protocol="handicap")])
+    with pytest.raises(ValueError, match="comparisons with one target are required"):
+        Comparison.join([replace(one, aim=Target("a")), replace(two, aim=Target("a", 0.5))])
+
+
+def test_an_address_without_a_cluster_is_refused_at_once(tmp_path):
+    pytest.importorskip("ray")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ValueError, match=f"there is no Ray cluster at '{address}'.*ray start --head"):
+        fill(Records(tmp_path, {}), [Cell("a", dict)], title="t", ray=address)
+
+
 def test_bad_comparisons_are_sentences():
     with pytest.raises(ValueError, match="at least one optimiser"):
         compare({}, QUADRATIC)
@@ -544,7 +565,7 @@ else:
 
 def test_a_cell_that_always_kills_its_process_is_given_up(tmp_path):
     cells = [Cell("good", lambda: {}), Cell("bad", lambda: os.kill(os.getpid(), signal.SIGKILL))]
-    with pytest.raises(RuntimeError, match=r"'bad' was killed 3 times \(code -9\)"):
+    with pytest.raises(ChildProcessError, match=r"'bad' was killed 3 times \(code -9\)"):
         fill(Records(tmp_path, {}), cells, title="t", workers=2)
 
 
@@ -555,6 +576,11 @@ def test_the_sentence_of_a_cell_arrives(tmp_path):
     def bug():
         raise KeyError("x")
 
+    def full():
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ValueError, match="No space left on device"):
+        fill(Records(tmp_path / "c", {}), [Cell("a", full), Cell("b", dict)], title="t", workers=2)
     with pytest.raises(ValueError, match=r"^lr must be positive\.$"):
         fill(Records(tmp_path / "a", {}), [Cell("a", bad), Cell("b", dict)], title="t", workers=2)
     with pytest.raises(RuntimeError, match="a: KeyError"):

@@ -9,7 +9,7 @@ from torch import nn
 from metamd import Measuring, cli, compare, tasks
 from metamd.rivals import LEARNERS, RIVALS, aruba, lstm, meta_sgd, schedule
 from metamd.rivals.hypergradient import HypergradientSGD
-from metamd.rivals.learners import PerCoordinate
+from metamd.rivals.learners import PerCoordinate, lesson_code
 from metamd.training import train
 from tests.small_tasks import Quadratic, Separable
 
@@ -217,9 +217,19 @@ def test_learned_rivals_enter_comparisons_from_the_command_line(tmp_path, capsys
     first = capsys.readouterr().out
     assert cli.run(args) == 0
     assert capsys.readouterr().out == first
-    assert {p.name for p in (tmp_path / "c" / "learned").iterdir()} == {
-        f"{n}-seed-0.safetensors" for n in ("aruba", "aruba-plus")
-    }
+    code = lesson_code(tasks.quadratic(steps=30), 0)
+    found = {p.name for p in (tmp_path / "c" / "learned").iterdir()}
+    assert found == {f"{n}-{code}.safetensors" for n in ("aruba", "aruba-plus")}
+
+
+def test_what_was_learned_on_another_family_is_never_taken(tmp_path):
+    """A file that lies there may have seen what is held out now."""
+    path = tmp_path / "aruba.safetensors"
+    first = LEARNERS["aruba"].rival(QUADRATIC, 0, path)
+    assert LEARNERS["aruba"].rival(QUADRATIC, 0, path).identity == first.identity
+    for family, seed in ((tasks.quadratic((0.3, 9.0), steps=QUADRATIC.steps), 0), (QUADRATIC, 1)):
+        with pytest.raises(ValueError, match="was learned on another family or with another seed"):
+            LEARNERS["aruba"].rival(family, seed, path)
 
 
 def test_their_learning_is_counted():

@@ -127,7 +127,7 @@ class _Pool:
             elif self.begun[cell] < ATTEMPTS:
                 self.waiting.appendleft(cell)
             else:
-                raise RuntimeError(
+                raise ChildProcessError(
                     f"the process of {name!r} was killed {ATTEMPTS} times (code {worker.process.exitcode}). Is there memory "
                     "enough? Fewer workers need less."
                 ) from None
@@ -171,7 +171,7 @@ def _work(records: Records, cells: Sequence[Cell], pipe: Connection, parents: Co
         try:
             records.cell(cell.name, cell.compute)
             trouble = None
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             trouble = True, str(error)
         except BaseException as error:
             trouble = False, repr(error)

@@ -11,6 +11,7 @@ import numpy as np
 from metamd.folds import TO_TARGET, Candidate, Fold, Target, cell_name, read_fold
 from metamd.paired import Array, Estimate, Profile, bootstrap, holm, profiles, rank_sum, signed_rank_test
 from metamd.records import Records, read_json
+from metamd.tasks.base import config_hash
 
 SHOWN = ("mean_loss", "final_loss", "steps_to_target", "seconds_to_target", "test_error")
 """What a table has, as far as it was measured."""
@@ -269,7 +270,17 @@ class Comparison:
             raise ValueError("there is nothing to join.")
         if any(c.labels != found[0].labels for c in found):
             raise ValueError(f"comparisons of the same optimisers are required, got {[c.labels for c in found]}.")
-        return cls(tuple(f for c in found for f in c.folds), found[0].settings, found[0].aim, found[0].protocol)
+        for said, facts in (("protocol", [c.protocol for c in found]), ("target", [c.aim for c in found])):
+            if any(fact != facts[0] for fact in facts):
+                raise ValueError(f"comparisons with one {said} are required, got several. Report on each folder by itself.")
+        folds, ours = [f for c in found for f in c.folds], found[0].labels[0]
+        ran = [(f.group, config_hash(o.config)) for f in folds for o in f.finished(ours)[0].outcomes]
+        twice = next((group for group, task in ran if ran.count((group, task)) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"a task of {twice!r} is in two of these comparisons and would count twice. Report on each folder by itself."
+            )
+        return cls(tuple(folds), found[0].settings, found[0].aim, found[0].protocol)
 
     def index(self) -> dict[str, Any]:
         """What is needed beside the records of the runs to have the comparison again, in JSON's types."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from metamd import figures
-from metamd.comparison import Comparison
+from metamd.comparison import LEAST, Comparison
 from metamd.folds import Fold, Target
 from metamd.paired import Estimate
 from metamd.protocols import PROTOCOLS
@@ -115,13 +115,14 @@ def _verdicts(c: Comparison) -> Section:
     rows = []
     for metric in c.metrics:
         for d in c.differences(metric):
-            ratio = "" if math.isnan(d.ratio) else f"{d.ratio:.3f} ({d.low:.3f} to {d.high:.3f})"
+            ratio = "" if math.isnan(d.ratio) else f"{d.ratio:.3g} ({d.low:.3g} to {d.high:.3g})"
             rows.append([f"{_short(metric)}: against {d.label}", ratio, f"{d.wins} : {d.losses}"])
             rows[-1] += [f"{d.p:.3f}", d.verdict]
     least = min(1.0, 2.0 ** (1 - pairs) * max(1, len(c.labels) - 1))
     texts = [
         f"{ours} against each of the others, on the same tasks, initialisations and batches. The ratio is the geometric "
-        "mean of ours over theirs (of the error, for accuracy), where both are finite; below 1 is better. p is of a "
+        "mean of ours over theirs (of the error, for accuracy), where both are finite; below 1 is better. "
+        f"In ratios and p, what is below {LEAST:g} counts as {LEAST:g}. p is of a "
         f"two-sided signed-rank test over these pairs, corrected for the number of rivals by Holm's rule. With "
         f"{pairs} pair{'s' * (pairs != 1)} the smallest p that can come out is {least:.2g}."
     ]

@@ -177,7 +177,10 @@ def _candidate(folder: Path, packed: Mapping[str, Result], found: Mapping[str, A
 def _outcome(folder: Path, packed: Mapping[str, Result], contender: Mapping[str, Any], name: Any) -> Outcome:
     if not isinstance(name, str) or not name or not set(name) <= _NAME:
         raise ValueError(f"the name of a record must consist of letters, digits and hyphens, got {name!r}.")
-    outcome = Outcome.from_json(packed[name] if name in packed else read_cell(folder, name))
+    try:
+        outcome = Outcome.from_json(packed[name] if name in packed else read_cell(folder, name))
+    except ValueError as error:
+        raise ValueError(f"the record {name!r} in {str(folder)!r}: {error}") from None
     if outcome.contender != contender or cell_name(contender, outcome.config) != name:
         raise ValueError(f"the record {name!r} is of another training than its name says. Delete it, and it is made again.")
     return outcome

@@ -241,7 +241,7 @@ def _begin(found: Findings, plan: Plan, method: Method) -> State:
 def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -> State:
     """All outer steps that are left, with a checkpoint after every few and when something interrupts."""
     writes = journal is not None and plan.workers.rank == 0
-    identity, saved = _identity(plan, state), -1
+    identity, saved = {} if journal is None else _identity(plan, state), -1
     state = _resumed(plan, state, journal, identity)
     saved = state.step
     try:

@@ -1,5 +1,6 @@
 """Cells on a Ray cluster: actors hold the cells and compute one after another; this process writes the records."""
 
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,9 @@ from typing import Any
 
 from metamd.cells import ATTEMPTS, Cell
 from metamd.records import Records, Result
+
+PATIENCE = 5.0
+"""Seconds until somebody has to answer."""
 
 
 def fill_with_ray(
@@ -49,7 +53,7 @@ def fill_with_ray(
             try:
                 trouble, result = ray.get(done)
             except ray.exceptions.RayError as error:
-                raise RuntimeError(f"the actor of {name!r} was lost {ATTEMPTS} times: {error}") from None
+                raise ChildProcessError(f"the actor of {name!r} was lost {ATTEMPTS} times: {error}") from None
             if trouble is not None:
                 raise ValueError(trouble[1]) if trouble[0] else RuntimeError(f"{name}: {trouble[1]}")
             records.cell(name, partial(dict, result))
@@ -78,10 +82,25 @@ class Computer:
         """
         try:
             return None, self.cells[index].compute()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             return (True, str(error)), {}
         except Exception as error:
             return (False, repr(error)), {}
+
+
+def _knock(address: str) -> None:
+    """Refuse an address at which nobody answers: Ray itself would ask for many minutes.
+
+    Args:
+        address: of the cluster's head; "auto" and those with a scheme are left to Ray.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "/" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]") or "127.0.0.1", int(port)), timeout=PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"there is no Ray cluster at {address!r}: {error}. Start one with `ray start --head`.") from None
 
 
 @contextmanager
@@ -93,6 +112,7 @@ def _cluster(ray: Any, address: str, workers: int) -> Iterator[None]:
             options |= {"num_cpus": workers, "_node_ip_address": "127.0.0.1"}
         else:
             options = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
+            _knock(address)
         try:
             ray.init(**options)
         except ConnectionError as error:

@@ -15,8 +15,10 @@ from metamd.learned import LearnedOptimiser, load
 from metamd.protocols import entrants, labels
 from metamd.records import Records, write_json
 from metamd.rivals import Contender, Rival, known_rival, learned_rival
+from metamd.rivals.learners import lesson_code
 from metamd.search import SEARCHES
 from metamd.tasks.base import TaskFamily
+from metamd.tasks.shared_start import SharedStart, starting_at
 
 
 def run(options: Compare) -> int:
@@ -66,8 +68,11 @@ def run(options: Compare) -> int:
     except KeyboardInterrupt:
         print(f"Stopped; the same command continues from {one_line(str(options.out))}.", file=sys.stderr)
         raise
+    certificate = options.out / "certificate.json"
     if learned.header.held_out:
-        write_json(options.out / "certificate.json", learned.header.held_out)
+        write_json(certificate, learned.header.held_out)
+    else:
+        certificate.unlink(missing_ok=True)  # that of another file, compared here before
     return report_command.run(Report(options.out, json=options.json))
 
 
@@ -105,7 +110,8 @@ def _rival(name: str, family: TaskFamily, options: Compare) -> Rival:
         return known
     print(f"Learning {known.title} on {family.name}.", file=sys.stderr)
     (options.out / "learned").mkdir(parents=True, exist_ok=True)
-    return known.rival(family, options.seed, options.out / "learned" / f"{name}-seed-{options.seed}.safetensors")
+    learned_on = lesson_code(family, options.seed)
+    return known.rival(family, options.seed, options.out / "learned" / f"{name}-{learned_on}.safetensors")
 
 
 def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, TaskFamily]:
@@ -117,6 +123,14 @@ def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, Task
     """
     known: dict[str, Any] = learned.header.family or {}
     family = build_family(options, known)
+    if options.start is None and learned.start is not None:
+        family = starting_at(family, learned.start)
+        print("Note: everybody begins at the learned start that is in the file.", file=sys.stderr)
+    elif known.get("start") == "shared" and not isinstance(family, SharedStart):
+        raise ValueError(
+            f"{one_line(str(options.file))} was learned on tasks that begin at one model, which is not in the file. Pass "
+            "it with --start CHECKPOINT."
+        )
     side = held_out_side(family)
     trained = [d for d in side.drawn().domains if d in learned.domains]
     if trained:

@@ -162,12 +162,15 @@ def _refuse_ignored(options: Train) -> None:
     rounds = ("refine", "estimator", "step_scale", "max_norm", "tolerance")
     shape = ("potential", "pieces", "tying", "sides", "rank", "reference", "prior", "follow")
     for why, names in {
-        "--follow": ("outer_steps", *rounds) if options.follow else (),
-        "--preset paper": (*shape, *rounds[:3], "tolerance") if options.preset == "paper" else (),
+        "with --follow": ("outer_steps", *rounds) if options.follow else (),
+        "with --preset paper": (*shape, *rounds[:3], "tolerance") if options.preset == "paper" else (),
+        "without --preset paper": ("k", "rho") if options.preset != "paper" else (),
+        "without --refine": ("estimator",) if not options.refine and options.preset != "paper" else (),
     }.items():
         given = [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(usual, n)]
         if given:
-            raise ValueError(f"{', '.join(given)} would change nothing with {why}. Leave one of them out.")
+            advice = "Leave one of them out." if why.startswith("with ") else "Leave it out, or add that."
+            raise ValueError(f"{', '.join(given)} would change nothing {why}. {advice}")
 
 
 def _method(options: Train, family: TaskFamily) -> dict[str, Any]:

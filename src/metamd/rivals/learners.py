@@ -13,9 +13,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from metamd.container import write_atomically
+from metamd.identity import identity_of
 from metamd.inner import Cost
 from metamd.rivals.base import Named, Range, Rival, Setting, Stepper
-from metamd.tasks.base import Task, TaskFamily, derive_seed
+from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
 from metamd.usage import Schedule
 
 Lesson = Callable[[TaskFamily, int], tuple[dict[str, Tensor], Cost]]
@@ -49,10 +50,11 @@ class Learner:
         Args:
             family: its training side.
             seed: of everything random.
-            path: a safetensors file to keep what was learned in.
+            path: a safetensors file to keep what was learned in; one that was learned on another family is refused.
         """
+        learned_on = lesson_code(family, seed)
         if path is not None and path.exists():
-            tensors, cost = _read(path)
+            tensors, cost = _read(path, learned_on)
         else:
             tensors, spent = self.learn(family, seed)
             # a Hessian-vector product is counted apart, as for our own learning
@@ -62,7 +64,7 @@ class Learner:
                 "seconds": spent.seconds,
             }
             if path is not None:
-                write_atomically(path, save(tensors, {"cost": json.dumps(cost)}))
+                write_atomically(path, save(tensors, {"cost": json.dumps(cost), "learned_on": learned_on}))
         digest = hashlib.blake2b(digest_size=16)
         for n, x in sorted(tensors.items()):
             digest.update(n.encode() + x.contiguous().double().numpy().tobytes())
@@ -84,8 +86,22 @@ class Learner:
         )
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+def lesson_code(family: TaskFamily, seed: int) -> str:
+    """A name for what a rival is learned from: the family, what is held out of it, and the seed.
+
+    Args:
+        family: its training side.
+        seed: of the learning.
+    """
+    return config_hash({"family": identity_of(family), "seed": seed})[:16]
+
+
+def _read(path: Path, learned_on: str) -> tuple[dict[str, Tensor], dict[str, float]]:
     with safe_open(path, "pt") as file:
+        if file.metadata().get("learned_on") != learned_on:
+            raise ValueError(
+                f"{str(path)!r} was learned on another family or with another seed. Delete it to learn it anew."
+            )
         tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
         return tensors, json.loads(file.metadata()["cost"])
 

@@ -6,7 +6,7 @@ With a constant c and one quadratic piece this is heavy-ball momentum; with c_t 
 an online-to-batch conversion, at any time; Schedule-Free takes its gradients between x and z. See docs/optimiser.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -69,6 +69,21 @@ def open_iterates(groups: Sequence[Mapping[str, Any]], state: Any, averaging: Av
                     if kept is None and averaging != "constant":
                         state[p]["since"] = steps
                     state[p]["z"] = p.detach().clone() if kept is None else kept.to(p.device)
+
+
+def begin_again(changed: Iterable[dict[str, Any]], stores: Iterable[dict[str, Any]], since: int) -> None:
+    """Forget the iterates of parameters that somebody changed; the others go on counting from where they did.
+
+    Args:
+        changed: the optimiser's state of those.
+        stores: that of all.
+        since: where those count from that do not say it.
+    """
+    for store in changed:
+        store.pop("z", None)
+    for store in stores:
+        if "z" in store:
+            store.setdefault("since", since)
 
 
 def rate_of_iterate(lr: float, momentum: float, averaging: AveragingName) -> float:

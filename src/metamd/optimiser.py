@@ -12,6 +12,7 @@ from metamd import binding
 from metamd.audit import Audit
 from metamd.averaging import (
     AveragingName,
+    begin_again,
     blend,
     check_momenta,
     lift,
@@ -228,15 +229,10 @@ class MetaMD(Optimizer):
     def _notice_edits(self, named: Params) -> None:
         """After somebody else changed or added a parameter, pieces begin again at the new point, and averages of those."""
         changed = [n for n, p in named.items() if self._versions and local(p)._version != self._versions.get(n)]
-        if not changed:
-            return
-        for n, p in named.items():
-            if n in changed:
-                self.state[p].pop("z", None)
-            elif self.averaging != "constant" and "z" in self.state[p]:
-                self.state[p].setdefault("since", self._restart)
-        self._versions, self._restart = {}, self._steps
-        if self._audit is not None:
+        if changed:
+            begin_again([self.state[named[n]] for n in changed], self.state.values(), self._restart)
+            self._versions, self._restart = {}, self._steps
+        if changed and self._audit is not None:
             self._audit.ledger.restart("a parameter was changed or added from outside")
 
     def _check_domain(self, named: Params) -> None:

@@ -256,14 +256,13 @@ def learn_usage(
         value = trials.score(best, online)
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
-    chosen_on = () if finder is None else finder.chosen_on
-    hashes = tuple(dict.fromkeys([*learned.header.task_hashes, *chosen_on, *family.tasks]))
+    hashes = [*learned.header.task_hashes, *(() if finder is None else finder.chosen_on), *family.tasks]
     header = replace(
         learned.header,
         schema_version=SCHEMA_VERSIONS[-1],
         usage=best.to_dict(),
         online=None if online is None else online.to_dict(),
-        task_hashes=hashes,
+        task_hashes=tuple(dict.fromkeys(hashes)),
         cost=total_cost(learned.header.cost, family.cost(began)),
     )
     return replace(learned, header=header)

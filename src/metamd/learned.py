@@ -117,8 +117,8 @@ class LearnedOptimiser:
         known = start if isinstance(start, LearnedStart) else LearnedStart({})
         hashes = tuple(dict.fromkeys([*self.header.task_hashes, *known.tasks, *tasks]))
         cost = total_cost(self.header.cost, known.cost)
-        about: dict[str, Any] = {"schema_version": SCHEMA_VERSIONS[-1], "start": shapes, "task_hashes": hashes, "cost": cost}
-        return replace(self, start=kept, header=replace(self.header, **about))
+        newest = replace(self.header, schema_version=SCHEMA_VERSIONS[-1])  # older ones have no start
+        return replace(self, start=kept, header=replace(newest, start=shapes, task_hashes=hashes, cost=cost))
 
     @property
     def domains(self) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ class Learner:
             seed: of everything random.
             path: a safetensors file to keep what was learned in; one that was learned on another family is refused.
         """
-        learned_on = lesson_code(family, seed)
+        learned_on = "" if path is None else lesson_code(family, seed)
         if path is not None and path.exists():
             tensors, cost = _read(path, learned_on)
         else:

@@ -455,8 +455,13 @@ def test_domains_are_joined():
     assert both.values("a", "mean_loss").tolist() == [*one.values("a", "mean_loss"), *two.values("a", "mean_loss")]
     assert both.groups == [0, 0, 1, 1]
     other = compare({"b": rival("sgd").untuned()}, QUADRATIC, seeds=2, measuring=BARE)
-    with pytest.raises(ValueError, match="same optimisers"):
+    with pytest.raises(ValueError, match=r"same optimisers are .* differ in a, b\. Bring all"):
         Comparison.join([one, other])
+    in_turn = [
+        compare(dict.fromkeys(labels, rival("sgd").untuned()), QUADRATIC, seeds=2, measuring=BARE) for labels in ("ab", "ba")
+    ]
+    with pytest.raises(ValueError, match="differ in their order"):
+        Comparison.join(in_turn)
     with pytest.raises(ValueError, match="nothing to join"):
         Comparison.join([])
 

@@ -401,6 +401,12 @@ def test_moments_survive_the_file_and_may_be_left_out(tmp_path):
     small.save(tmp_path / "small.st")
     assert metamd.load(tmp_path / "small.st").moments is None
     assert metamd.load(tmp_path / "small.st").fingerprint() == made.fingerprint()
+    more = torch.nn.Sequential(*small_model(), torch.nn.Linear(2, 2))
+    assert len(list(more.parameters())) > len(made.header.tensors)
+    other = made.bind(more.named_parameters(), missing="euclidean")
+    other.save(tmp_path / "other.st")
+    assert metamd.load(tmp_path / "other.st").moments is None
+    assert made.bind(small_model().named_parameters(), missing="euclidean").moments is not None
     with pytest.raises(ValueError, match="moments need a header that says which runs"):
         LearnedOptimiser(replace(made.header, learned_from=None), made.potential, made.moments)
 

@@ -268,8 +268,14 @@ class Comparison:
         found = list(parts)
         if not found:
             raise ValueError("there is nothing to join.")
-        if any(c.labels != found[0].labels for c in found):
-            raise ValueError(f"comparisons of the same optimisers are required, got {[c.labels for c in found]}.")
+        if another := next((c for c in found if c.labels != found[0].labels), None):
+            apart = sorted({*found[0].labels} ^ {*another.labels})
+            one, two = found[0].folds[0].group, another.folds[0].group
+            raise ValueError(
+                f"comparisons of the same optimisers are required, in one order, but those on {one!r} and {two!r} differ "
+                f"in {', '.join(apart) or 'their order'}. Bring all domains to the same optimisers by the command that made "
+                "them, or report on each folder by itself."
+            )
         for said, facts in (("protocol", [c.protocol for c in found]), ("target", [c.aim for c in found])):
             if any(fact != facts[0] for fact in facts):
                 raise ValueError(f"comparisons with one {said} are required, got several. Report on each folder by itself.")

@@ -91,11 +91,14 @@ class LearnedOptimiser:
         Args:
             named: the model's named parameters, in the order of its layers.
             rename: maps names of the model to names of the metrics.
-            missing: "euclidean" gives tensors without a metric plain gradient steps.
+            missing: "euclidean" gives tensors without a metric plain gradient steps. The metrics are then no longer those
+                that the moments are of, which are left out.
         """
         bound = self.potential.bind(named, rename=rename, missing=missing)
         tables: dict[str, Any] = _tables(bound)
-        return LearnedOptimiser(replace(self.header, **tables), bound, self.moments, self.start)
+        header = replace(self.header, **tables)
+        moments = self.moments if header.tensors == self.header.tensors else None
+        return LearnedOptimiser(header, bound, moments, self.start)
 
     def with_start(self, start: Mapping[str, Tensor], tasks: Iterable[str] = ()) -> "LearnedOptimiser":
         """The same with a start that is kept in the file; docs/shared-start.md says how a model begins there.

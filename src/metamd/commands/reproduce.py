@@ -47,9 +47,9 @@ def reproduce(name: str, options: Reproduce, folder: Path) -> Result:
     folder.mkdir(parents=True, exist_ok=True)
     result: Result = runner.run(options.scale, folder, options.seed, options.workers, options.ray, **only)
     write_json(folder / "summary.json", result)
+    (folder / "tables.md").write_text(_tables(name, result))
     if any(folder.glob("*/comparison.json")):
         write_report(folder, folder)
-    (folder / "tables.md").write_text(_tables(name, result))
     for settings in folder.rglob("run.json") if options.pack else ():
         Records(settings.parent, Records.settings(settings.parent)).pack()
     return result

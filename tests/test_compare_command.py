@@ -89,6 +89,8 @@ def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsy
         assert "Protocol: handicap" in shown
     assert "version of torch" in page
     assert "report.html" in said
+    assert text.count("In report.html: ") == 3, "a caption for every figure"
+    assert "Learning curves" not in said, "no heading of what a terminal cannot show"
 
 
 def test_the_page_says_who_set_the_target(compared, tmp_path, capsys):

@@ -320,7 +320,13 @@ def test_the_pace_against_the_best_rival_by_hand():
     assert lines("the best", [unpaid], 1.0)[2].endswith("| never |")
     table = "\n".join(lines("the best", [row, never], 1.0))
     assert "0.56 x (late)" in table
-    assert "never (late)" in table
+    assert "| 0 of 1 runs (late: 1) | never |" in table
+    half_way = Candidate({}, (invented(ours), invented([2.0] * 11)))
+    some = replace(screened, entrants={"ours": (half_way,), "late": (two,)}, seconds={"ours": 1.0, "late": 1.0})
+    (row,) = pace(Comparison((some,), {}), ["late"])
+    assert row["steps"] is None
+    assert row["arrived"] == {"ours": 1, "rival": 2, "runs": 2}
+    assert "| 1 of 2 runs (late: 2) |  |" in lines("the best", [row], 1.0)[2]
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
     assert geometric_mean([0.5, None]) is None
 

@@ -68,13 +68,15 @@ class Section:
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """The same page for a terminal, without its figures; what is not printable is spelled out.
+    """The same page for a terminal, without its figures and without what would be empty then; only printable characters.
 
     Args:
         sections: its parts.
     """
     lines: list[str] = []
     for section in sections:
+        if not section.rows and not section.texts:
+            continue
         title = _printable(section.title)
         lines += ["", title, "-" * len(title), *(fill(_printable(text), 110) for text in section.texts), ""]
         if not section.rows:
@@ -92,7 +94,7 @@ def _printable(text: str) -> str:
 
 
 def as_markdown(title: str, sections: Sequence[Section], *, command: str) -> str:
-    """The same page as Markdown, without its figures.
+    """The same page as Markdown, with the captions of its figures.
 
     Args:
         title: of the page.
@@ -106,6 +108,8 @@ def as_markdown(title: str, sections: Sequence[Section], *, command: str) -> str
             lines += [escaped(text), ""]
         if section.rows:
             lines += [_row(section.heads), "|---" * len(section.heads) + "|", *map(_row, section.rows), ""]
+        for _, caption in section.figures:
+            lines += [f"In report.html: {escaped(caption)}", ""]
     return "\n".join([*lines, f"Made by {escaped(command)}", ""])
 
 

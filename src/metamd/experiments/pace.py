@@ -13,7 +13,8 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> l
 
     Each quantity has its own best rival, with its own best setting on that very domain: the lowest mean loss, the lowest
     loss after a share of the steps, the highest test accuracy. The steps are those to the second of these losses, as a part
-    of what that rival took by the same rule, with a whole run for each of its runs that was not there twice in a row. The
+    of what that rival took by the same rule, with a whole run for each of its runs that was not there twice in a row. For
+    ours such a run is never there, so that there is no ratio; `arrived` says in how many runs each of the two was. The
     learning is paid for after so many tasks on each of which that rival would be tuned with all its settings, in gradient
     evaluations.
 
@@ -31,8 +32,8 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> l
         reached = {label: min(fold.finished(label), key=lambda c: _loss_after(c, share)) for label in rivals}
         fastest = min(reached, key=lambda label: _loss_after(reached[label], share))
         target = _loss_after(reached[fastest], share)
-        steps = _mean([o.steps_to(target) for o in mine.outcomes])
-        taken = _mean([min(o.steps_to(target), fold.steps) for o in reached[fastest].outcomes])
+        each, theirs = ([o.steps_to(target) for o in c.outcomes] for c in (mine, reached[fastest]))
+        steps, taken = _mean(each), _mean([min(s, fold.steps) for s in theirs])
         seconds = _ratio(fold.seconds.get(ours, math.nan), fold.seconds.get(fastest, math.nan))
         accuracies = {label: _accuracy(fold, label) for label in (ours, *rivals)}
         best = max(rivals, key=lambda label: accuracies[label])
@@ -44,6 +45,7 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> l
                 "steps": _finite(_ratio(steps, taken)),
                 "seconds": _finite(_ratio(steps, taken) * seconds),
                 "steps_of": fastest,
+                "arrived": {"ours": _arrived(each), "rival": _arrived(theirs), "runs": len(each)},
                 "paid_after": _paid_after(fold, ours, fastest, taken - steps),
                 "accuracy": 100 * accuracies[ours],
                 "best_accuracy": 100 * accuracies[best],
@@ -61,15 +63,20 @@ def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
         rows: as `pace` makes them.
         share: of the run.
     """
-    there = "its final loss" if share == 1 else f"its loss at {share:.0%} of the run"
-    heads = [f"against {title}", "mean loss", f"steps to {there}", "seconds", "test accuracy, %", "paid for after"]
+    where = "its final loss" if share == 1 else f"its loss at {share:.0%} of the run"
+    heads = [f"against {title}", "mean loss", f"steps to {where}", "seconds", "test accuracy, %", "paid for after"]
     out = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
-        loss, steps, seconds = ("never" if row[k] is None else f"{row[k]:.2f} x" for k in ("mean_loss", "steps", "seconds"))
+        there = row["arrived"]
+        missing = "" if there["ours"] else "never"
+        loss = "diverged" if row["mean_loss"] is None else f"{row['mean_loss']:.2f} x"
+        steps = f"{there['ours']} of {there['runs']} runs ({row['steps_of']}: {there['rival']})"
+        if row["steps"] is not None:
+            steps = f"{row['steps']:.2f} x ({row['steps_of']})"
+        seconds = missing if row["seconds"] is None else f"{row['seconds']:.2f} x"
         accuracy = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
-        missing = "never" if row["steps"] is None else ""
         paid = missing if row["paid_after"] is None else f"{row['paid_after']} tasks"
-        cells = [f"{loss} ({row['mean_loss_of']})", f"{steps} ({row['steps_of']})", seconds, accuracy, paid]
+        cells = [f"{loss} ({row['mean_loss_of']})", steps, seconds, accuracy, paid]
         out.append(f"| {row['domain']} | " + " | ".join(cells) + " |")
     means = [geometric_mean([row[k] for row in rows]) for k in ("mean_loss", "steps", "seconds")]
     accuracies = [_mean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy")]
@@ -99,6 +106,10 @@ def _paid_after(fold: Fold, ours: str, rival: str, saved: float) -> int | None:
 
 def _accuracy(fold: Fold, label: str) -> float:
     return _mean([o.accuracy("test") for o in fold.best(label, "test_error", None).outcomes])
+
+
+def _arrived(steps: Sequence[float]) -> int:
+    return sum(map(math.isfinite, steps))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import mpmath
 import numpy as np
 import pytest
 import scipy.linalg
@@ -17,13 +18,13 @@ from torch import Tensor, nn
 import metamd
 from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, cli, meta_train, mirror_step
 from metamd.commands.inspect import distributions
-from metamd.factors import LARGEST, best_shares, learn_factors, moment_shapes
+from metamd.factors import LARGEST, _raised, best_shares, learn_factors, moment_shapes
 from metamd.header import SCHEMA_VERSIONS
 from metamd.inner import run_inner
 from metamd.moments import Moments
 from metamd.objectives import Reference
 from metamd.outer import Iterate
-from metamd.positive import best_metric, geometric_mean, towards
+from metamd.positive import best_metric, geometric_mean, root, towards
 from metamd.potentials.kronecker import Learned
 from metamd.potentials.orthogonal import Orthogonal
 from metamd.tasks import TaskFamily
@@ -140,6 +141,31 @@ def test_the_closed_form_of_ill_conditioned_and_rank_deficient_matrices():
     d = best_metric(x + 1e-6 * torch.eye(8), thin @ thin.T)
     assert bool(d.isfinite().all())
     assert float((d @ (x + 1e-6 * torch.eye(8)) @ d - thin @ thin.T).norm()) < 1e-6
+
+
+def to_sixty_digits(x: Tensor, y: Tensor) -> mpmath.matrix:
+    """X^-1 # Y by its definition, with roots from eigenvalues of 60 digits."""
+
+    def exact_root(a: mpmath.matrix) -> mpmath.matrix:
+        values, vectors = mpmath.eigsy(a)
+        return vectors * mpmath.diag([mpmath.sqrt(v) for v in values]) * vectors.T
+
+    half = exact_root(mpmath.matrix(x.tolist()))
+    back = mpmath.inverse(half)
+    return back * exact_root(half * mpmath.matrix(y.tolist()) * half) * back
+
+
+@pytest.mark.parametrize(("condition", "close"), [(1e2, 1e-12), (1e6, 1e-8), (1e12, 2e-2)])
+def test_the_closed_form_to_sixty_digits(condition, close):
+    x, y = spd(6, 1, condition), spd(6, 2, condition)
+    deficient = torch.ones(6, 1, dtype=F64) @ torch.ones(1, 6, dtype=F64)
+    raised = _raised(deficient, 1 / condition)
+    with mpmath.workdps(60):
+        for one, other in ((x, y), (raised, y), (x, raised)):
+            exact = torch.tensor([[float(v) for v in row] for row in to_sixty_digits(one, other).tolist()], dtype=F64)
+            apart = lambda d, exact=exact: float((d - exact).norm() / exact.norm())  # noqa: E731
+            assert apart(best_metric(one, other)) < close
+            assert apart(torch.linalg.inv(one) @ root(other)) > close, "the law sees a metric that is not the mean"
 
 
 def test_nothing_near_the_closed_form_is_better_and_its_gradient_is_zero():

@@ -11,7 +11,7 @@ from functools import partial
 from metamd import tasks
 from metamd.choosing import learn_start
 from metamd.experiments.learning import Family
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.leave_one_out import MODERN, Entry, Experiment, Geometry, Scale, markdown
 from metamd.objectives import Reference, Regret
 from metamd.potentials import Diagonal, Kronecker
 from metamd.starts import LearnedStart
@@ -22,7 +22,6 @@ from metamd.usage import Usage
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
 ANGLES = tuple(str(a) for a in ADAPTED)
-MODERN = ("sgdm", "rmsprop", "adam", "adamw", "muon", "soap", "schedule-free", "prodigy")
 
 SCALES = {
     "smoke": Scale(

@@ -33,10 +33,13 @@ from metamd.starts import LearnedStart
 from metamd.tasks.base import TaskFamily, derive_seed
 from metamd.tasks.shared_start import SharedStart
 
-__all__ = ["Entry", "Experiment", "Geometry", "Scale", "markdown"]
+__all__ = ["MODERN", "Entry", "Experiment", "Geometry", "Scale", "markdown"]
 
 PAPERS = ("sgd", "sgdm", "nesterov", "rmsprop", "adam", "adamw")
 """Rivals that the paper has, and their nearest relatives."""
+
+MODERN = ("sgdm", "rmsprop", "adam", "adamw", "muon", "soap", "schedule-free", "prodigy")
+"""Some of them, and what has come since."""
 
 Sides = Mapping[str, TaskFamily]
 

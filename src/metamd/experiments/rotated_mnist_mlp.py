@@ -13,7 +13,7 @@ summary.json says for every optimiser whether that was enough.
 from functools import partial
 
 from metamd import tasks
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.leave_one_out import MODERN, Entry, Experiment, Geometry, Scale, markdown
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.held_out import ImageFamily
 from metamd.training import Measuring
@@ -35,7 +35,7 @@ SCALES = {
     "smoke": Scale(
         ("0", "45"), 200, steps=20, outer_steps=1, tasks_per_step=2, seeds=2, budget=3, rivals=("sgd", "adam"), usage_tasks=0
     ),
-    "cpu": Scale(ANGLES, 10_000, outer_steps=2, tasks_per_step=4, rivals=("sgdm", "adam", "soap", "muon"), screen=3),
+    "cpu": Scale(ANGLES, 10_000, outer_steps=2, tasks_per_step=4, rivals=MODERN, screen=3),
     "paper": Scale(
         ANGLES,
         10_000,

@@ -11,6 +11,7 @@ import metamd
 from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, choosing, following, meta_train, tasks
 from metamd.choosing import draw_tasks, learn_usage, tuned_reference
 from metamd.following import learn_from_reference
+from metamd.journal import Journal
 from metamd.lessons import draw_config
 from metamd.objectives import Reference
 from metamd.parts import parts_of
@@ -239,3 +240,69 @@ def test_parameters_without_numbers_are_in_nobodys_way():
     model(data["a"][0]).square().mean().backward()
     optimiser.step()
     assert optimiser.certificate(model).bound > 0
+
+
+def overfitted():
+    """More weights than examples, and targets that are mostly noise: low training losses are learned by heart."""
+    generator = torch.Generator().manual_seed(0)
+    data = {}
+    for name in "abc":
+        inputs = torch.randn(240, 40, generator=generator)
+        targets = inputs[:, :1] + 2 * torch.randn(240, 1, generator=generator)
+        data[name] = {"train": (inputs[:30], targets[:30]), "validation": (inputs[30:], targets[30:])}
+    return tasks.supervised(lambda: torch.nn.Linear(40, 1), data, torch.nn.functional.mse_loss, batch_size=10, steps=60)
+
+
+def test_what_is_judged_on_validation_data_generalises():
+    family, reference = overfitted(), Reference(lr=0.03)
+    geometry = learn_from_reference(family, Diagonal(), reference=reference, tasks=3)
+    found = {
+        judge: learn_usage(geometry, family, reference=reference, tasks=3, judged_on=judge)
+        for judge in ("train", "validation")
+    }
+    ends = {
+        judge: [
+            (task, train(task, learned.potential.bind(task.init()), learned.usage, online=learned.online).end)
+            for task in built
+        ]
+        for judge, learned in found.items()
+        for built in [draw_tasks(family, 9, "others", 3)]
+    }
+    losses = {
+        judge: [sum(task.evaluate(end, split).loss for task, end in runs) for split in ("train", "validation")]
+        for judge, runs in ends.items()
+    }
+    assert losses["train"][0] < 0.5 * losses["validation"][0]
+    assert losses["validation"][1] < 0.7 * losses["train"][1]
+    assert found["validation"].usage.factor < found["train"].usage.factor
+
+
+def test_the_score_on_validation_data_by_hand():
+    family = overfitted()
+    geometry = learn_from_reference(family, Diagonal(), reference=Reference(lr=0.03), tasks=2)
+    task = draw_tasks(family, 0, "usage", 1)[0]
+    potential = geometry.potential.bind(task.init())
+    first, end = (task.evaluate(p, "validation").loss for p in (task.init(), train(task, potential, Usage()).end))
+    with parts_of(None, "usage", family, {}) as parts:
+        score = Trials([task], potential, None, parts, LEFT, "validation").score(Usage(), None)
+    assert score == pytest.approx((end * (end + LEFT * first)) ** 0.5)
+
+
+def test_nobody_is_judged_on_test_data_nor_on_what_is_not_there(learned):
+    with pytest.raises(ValueError, match='judged_on must be "train" or "validation", got \'test\''):
+        learn_usage(learned, tabular(steps=30), judged_on="test")
+    data = {"a": {"train": (torch.randn(30, 4), torch.randn(30, 1))}}
+    family = tasks.supervised(lambda: torch.nn.Linear(4, 1), data, torch.nn.functional.mse_loss, batch_size=10, steps=10)
+    reference = Reference(lr=0.01)
+    geometry = learn_from_reference(family, Diagonal(), reference=reference, tasks=1)
+    with pytest.raises(ValueError, match="splits train, got 'validation'"):
+        learn_usage(geometry, family, reference=reference, tasks=1, judged_on="validation")
+
+
+def test_a_journal_keeps_the_two_judges_apart(learned, tmp_path):
+    family, options = tabular(steps=30), {"metrics": ("learned",), "momenta": (0.0,), "schedules": ("constant",), "tasks": 1}
+    kept = Journal(tmp_path)
+    first = learn_usage(learned, family, journal=kept, **options)
+    with pytest.raises(ValueError, match="judged_on"):
+        learn_usage(learned, family, journal=kept, judged_on="validation", **options)
+    assert learn_usage(learned, family, journal=kept, **options).usage == first.usage

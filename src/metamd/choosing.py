@@ -31,7 +31,7 @@ from metamd.tasks.counted import Counted
 from metamd.tasks.shared_start import SharedStart
 from metamd.trial import train
 from metamd.usage import Metric, Schedule, Usage
-from metamd.usage_trials import LEFT, Trials, Watch, nearest, tail_loss
+from metamd.usage_trials import LEFT, JudgedOn, Trials, Watch, nearest, tail_loss
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
@@ -50,6 +50,8 @@ FINALISTS = 2
 
 MOMENTA = (0.0, 0.9)
 FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
+SHORT = (0.008, 0.011, 0.016, 0.022, 0.032, 0.045, 0.064)
+"""Factors beside these where a usage is judged on validation data: what does not overfit may be much slower."""
 
 
 def tuned_reference(
@@ -203,8 +205,9 @@ def learn_usage(
     metrics: Sequence[Metric] = get_args(Metric),
     momenta: Sequence[float] = MOMENTA,
     schedules: Sequence[Schedule] = get_args(Schedule),
-    factors: Sequence[float] = FACTORS,
+    factors: Sequence[float] | None = None,
     rules: Sequence[Online] = RULES,
+    judged_on: JudgedOn = "train",
     tasks: int = 6,
     seed: int = 0,
     watch: Watch | None = None,
@@ -217,7 +220,7 @@ def learn_usage(
     the geometric mean of two losses, so that it is the ratios that matter: the mean over the run, and that of fresh batches
     of the training data at its end, where a hundredth of the first loss is added unless the family counts digits: what is
     far below is chance. Losses below zero are counted from the lowest that any trial of their task came to. What diverges
-    on any task is out.
+    on any task is out. Judged on "validation", what counts is the loss on the validation split at the end of a run alone.
 
     Args:
         learned: the geometry.
@@ -226,8 +229,10 @@ def learn_usage(
         metrics: to choose from, and so are the others.
         momenta: see there.
         schedules: see there.
-        factors: see there.
+        factors: see there; from 0.09 to 2.8, or from 0.008 judged on validation data, if not given.
         rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
+        judged_on: "validation" for usages that generalise, where low training losses do not; the data is of the training
+            tasks.
         tasks: to decide on, and as many to learn scales on. The end of a run is noisy: few tasks decide by chance.
         seed: draws them.
         watch: called with every usage tried, its online metric if it has one, and its score.
@@ -241,29 +246,38 @@ def learn_usage(
         >>> learn_usage(learned, family, tasks=1, factors=(1.0,), momenta=(0.0,)).usage.metric in ("learned", "online")
         True
     """
-    _check_choices(learned, metrics=metrics, momenta=momenta, schedules=schedules, factors=factors, rules=rules)
+    factors = factors if factors is not None else FACTORS if judged_on == "train" else (*SHORT, *FACTORS)
+    _check_choices(learned, judged_on, metrics=metrics, momenta=momenta, schedules=schedules, factors=factors, rules=rules)
     began, family = time.perf_counter(), Counted(family)
     finder = (reference or tuned_reference(family, seed=seed, journal=journal)) if "online" in metrics else None
     left = 0.0 if family.counts_digits else LEFT
     settings = {"learned": learned.fingerprint(), "reference": said_reference(finder), "tasks": tasks, "seed": seed}
-    with parts_of(journal, "usage", family, settings | {"left": left}) as parts:
+    settings |= {"left": left} | ({} if judged_on == "train" else {"judged_on": judged_on})
+    with parts_of(journal, "usage", family, settings) as parts:
         found: list[Online | None] = [None] if "learned" in metrics else []
         if finder is not None:
             found += _all_scaled(learned, _drawn_to_scale(family, tasks, seed), rules, finder, parts)
         built = draw_tasks(family, seed, "usage", tasks)
-        trials = Trials(built, learned.potential.bind(built[0].init()), watch, parts, left)
+        trials = Trials(built, learned.potential.bind(built[0].init()), watch, parts, left, judged_on)
         best, online = _best(trials, [(o, u) for o in found for u in _first_usages(o, momenta, factors)], schedules, factors)
         value = trials.score(best, online)
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
-    hashes = [*learned.header.task_hashes, *(() if finder is None else finder.chosen_on), *family.tasks]
+    seen = [*(() if finder is None else finder.chosen_on), *family.tasks]
+    return _with_usage(learned, best, online, seen, family.cost(began))
+
+
+def _with_usage(
+    learned: LearnedOptimiser, usage: Usage, online: Online | None, seen: Sequence[str], cost: Mapping[str, float]
+) -> LearnedOptimiser:
+    """The file with a usage, and with the tasks and the cost of choosing it."""
     header = replace(
         learned.header,
         schema_version=SCHEMA_VERSIONS[-1],
-        usage=best.to_dict(),
+        usage=usage.to_dict(),
         online=None if online is None else online.to_dict(),
-        task_hashes=tuple(dict.fromkeys(hashes)),
-        cost=total_cost(learned.header.cost, family.cost(began)),
+        task_hashes=tuple(dict.fromkeys([*learned.header.task_hashes, *seen])),
+        cost=total_cost(learned.header.cost, cost),
     )
     return replace(learned, header=header)
 
@@ -288,9 +302,11 @@ def _first_usages(online: Online | None, momenta: Sequence[float], factors: Sequ
     return [Usage("learned" if online is None else "online", b, factor=nearest(1.0, factors)) for b in momenta]
 
 
-def _check_choices(learned: object, **choices: Sequence[Any]) -> None:
+def _check_choices(learned: object, judged_on: object, **choices: Sequence[Any]) -> None:
     if not isinstance(learned, LearnedOptimiser):
         raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
+    if judged_on not in get_args(JudgedOn):
+        raise ValueError(f'judged_on must be "train" or "validation", got {judged_on!r}. Test data is for what is reported.')
     for name, offered in choices.items():
         if not offered:
             raise ValueError(f"{name} must have one to choose from at least, got none. Leave it out for the usual ones.")

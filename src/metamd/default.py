@@ -17,7 +17,7 @@ from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Kronecker
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.counted import Counted
-from metamd.usage_trials import Watch
+from metamd.usage_trials import JudgedOn, Watch
 
 FEW = 16
 """Metrics up to which forward mode is taken, which has a tangent for each."""
@@ -53,6 +53,7 @@ def learn_network(
     tasks: int = 8,
     seed: int = 0,
     usage: bool = True,
+    judged_on: JudgedOn = "train",
     watch: Watch | None = None,
     journal: Journal | None = None,
 ) -> LearnedOptimiser:
@@ -66,6 +67,7 @@ def learn_network(
         tasks: half as many runs as are learned from.
         seed: of everything random.
         usage: whether to choose one.
+        judged_on: as for `learn_usage`.
         watch: as for `learn_usage`.
         journal: where finished parts are kept, so that the same call continues one that was stopped, to the same result:
             each rate of the reference, the geometry, the online scales, and each run of a usage. Of several processes,
@@ -81,4 +83,4 @@ def learn_network(
     learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, tuning)))
     if not usage:
         return learned
-    return learn_usage(learned, family, reference=reference, seed=seed, watch=watch, journal=journal)
+    return learn_usage(learned, family, reference=reference, judged_on=judged_on, seed=seed, watch=watch, journal=journal)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,8 @@ from metamd.tasks.base import Task, config_hash
 from metamd.trial import train
 from metamd.usage import Schedule, Usage
 
+JudgedOn = Literal["train", "validation"]
+
 Watch = Callable[[Usage, Online | None, float], None]
 """Called with every usage tried, its online metric if it has one, and its score."""
 
@@ -29,7 +32,10 @@ LEFT = 1e-2
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one run: at its start, in the mean over it, and of batches that follow it. None for all if it diverged."""
+    """Of one run: at its start, in the mean over it, and of batches that follow it. None for all if it diverged.
+
+    Judged on the validation split: at its start, and twice that at its end, for it is not looked at in between.
+    """
 
     first: float | None = None
     mean: float | None = None
@@ -46,12 +52,20 @@ class Trials:
         parts: keeps every run.
         left: share of the first loss that is added to the last one. Where losses fall below zero, all are counted from the
             lowest of their task so far, and both have `LEFT` of the first one added.
+        judged_on: the split whose losses count.
     """
 
     def __init__(
-        self, tasks: Sequence[Task], potential: MaxDiagonal, watch: Watch | None, parts: Parts, left: float = LEFT
+        self,
+        tasks: Sequence[Task],
+        potential: MaxDiagonal,
+        watch: Watch | None,
+        parts: Parts,
+        left: float = LEFT,
+        judged_on: JudgedOn = "train",
     ) -> None:
         self.tasks, self.potential, self.watch, self.parts, self.left = tasks, potential, watch, parts, left
+        self.judged_on = judged_on
         self._known: dict[tuple[int, Usage], list[Losses]] = {}
         self._lowest = [0.0] * len(tasks)
 
@@ -94,9 +108,12 @@ class Trials:
         run = train(task, self.potential, usage, online=online)
         found = Losses()
         if math.isfinite(run.loss):
-            end, first = tail_loss(task, run.end), tail_loss(task, task.init())
-            found = Losses(first, run.loss, end) if math.isfinite(end) else found
+            end, first = self._loss(task, run.end), self._loss(task, task.init())
+            found = Losses(first, run.loss if self.judged_on == "train" else end, end) if math.isfinite(end) else found
         return {**about, **asdict(found)}
+
+    def _loss(self, task: Task, params: Params) -> float:
+        return tail_loss(task, params) if self.judged_on == "train" else task.evaluate(params, self.judged_on).loss
 
     def climb(self, usage: Usage, online: Online | None, factors: Sequence[float]) -> Usage:
         """The same usage with the factor from which neither neighbour is better."""

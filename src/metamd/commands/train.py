@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from metamd.potentials.kronecker import Kronecker
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.shared_start import starting_at
 from metamd.usage import Usage
+from metamd.usage_trials import JudgedOn
 from metamd.workers import join
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
@@ -46,7 +47,7 @@ STEP_SCALES = (0.5, 0.7, 1.0, 1.4)
 
 MATTER = (
     *("family", "out", "steps", "model", "hold_out", "images", "width", "start", "learn_start", "tasks", "seed"),
-    *("follow", "usage", "tensorboard", "json", "every"),
+    *("follow", "usage", "judged_on", "tensorboard", "json", "every"),
 )
 """Options that say what to learn for, and not how; or that the way for networks has anyway."""
 
@@ -60,6 +61,7 @@ def run(options: Train) -> int:
     _refuse_ignored(options)
     family = build_family(options)
     options = _resolved(options, family)
+    _check_judge(options)
     check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
     method = _method(options, family)
@@ -101,6 +103,7 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
             tasks=options.tasks,
             seed=options.seed,
             usage=options.usage,
+            judged_on=cast(JudgedOn, options.judged_on),
             watch=watch,
             journal=journal,
         )
@@ -115,7 +118,8 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
             log=log,
         )
     if options.usage and not options.follow:
-        learned = learn_usage(learned, family, seed=options.seed, watch=watch, journal=journal)
+        judge = cast(JudgedOn, options.judged_on)
+        learned = learn_usage(learned, family, judged_on=judge, seed=options.seed, watch=watch, journal=journal)
     return learned if start is None else learned.with_start(start)
 
 
@@ -154,6 +158,13 @@ def _resolved(options: Train, family: TaskFamily) -> Train:
     if plain and has_weights(family):
         return replace(options, potential="kronecker", rank="auto", follow=True, usage=True)
     return replace(options, potential="diagonal")
+
+
+def _check_judge(options: Train) -> None:
+    if options.judged_on not in get_args(JudgedOn):
+        raise ValueError(f"--judged-on must be {' or '.join(get_args(JudgedOn))}, got {options.judged_on!r}.")
+    if options.judged_on != Train(options.family).judged_on and not options.usage:
+        raise ValueError("--judged-on would change nothing without --usage. Leave it out, or add that.")
 
 
 def _refuse_ignored(options: Train) -> None:

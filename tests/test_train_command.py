@@ -88,6 +88,8 @@ def test_quadratics_are_refined_by_their_digits_unless_told_otherwise(tmp_path):
         (["quadratic", "--refine", "2", "--estimator", "mine"], "estimator must be one of"),
         (["quadratic", "--estimator", "forward"], "--estimator would change nothing without --refine. Leave it out, or add"),
         (["quadratic", "--k", "99", "--rho", "5"], "--k, --rho would change nothing without --preset paper. Leave it out"),
+        (["quadratic", "--judged-on", "validation"], "--judged-on would change nothing without --usage. Leave it out, or"),
+        (["tabular", "--usage", "--judged-on", "test"], "--judged-on must be train or validation, got 'test'"),
         (["quadratic", "--tying", "mine"], "tying must be one of"),
         (["quadratic", "--pieces", "0"], "pieces must be at least 1"),
         (["quadratic", "--potential", "mine"], "--potential must be diagonal or kronecker"),

@@ -55,6 +55,13 @@ EXPERIMENT = Experiment(
             choose_usage=True,
             follow=1.0,
         ),
+        "validated": Geometry(
+            partial(Kronecker, rank="auto"),
+            {"MetaMD, judged on validation data": Entry()},
+            choose_usage=True,
+            choices={"judged_on": "validation"},
+            follow=1.0,
+        ),
         "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}),
     },
     SCALES,

@@ -24,7 +24,7 @@ from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale,
 from metamd.experiments.variants import Variant
 from metamd.folds import Candidate, Fold, cell_name
 from metamd.potentials import Diagonal
-from metamd.protocols import PROTOCOLS, TITLES, entrants
+from metamd.protocols import PROTOCOLS, TITLES, entrants, labels
 from metamd.records import Records
 from metamd.report import Section, as_markdown, as_text
 from metamd.rivals import rival
@@ -326,6 +326,9 @@ def _invented(contender, losses):
 
 def test_the_handicap_tunes_rivals_alone():
     ours = {"ours": rival("sgd").untuned()}
+    decayed = entrants("handicap", ours, [rival("adam"), rival("schedule-free")], QUADRATIC, budget=5, schedules=["linear"])
+    assert list(decayed)[1:3] == ["Adam, linear decay", "Schedule-Free AdamW"], "what has no schedule is tuned all the same"
+    assert list(decayed) == labels(ours, [rival("adam"), rival("schedule-free")], ["linear"])
     found = entrants("handicap", ours, [rival("adam"), rival("schedule-free")], QUADRATIC, budget=5)
     assert list(found) == [
         "ours",

@@ -38,10 +38,15 @@ def labels(ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Se
     Args:
         ours: their labels.
         rivals: the others.
-        schedules: of the rivals' learning rates, those that a rival may have.
+        schedules: of the rivals' learning rates, those that a rival may have; all that it has, if it has none of them.
     """
-    tuned = [TITLES[s].format(r.title) for r in rivals for s in schedules if s in r.schedules]
+    tuned = [TITLES[s].format(r.title) for r in rivals for s in _allowed(r, schedules)]
     return [*ours, *tuned, *(f"{r.title}, untuned" for r in rivals)]
+
+
+def _allowed(rival: Rival | Learner, schedules: Sequence[Schedule]) -> list[Schedule]:
+    """Of these schedules those that a rival may have; what has its own instead, as Schedule-Free has, is left with that."""
+    return [s for s in schedules if s in rival.schedules] or list(rival.schedules)
 
 
 def entrants(
@@ -78,7 +83,7 @@ def entrants(
     if budget < 1:
         raise ValueError(f"budget must be at least 1, got {budget}.")
     found: dict[str, Contender | Sequence[Contender]] = {}
-    pairs = [(r, s) for r in rivals for s in schedules if s in r.schedules]
+    pairs = [(r, s) for r in rivals for s in _allowed(r, schedules)]
     if protocol == "handicap":
         found |= ours
         found |= {TITLES[s].format(r.title): handicap(r, s, budget=budget) for r, s in pairs}

@@ -43,7 +43,7 @@ SCALES = {
         10_000,
         outer_steps=2,
         tasks_per_step=4,
-        rivals=("sgdm", "adam", "soap", "muon"),
+        rivals=("sgdm", "rmsprop", "adam", "adamw", "muon", "soap", "prodigy"),
         schedules=("linear",),
         usage_tasks=4,
         screen=3,

@@ -266,7 +266,8 @@ def test_the_mlp_of_the_scale_cpu_has_not_converged_and_the_papers_scale_is_long
     shares = last_tenths(read(ROOT / "results" / "rotated-mnist-mlp")[0])
     tuned = {label: share for label, share in shares.items() if label.endswith(", linear decay") and "MetaMD" not in label}
     assert {"Adam, linear decay", "SGD-M, linear decay"} <= set(tuned)
-    assert max(tuned.values()) < 0.9 < CONVERGED
+    assert max(tuned.values()) < 0.94 < CONVERGED
+    assert max(tuned["Adam, linear decay"], tuned["SGD-M, linear decay"]) < 0.9
     cpu, papers = (rotated_mnist_mlp.SCALES[scale] for scale in ("cpu", "paper"))
     assert (cpu.steps, papers.steps) == (500, 5000)
     assert cpu.images == papers.images == 10_000

@@ -6,8 +6,8 @@ of the paper, which does not say how many it had.
 The paper trains its inner loop to convergence by a criterion that it does not publish. Ours: the mean training loss of the
 last tenth of a run is within 5 % of that of the tenth before. The 500 steps of the scale `cpu`, five epochs, do not meet it:
 in its records the tuned rivals still fall by 6 % and more there, with linear decay (Adam and SGD-M by a tenth and more), and
-without weight decay their losses go on to zero. The scale `paper`, whose grids all have a weight decay, has 5,000 steps, fifty epochs; `last_tenth` in
-summary.json says for every optimiser whether that was enough.
+without weight decay their losses go on to zero. The scale `paper`, whose grids all have a weight decay, has 5,000 steps,
+fifty epochs; `last_tenth` in summary.json says for every optimiser whether that was enough.
 """
 
 from functools import partial

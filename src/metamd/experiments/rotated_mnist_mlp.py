@@ -35,7 +35,7 @@ SCALES = {
     "smoke": Scale(
         ("0", "45"), 200, steps=20, outer_steps=1, tasks_per_step=2, seeds=2, budget=3, rivals=("sgd", "adam"), usage_tasks=0
     ),
-    "cpu": Scale(ANGLES, 10_000, outer_steps=2, tasks_per_step=4, rivals=MODERN, screen=3),
+    "cpu": Scale(ANGLES, 10_000, outer_steps=2, tasks_per_step=4, rivals=("sgd", *MODERN), screen=3),
     "paper": Scale(
         ANGLES,
         10_000,
@@ -66,6 +66,9 @@ EXPERIMENT = Experiment(
             {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage())},
             choose_usage=True,
             follow=1.0,
+        ),
+        "tensor": Geometry(
+            partial(Diagonal, tying="tensor"), {"MetaMD, one number per tensor": Entry()}, choose_usage=True, follow=1.0
         ),
         "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}),
     },

@@ -12,6 +12,9 @@ from metamd.paired import Array, bootstrap
 COLOURS = {
     "MetaMD": "#c1272d",
     "MetaMD, paper": "#e08214",
+    "MetaMD, diagonal": "#f4a582",
+    "MetaMD, one number per tensor": "#67001f",
+    "MetaMD, judged on validation data": "#e08214",
     "SGD": "#555555",
     "SGD-M": "#1b7837",
     "Adam": "#2166ac",

@@ -1,11 +1,16 @@
 """One thread per test worker, and a count of the tests that ran on real data."""
 
 import os
+import signal
 
 import pytest
 
 # Set before torch is imported: two test workers with two threads each would fight over two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what runs behind it deaf to Ctrl-C, and children inherit that: those that tests interrupt must hear it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RAN: list[str] = []
 """Tests marked `real_data` that ran to an end; under xdist, filled in the controlling process alone."""

@@ -384,6 +384,9 @@ def test_packed_records_are_the_same_comparison_and_grow(tmp_path):
     records.forget(name)
     assert not records.has(name)
     assert not Records(tmp_path, Records.settings(tmp_path)).has(name)
+    for line in packed.splitlines():
+        records.forget(json.loads(line)["cell"])
+    assert Records(tmp_path, Records.settings(tmp_path)).packed == {}, "a file without cells can still be read"
     (tmp_path / "cells.jsonl").write_text(packed + "[1]\n")
     with pytest.raises(ValueError, match=r"line 10 of .* must hold a JSON object with the name of its cell"):
         Comparison.read(tmp_path)

@@ -98,6 +98,9 @@ class Records:
             path.unlink()
 
     def _write_packed(self) -> None:
+        if not self.packed:
+            (self.folder / PACKED).unlink(missing_ok=True)
+            return
         lines = [json.dumps({"cell": name, **self.packed[name]}, allow_nan=False) for name in sorted(self.packed)]
         write_atomically(self.folder / PACKED, ("\n".join(lines) + "\n").encode())
 

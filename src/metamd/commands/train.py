@@ -83,7 +83,7 @@ def run(options: Train) -> int:
 
 
 def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, display: "_Display") -> LearnedOptimiser:
-    start = None
+    start, judged_on = None, cast(JudgedOn, options.judged_on)
     if options.learn_start:
         display.say("the mean of the tasks' solutions, as a start")
         start = learn_start(family, tasks=options.tasks, seed=options.seed, journal=journal)
@@ -103,7 +103,7 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
             tasks=options.tasks,
             seed=options.seed,
             usage=options.usage,
-            judged_on=cast(JudgedOn, options.judged_on),
+            judged_on=judged_on,
             watch=watch,
             journal=journal,
         )
@@ -118,8 +118,7 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
             log=log,
         )
     if options.usage and not options.follow:
-        judge = cast(JudgedOn, options.judged_on)
-        learned = learn_usage(learned, family, judged_on=judge, seed=options.seed, watch=watch, journal=journal)
+        learned = learn_usage(learned, family, judged_on=judged_on, seed=options.seed, watch=watch, journal=journal)
     return learned if start is None else learned.with_start(start)
 
 

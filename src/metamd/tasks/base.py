@@ -57,7 +57,10 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
-        """Loss and accuracy on a whole split. Meta-training never asks for validation or test."""
+        """Loss and accuracy on a whole split.
+
+        Meta-training asks for none; a usage is judged on validation where it is told to (`judged_on`), and never on test.
+        """
 
     def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
         """A function of the parameters: the loss on a fixed part of the training split, cheap enough to watch a run by.

@@ -14,7 +14,7 @@ from metamd.comparison import Comparison
 from metamd.folds import Fold
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-LEARNED = "adapt-rotated-mnist-learned"
+GIVEN, LEARNED = "adapt-rotated-mnist", "adapt-rotated-mnist-learned"
 
 
 def mean_losses(fold: Fold) -> tuple[float, str, float]:
@@ -33,8 +33,8 @@ def table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     ratios = []
-    for folder in sorted((RESULTS / "adapt-rotated-mnist").glob("domain-*")):
-        pairs = [Comparison.read(RESULTS / name / folder.name).folds[0] for name in (folder.parent.name, LEARNED)]
+    for folder in sorted((RESULTS / LEARNED).glob("domain-*")):
+        pairs = [Comparison.read(RESULTS / name / folder.name).folds[0] for name in (GIVEN, LEARNED)]
         (given, there, theirs), (learned, here, after) = (mean_losses(fold) for fold in pairs)
         ratios.append((learned / theirs, learned / after))
         lines.append(

@@ -27,7 +27,7 @@ from metamd.potentials import Diagonal
 from metamd.protocols import PROTOCOLS, TITLES, entrants, labels
 from metamd.records import Records
 from metamd.report import Section, as_markdown, as_text
-from metamd.rivals import rival
+from metamd.rivals import Range, rival
 from metamd.search import Grid, QuasiRandom
 from metamd.training import Outcome
 from metamd.usage import Usage
@@ -263,6 +263,9 @@ def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
     assert list(found) == ["ours", "Adam", "Schedule-Free AdamW", "Adam, untuned", "Schedule-Free AdamW, untuned"]
     trials = sorted(p.stem for p in tmp_path.glob("cells/trial-*.json"))
     assert len(trials) == 3 * 4  # the same budget for all three
+    wider = replace(rival("adam"), space={**rival("adam").space, "lr": Range(1e-6, 1.0)})
+    entrants("paper", {}, [wider], family, **options)
+    assert len(list(tmp_path.glob("cells/search-adam-*.json"))) == 2, "another search space is another search"
     assert found["ours"].schedule == "linear"
     assert found["ours"].setting["momentum"] == 0.5  # tuning leaves it as it entered
     searched = [json.loads(p.read_text()) for p in tmp_path.glob("cells/trial-sgdm-*.json")]

@@ -127,6 +127,9 @@ def test_a_learned_geometry_is_one_more_rival():
     half = train(task, ours.with_setting(lr=0.5), measuring=BARE)
     assert half.losses != plain.losses
     usage = Usage(momentum=0.5, schedule="linear", factor=0.8)
+    grid = learned_rival(learned, usage=usage).settings(["lr"], 5)
+    assert [s["lr"] for s in grid] == [0.8, 0.08, 0.24, 2.4, 8.0], "around what the usage says"
+    assert learned_rival(learned, usage=usage).space["lr"] == Range(0.08, 8.0)
     used = train(task, learned_rival(learned, usage=usage).untuned(), measuring=BARE)
     assert used.final_loss == pytest.approx(by_hand(task, learned, usage), rel=1e-9)
     heavy = train(task, ours.with_setting("linear", momentum=0.5), measuring=BARE)
@@ -405,6 +408,10 @@ def test_a_best_value_at_the_edge_is_said():
     found = tune(valley({"lr": 1.0}), HEIGHT, search=Grid(), budget=9, names=["lr"], metric="final_loss", measuring=BARE)
     assert found.best.setting["lr"] == 0.1
     assert found.at_edge == ["lr"]
+    published = replace(valley({"lr": 1e-3}), grid={"lr": (0.01, 0.02, 0.03)})
+    found = tune(published, HEIGHT, search=Grid(), budget=9, names=["lr"], metric="final_loss", measuring=BARE)
+    assert found.best.setting["lr"] == 0.01
+    assert found.at_edge == ["lr"], "the end of the grid, in the middle of the space"
 
 
 def test_trials_are_records_and_a_search_continues(tmp_path):

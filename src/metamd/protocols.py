@@ -110,7 +110,11 @@ def _tuned(
     workers: int,
 ) -> list[tuple[dict[str, float], Tuning]]:
     """The best setting of each rival and schedule, in learning rate and weight decay; searches run side by side."""
-    about = f"{derive_seed(repr(options), *(config_hash(t.config) for t in tasks)):08x}"
+
+    def name(rival: Rival, schedule: Schedule) -> str:
+        """Of the search: what it depends on is in it."""
+        where = (repr(rival.space), repr(rival.grid), *(config_hash(t.config) for t in tasks))
+        return f"search-{rival.with_setting(schedule).key()}-{derive_seed(repr(options), *where):08x}"
 
     def search(rival: Rival, schedule: Schedule) -> Result:
         names = ("lr", "weight_decay")
@@ -118,7 +122,7 @@ def _tuned(
         how = Tuning(found.gradients // len(tasks), tuple(found.best_so_far), tuple(found.at_edge))
         return {"setting": {n: x for n, x in found.best.setting.items() if n in names}, **how.to_json()}
 
-    cells = [Cell(f"search-{r.with_setting(s).key()}-{about}", partial(search, r, s)) for r, s in pairs]
+    cells = [Cell(name(r, s), partial(search, r, s)) for r, s in pairs]
     if records is None:
         results = {cell.name: cell.compute() for cell in cells}
     else:

@@ -76,8 +76,11 @@ class Tuned:
 
     @property
     def at_edge(self) -> list[str]:
-        """The hyperparameters whose best value lies at an end of the search space: a better one may lie beyond."""
-        varied = [n for n in self.rival.space if len({t.contender.setting.get(n) for t in self.trials}) > 1]
+        """The hyperparameters whose best value lies at an end of the search space, or grid: a better one may lie beyond."""
+        tried = {n: [t.contender.setting[n] for t in self.trials if n in t.contender.setting] for n in self.rival.space}
+        varied = {n: values for n, values in tried.items() if len(set(values)) > 1}
+        if self.search == "grid":
+            return [n for n, values in varied.items() if self.best.setting[n] in (min(values), max(values))]
         return [n for n in varied if self.rival.space[n].at_edge(self.best.setting[n])]
 
 

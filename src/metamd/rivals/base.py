@@ -164,7 +164,7 @@ class Tuning:
     Args:
         gradients: evaluations of all its trials, for each task that they were made on.
         best_so_far: the best score after each trial.
-        at_edge: hyperparameters whose best value lies at an end of the search space.
+        at_edge: hyperparameters whose best value lies at an end of the search space, or grid.
     """
 
     gradients: int

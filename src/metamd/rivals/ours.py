@@ -25,7 +25,8 @@ def learned_rival(
     """A learned geometry behind the interface of the rivals; by default as its file says, with nothing tuned.
 
     Its `lr` is the factor on the learned steps, whatever the momentum: 1 takes them as they are. `MetaMD` is given
-    lr (1 - momentum).
+    lr (1 - momentum). Where it is tuned, a decade on either side of the factor of its usage is searched, as wide as the
+    published grids of the rivals are.
 
     Args:
         learned: the geometry.
@@ -52,9 +53,9 @@ def learned_rival(
         name,
         title,
         make,
-        {"lr": Range(0.1, 10), "weight_decay": DECAY},
+        {"lr": Range(_digits(0.1 * used.factor), _digits(10 * used.factor)), "weight_decay": DECAY},
         {"lr": used.factor, "weight_decay": 0.0, "momentum": momentum},
-        {"lr": (1.0, 0.3, 0.5, 0.7, 1.5), "weight_decay": (0.001, 0.0001, 0.0005)},
+        {"lr": tuple(_digits(x * used.factor) for x in (1.0, 0.1, 0.3, 3.0, 10.0)), "weight_decay": (0.001, 0.0001, 0.0005)},
         schedules=(used.schedule, *(s for s in plain if s != used.schedule)),
         identity=f"{learned.fingerprint()} {json.dumps(how, sort_keys=True)}",
         cost={k: v for k, v in learned.header.cost.items() if k in COSTS},
@@ -62,3 +63,8 @@ def learned_rival(
         domains=learned.domains,
         tasks=learned.header.task_hashes,
     )
+
+
+def _digits(value: float) -> float:
+    """To six digits, so that records are readable and exact."""
+    return float(f"{value:.6g}")

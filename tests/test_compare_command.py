@@ -266,6 +266,7 @@ def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
     wider = replace(rival("adam"), space={**rival("adam").space, "lr": Range(1e-6, 1.0)})
     entrants("paper", {}, [wider], family, **options)
     assert len(list(tmp_path.glob("cells/search-adam-*.json"))) == 2, "another search space is another search"
+    assert len(list(tmp_path.glob("cells/trial-adam-*.json"))) == 2 * 4
     assert found["ours"].schedule == "linear"
     assert found["ours"].setting["momentum"] == 0.5  # tuning leaves it as it entered
     searched = [json.loads(p.read_text()) for p in tmp_path.glob("cells/trial-sgdm-*.json")]

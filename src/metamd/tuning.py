@@ -128,7 +128,8 @@ def tune(
     _check(chosen, budget, metric)
     names = searched(rival, names)
     about = [rival.name, rival.identity, sorted(rival.defaults.items()), search.name, repr(search), budget, metric, names]
-    about += [schedule, steps, repr(measuring), seed, *(config_hash(t.config) for t in chosen)]
+    about += [repr(rival.space), repr(rival.grid), schedule, steps, repr(measuring), seed]
+    about += [config_hash(t.config) for t in chosen]
     place = f"trial-{rival.name}-{schedule}-{derive_seed(*map(str, about)):08x}"
     trials: list[Trial] = []
     for number in range(budget):

@@ -1,7 +1,9 @@
 """`metamd reproduce ablation`: each objective, estimator, potential and usage, and the paper's preset against ours.
 
-Rotated MNIST with a 3-layer MLP, 45 degrees held out, runs of 100 steps. Every geometry is learned three times, with other
-tasks; intervals are over these trainings and the test runs of each. The closed form has the outer steps of the scale;
+Rotated MNIST with a 3-layer MLP, at angles that no other experiment has, since the default is chosen by what is seen here:
+37.5 degrees are held out, and what holds there may be claimed of the angles of the other tables. Runs of 100 steps. Every
+geometry is learned three times, with other tasks; intervals are over these trainings and the test runs of each. The closed
+form has the outer steps of the scale;
 gradients are followed for five times as many from the largest curvature, with Adam on log D. The paper's preset is plain
 gradient descent, with `Reverse` for the gradient, which equals the forward mode that it names up to rounding.
 """
@@ -32,7 +34,8 @@ from metamd.usage import Schedule, Usage
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
-HELD_OUT = 45.0
+ANGLES = (7.5, 22.5, 37.5, 52.5, 67.5, 82.5)
+HELD_OUT = 37.5
 TRAININGS = ("training-1", "training-2", "training-3")
 
 SCALES = {
@@ -46,17 +49,27 @@ SCALES = {
         budget=2,
         rivals=("adam",),
         schedules=("linear",),
+        usage_tasks=1,
         batch_size=50,
     ),
     "cpu": Scale(
-        TRAININGS, 1000, steps=100, outer_steps=3, tasks_per_step=3, usage_tasks=2, budget=9, rivals=("sgdm", "adam")
+        TRAININGS,
+        1000,
+        steps=100,
+        outer_steps=3,
+        tasks_per_step=3,
+        usage_tasks=4,
+        budget=9,
+        rivals=("sgdm", "adam", "muon", "soap"),
     ),
     "paper": Scale(TRAININGS, 1000, outer_steps=20, rivals=("sgdm", "adam"), protocol="paper", search="grid"),
 }
 
 
 def _family(scale: Scale, training: str) -> ImageFamily:
-    return tasks.rotated_mnist(hold_out=HELD_OUT, images=scale.images, batch_size=scale.batch_size, steps=scale.steps)
+    return tasks.rotated_mnist(
+        angles=ANGLES, hold_out=HELD_OUT, images=scale.images, batch_size=scale.batch_size, steps=scale.steps
+    )
 
 
 def _sides(scale: Scale, training: str, family: ImageFamily | SharedStart) -> Mapping[str, TaskFamily]:
@@ -81,13 +94,13 @@ def _closed(label: str, potential: Any, objective: Objective = REGRET) -> Geomet
     return Geometry(potential, {label: Entry(Usage())}, objective=objective, same_tasks=True)
 
 
-def _preset() -> Geometry:
+def _preset(label: str, rounds: int) -> Geometry:
     options = paper(estimator=Reverse())
     potential, objective = options.pop("potential"), options.pop("objective")
     del options["outer_steps"]
-    entries = {"paper's preset, 3 pieces": Entry(Usage(), exact=False)}
+    entries = {label: Entry(Usage(), exact=False)}
     made = partial(MaxDiagonal, potential.pieces, centre=potential.centre)
-    return Geometry(made, entries, objective=objective, options=options, rounds=FOLLOWED, same_tasks=True)
+    return Geometry(made, entries, objective=objective, options=options, rounds=rounds, same_tasks=True)
 
 
 def _used(label: str, potential: Any, **choices: Any) -> Geometry:
@@ -122,6 +135,8 @@ EXPERIMENT = Experiment(
     _family,
     {
         "default": _used("MetaMD", COORDINATES),
+        "used-constant": _used("MetaMD, constant rate", COORDINATES, schedules=("constant",)),
+        "used-linear": _used("MetaMD, linear decay", COORDINATES, schedules=("linear",)),
         "used-learned": _used("Kronecker, best usage of the learned metric", COORDINATES, metrics=("learned",)),
         "used-average": _used("Kronecker, rule average", COORDINATES, metrics=("online",), rules=(Online(),)),
         "used-refresh": _used(
@@ -151,6 +166,7 @@ EXPERIMENT = Experiment(
             "Kronecker on both sides, best usage", partial(Kronecker, sides="both", rank="auto"), metrics=("learned",)
         ),
         "kronecker": _averaged(),
+        "phases": _closed("Kronecker, 3 pieces from phases of the runs", partial(Kronecker, 3, rank="auto")),
         "diagonal": _closed("diagonal, regret to a reference", Diagonal),
         "end": _closed("diagonal, regret to the run's end", Diagonal, Regret()),
         "prior": _closed("diagonal, regret to the run's end, prior 1e-4", Diagonal, Regret(prior=1e-4)),
@@ -161,7 +177,8 @@ EXPERIMENT = Experiment(
         "regret-reverse": _gradient("regret, Reverse", REGRET, Reverse()),
         "loss-reverse": _gradient("training loss, Reverse", TrainingLoss(), Reverse()),
         "paper-reverse": _gradient("paper's bound, Reverse", PaperBound(), Reverse()),
-        "paper-preset": _preset(),
+        "paper-preset": _preset("paper's preset", FOLLOWED),
+        "paper-short": _preset("paper's preset, a fifth of the outer steps", 1),
         "loss-diagonal": _gradient("training loss, ForwardDiagonal", TrainingLoss(), ForwardDiagonal()),
         "loss-random": _gradient("training loss, ForwardRandom(4)", TrainingLoss(), ForwardRandom(4)),
         "tensor-reverse": _gradient("by tensor, training loss, Reverse", TrainingLoss(), Reverse(), "tensor"),

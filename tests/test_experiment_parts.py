@@ -1,6 +1,7 @@
 """The parts that experiments share: pieces alone, variants of a family, what is carried over, curves and tables."""
 
 import math
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +23,7 @@ from metamd.experiments.standings import standings
 from metamd.experiments.variants import Variant
 from metamd.learned import load
 from metamd.objectives import PaperBound, Reference
+from metamd.records import Records
 from metamd.rivals import learned_rival, rival
 from metamd.search import SEARCHES
 from metamd.tasks.base import derive_seed
@@ -259,6 +261,38 @@ def test_the_search_of_a_scale_is_used(monkeypatch, tmp_path):
     monkeypatch.setattr(leave_one_out, "learn", lambda *args: {})
     with pytest.raises(StopError):
         experiment.compared("tiny", tmp_path, 0)
+
+
+def recorded():
+    """Folders of committed records in which geometries were learned and then compared."""
+    found = [run.parent for run in sorted((ROOT / "results").glob("*/run.json"))]
+    return [folder for folder in found if experiment_of(folder) is not None]
+
+
+def experiment_of(folder):
+    module = import_module(f"metamd.experiments.{Records.settings(folder)['experiment'].replace('-', '_')}")
+    return getattr(module, "COMPARISON", getattr(module, "EXPERIMENT", None))
+
+
+@pytest.mark.parametrize("committed", recorded(), ids=lambda folder: folder.name)
+def test_committed_records_are_all_that_their_scale_asks_for(committed, tmp_path, monkeypatch):
+    """`reproduce` in such a folder computes nothing: every optimiser, setting and seed of the present scale is there."""
+
+    def refused(*args, **options):
+        pytest.fail("something would be computed again")
+
+    for computing in ("kept_start", "fill", "compare"):
+        monkeypatch.setattr(leave_one_out, computing, refused)
+    folder, about = tmp_path / committed.name, Records.settings(committed)
+    shutil.copytree(committed, folder)
+    experiment = experiment_of(committed)
+    only = () if about["scale"] == "cpu" else [p.name.removeprefix("domain-") for p in folder.glob("domain-*")]
+    found, _ = experiment.compared(about["scale"], folder, about["seed"], only=only)
+    assert len(found) == len(list(folder.glob("domain-*")))
+    assert all(comparison.protocol == about["protocol"] for comparison in found)
+    more = {about["scale"]: replace(experiment.scales[about["scale"]], seeds=99)}
+    with pytest.raises(pytest.fail.Exception):
+        replace(experiment, scales=more).compared(about["scale"], folder, about["seed"], only=only)
 
 
 def test_the_mlp_of_the_scale_cpu_has_not_converged_and_the_papers_scale_is_longer():

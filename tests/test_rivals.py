@@ -3,12 +3,28 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from metamd import Bayesian, Diagonal, Grid, Measuring, QuasiRandom, Usage, learned_rival, meta_train, prepare, tasks, tune
+from metamd import (
+    Bayesian,
+    Diagonal,
+    Grid,
+    Measuring,
+    QuasiRandom,
+    Usage,
+    learned_rival,
+    meta_train,
+    prepare,
+    tasks,
+    training,
+    tune,
+)
+from metamd.models import LeNet
+from metamd.objectives import Reference
 from metamd.records import Records
 from metamd.rivals import RIVALS, Contender, Range, Rival, rival
 from metamd.rivals.classical import MuonAndAdamW
@@ -110,6 +126,51 @@ def test_schedule_free_is_judged_at_its_average():
     found = train(task, rival("schedule-free").with_setting(lr=0.01)).final_loss
     assert found == pytest.approx(wanted, rel=1e-3)
     assert abs(found - training_mode) > 10 * abs(found - wanted)
+
+
+def lenet_task():
+    """A network whose images are in channels-last memory, and so the gradients of its kernels."""
+    generator = torch.Generator().manual_seed(0)
+    data = (torch.randn(60, 1, 28, 28, generator=generator), torch.randint(10, (60,), generator=generator))
+    return task_of(tasks.supervised(LeNet, {"noise": data}, batch_size=20, steps=30))
+
+
+def by_backward(task, make):
+    """The same by hand: `backward`, which gives gradients the layout of their parameters, and no fused step."""
+    params = {n: nn.Parameter(x) for n, x in task.init().items()}
+    optimiser = make(params.values())
+    for step in range(task.steps):
+        optimiser.zero_grad()
+        task.loss(params, task.batch(step)).backward()
+        optimiser.step()
+    return task.monitor()({n: p.detach() for n, p in params.items()})
+
+
+CONVOLVED = {
+    "sgd": (0.1, partial(torch.optim.SGD, lr=0.1)),
+    "sgdm": (0.1, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "adam": (0.002, partial(torch.optim.Adam, lr=0.002)),
+    "adamw": (0.002, partial(torch.optim.AdamW, lr=0.002, weight_decay=0.0)),
+    "rmsprop": (0.01, partial(torch.optim.RMSprop, lr=0.01)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_rivals_train_convolutions_as_they_do_by_hand(name, monkeypatch):
+    lr, make = CONVOLVED[name]
+    task, contender = lenet_task(), rival(name).with_setting(lr=lr, weight_decay=0.0)
+    wanted = by_backward(task, partial(make, foreach=False))
+    assert train(task, contender, measuring=BARE).final_loss == pytest.approx(wanted, rel=1e-4)
+    monkeypatch.setattr(training, "laid_out_like", lambda parameter, gradient: gradient)
+    astray = train(task, contender, measuring=BARE).final_loss
+    assert (astray != pytest.approx(wanted, rel=1e-3)) == (name != "rmsprop"), "fused steps take entries for one another"
+
+
+def test_a_reference_run_is_the_same_with_a_fused_optimiser():
+    task = lenet_task()
+    ends = [Reference(partial(torch.optim.Adam, fused=fused), 0.01).run(task, task.init(), 5)[0] for fused in (False, True)]
+    for name, end in ends[0].items():
+        torch.testing.assert_close(ends[1][name], end, rtol=1e-4, atol=1e-6)
 
 
 def test_a_learned_geometry_is_one_more_rival():

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from metamd.inner import Cost, Trajectory, gradient, local_norm
+from metamd.layout import laid_out_like
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task
@@ -192,7 +193,7 @@ class Reference:
             if watch is not None:
                 watch(loss, grads)
             for n, g in grads.items():
-                params[n].grad = g
+                params[n].grad = laid_out_like(params[n], g)
             optimiser.step()
         best = {n: x.detach() for n, x in params.items()}
         return best, Cost(gradients=total, seconds=time.perf_counter() - began)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from metamd.inner import BLOW_UP
+from metamd.layout import laid_out_like
 from metamd.rivals.base import Contender, Stepper
 from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed
 from metamd.tasks.stochastic import seeded
@@ -235,7 +236,7 @@ class _Run:
                 return False
             grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
             for p, g in zip(leaves, grads, strict=True):
-                p.grad = g
+                p.grad = laid_out_like(p, g)
             if self.factor is not None:
                 factor = self.factor(self.taken / self.steps)
                 for group, rate in zip(self.optimiser.param_groups, self.rates, strict=True):

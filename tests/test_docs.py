@@ -160,6 +160,8 @@ def test_the_tables_of_the_results_page_are_those_of_the_records():
     module = benchmark("results_page")
     page = module.PAGE.read_text()
     assert benchmark("starts").table() in page
+    sensitivity = benchmark("sensitivity")
+    assert sensitivity.table(sensitivity.read()) in (ROOT / "docs" / "reproduction.md").read_text()
     coordinates = benchmark("coordinates")
     assert coordinates.table(json.loads(coordinates.OUT.read_text())) in page
     assert module.written(page) == page, "run benchmarks/results_page.py"

@@ -24,7 +24,6 @@ LINES = {
     "adapt-rotated-mnist": "adapt an MLP to an unseen angle, 100 steps",
     "rotated-mnist-mlp": "train an MLP on an unseen angle, 500 steps",
     "diverse-digits-lenet": "train LeNet on an unseen dataset, 500 steps",
-    "resnet18-cifar10": "train a narrow ResNet18 on CIFAR-10, 500 steps",
 }
 
 

@@ -264,8 +264,8 @@ def test_the_search_of_a_scale_is_used(monkeypatch, tmp_path):
 
 
 def recorded():
-    """Folders of committed records in which geometries were learned and then compared."""
-    found = [run.parent for run in sorted((ROOT / "results").glob("*/run.json"))]
+    """Folders of finished records in which geometries were learned and then compared."""
+    found = [done.parent for done in sorted((ROOT / "results").glob("*/summary.json"))]
     return [folder for folder in found if experiment_of(folder) is not None]
 
 

@@ -13,12 +13,14 @@ import torch
 from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, learn_start, tasks
 from metamd.commands.report import read
 from metamd.commands.reproduce import names
-from metamd.comparing import handicap
+from metamd.comparing import handicap, in_unit_of
 from metamd.experiments import leave_one_out, out_of_distribution, pieces, rotated_mnist_mlp
 from metamd.experiments.convergence import CONVERGED, last_tenth, last_tenths
 from metamd.experiments.curves import best_schedules, learning_curves
 from metamd.experiments.learning import Geometry, Scale, alone, learn, learned_file, settings_of
 from metamd.experiments.leave_one_out import Entry, Experiment
+from metamd.experiments.recorded import recorded as read_off
+from metamd.experiments.recorded import standing
 from metamd.experiments.standings import standings
 from metamd.experiments.variants import Variant
 from metamd.learned import load
@@ -153,7 +155,7 @@ def test_geometries_with_the_mark_learn_from_the_same_tasks(tmp_path):
     found = {}
     for name, same in {"one": True, "two": True, "three": False}.items():
         geometry = Geometry(Diagonal, {}, same_tasks=same)
-        (cell,) = Experiment("x", small, {name: geometry}, {}, {})._lessons(SIZE, {"a": FLAT}, tmp_path, 0)
+        (cell,) = Experiment("x", small, {name: geometry}, {}, {})._lessons(SIZE, {"a": FLAT}, tmp_path, 0, {"a": set()})
         cell.compute()
         found[name] = load(tmp_path / "learned" / f"a-{name}.safetensors")
     assert found["one"].fingerprint() == found["two"].fingerprint() != found["three"].fingerprint()
@@ -223,10 +225,10 @@ def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
         "role": Geometry(Diagonal, {"role": Entry()}),
     }
     experiment = Experiment("x", small, geometries, {}, {})
-    ours = dict(experiment._ours(tmp_path, "a", SimpleNamespace(example=lambda: {"theta": torch.zeros(3)}), {}))
+    ours = dict(experiment._ours(tmp_path, "a", SimpleNamespace(example=lambda: {"theta": torch.zeros(3)}), {}, {}))
     assert ours["MetaMD"].key() == ours["role"].key()
     assert "metamd-role" in ours["MetaMD"].key()
-    assert [label for label, _ in experiment._ours(tmp_path, "a", FLAT, {"narrow": "failed"})] == ["role"]
+    assert [label for label, _ in experiment._ours(tmp_path, "a", FLAT, {"narrow": "failed"}, {})] == ["role"]
 
 
 def test_settings_name_a_batch_size_and_a_width_only_where_they_are_unusual():
@@ -261,6 +263,82 @@ def test_the_search_of_a_scale_is_used(monkeypatch, tmp_path):
     monkeypatch.setattr(leave_one_out, "learn", lambda *args: {})
     with pytest.raises(StopError):
         experiment.compared("tiny", tmp_path, 0)
+
+
+# adding to a comparison whose learned files are gone
+
+DIAGONAL = {"diagonal": Geometry(Diagonal, {"MetaMD": Entry()})}
+
+
+def halves(size, domain):
+    family = tasks.quadratic((0.5, 1.0), steps=30)
+    family.held_out = lambda: FLAT
+    return family
+
+
+def with_rivals(*rivals, geometries=DIAGONAL, **options):
+    size = replace(SIZE, seeds=2, budget=3, measuring=WATCH, schedules=("constant",), rivals=rivals, **options)
+    return Experiment("x", halves, geometries, {"tiny": size}, {}, target="SGD")
+
+
+@pytest.fixture
+def gone(tmp_path):
+    """A comparison with SGD, whose learned files were deleted, and its folder."""
+    (before,), _ = with_rivals("sgd").compared("tiny", tmp_path, 0)
+    shutil.rmtree(tmp_path / "learned")
+    return before, tmp_path
+
+
+def unlearned(monkeypatch):
+    monkeypatch.setattr(leave_one_out, "learn", lambda *args: pytest.fail("it would be learned again"))
+
+
+def test_a_rival_joins_without_anything_being_learned_again(gone, monkeypatch):
+    before, folder = gone
+    unlearned(monkeypatch)
+    (after,), failed = with_rivals("sgd", "adam").compared("tiny", folder, 0)
+    assert after.labels == ["MetaMD", "SGD", "Adam", "SGD, untuned", "Adam, untuned"]
+    assert not failed
+    (then,), (now,) = before.folds, after.folds
+    assert now.entrants["MetaMD"] == then.entrants["MetaMD"]
+    assert now.costs["MetaMD"] == then.costs["MetaMD"] != {}
+    assert {label: now.seconds[label] for label in then.seconds} == dict(then.seconds)
+    assert now.seconds["Adam"] == now.seconds["Adam, untuned"] > 0
+    assert len(now.entrants["Adam"]) == 3
+    again, _ = with_rivals("sgd", "adam").compared("tiny", folder, 0)
+    assert again[0].folds[0].seconds == now.seconds
+
+
+def test_what_is_asked_for_anew_is_learned_again(gone, monkeypatch):
+    _, folder = gone
+    unlearned(monkeypatch)
+    entries = {"diagonal": Geometry(Diagonal, {"MetaMD": Entry(), "MetaMD, paper's step": Entry(exact=False)})}
+    for changed in (
+        with_rivals("sgd", geometries=entries),
+        replace(with_rivals("sgd"), scales={"tiny": replace(with_rivals("sgd").scales["tiny"], seeds=3)}),
+    ):
+        with pytest.raises(pytest.fail.Exception):
+            changed.compared("tiny", folder, 0)
+    (folder / "domain-a" / "comparison.json").unlink()
+    with pytest.raises(pytest.fail.Exception):
+        with_rivals("sgd", "adam").compared("tiny", folder, 0)
+
+
+def test_runs_with_another_file_than_the_last_lesson_made_do_not_stand(gone):
+    before, folder = gone
+    lesson = Records(folder, Records.settings(folder)).cell("learn-a-diagonal", dict)
+    assert standing(DIAGONAL, {"diagonal": lesson}, [before], 2) == {"diagonal"}
+    assert standing(DIAGONAL, {"diagonal": {**lesson, "fingerprint": "another"}}, [before], 2) == set()
+    assert standing(DIAGONAL, {"diagonal": {"failed": "it diverged"}}, [before], 2) == set()
+    assert standing(DIAGONAL, {}, [before], 2) == standing(DIAGONAL, {"diagonal": lesson}, [], 2) == set()
+    with pytest.raises(ValueError, match="known from records alone"):
+        read_off(before, "MetaMD").start([])
+
+
+def test_seconds_of_two_times_are_counted_in_the_unit_of_the_first():
+    now, before = {"a": 2.0, "b": 4.0, "c": 3.0, "new": 5.0, "gone": math.nan}, {"a": 1.0, "b": 2.0, "c": 9.0, "gone": 7.0}
+    assert in_unit_of(now, before) == {"a": 1.0, "b": 2.0, "c": 9.0, "new": 2.5, "gone": 7.0}
+    assert math.isnan(in_unit_of({"new": 1.0}, {"gone": 7.0})["new"])
 
 
 def recorded():

@@ -26,6 +26,8 @@ from metamd import (
     prepare,
 )
 from metamd.choosing import draw_tasks, learn_scale, learn_start, learn_usage, tuned_reference
+from metamd.commands import Compare
+from metamd.commands import compare as compare_command
 from metamd.commands.train import _tried
 from metamd.following import learn_from_reference
 from metamd.inner import gradient
@@ -33,6 +35,8 @@ from metamd.objectives import Reference
 from metamd.online import KEPT
 from metamd.starts import LearnedStart
 from metamd.tasks import quadratic, starting_at, tabular
+from metamd.training import Measuring
+from metamd.training import train as train_rival
 from metamd.trial import Tally, train
 from tests.helpers import equal_parameters, losses_of, small_model
 from tests.helpers import train as fit
@@ -141,7 +145,14 @@ def test_resume_and_copies_are_bit_exact(rule):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "rule",
-    [Online("average"), Online("sum"), Online("polar"), Online("polar", signal=0.9), Online("average", refresh=3)],
+    [
+        Online("average"),
+        Online("sum"),
+        Online("polar"),
+        Online("polar", signal=0.9),
+        Online("polar", signal=0.9, refresh=4),
+        Online("average", refresh=3),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("basis", [False, True])
@@ -366,7 +377,7 @@ def test_the_reference_rate_is_the_best_of_those_given():
     ("call", "sentence"),
     [
         (lambda: Online("mean"), 'rule must be "sum", "average" or "polar", got'),
-        (lambda: Online("polar", refresh=10), "finds the output side in every step"),
+        (lambda: Online("polar", refresh=-1), "refresh must be a number of steps, or 0 for never; got -1"),
         (lambda: Online(beta=1.0), "beta must lie between 0 and 1, got 1.0"),
         (lambda: Online(epsilon=0.0), "epsilon must be positive"),
         (lambda: Online(scale={"a": -1.0}), "the scale of 'a' must be positive and finite, got -1.0"),
@@ -675,3 +686,48 @@ def test_what_a_file_recommends_is_said_and_left_to_prepare(tmp_path, capsys):
     assert cli.run(["inspect", str(tmp_path / "x.safetensors")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"{words}; metamd.prepare(params, learned, steps=T) does so, MetaMD(params, learned) does not" in said
+
+
+def polar_file(family):
+    """A learned file that recommends polar steps with a signal."""
+    learned = learn_from_reference(family, Kronecker(), reference=Reference(lr=0.01), tasks=1)
+    keys = {slot.key for slot in learned.potential.bind(family.example()).slots.values()}
+    rule = Online("polar", scale=dict.fromkeys(keys, 50.0), signal=0.9)
+    header = replace(learned.header, usage=Usage("online", schedule="linear").to_dict(), online=rule.to_dict())
+    return replace(learned, header=header)
+
+
+def test_how_often_directions_are_found_is_up_to_the_run(tmp_path):
+    """prepare(refresh=), a rival and a file with the number in it are the same; what recommends other steps refuses it."""
+    family = tabular(steps=40)
+    learned, task = polar_file(family), family.build(family.sample(torch.Generator().manual_seed(3)))
+
+    def end(given, **options):
+        params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
+        optimiser, schedule = prepare(params.items(), given, steps=40, **options)
+        for t in range(40):
+            optimiser.zero_grad()
+            task.loss(params, task.batch(t)).backward()
+            optimiser.step()
+            schedule.step()
+        return {n: p.detach() for n, p in params.items()}
+
+    online = replace(learned.online, refresh=4)
+    replace(learned, header=replace(learned.header, online=online.to_dict())).save(tmp_path / "x.safetensors")
+    asked, kept, usual = end(learned, refresh=4), end(tmp_path / "x.safetensors"), end(learned)
+    assert all(torch.equal(asked[n], kept[n]) for n in asked)
+    assert any(not torch.equal(asked[n], usual[n]) for n in asked)
+    assert all(torch.equal(x, usual[n]) for n, x in end(tmp_path / "x.safetensors", refresh=1).items())
+    assert "direction found every 4 steps" in str(online)
+    four, one = metamd.learned_rival(learned, refresh=4), metamd.learned_rival(learned)
+    assert four.identity != one.identity
+    outcomes = [train_rival(task, r.untuned(), measuring=Measuring(splits=())) for r in (four, one)]
+    assert outcomes[0].final_loss == pytest.approx(float(task.monitor()(asked)), rel=1e-4)
+    assert outcomes[1].final_loss != outcomes[0].final_loss
+    with pytest.raises(ValueError, match="refresh must be a number of steps, 1 or more; got 0"):
+        end(learned, refresh=0)
+    plain = replace(learned, header=replace(learned.header, usage=Usage().to_dict()))
+    with pytest.raises(ValueError, match=r"but this file recommends the learned metric, .*Leave refresh out"):
+        end(plain, refresh=4)
+    asked_for = [compare_command._ours(learned, Compare("x", "tabular", refresh=k)).describe() for k in (None, 4)]
+    assert asked_for == [one.untuned().describe(), four.untuned().describe()]

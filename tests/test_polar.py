@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from metamd import Diagonal, Kronecker, MaxDiagonal, MetaMD, Online
+from metamd import Diagonal, Kronecker, MaxDiagonal, MetaMD, Online, Usage
 from metamd.potentials.base import Move
+from metamd.tasks import tabular
+from metamd.trial import train as trial
 from tests.helpers import small_model, train
 
 
@@ -191,18 +193,104 @@ def test_without_any_gradient_nothing_moves():
     assert all(x.isfinite().all() for x in told)
 
 
-def test_a_run_with_a_signal_resumes_bit_for_bit():
+@pytest.mark.parametrize("refresh", [0, 4])
+def test_a_run_with_a_signal_resumes_bit_for_bit(refresh):
     scales = {"0.weight": 20.0, "0.bias": 20.0, "2.weight": 20.0, "2.bias": 20.0}
-    rule = Online("polar", 0.9, scale=scales, signal=0.99)
+    rule = Online("polar", 0.9, scale=scales, signal=0.99, refresh=refresh)
     one, two = small_model(), small_model()
     first, second = (MetaMD(m.named_parameters(), Diagonal(tying="tensor"), metric=rule) for m in (one, two))
-    train(one, first, 4)
+    train(one, first, 4 if not refresh else 47)
     two.load_state_dict(one.state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     train(one, first, 4)
     train(two, second, 4)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert first.state[one[0].weight]["length"] > 0
+    kept = first.state[one[0].weight]
+    assert kept["length"] > 0
+    assert ("direction" in kept) == (refresh > 0)
+
+
+# directions that are taken again
+
+
+def found_at(refresh, steps):
+    """Steps, counted from 1, in which a direction is found: every one of the first 14, then every second, and so on."""
+    found = [1]
+    for t in range(2, steps + 1):
+        if t - found[-1] >= min(refresh, 1 + t // 15):
+            found.append(t)
+    return found
+
+
+def test_directions_are_found_more_often_at_the_start_of_a_run():
+    assert found_at(3, 40) == [*range(1, 15), 16, 18, 20, 22, 24, 26, 28, 31, 34, 37, 40]
+    assert found_at(2, 20) == [*range(1, 15), 16, 18, 20]
+    assert found_at(1, 9) == list(range(1, 10))
+
+
+@pytest.mark.parametrize(("refresh", "signal"), [(2, 0.0), (3, 0.9), (5, 0.9)])
+def test_a_direction_is_taken_again_at_the_length_that_is_right_then(refresh, signal):
+    """Against directions by singular value decomposition, of the steps in which one is found."""
+    shape, beta, steps = (3, 7), 0.8, 71
+    weight = random(*shape)
+    potential, halved = learned(weight)
+    grads = [random(*shape, seed=10 + t) + 0.5 * random(*shape, seed=5) for t in range(steps)]
+    rule = Online("polar", beta, scale={"w": 50.0}, signal=signal, refresh=refresh)
+    x, state, average, lengths = weight.clone(), {}, torch.zeros(shape, dtype=torch.float64), 0.0
+    taken = []
+    for t, grad in enumerate(grads, start=1):
+        before = x.clone()
+        with torch.no_grad():
+            rule.advance(potential, "w", x, Move(grad, 1.0), state)
+        average = beta * average + (1 - beta) * grad
+        lengths = signal * lengths + (1 - signal) * float(grad.square().sum())
+        share = min(1.0, float(average.norm()) / (1 - beta**t) / (lengths / (1 - signal**t)) ** 0.5) if signal else 1.0
+        if t in found_at(refresh, steps):
+            direction = halved(polar(halved(beta * average + (1 - beta) * grad)))
+        torch.testing.assert_close(before - x, share * direction / 50, rtol=1e-7, atol=1e-10)
+        taken.append((before - x) / share)
+    changes = [t for t in range(2, steps + 1) if not torch.allclose(taken[t - 1], taken[t - 2], rtol=1e-6)]
+    assert [1, *changes] == found_at(refresh, steps)
+    assert steps not in changes
+    other = moved(potential, weight, grads, replace(rule, refresh=0))
+    assert not torch.allclose(before - x, other, rtol=1e-2), "found in every step it would be another one"
+
+
+def test_found_in_every_step_is_what_it_is_without_a_refresh():
+    weight, grads = random(4, 6).float(), [random(4, 6, seed=t).float() for t in range(20)]
+    potential, rule = Kronecker().bind({"w": weight}), Online("polar", scale={"w": 1.0}, signal=0.9)
+    each = [moved(potential, weight, grads, replace(rule, refresh=refresh)) for refresh in (0, 1, 2)]
+    assert torch.equal(each[0], each[1])
+    assert not torch.equal(each[0], each[2])
+
+
+def test_another_refresh_goes_on_with_the_averages_of_a_run():
+    scales = {n: 20.0 for n, _ in small_model().named_parameters()}
+    rule = Online("polar", 0.9, scale=scales, signal=0.9)
+    for before, after in [(0, 3), (3, 0), (3, 5)]:
+        model = small_model()
+        optimiser = MetaMD(model.named_parameters(), Kronecker(), metric=replace(rule, refresh=before))
+        train(model, optimiser, 20)
+        averages = [optimiser.state[p]["average"].clone() for p in model.parameters()]
+        other = MetaMD(model.named_parameters(), Kronecker(), metric=replace(rule, refresh=after))
+        with pytest.warns(UserWarning, match="of a run in another metric"):
+            other.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+        assert all(torch.equal(other.state[p]["average"], a) for p, a in zip(model.parameters(), averages, strict=True))
+        train(model, other, 5)
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_what_is_measured_of_polar_steps_is_measured_in_every_one():
+    task = tabular(steps=40).build(tabular(steps=40).sample(torch.Generator().manual_seed(0)))
+    potential = Kronecker().bind(task.init())
+    rule = Online("polar", scale={s.key: 100.0 for s in potential.slots.values()}, signal=0.9)
+    runs = [
+        trial(task, potential, Usage("online"), online=replace(rule, refresh=refresh), measure=True) for refresh in (0, 4)
+    ]
+    assert runs[0].energies == runs[1].energies
+    assert len(runs[0].energies) == 40
+    lazily = trial(task, potential, Usage("online"), online=replace(rule, refresh=4))
+    assert lazily.loss != runs[0].loss, "a run that is not measured takes them again"
 
 
 @pytest.mark.parametrize("wrong", [{"signal": 1.0}, {"signal": -0.1}, {"rule": "average", "signal": 0.9}])
@@ -300,7 +388,15 @@ def test_an_empty_weight_is_left_alone():
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    "rule", [Online("polar"), Online("polar", signal=0.9), Online("average"), Online("average", refresh=2)], ids=str
+    "rule",
+    [
+        Online("polar"),
+        Online("polar", signal=0.9),
+        Online("polar", signal=0.9, refresh=2),
+        Online("average"),
+        Online("average", refresh=2),
+    ],
+    ids=str,
 )
 def test_an_unchecked_gradient_that_is_not_finite_leaves_nan_behind_and_no_half_taken_step(broken, rule):
     for potential in (Diagonal(), Kronecker()):

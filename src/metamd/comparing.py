@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -228,7 +229,8 @@ def _timed(
 ) -> Comparison:
     """The same with the seconds of a step of each optimiser, taken in turns in this process.
 
-    One rival under several schedules takes the same steps: it is timed once.
+    One rival under several schedules takes the same steps: it is timed once. Where some are known from records alone, those
+    of the comparison that is there keep their seconds, and the others are counted in the same unit.
     """
     fold = comparison.folds[0]
     chosen = {}
@@ -241,9 +243,12 @@ def _timed(
     def compute() -> Result:
         kinds = {label: (c.rival.name, c.rival.identity) for label, c in chosen.items()}
         timed = {kind: label for label, kind in reversed(kinds.items())}
-        once = {label: chosen[label] for label in chosen if label in timed.values()}
+        gone = {label for label, c in chosen.items() if c.rival.recorded}
+        once = {label: chosen[label] for label in chosen if label in timed.values() and label not in gone}
         found = step_seconds(next(iter(tasks.values())), once, steps=comparison.settings["steps"])
-        each = {label: found[timed[kind]] for label, kind in kinds.items()}
+        each = {label: found.get(timed[kind], math.nan) for label, kind in kinds.items()}
+        if gone and records is not None:
+            each = in_unit_of(each, _seconds_before(records.folder, chosen))
         return {"seconds": {label: None if math.isnan(x) else x for label, x in each.items()}}
 
     taken = (compute() if records is None else records.cell(name, compute))["seconds"]
@@ -251,3 +256,28 @@ def _timed(
     if records is not None:
         write_json(records.folder / "comparison.json", timed.index() | {"versions": versions()})
     return timed
+
+
+def in_unit_of(seconds: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Seconds that were taken at two times, as taken at the first: the median of those in both says how much they differ.
+
+    Args:
+        seconds: taken now, by label; NaN for what could not be.
+        before: taken then, in turns as well.
+    """
+    shared = [before[label] / x for label, x in seconds.items() if label in before and x > 0 and before[label] > 0]
+    unit = median(shared) if shared else math.nan
+    return {label: before.get(label, unit * x) for label, x in seconds.items()}
+
+
+def _seconds_before(folder: Path, chosen: Mapping[str, Contender]) -> dict[str, float]:
+    """Those of the comparison in the folder, of optimisers that are still the same."""
+    if not (folder / "comparison.json").exists():
+        return {}
+    fold = Comparison.read(folder).folds[0]
+    same = [
+        label
+        for label, c in chosen.items()
+        if label in fold.entrants and fold.entrants[label][0].contender.get("identity", "") == c.rival.identity
+    ]
+    return {label: fold.seconds[label] for label in same if math.isfinite(fold.seconds.get(label, math.nan))}

@@ -13,7 +13,8 @@ weight and D the learned metric of its inputs,
     theta <- theta - lr/s (C C')^-1/2 C D^-1/2,  C = M_t D^-1/2,
 
 so that H_t = s (C C')^1/2 x D: steepest descent by the spectral norm of theta D^1/2. For D = 1 it is Muon [Jordan2024]. With
-a `signal` the step is multiplied by the share of signal in the gradients of the weight, and H_t divided by it.
+a `signal` the step is multiplied by the share of signal in the gradients of the weight, and H_t divided by it. With a
+`refresh` the direction, which takes most of the time, is found every so many steps and taken again in between.
 """
 
 import math
@@ -35,10 +36,14 @@ Rule = Literal["sum", "average", "polar"]
 State = dict[str, Any]
 """What a tensor carries from step to step: the `squares` of its coordinates, how many were `counted`, and, where the output
 side is followed too, the average `products` of its rows and the `turn`, an orthonormal basis of them; for the rule "polar",
-the `average` of its gradients and, with a signal, their usual `length`. Half precision has them in float32."""
+the `average` of its gradients, with a signal their usual `length`, and the `direction` that is taken again, `found` so many
+steps into the run. Half precision has them in float32."""
 
-KEPT = ("squares", "average", "products", "turn", "length")
+KEPT = ("squares", "average", "products", "turn", "length", "direction")
 """The tensors among them. Of sharded parameters `MetaMD` keeps the first two as shards of tensors that are spread alike."""
+
+Along = tuple[Tensor, float]
+"""The direction of a step, and the share of it that is taken."""
 
 Watch = Callable[[Tensor, Tensor], None]
 """Called with the energy c' a_t^-1 c and the metric a_t of a step."""
@@ -48,6 +53,9 @@ SQUARES = 0.99
 
 FOLLOW = 0.95
 """What the average of the rows' products keeps of itself in each step."""
+
+SETTLED = 15
+"""Steps after which directions are found every second step instead of every one, then every third, up to `refresh`."""
 
 LIMIT = 512
 """Rows above which the output side of a weight is not followed."""
@@ -64,7 +72,10 @@ class Online:
         epsilon: added to the root, so that coordinates without gradients stay where they are. Under the rule "polar" a
             weight whose gradient has no entry as large as this moves by as much less.
         scale: s by metric key.
-        refresh: follow the output side of weights too, and renew its basis every so many steps; 0 leaves it as it is.
+        refresh: follow the output side of weights too, and renew its basis every so many steps; 0 leaves it as it is. Under
+            the rule "polar", find the direction of a weight every so many steps and take it again in between, at the length
+            that is right then: cheaper steps, of which more are needed; 0 finds it in every step. At the start of a run,
+            where directions change most, it is found more often.
         signal: what the average of the squared lengths of a weight's gradients keeps of itself in each step, under the rule
             "polar": a weight then moves by the share of signal in its gradients, the length of their average over the root
             of that of their squares. Where gradients agree, as at the start of a run, steps are several times longer than
@@ -91,8 +102,6 @@ class Online:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}. Pass epsilon=1e-8, say.")
         if type(self.refresh) is not int or self.refresh < 0:
             raise ValueError(f"refresh must be a number of steps, or 0 for never; got {self.refresh!r}.")
-        if self.refresh and self.rule == "polar":
-            raise ValueError('the rule "polar" finds the output side in every step. Leave refresh out.')
         if not 0 <= self.signal < 1 or (self.signal and self.rule != "polar"):
             raise ValueError(
                 f'signal must lie in [0, 1), and is for the rule "polar"; got {self.signal} for {self.rule!r}. Leave it out.'
@@ -165,13 +174,13 @@ class Online:
             watch: told what the step met, before the tensor moves.
         """
         follow = self._polar if self.rule == "polar" else self._scaled
-        moved = follow(potential, name, widen(move.grad), state, watch)
+        moved, share = follow(potential, name, widen(move.grad), state, watch)
         if isinstance(move.decay, Tensor) or move.decay != 0:
             x.mul_(1 - move.decay)
-        x.sub_(moved.reshape(x.shape), alpha=float(move.lr) * self.step_size(potential.slots[name].key))
+        x.sub_(moved.reshape(x.shape), alpha=float(move.lr) * self.step_size(potential.slots[name].key) * share)
 
-    def _scaled(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Tensor:
-        """V (c / a_t)."""
+    def _scaled(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Along:
+        """V (c / a_t), the whole of it."""
         coordinates = potential.basis.into(name, grad)
         turn = self.turn(coordinates, state)
         if turn is not None:
@@ -180,29 +189,41 @@ class Online:
         moved = coordinates / metric
         if watch is not None:
             watch((coordinates * moved).sum(), metric)
-        return potential.basis.out_of(name, moved if turn is None else turn @ moved)
+        return potential.basis.out_of(name, moved if turn is None else turn @ moved), 1.0
 
-    def _polar(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Tensor:
-        """(C C')^-1/2 C D^-1/2 of a weight; a tensor that is no matrix follows the average of its squares."""
-        average = local(state.setdefault("average", torch.zeros_like(grad)))
+    def _polar(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Along:
+        """(C C')^-1/2 C D^-1/2 of a weight, and the share of signal; others follow the average of their squares."""
+        if "average" not in state:
+            state["average"] = torch.zeros_like(grad)
+        average = local(state["average"])
         average.lerp_(grad, 1 - self.beta)
-        ahead = grad.lerp(average, self.beta)
         if grad.ndim < 2:
             metric = self.metric(grad, state)
-            moved = ahead / (1 - self.beta ** (state["counted"] + 1)) / metric
             if watch is not None:
                 watch((grad.square() / metric).sum(), metric)
-            return moved
+            return grad.lerp(average, self.beta).div_(metric), 1 / (1 - self.beta ** (state["counted"] + 1))
         if not grad.numel():
-            return grad
-        d, rows = potential.metric(name)[0], grad.shape[0]
+            return grad, 1.0
+        if self.signal or self.refresh:
+            state["counted"] = state.get("counted", 0) + 1
+        share = self._share(grad, average, state)
+        if self.refresh < 2:
+            return self._direction(potential, name, grad.lerp(average, self.beta), share, watch), share
+        interval = min(self.refresh, 1 + state["counted"] // SETTLED)
+        if "direction" not in state or state["counted"] - state["found"] >= interval:
+            state["found"] = state["counted"]
+            state["direction"] = self._direction(potential, name, grad.lerp(average, self.beta), share, watch)
+        return state["direction"], share
+
+    def _direction(self, potential: MaxDiagonal, name: str, ahead: Tensor, share: float, watch: Watch | None) -> Tensor:
+        """(C C')^-1/2 C D^-1/2 for M = ahead."""
+        d, rows = potential.metric(name)[0], ahead.shape[0]
         size = ahead.abs().amax()
         scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
         ahead = ahead / scale
-        share = self._share(grad, average, state)
-        full = (size / self.epsilon).clamp_max(1) * share
+        full = (size / self.epsilon).clamp_max(1)
         whitened = partial(_whitened, full=full, watch=watch and _scaled_up(watch, scale, share))
-        if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(grad.shape[1:]):
+        if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(ahead.shape[1:]):
             # the metric is of the columns: C C' = M D^-1 M' and C D^-1/2 = M D^-1, one product with D^-1 for both
             m = ahead.reshape(rows, -1)
             b = potential.basis.descend(name, torch.zeros_like(ahead), ahead, d, -1.0, None).reshape(rows, -1)
@@ -212,16 +233,16 @@ class Online:
         c = whitened(c @ c.mT) @ c if rows <= c.shape[1] else c @ whitened(c.mT @ c)
         return potential.basis.out_of(name, c.reshape(coordinates.shape) / root)
 
-    def _share(self, grad: Tensor, average: Tensor, state: State) -> Tensor:
+    def _share(self, grad: Tensor, average: Tensor, state: State) -> float:
         """The share of signal in the gradients of a weight; 1 at the first step and where it is not followed."""
         if not self.signal:
-            return grad.new_ones(())
-        count = state["counted"] = state.get("counted", 0) + 1
-        before = state.get("length", grad.new_zeros(()))
+            return 1.0
+        count, before = state["counted"], float(state.get("length", 0.0))
         # a root mean square, whose squares are never formed: they would be lost or overflow where lengths are not
-        state["length"] = torch.hypot(math.sqrt(self.signal) * before, math.sqrt(1 - self.signal) * _length(grad))
-        usual = (state["length"] / math.sqrt(1 - self.signal**count)).clamp_min(torch.finfo(grad.dtype).tiny)
-        return (_length(average) / (1 - self.beta**count) / usual).clamp_max(1)
+        length = math.hypot(math.sqrt(self.signal) * before, math.sqrt(1 - self.signal) * _length(grad))
+        state["length"] = grad.new_tensor(length)
+        usual = max(length / math.sqrt(1 - self.signal**count), torch.finfo(grad.dtype).tiny)
+        return min(_length(average) / (1 - self.beta**count) / usual, 1.0)
 
     def distance(self, potential: MaxDiagonal, name: str, delta: Tensor, metric: Tensor, state: State) -> float:
         """|delta|^2 in a metric a, such as the mean of those that `watch` was given.
@@ -243,7 +264,8 @@ class Online:
 
     def __str__(self) -> str:
         """The rule and its numbers but for the scales, in words."""
-        renewed = f", output side renewed every {self.refresh} steps" if self.refresh else ""
+        what = "direction found" if self.rule == "polar" else "output side renewed"
+        renewed = f", {what} every {self.refresh} steps" if self.refresh else ""
         return f"{self.rule} rule, beta {self.beta:g}{f', signal {self.signal:g}' if self.signal else ''}{renewed}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,15 +280,18 @@ def _power_of_two(size: Tensor) -> Tensor:
     return known.log2().floor().exp2()
 
 
-def _length(x: Tensor) -> Tensor:
+def _length(x: Tensor) -> float:
     """|x|, as long as it is a number at all."""
+    found, limits = float(torch.linalg.vector_norm(x)), torch.finfo(x.dtype)
+    if limits.tiny**0.25 < found < limits.max**0.25:  # no square that counts was lost
+        return found
     scale = _power_of_two(x.abs().amax())
-    return torch.linalg.vector_norm(x / scale) * scale
+    return float(torch.linalg.vector_norm(x / scale)) * float(scale)
 
 
-def _scaled_up(watch: Watch, scale: Tensor, share: Tensor) -> Watch:
+def _scaled_up(watch: Watch, scale: Tensor, share: float) -> Watch:
     """Told of a whole step from the gradient over a scale; tells what was met in truth, in the metric a_t over the share."""
-    known = share.clamp_min(torch.finfo(share.dtype).tiny)
+    known = max(share, torch.finfo(scale.dtype).tiny)
     return lambda energy, metric: watch(scale * energy * share, scale / known * metric)
 
 

@@ -11,8 +11,31 @@ from metamd.learned import LearnedOptimiser, load
 from metamd.optimiser import MetaMD
 
 
+def refreshed(learned: LearnedOptimiser, refresh: int) -> LearnedOptimiser:
+    """The same learned optimiser, whose polar steps find their directions every so many steps.
+
+    Args:
+        learned: one with a usage by polar steps.
+        refresh: 1 finds them in every step.
+    """
+    online = learned.online
+    if learned.usage.metric != "online" or online is None or online.rule != "polar":
+        raise ValueError(
+            f"refresh says how often the directions of polar steps are found, but this file recommends the {learned.usage}. "
+            "Leave refresh out."
+        )
+    if type(refresh) is not int or refresh < 1:
+        raise ValueError(f"refresh must be a number of steps, 1 or more; got {refresh!r}. Pass refresh=4, say.")
+    return replace(learned, header=replace(learned.header, online=replace(online, refresh=refresh).to_dict()))
+
+
 def prepare(
-    params: Iterable[Any], learned: LearnedOptimiser | str | PathLike[str], *, steps: int, **options: Any
+    params: Iterable[Any],
+    learned: LearnedOptimiser | str | PathLike[str],
+    *,
+    steps: int,
+    refresh: int | None = None,
+    **options: Any,
 ) -> tuple[MetaMD, LRScheduler]:
     """The optimiser with the momentum, the metric and the schedule that the file says are best, ready for a run.
 
@@ -21,6 +44,8 @@ def prepare(
         learned: what `load` gives, or what it takes: a path, or the name of a shipped one. One without a `usage` is used
             plainly.
         steps: how many times `schedule.step()` will be called: the length of the run.
+        refresh: how often a file that recommends polar steps finds their directions: 4 makes a step of a small network half
+            as long, and takes a few more of them. What the file says if not given, which is every step.
         options: of `MetaMD`, where you want others. With another momentum, or another average, lr still is the one at which
             the learned steps are taken; so it is for groups with a momentum of their own.
 
@@ -38,6 +63,7 @@ def prepare(
         raise TypeError(
             f"learned must be a LearnedOptimiser or a path, got {type(learned).__name__}. Pass metamd.load(path)."
         )
+    learned = learned if refresh is None else refreshed(learned, refresh)
     usage = learned.usage
     chosen: dict[str, Any] = {"momentum": usage.momentum, "metric": usage.metric, **options}
 

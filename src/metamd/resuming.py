@@ -42,7 +42,8 @@ def metric_code(online: Online | None) -> str:
     if online is None:
         return "learned"
     numbers = hashlib.sha256(json.dumps(online.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
-    return f"{online.rule}{'-refreshed' if online.refresh else ''}{'-signal' if online.signal else ''} {numbers}"
+    turned = online.refresh and online.rule != "polar"  # polar averages are the same however often a direction is found
+    return f"{online.rule}{'-refreshed' if turned else ''}{'-signal' if online.signal else ''} {numbers}"
 
 
 def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:
@@ -90,7 +91,7 @@ def forget_metric(state_dict: Mapping[str, Any], kind: Kind, state: Any) -> None
     rules = (code.split()[0] for code in (state_dict["param_groups"][0].get("metric", kind.metric), kind.metric))
     if len(set(rules)) > 1:
         for store in state.values():
-            for key in (*KEPT, "counted"):
+            for key in (*KEPT, "counted", "found"):
                 store.pop(key, None)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,7 +75,11 @@ def train(
     phi = phi.fixed({n: phi.metric(n).detach() for n in start})
     active: Active | None = None
     states: dict[str, State] = {n: {} for n in start}
-    sums = _Sums(phi, online) if online is not None and (measure or comparator is not None) else None
+    sums = None
+    if online is not None and (measure or comparator is not None):
+        # what is told of a polar step is told where its direction is found: in every one, for this
+        online = replace(online, refresh=0) if online.rule == "polar" else online
+        sums = _Sums(phi, online)
     losses: list[float] = []
     energies: list[float] = []
     for t in range(total):

@@ -316,6 +316,7 @@ class Compare:
         schedules: of the rivals' rates: constant, linear.
         momentum: of MetaMD; as FILE has it if not given.
         schedule: of MetaMD's rate; as FILE has it if not given.
+        refresh: of MetaMD, how often polar steps find their directions: 4 makes a step of a small network half as long.
         target: the rival that sets the target, by its name or its label in the table; the last one if not given.
         hold_out: the domain to compare on; that of FILE if not given.
         seeds: tasks, or tasks per domain.
@@ -340,6 +341,7 @@ class Compare:
     schedules: tuple[Literal["constant", "linear"], ...] = ("constant", "linear")
     momentum: float | None = None
     schedule: Literal["constant", "linear"] | None = None
+    refresh: int | None = None
     target: str | None = None
     hold_out: str | None = None
     seeds: int = 3

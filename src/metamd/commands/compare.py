@@ -98,7 +98,7 @@ def _check_fit(ours: Contender, family: TaskFamily) -> None:
 
 def _ours(learned: LearnedOptimiser, options: Compare) -> Contender:
     """As the file says that it is best used, unless something else was asked."""
-    made, usage = learned_rival(learned), learned.usage
+    made, usage = learned_rival(learned, refresh=options.refresh), learned.usage
     momentum = usage.momentum if options.momentum is None else options.momentum
     return made.with_setting(options.schedule or usage.schedule, momentum=momentum)
 

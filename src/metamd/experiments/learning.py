@@ -37,6 +37,7 @@ class Entry:
         usage: metric, momentum, schedule and factor; None for what was chosen on the training tasks, or plainly.
         exact: False takes the paper's step.
         averaging: the kind of average that momentum is, as for `MetaMD`.
+        refresh: how often polar steps find their directions, if not as the file says.
         piece: counted from 0, to use one piece of a mixture alone.
         instead: the geometry that enters where this one was learned for tensors of other shapes than the task has.
     """
@@ -44,6 +45,7 @@ class Entry:
     usage: Usage | None = None
     exact: bool = True
     averaging: AveragingName = "constant"
+    refresh: int | None = None
     piece: int | None = None
     instead: str | None = None
 

@@ -1,6 +1,6 @@
 """Learn on all domains of a family but one, compare on that one, each in turn: what the image experiments share."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from metamd.experiments.learning import (
 )
 from metamd.experiments.pace import lines as pace_lines
 from metamd.experiments.pace import pace
+from metamd.experiments.recorded import recorded, standing
 from metamd.folds import Target
 from metamd.learned import load
 from metamd.protocols import entrants, labels
@@ -92,7 +93,7 @@ class Experiment:
         first = [next(iter(g.entries)) for name, g in self.geometries.items() if name not in failed]
         self.draw(joined, first, folder)
         size, rows = self.scales[scale], self.rows(joined)
-        rows[0]["pace"] = {title: pace(joined, who, self.share) for title, who in _opponents(joined, size).items()}
+        rows[0]["pace"] = self._paces(joined, _opponents(joined, size))
         rows[0] |= {"share": self.share} | ({"failed": failed} if failed else {})
         about: Result = {"experiment": self.name, "scale": scale, "seed": seed, "protocol": size.protocol}
         return about | {"last_tenth": last_tenths(joined), "rows": rows}
@@ -121,8 +122,10 @@ class Experiment:
         known = {cell: records.cell(cell, dict) for cell in self._cells(size) if records.has(cell)}
         kept = {d: read for d in size.domains if (read := self._read(size, d, folder, known))}
         families = {domain: self._begun(size, domain, folder) for domain in size.domains if domain not in kept}
-        self._forget(records, families, folder)
-        lessons = self._lessons(size, families, folder, seed)
+        before = {domain: self._before(size, domain, folder, family) for domain, family in families.items()}
+        stands = {domain: self._standing(size, domain, known, found) for domain, found in before.items()}
+        self._forget(records, stands, folder)
+        lessons = self._lessons(size, families, folder, seed, stands)
         taught = known | (fill(records, lessons, title=f"{self.name}: learning", workers=workers) if families else {})
         failed = self._failures(taught, size)
         if next(iter(self.geometries)) in failed:
@@ -136,7 +139,7 @@ class Experiment:
                 here = _place(folder, name)
                 everybody = entrants(
                     size.protocol,
-                    dict(self._ours(folder, domain, side, failed)),
+                    dict(self._ours(folder, domain, side, failed, dict.fromkeys(stands[domain], before[domain].get(name)))),
                     list(self._rivals(size, families[domain], domain, folder, seed)),
                     side,
                     budget=size.budget,
@@ -174,6 +177,14 @@ class Experiment:
             family: its training side.
         """
         return {domain: family.held_out()} if self.sides is None else self.sides(size, domain, family)
+
+    def _paces(self, joined: Comparison, opponents: Mapping[str, list[str]]) -> dict[str, list[Result]]:
+        """Of the first of ours, then of those that find directions less often, which seconds are for."""
+        found = {title: pace(joined, who, self.share) for title, who in opponents.items()}
+        entries = {label: e for g in self.geometries.values() for label, e in g.entries.items() if label in joined.labels}
+        for label in (label for label, entry in entries.items() if entry.refresh is not None):
+            found |= {f"{title}, by {label}": pace(joined, who, self.share, label) for title, who in opponents.items()}
+        return found
 
     def _cells(self, size: Scale) -> list[str]:
         return [f"learn-{domain}-{name}" for domain in size.domains for name in self.geometries]
@@ -216,18 +227,34 @@ class Experiment:
         found = kept_start(learned_file(folder, domain, "start"), partial(self.start, size, family))
         return SharedStart(family.family if isinstance(family, SharedStart) else family, found)
 
-    def _lessons(self, size: Scale, families: Mapping[str, Family], folder: Path, seed: int) -> Iterator[Cell]:
+    def _before(self, size: Scale, domain: str, folder: Path, family: Family) -> dict[str, Comparison]:
+        """The comparisons of a domain that are there, by side, of whom others may have been asked for since."""
+        names = [domain] if self.sides is None else list(self.sides(size, domain, family))
+        places = {name: _place(folder, name) for name in names}
+        there = size.protocol == "handicap" and all((place / "comparison.json").exists() for place in places.values())
+        return {name: Comparison.read(place) for name, place in places.items()} if there else {}
+
+    def _standing(self, size: Scale, domain: str, known: Mapping[str, Result], before: Mapping[str, Comparison]) -> set[str]:
+        """Geometries that need not be learned again for a domain: all their runs are there."""
+        taught = {name: known[cell] for name in self.geometries if (cell := f"learn-{domain}-{name}") in known}
+        return standing(self.geometries, taught, before.values(), size.seeds)
+
+    def _lessons(
+        self, size: Scale, families: Mapping[str, Family], folder: Path, seed: int, stands: Mapping[str, set[str]]
+    ) -> Iterator[Cell]:
         (folder / "learned").mkdir(exist_ok=True)
         for domain, family in families.items():
             for name, geometry in self.geometries.items():
+                if name in stands[domain]:
+                    continue
                 path = learned_file(folder, domain, name)
                 drawn = domain if geometry.same_tasks else path.stem
                 yield Cell(f"learn-{domain}-{name}", partial(learn, size, family, geometry, path, seed, drawn))
 
-    def _forget(self, records: Records, domains: Iterable[str], folder: Path) -> None:
-        """What was learned into a file that is gone is learned again; what could not be learned is not."""
-        for domain in domains:
-            for name in self.geometries:
+    def _forget(self, records: Records, stands: Mapping[str, set[str]], folder: Path) -> None:
+        """What was learned into a file that is gone is learned again, unless it stands; what could not be learned is not."""
+        for domain, stand in stands.items():
+            for name in self.geometries.keys() - stand:
                 cell = f"learn-{domain}-{name}"
                 gone = not learned_file(folder, domain, name).exists()
                 if gone and records.has(cell) and "failed" not in records.cell(cell, dict):
@@ -243,11 +270,14 @@ class Experiment:
         return failed
 
     def _ours(
-        self, folder: Path, domain: str, side: TaskFamily, failed: Mapping[str, str]
+        self, folder: Path, domain: str, side: TaskFamily, failed: Mapping[str, str], before: Mapping[str, Comparison | None]
     ) -> Iterator[tuple[str, Contender]]:
         shapes = {n: tuple(x.shape) for n, x in side.example().items()}
         for name, geometry in self.geometries.items():
             for label, entry in geometry.entries.items() if name not in failed else ():
+                if (there := before.get(name)) is not None:
+                    yield label, recorded(there, label)
+                    continue
                 learned, used = load(learned_file(folder, domain, name)), name
                 if entry.instead is not None and learned.header.model != shapes:
                     learned, used = load(learned_file(folder, domain, entry.instead)), entry.instead
@@ -260,6 +290,7 @@ class Experiment:
                     usage=entry.usage,
                     exact=entry.exact,
                     averaging=entry.averaging,
+                    refresh=entry.refresh if learned.usage.metric == "online" else None,
                 )
                 yield label, entered.untuned()
 

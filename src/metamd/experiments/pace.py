@@ -8,8 +8,8 @@ from metamd.folds import Candidate, Fold
 from metamd.records import Result
 
 
-def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> list[Result]:
-    """The first optimiser against the best of the rivals on every domain.
+def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours: str | None = None) -> list[Result]:
+    """One optimiser against the best of the rivals on every domain.
 
     Each quantity has its own best rival, with its own best setting on that very domain: the lowest mean loss, the lowest
     loss after a share of the steps, the highest test accuracy. The steps are those to the second of these losses, as a part
@@ -22,8 +22,9 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0) -> l
         comparison: over all domains.
         rivals: labels.
         share: of the run.
+        ours: its label; that of the first one if not given.
     """
-    ours = comparison.labels[0]
+    ours = ours or comparison.labels[0]
     found = []
     for fold in comparison.folds:
         mine = fold.best(ours, "mean_loss", None)

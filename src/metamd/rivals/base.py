@@ -95,6 +95,7 @@ class Rival:
         knots: of its learned schedule, if it has one.
         domains: that it was learned on.
         tasks: hashes of those that it was learned on.
+        recorded: whether it is known from records alone, so that it cannot be trained or timed.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Rival:
     knots: tuple[float, ...] = ()
     domains: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
+    recorded: bool = False
 
     def was_learned_on(self, domain: str, tasks: Iterable[str]) -> bool:
         """Whether it was learned on this domain or on any of these tasks, so that they are not held out.

@@ -6,6 +6,7 @@ from typing import Any
 from metamd.averaging import AveragingName
 from metamd.learned import LearnedOptimiser
 from metamd.optimiser import MetaMD
+from metamd.ready import refreshed
 from metamd.rivals.base import Named, Range, Rival, Setting
 from metamd.rivals.classical import DECAY
 from metamd.usage import Schedule, Usage
@@ -21,6 +22,7 @@ def learned_rival(
     usage: Usage | None = None,
     exact: bool = True,
     averaging: AveragingName = "constant",
+    refresh: int | None = None,
 ) -> Rival:
     """A learned geometry behind the interface of the rivals; by default as its file says, with nothing tuned.
 
@@ -35,7 +37,9 @@ def learned_rival(
         usage: metric, momentum, schedule and factor; those of the file if not given.
         exact: False takes the paper's step.
         averaging: as for `MetaMD`.
+        refresh: as for `prepare`.
     """
+    learned = learned if refresh is None else refreshed(learned, refresh)
     used = usage or learned.usage
 
     def make(named: Named, setting: Setting) -> MetaMD:

@@ -301,6 +301,9 @@ def test_the_pace_against_the_best_rival_by_hand():
     assert paid["paid_after"] == math.ceil(1000 / (200 + 40)), "two candidates of 100 steps, and 40 steps saved"
     (half,) = pace(Comparison((fold,), {}), ["early", "late"], 0.5)
     assert half["steps"] == pytest.approx(30 / 10)  # 0.4 is what the best rival has at half of the run, and after a tenth
+    (other,) = pace(Comparison((fold,), {}), ["early", "late"], ours="late")
+    assert other["mean_loss"] == pytest.approx((sum(low_late[1:]) / 10) / 0.4)
+    assert (other["steps"], other["seconds"]) == (pytest.approx(90 / 90), pytest.approx(1 / 2)), "of late, not of ours"
     falling = list(np.linspace(2.0, 0.2, 11))
     whole = Fold("d", {"ours": candidates(ours), "rival": candidates(falling)}, {}, {})
     (row,) = pace(Comparison((whole,), {}), ["rival"])

@@ -6,7 +6,7 @@ Each dataset is held out in turn, T = 500. QMNIST takes part where its images ar
 from functools import partial
 
 from metamd import tasks
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.leave_one_out import MODERN, Entry, Experiment, Geometry, Scale, markdown
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.held_out import ImageFamily
 from metamd.usage import Usage
@@ -43,7 +43,7 @@ SCALES = {
         10_000,
         outer_steps=2,
         tasks_per_step=4,
-        rivals=("sgdm", "rmsprop", "adam", "muon", "soap", "schedule-free", "prodigy"),
+        rivals=("sgd", *MODERN),
         schedules=("linear",),
         usage_tasks=4,
         screen=3,

@@ -50,7 +50,13 @@ SCALES = {
 }
 
 
-def _family(scale: Scale, hold_out: str) -> ImageFamily:
+def rotated(scale: Scale, hold_out: str) -> ImageFamily:
+    """The MLP's family with an angle held out.
+
+    Args:
+        scale: how many images and steps.
+        hold_out: the angle.
+    """
     angles = [float(a) for a in ANGLES]
     return tasks.rotated_mnist(
         angles=angles, hold_out=float(hold_out), model="mlp", images=scale.images, batch_size=100, steps=scale.steps
@@ -59,7 +65,7 @@ def _family(scale: Scale, hold_out: str) -> ImageFamily:
 
 EXPERIMENT = Experiment(
     "rotated-mnist-mlp",
-    _family,
+    rotated,
     {
         "kronecker": Geometry(
             partial(Kronecker, rank="auto"),

@@ -1,0 +1,52 @@
+"""`metamd reproduce by-the-clock`: how often polar steps should find their directions, in steps and in seconds.
+
+The 3-layer MLP on rotated MNIST, where a gradient takes a millisecond and finding directions several. One file for each
+held-out angle, as `rotated-mnist-mlp` learns it, is used with its directions found in every step, and every second, fourth
+and eighth; the rivals are those whose steps are cheap, with linear decay.
+"""
+
+from functools import partial
+
+from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
+from metamd.experiments.pace import geometric_mean
+from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
+from metamd.potentials import Kronecker
+from metamd.records import Result
+
+__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+
+CHEAP = ("sgdm", "adam", "adamw")
+OFTEN = {"MetaMD": Entry(), **{f"MetaMD, refresh {k}": Entry(refresh=k) for k in (2, 4, 8)}}
+
+SCALES = {
+    "smoke": Scale(
+        ("45",), 200, steps=20, tasks_per_step=2, seeds=2, budget=3, rivals=("adam",), schedules=("linear",), usage_tasks=0
+    ),
+    "cpu": Scale(("0", "45"), 10_000, outer_steps=2, tasks_per_step=4, rivals=CHEAP, schedules=("linear",), screen=3),
+    "paper": Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20, rivals=CHEAP, schedules=("linear",)),
+}
+
+EXPERIMENT = Experiment(
+    "by-the-clock",
+    rotated,
+    {"kronecker": Geometry(partial(Kronecker, rank="auto"), OFTEN, choose_usage=True, follow=1.0)},
+    SCALES,
+    {},
+)
+
+
+def markdown(rows: list[Result]) -> str:
+    """One line for every way: ratios to the best rival of each angle, geometric means, and test accuracy.
+
+    Args:
+        rows: as `Experiment.rows` makes them.
+    """
+    heads = ["", "mean loss", "steps to the final loss of the best rival", "seconds", "test accuracy, %"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for title, found in rows[0]["pace"].items():
+        label = title.partition(", by ")[2] or rows[0]["label"]
+        ratios = [geometric_mean([row[k] for row in found]) for k in ("mean_loss", "steps", "seconds")]
+        shown = ["not in all runs" if x is None else f"{x:.2f} x" for x in ratios]
+        ours, theirs = (sum(row[k] for row in found) / len(found) for k in ("accuracy", "best_accuracy"))
+        lines.append("| " + " | ".join([label, *shown, f"{ours:.2f} (best rival {theirs:.2f})"]) + " |")
+    return "\n".join(lines) + "\n"

@@ -121,7 +121,7 @@ def test_the_table_names_every_model():
 
 @pytest.mark.parametrize("name", ["resnet18"])
 def test_the_faster_layout_changes_no_value_and_no_parameters_layout(name, monkeypatch):
-    build = {"lenet": LeNet, "resnet18": lambda: ResNet18(width=4)}[name]
+    build = {"lenet": LeNet, "resnet18": lambda: ResNet18(width=8)}[name]
     images = torch.rand(6, 3 if name == "resnet18" else 1, 28, 28, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     model = build()

@@ -296,7 +296,7 @@ def test_norms_that_make_model_froze_stay_frozen() -> None:
     assert torch.isfinite(task.loss(params, alone))
 
 
-@pytest.mark.parametrize("make", [LeNet, lambda: ResNet18(1, width=4), lambda: ResNet18(1, width=4, norm="group")])
+@pytest.mark.parametrize("make", [LeNet, lambda: ResNet18(1, width=8), lambda: ResNet18(1, width=8, norm="group")])
 def test_the_papers_models_run(make: Callable[[], nn.Module]) -> None:
     data = labelled(30, shape=(1, 28, 28))
     task = draw(supervised(make, {"mine": data}, batch_size=4))

@@ -1,7 +1,7 @@
 """`metamd reproduce adapt-rotated-mnist`: a model trained at 45 degrees is adapted to other angles in 100 steps.
 
 Every task begins at the same model, the regime of nightly retrains and of one model per customer. Nine angles to learn
-from, the tenth to compare on (seven of the ten in turn at the scale `cpu`); the rivals begin at the same model.
+from, the tenth to compare on, each in turn; the rivals begin at the same model.
 `adapt-rotated-mnist-learned` is the same from the learned start, the mean of the solutions on the nine angles, which the
 rivals are given too.
 """
@@ -37,9 +37,7 @@ SCALES = {
         usage_tasks=0,
         batch_size=20,
     ),
-    "cpu": Scale(
-        ("0", "10", "30", "40", "60", "80", "90"), 5000, steps=100, outer_steps=4, tasks_per_step=9, rivals=MODERN, screen=3
-    ),
+    "cpu": Scale(ANGLES, 5000, steps=100, outer_steps=4, tasks_per_step=9, rivals=MODERN, screen=3),
     "paper": Scale(ANGLES, 5000, steps=100, outer_steps=8, tasks_per_step=18, seeds=10, rivals=MODERN),
 }
 

@@ -5,8 +5,12 @@ held-out angle, as `rotated-mnist-mlp` learns it, is used with its directions fo
 and eighth; the rivals are those whose steps are cheap, with linear decay.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
+from metamd.comparison import Comparison
+from metamd.experiments.curves import learning_curves
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
 from metamd.experiments.pace import geometric_mean
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
@@ -26,12 +30,19 @@ SCALES = {
     "paper": Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20, rivals=CHEAP, schedules=("linear",)),
 }
 
+
+def _curves(comparison: Comparison, labels: Sequence[str], folder: Path) -> None:
+    """Of all ways in which the file is used, not of the first alone."""
+    learning_curves(comparison, list(OFTEN), folder)
+
+
 EXPERIMENT = Experiment(
     "by-the-clock",
     rotated,
     {"kronecker": Geometry(partial(Kronecker, rank="auto"), OFTEN, choose_usage=True, follow=1.0)},
     SCALES,
     {},
+    draw=_curves,
 )
 
 

@@ -33,7 +33,7 @@ SCALES = {
         schedules=("linear",),
         usage_tasks=0,
         batch_size=10,
-        width=4,
+        width=8,
         measuring=Measuring(every=3, examples=20, splits=("test",)),
     ),
     "cpu": Scale(

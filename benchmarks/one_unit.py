@@ -3,9 +3,9 @@
     python benchmarks/one_unit.py FOLDER DOMAIN LIKE
 
 A step of a rival takes as long on one domain as on another, and how much longer than one of Adam is up to the processor:
-torch's Muon, which computes in bfloat16, takes 60 times as long where there are no units for that. The rivals of the domain
-get the seconds that they have on the domain LIKE, and those of MetaMD are multiplied by the median of how much the rivals'
-have changed. `metamd reproduce` with the same folder then makes the tables again.
+torch's Muon, which computes in bfloat16, takes 60 times as long as Adam where there are no units for that. The rivals of
+the domain get the seconds that they have on the domain LIKE, and those of MetaMD are multiplied by the median of how much
+the rivals' have changed. `metamd reproduce` with the same folder then makes the tables again.
 """
 
 import json
@@ -16,18 +16,14 @@ from metamd.comparing import in_unit_of
 from metamd.records import read_json, write_json
 
 
-def seconds(folder: Path, domain: str) -> tuple[dict[str, object], dict[str, float]]:
-    index = read_json(folder / f"domain-{domain}" / "comparison.json")
-    return index, index["folds"][0]["seconds"]
-
-
 def main() -> None:
     folder, domain, like = Path(sys.argv[1]), *sys.argv[2:]
-    index, now = seconds(folder, domain)
-    rivals = {label: x for label, x in seconds(folder, like)[1].items() if not label.startswith("MetaMD")}
-    index["folds"][0]["seconds"] = in_unit_of(now, rivals)  # type: ignore[index]
+    index, other = (read_json(folder / f"domain-{name}" / "comparison.json") for name in (domain, like))
+    (fold,), (reference,) = index["folds"], other["folds"]
+    before = {label: x for label, x in reference["seconds"].items() if not label.startswith("MetaMD")}
+    fold["seconds"] = in_unit_of(fold["seconds"], before)
     write_json(folder / f"domain-{domain}" / "comparison.json", index)
-    print(json.dumps({label: [x, index["folds"][0]["seconds"][label]] for label, x in now.items()}))  # type: ignore[index]
+    print(json.dumps(fold["seconds"]))
 
 
 if __name__ == "__main__":

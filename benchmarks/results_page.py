@@ -46,16 +46,13 @@ def overview() -> str:
     heads = ["", "steps, Adam & co.", "seconds", "mean loss, best of all", "steps", "seconds", "test accuracy, %"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, said in LINES.items():
-        pace = json.loads((ROOT / "results" / name / "summary.json").read_text())["rows"][0]["pace"]
-        lines.append(_line(f"{said} (`{name}`, {len(pace[ALL])} held out)", pace[PAPERS], pace[ALL]))
+        rows = json.loads((ROOT / "results" / name / "summary.json").read_text())["rows"]
+        papers, best = rows[0]["pace"][PAPERS], rows[0]["pace"][ALL]
+        cells = [f"{said} (`{name}`, {len(best)} held out)", *(_ratio(papers, k) for k in ("steps", "seconds"))]
+        cells += [_ratio(best, k) for k in ("mean_loss", "steps", "seconds")]
+        ours, theirs = (sum(row[k] for row in best) / len(best) for k in ("accuracy", "best_accuracy"))
+        lines.append("| " + " | ".join([*cells, f"{ours:.2f} (best rival {theirs:.2f})"]) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _line(said: str, papers: list[dict[str, Any]], best: list[dict[str, Any]]) -> str:
-    cells = [said, *(_ratio(papers, k) for k in ("steps", "seconds"))]
-    cells += [_ratio(best, k) for k in ("mean_loss", "steps", "seconds")]
-    ours, theirs = (sum(row[k] for row in best) / len(best) for k in ("accuracy", "best_accuracy"))
-    return "| " + " | ".join([*cells, f"{ours:.2f} (best rival {theirs:.2f})"]) + " |"
 
 
 def _ratio(rows: list[dict[str, Any]], key: str) -> str:

@@ -33,6 +33,7 @@ from metamd.following import learn_from_reference
 from metamd.inner import gradient
 from metamd.objectives import Reference
 from metamd.online import KEPT
+from metamd.ready import takes_polar_steps
 from metamd.starts import LearnedStart
 from metamd.tasks import quadratic, starting_at, tabular
 from metamd.training import Measuring
@@ -729,5 +730,7 @@ def test_how_often_directions_are_found_is_up_to_the_run(tmp_path):
     plain = replace(learned, header=replace(learned.header, usage=Usage().to_dict()))
     with pytest.raises(ValueError, match=r"but this file recommends the learned metric, .*Leave refresh out"):
         end(plain, refresh=4)
+    average = replace(learned, header=replace(learned.header, online=Online(scale=learned.online.scale).to_dict()))
+    assert [takes_polar_steps(x) for x in (learned, plain, average)] == [True, False, False]
     asked_for = [compare_command._ours(learned, Compare("x", "tabular", refresh=k)).describe() for k in (None, 4)]
     assert asked_for == [one.untuned().describe(), four.untuned().describe()]

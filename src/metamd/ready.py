@@ -11,6 +11,15 @@ from metamd.learned import LearnedOptimiser, load
 from metamd.optimiser import MetaMD
 
 
+def takes_polar_steps(learned: LearnedOptimiser) -> bool:
+    """Whether polar steps are what the file recommends.
+
+    Args:
+        learned: the file.
+    """
+    return learned.usage.metric == "online" and learned.online is not None and learned.online.rule == "polar"
+
+
 def refreshed(learned: LearnedOptimiser, refresh: int) -> LearnedOptimiser:
     """The same learned optimiser, whose polar steps find their directions every so many steps.
 
@@ -19,7 +28,7 @@ def refreshed(learned: LearnedOptimiser, refresh: int) -> LearnedOptimiser:
         refresh: 1 finds them in every step.
     """
     online = learned.online
-    if learned.usage.metric != "online" or online is None or online.rule != "polar":
+    if online is None or not takes_polar_steps(learned):
         raise ValueError(
             f"refresh says how often the directions of polar steps are found, but this file recommends the {learned.usage}. "
             "Leave refresh out."

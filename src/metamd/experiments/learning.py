@@ -37,7 +37,7 @@ class Entry:
         usage: metric, momentum, schedule and factor; None for what was chosen on the training tasks, or plainly.
         exact: False takes the paper's step.
         averaging: the kind of average that momentum is, as for `MetaMD`.
-        refresh: how often polar steps find their directions, if not as the file says.
+        refresh: how often polar steps find their directions, if not as the file says; nothing where it recommends others.
         piece: counted from 0, to use one piece of a mixture alone.
         instead: the geometry that enters where this one was learned for tensors of other shapes than the task has.
     """

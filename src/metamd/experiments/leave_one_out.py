@@ -27,6 +27,7 @@ from metamd.experiments.recorded import recorded, standing
 from metamd.folds import Target
 from metamd.learned import load
 from metamd.protocols import entrants, labels
+from metamd.ready import takes_polar_steps
 from metamd.records import Records, Result
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
 from metamd.search import SEARCHES
@@ -290,7 +291,7 @@ class Experiment:
                     usage=entry.usage,
                     exact=entry.exact,
                     averaging=entry.averaging,
-                    refresh=entry.refresh if learned.usage.metric == "online" else None,
+                    refresh=entry.refresh if takes_polar_steps(learned) else None,
                 )
                 yield label, entered.untuned()
 

@@ -116,6 +116,37 @@ def test_the_better_of_two_rules_is_found_although_the_other_is_better_at_first(
     assert (online.beta, usage.factor) == chosen
 
 
+@pytest.mark.parametrize("best", ["constant", "linear", "quadratic"])
+def test_the_schedule_that_is_best_at_its_own_factor_is_taken(best):
+    """Planted scores: each schedule has its best factor elsewhere, and is worse than the others at theirs."""
+    peaks = {"constant": 0.25, "linear": 0.5, "quadratic": 1.0}
+
+    class Planted(Trials):
+        def _losses(self, number, usage, online):
+            score = abs(math.log(usage.factor / peaks[usage.schedule])) + (0.9 if usage.schedule == best else 1.0)
+            return Losses(first=0.0, mean=score, end=score)
+
+    with parts_of(None, "usage", tabular(), {}) as parts:
+        trials = Planted([None] * 2, None, None, parts)
+        usage, _ = choosing._best(trials, [(None, Usage(factor=0.5))], tuple(peaks), (0.25, 0.35, 0.5, 0.7, 1.0))
+    assert (usage.schedule, usage.factor) == (best, peaks[best])
+
+
+def test_a_rate_that_falls_with_the_square_is_ahead_where_noise_holds_a_run_up():
+    """Noise of gradients around a minimum: by hand the variance is v <- (1 - eta)^2 v + eta^2, eta falling to zero."""
+
+    def left(usage, steps=400):
+        v = 1.0
+        for t in range(steps):
+            eta = 0.5 * usage.share(t, steps)
+            v = (1 - eta) ** 2 * v + eta**2
+        return v
+
+    ends = {s: left(Usage(schedule=s)) for s in ("constant", "linear", "quadratic")}
+    assert ends["quadratic"] < ends["linear"] < 0.2 * ends["constant"]
+    assert [Usage(schedule="quadratic").share(t, 4) for t in range(4)] == [1.0, 0.5625, 0.25, 0.0625]
+
+
 def broken_in(dataset):
     generator = torch.Generator().manual_seed(0)
     data = {str(i): (torch.randn(60, 4, generator=generator), torch.randn(60, 1, generator=generator)) for i in range(4)}

@@ -24,7 +24,7 @@ from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale,
 from metamd.experiments.variants import Variant
 from metamd.folds import Candidate, Fold, cell_name
 from metamd.potentials import Diagonal
-from metamd.protocols import PROTOCOLS, TITLES, entrants, labels
+from metamd.protocols import ENDINGS, PROTOCOLS, entrants, labels, unscheduled
 from metamd.records import Records
 from metamd.report import Section, as_markdown, as_text
 from metamd.rivals import Range, rival
@@ -329,11 +329,11 @@ def _invented(contender, losses):
 
 
 def test_the_handicap_tunes_rivals_alone():
-    ours = {"ours": rival("sgd").untuned()}
-    decayed = entrants("handicap", ours, [rival("adam"), rival("schedule-free")], QUADRATIC, budget=5, schedules=["linear"])
+    ours, both = {"ours": rival("sgd").untuned()}, [rival("adam"), rival("schedule-free")]
+    decayed = entrants("handicap", ours, both, QUADRATIC, budget=5, schedules=["linear"])
     assert list(decayed)[1:3] == ["Adam, linear decay", "Schedule-Free AdamW"], "what has no schedule is tuned all the same"
-    assert list(decayed) == labels(ours, [rival("adam"), rival("schedule-free")], ["linear"])
-    found = entrants("handicap", ours, [rival("adam"), rival("schedule-free")], QUADRATIC, budget=5)
+    assert list(decayed) == labels(ours, both, ["linear"])
+    found = entrants("handicap", ours, both, QUADRATIC, budget=5)
     assert list(found) == [
         "ours",
         "Adam",
@@ -343,6 +343,10 @@ def test_the_handicap_tunes_rivals_alone():
         "Schedule-Free AdamW, untuned",
     ]
     assert [len(c) for c in found.values() if isinstance(c, list)] == [5, 5, 5]
+    steeper = entrants("handicap", ours, both, QUADRATIC, budget=5, schedules=["quadratic"])
+    assert list(steeper)[1:3] == ["Adam, quadratic decay", "Schedule-Free AdamW"]
+    assert [c.share(0.5) for c in steeper["Adam, quadratic decay"]] == [0.25] * 5
+    assert [unscheduled(label) for label in found][1:4] == ["Adam", "Adam", "Schedule-Free AdamW"]
     with pytest.raises(ValueError, match="protocol must be one of handicap, paper"):
         entrants("fair", ours, [], QUADRATIC)
     assert set(PROTOCOLS) == {"handicap", "paper"}
@@ -549,7 +553,7 @@ def test_repetitions_on_one_domain_have_tasks_of_their_own(tiny_data, tmp_path):
 def test_declarations_fit_their_families(experiment, tiny_data):
     assert set(experiment.scales) == {"smoke", "cpu", "paper"}
     for scale in experiment.scales.values():
-        labels = {TITLES[s].format(rivals.rival(name).title) for name in scale.rivals for s in scale.schedules}
+        labels = {rivals.rival(name).title + ENDINGS[s] for name in scale.rivals for s in scale.schedules}
         assert experiment.target in labels
         for published in experiment.published.values():
             assert set(scale.domains) <= set(published)

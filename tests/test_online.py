@@ -256,6 +256,7 @@ def learned():
         (Usage(), "average"),
         (Usage("online", 0.8, "linear", 1.4), "average"),
         (Usage("online", 0.0, "linear", 0.7), "polar"),
+        (Usage("online", 0.0, "quadratic", 0.7), "polar"),
         (Usage("learned", 0.9, "linear", 0.5), "average"),
     ],
 )
@@ -384,7 +385,7 @@ def test_the_reference_rate_is_the_best_of_those_given():
         (lambda: Online(scale={"a": -1.0}), "the scale of 'a' must be positive and finite, got -1.0"),
         (lambda: Online().step_size("a"), "there is no online scale for 'a'"),
         (lambda: Usage("other"), 'metric must be "learned" or "online"'),
-        (lambda: Usage(schedule="cosine"), 'schedule must be "constant", "linear" or "learned"'),
+        (lambda: Usage(schedule="cosine"), 'schedule must be "constant", "linear", "quadratic" or "learned"'),
         (lambda: Usage(factor=0.0), "factor must be positive"),
         (lambda: MetaMD(small_model().named_parameters(), Diagonal(), metric="online"), "learns the scales"),
         (

@@ -43,7 +43,7 @@ COLOURS = {
 PALETTE = ("#1f78b4", "#b15928", "#33a02c", "#6a3d9a", "#ff7f00", "#e7298a", "#17becf", "#8c6d31", "#7f7f7f", "#bcbd22")
 """For optimisers that have no colour of their own, by their name."""
 
-VARIANTS = (", linear decay", ", untuned", " (all)", " (rate)")
+VARIANTS = (", linear decay", ", quadratic decay", ", untuned", " (all)", " (rate)")
 """Endings of labels that leave an optimiser its colour."""
 
 
@@ -58,6 +58,8 @@ def _colour(label: str) -> str:
 def _style(label: str, dashed: bool) -> str:
     if label.endswith(", untuned"):
         return ":"
+    if label.endswith(", quadratic decay"):
+        return "-."
     return "--" if dashed or label.endswith(", linear decay") else "-"
 
 

@@ -29,7 +29,23 @@ PROTOCOLS: dict[str, str] = {
 }
 """What each of them means, in a sentence for reports."""
 
-TITLES = {"constant": "{}", "linear": "{}, linear decay"}
+ENDINGS: dict[Schedule, str] = {"constant": "", "linear": ", linear decay", "quadratic": ", quadratic decay"}
+"""What the label of a tuned rival says of its schedule."""
+
+
+def unscheduled(label: str) -> str:
+    """The label of a tuned rival without its schedule: its title.
+
+    Args:
+        label: as `labels` makes it.
+
+    Example:
+        >>> unscheduled("Adam, linear decay")
+        'Adam'
+    """
+    for ending in filter(None, ENDINGS.values()):
+        label = label.removesuffix(ending)
+    return label
 
 
 def labels(ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Sequence[Schedule]) -> list[str]:
@@ -40,7 +56,7 @@ def labels(ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Se
         rivals: the others.
         schedules: of the rivals' learning rates, those that a rival may have; all that it has, if it has none of them.
     """
-    tuned = [TITLES[s].format(r.title) for r in rivals for s in _allowed(r, schedules)]
+    tuned = [r.title + ENDINGS[s] for r in rivals for s in _allowed(r, schedules)]
     return [*ours, *tuned, *(f"{r.title}, untuned" for r in rivals)]
 
 
@@ -86,7 +102,7 @@ def entrants(
     pairs = [(r, s) for r in rivals for s in _allowed(r, schedules)]
     if protocol == "handicap":
         found |= ours
-        found |= {TITLES[s].format(r.title): handicap(r, s, budget=budget) for r, s in pairs}
+        found |= {r.title + ENDINGS[s]: handicap(r, s, budget=budget) for r, s in pairs}
     else:
         tuned = _tuned(
             [*((replace(c.rival, defaults=c.setting), c.schedule) for c in ours.values()), *pairs],
@@ -98,7 +114,7 @@ def entrants(
         for (label, contender), (best, how) in zip(ours.items(), tuned, strict=False):
             found[label] = replace(contender, setting={**contender.setting, **best}, tuning=how)
         for (r, s), (best, how) in zip(pairs, tuned[len(ours) :], strict=True):
-            found[TITLES[s].format(r.title)] = replace(r.with_setting(s, **best), tuning=how)
+            found[r.title + ENDINGS[s]] = replace(r.with_setting(s, **best), tuning=how)
     return found | {f"{r.title}, untuned": r.untuned() for r in rivals}
 
 

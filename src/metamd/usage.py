@@ -8,10 +8,14 @@ from typing import Any, Literal, get_args
 from metamd.averaging import check_averaging
 
 Metric = Literal["learned", "online"]
-Schedule = Literal["constant", "linear", "learned"]
+Schedule = Literal["constant", "linear", "quadratic", "learned"]
 
 
-SCHEDULES: dict[str, Callable[[float], float]] = {"constant": lambda done: 1.0, "linear": lambda done: 1.0 - done}
+SCHEDULES: dict[Schedule, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "quadratic": lambda done: (1.0 - done) ** 2,
+}
 """The factor on the learning rate by the share of the steps that is done; that of a learned schedule is in its knots."""
 
 
@@ -22,7 +26,7 @@ class Usage:
     Args:
         metric: "learned", or "online" for the diagonal that follows the run in the learned coordinates.
         momentum: as for `MetaMD`.
-        schedule: of the rate over the run: "constant", "linear" to zero, or "learned".
+        schedule: of the rate over the run: "constant", "linear" or "quadratic" to zero, 1 - t/T or its square, or "learned".
         factor: on the learned steps of z.
         knots: of a learned schedule, its values at equal distances from the first step to the end, the largest being 1; it
             is linear between them.
@@ -42,7 +46,7 @@ class Usage:
         if self.metric not in get_args(Metric):
             raise ValueError(f'metric must be "learned" or "online", got {self.metric!r}.')
         if self.schedule not in get_args(Schedule):
-            raise ValueError(f'schedule must be "constant", "linear" or "learned", got {self.schedule!r}.')
+            raise ValueError(f'schedule must be "constant", "linear", "quadratic" or "learned", got {self.schedule!r}.')
         object.__setattr__(self, "knots", tuple(self.knots))  # a header has a list
         if self.schedule == "learned" or self.knots:
             check_knots(self.schedule, self.knots)

@@ -314,7 +314,7 @@ class Compare:
         protocol: handicap gives rivals the best rate on the very tasks, and MetaMD nothing; paper tunes everybody alike.
         budget: settings tried per rival and schedule.
         search: of the protocol paper: bayes, random or grid.
-        schedules: of the rivals' rates: constant, linear.
+        schedules: of the rivals' rates: constant, linear or quadratic decay to zero.
         momentum: of MetaMD; as FILE has it if not given.
         schedule: of MetaMD's rate; as FILE has it if not given.
         refresh: of MetaMD, how often polar steps find their directions: 4 makes a step of a small network half as long.
@@ -339,9 +339,9 @@ class Compare:
     protocol: Literal["handicap", "paper"] = "handicap"
     budget: int = 25
     search: Literal["bayes", "random", "grid"] = "bayes"
-    schedules: tuple[Literal["constant", "linear"], ...] = ("constant", "linear")
+    schedules: tuple[Literal["constant", "linear", "quadratic"], ...] = ("constant", "linear")
     momentum: float | None = None
-    schedule: Literal["constant", "linear"] | None = None
+    schedule: Literal["constant", "linear", "quadratic"] | None = None
     refresh: int | None = None
     target: str | None = None
     hold_out: str | None = None

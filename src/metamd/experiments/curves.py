@@ -7,8 +7,9 @@ import numpy as np
 
 from metamd import figures
 from metamd.comparison import Comparison
+from metamd.protocols import unscheduled
 
-UNTUNED, DECAY = ", untuned", ", linear decay"
+UNTUNED = ", untuned"
 
 
 def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
@@ -63,7 +64,7 @@ def best_schedules(comparison: Comparison) -> list[str]:
     for label in comparison.labels:
         if label.endswith(UNTUNED) or _is_learned(comparison, label):
             continue
-        rival = label.removesuffix(DECAY)
+        rival = unscheduled(label)
         if rival not in found or _mean_loss(comparison, label) < _mean_loss(comparison, found[rival]):
             found[rival] = label
     return list(found.values())

@@ -26,7 +26,7 @@ from metamd.experiments.pace import pace
 from metamd.experiments.recorded import recorded, standing
 from metamd.folds import Target
 from metamd.learned import load
-from metamd.protocols import entrants, labels
+from metamd.protocols import entrants, labels, unscheduled
 from metamd.ready import takes_polar_steps
 from metamd.records import Records, Result
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
@@ -309,7 +309,7 @@ class Experiment:
             for fold, candidate in zip(comparison.folds, comparison.chosen(label, "test_error"), strict=True):
                 values = [100 * o.accuracy("test") for o in candidate.outcomes]
                 accuracies[fold.group] = sum(values) / len(values)
-            bare = label.removesuffix(", linear decay")
+            bare = unscheduled(label)
             published = self.published.get(label if bare in comparison.labels else bare, {})
             row: Result = {"label": label, "accuracy": accuracies, "published": dict(published)}
             row["learning"] = {"gradients": comparison.learning_gradients(label), "seconds": _seconds(comparison, label)}
@@ -351,9 +351,7 @@ def markdown(rows: list[Result]) -> str:
 def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
     """The labels of tuned rivals: those that the paper compares with, and all where there are others."""
     titles = {name: known_rival(name).title for name in size.rivals}
-    tuned = {
-        name: [x for x in comparison.labels if x in (title, f"{title}, linear decay")] for name, title in titles.items()
-    }
+    tuned = {name: [label for label in comparison.labels if unscheduled(label) == title] for name, title in titles.items()}
     everybody = [label for members in tuned.values() for label in members]
     papers = [label for name in PAPERS if name in tuned for label in tuned[name]]
     groups = {"the best of the paper's rivals": papers} if papers else {}

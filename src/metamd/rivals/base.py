@@ -104,7 +104,7 @@ class Rival:
     space: Mapping[str, Range]
     defaults: Setting
     grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    schedules: tuple[Schedule, ...] = ("constant", "linear")
+    schedules: tuple[Schedule, ...] = tuple(SCHEDULES)
     gradients: int = 1
     identity: str = ""
     cost: Mapping[str, float] = field(default_factory=dict)

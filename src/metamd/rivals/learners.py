@@ -17,7 +17,7 @@ from metamd.identity import identity_of
 from metamd.inner import Cost
 from metamd.rivals.base import Named, Range, Rival, Setting, Stepper
 from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
-from metamd.usage import Schedule
+from metamd.usage import SCHEDULES, Schedule
 
 Lesson = Callable[[TaskFamily, int], tuple[dict[str, Tensor], Cost]]
 """Learns tensors on a family under a seed, at a cost."""
@@ -42,7 +42,7 @@ class Learner:
     title: str
     learn: Lesson
     make: Callable[[Named, Mapping[str, Tensor], Setting], Stepper]
-    schedules: tuple[Schedule, ...] = ("constant", "linear")
+    schedules: tuple[Schedule, ...] = tuple(SCHEDULES)
 
     def rival(self, family: TaskFamily, seed: int = 0, path: Path | None = None) -> Rival:
         """Learn on a family, or read what was learned before.

@@ -9,7 +9,7 @@ from metamd.optimiser import MetaMD
 from metamd.ready import refreshed
 from metamd.rivals.base import Named, Range, Rival, Setting
 from metamd.rivals.classical import DECAY
-from metamd.usage import Schedule, Usage
+from metamd.usage import SCHEDULES, Usage
 
 COSTS = ("gradient_evaluations", "hessian_vector_products", "seconds")
 
@@ -49,7 +49,6 @@ def learned_rival(
         options |= {"metric": used.metric, "exact": exact, "averaging": averaging}
         return MetaMD(named, learned, **options, check_finite=False)
 
-    plain: tuple[Schedule, ...] = ("constant", "linear")
     how: dict[str, Any] = {"metric": used.metric, "online": learned.header.online if used.metric == "online" else None}
     how |= {"exact": exact, "averaging": averaging} | ({"knots": used.knots} if used.knots else {})
     momentum = used.momentum or (0.9 if averaging == "schedule-free" else 0.0)
@@ -60,7 +59,7 @@ def learned_rival(
         {"lr": Range(_digits(0.1 * used.factor), _digits(10 * used.factor)), "weight_decay": DECAY},
         {"lr": used.factor, "weight_decay": 0.0, "momentum": momentum},
         {"lr": tuple(_digits(x * used.factor) for x in (1.0, 0.1, 0.3, 3.0, 10.0)), "weight_decay": (0.001, 0.0001, 0.0005)},
-        schedules=(used.schedule, *(s for s in plain if s != used.schedule)),
+        schedules=(used.schedule, *(s for s in SCHEDULES if s != used.schedule)),
         identity=f"{learned.fingerprint()} {json.dumps(how, sort_keys=True)}",
         cost={k: v for k, v in learned.header.cost.items() if k in COSTS},
         knots=used.knots,

@@ -67,12 +67,13 @@ def ddp_nonfinite(rank, world, folder):
     return {"error": None}
 
 
-def sharded(momentum=0.0, certify=False, **options):
+def sharded(momentum=0.0, certify=False, averaging="constant", **options):
     geometry, model = geometry_and_model(**options)
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-    return geometry, model, MetaMD(model.named_parameters(), geometry, lr=0.1, momentum=momentum, certify=certify)
+    about = {"momentum": momentum, "certify": certify, "averaging": averaging}
+    return geometry, model, MetaMD(model.named_parameters(), geometry, lr=0.1, **about)
 
 
 def whole(model):
@@ -82,6 +83,7 @@ def whole(model):
 def fsdp(rank, world, folder, **options):
     _, model, optimiser = sharded(**options)
     fit(model, optimiser, rank, world)
+    optimiser.eval()
     return {"params": whole(model), "pieces": optimiser.active_pieces, "weights": optimiser._active.weights.tolist()}
 
 
@@ -107,6 +109,10 @@ def fsdp_refused(rank, world, folder):
 
 def fsdp_momentum(rank, world, folder):
     return fsdp(rank, world, folder, momentum=0.8)
+
+
+def fsdp_tail(rank, world, folder):
+    return fsdp(rank, world, folder, averaging="tail")
 
 
 def fsdp_after(rank, world, folder):

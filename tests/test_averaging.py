@@ -2,15 +2,22 @@
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
 import torch
 
 from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD
+from metamd.averaging import TAIL
 from tests.helpers import equal_parameters, random_geometry, small_model, train
 
-KINDS = [{"momentum": 0.9}, {"averaging": "anytime"}, {"averaging": "schedule-free", "momentum": 0.8}]
+KINDS = [
+    {"momentum": 0.9},
+    {"averaging": "anytime"},
+    {"averaging": "schedule-free", "momentum": 0.8},
+    {"averaging": "tail"},
+]
 
 
 def distance(a, b):
@@ -110,8 +117,10 @@ def test_the_parameters_are_the_average_that_the_recursion_gives(options, pieces
     iterates, beta = [p.detach().clone()], options.get("momentum", 0.0)
     for t in range(1, 31):
         train(model, optimiser, 1, first=t)
-        iterates.append(optimiser.state[p]["z"].clone())
-        if options.get("averaging") is None:
+        iterates.append(optimiser.state[p].get("z", p).detach().clone())
+        if options.get("averaging") == "tail":  # the number of ways to choose k + 1 of t + k, the largest of which is s + k
+            shares = [0.0, *(math.comb(s + TAIL - 1, TAIL) / math.comb(t + TAIL, TAIL + 1) for s in range(1, t + 1))]
+        elif options.get("averaging") is None:
             shares = [beta**t, *((1 - beta) * beta ** (t - s) for s in range(1, t + 1))]
         else:
             shares = [1 / (t + 1)] * (t + 1)
@@ -119,11 +128,81 @@ def test_the_parameters_are_the_average_that_the_recursion_gives(options, pieces
         point = average
         if options.get("averaging") == "schedule-free":
             point = (1 - beta) * iterates[-1] + beta * average
+        if options.get("averaging") == "tail":
+            point = iterates[-1]
         torch.testing.assert_close(p.detach(), point, rtol=1e-10, atol=1e-12)
     optimiser.eval()
     torch.testing.assert_close(p.detach(), average, rtol=1e-10, atol=1e-12)
+    assert float((average - torch.stack(iterates).mean(0)).abs().max()) > 1e-6 or options.get("averaging") != "tail"
     optimiser.train()
     torch.testing.assert_close(p.detach(), point, rtol=1e-10, atol=1e-12)
+
+
+def test_a_tail_average_takes_part_in_nothing():
+    """The iterates are those of plain steps, bit for bit, whether somebody looks at the average or not."""
+    plain, judged = small_model(), small_model()
+    train(plain, MetaMD(plain.named_parameters(), Euclidean(), lr=0.05), 20)
+    optimiser = MetaMD(judged.named_parameters(), Euclidean(), lr=0.05, averaging="tail")
+    optimiser.eval()  # before the first step there is nothing to average
+    optimiser.train()
+    for t in range(20):
+        train(judged, optimiser, 1, first=t)
+        optimiser.eval()
+        optimiser.eval()
+        optimiser.train()
+    assert equal_parameters(plain, judged)
+    optimiser.eval()
+    assert not equal_parameters(plain, judged)
+
+
+def test_a_tail_average_is_nearer_to_the_minimum_where_noise_keeps_iterates_away():
+    """x^2/2 with noisy gradients at a rate of 1/2: iterates have a variance of 1/3, by hand eta/(2 - eta)."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.nn.Parameter(torch.ones(4000, dtype=torch.float64))
+    optimiser = MetaMD([x], Euclidean(), lr=0.5, averaging="tail")
+    for _ in range(200):
+        x.grad = x.detach() + torch.randn(4000, generator=g, dtype=torch.float64)
+        optimiser.step()
+    assert float(x.detach().square().mean()) == pytest.approx(1 / 3, rel=0.1)
+    optimiser.eval()
+    assert float(x.detach().square().mean()) < 0.1
+
+
+def test_a_tail_average_of_half_precision_is_kept_in_float32():
+    """In bfloat16 an average of steps that are smaller than its rounding would stand still."""
+    x = torch.nn.Parameter(torch.full((3,), 1.0, dtype=torch.bfloat16))
+    optimiser = MetaMD([x], Euclidean(), lr=2.0**-8, averaging="tail")
+    seen = []
+    for _ in range(40):
+        x.grad = torch.ones_like(x)
+        optimiser.step()
+        seen.append(float(x.detach()[0]))
+    mean = optimiser.state[x]["mean"]
+    shares = [math.comb(s + TAIL - 1, TAIL) / math.comb(40 + TAIL, TAIL + 1) for s in range(1, 41)]
+    assert mean.dtype == torch.float32
+    torch.testing.assert_close(
+        mean, torch.full((3,), sum(c * v for c, v in zip(shares, seen, strict=True))), rtol=1e-5, atol=0
+    )
+
+
+def test_the_certificate_of_a_run_with_a_tail_average_is_that_of_its_iterates():
+    f, u = convex(0)
+    found = []
+    for options in ({}, {"averaging": "tail"}):
+        x = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
+        optimiser = MetaMD([("x", x)], Diagonal(), lr=0.1, certify=True, **options)
+        for _ in range(10):
+            optimiser.zero_grad()
+            f(x).backward()
+            optimiser.step()
+        found.append(optimiser.certificate([u]))
+        if options:
+            optimiser.eval()
+            average = x.detach().clone()
+            found.append(optimiser.certificate([u]))
+            assert torch.equal(x, average), "the parameters are as they were"
+    assert found[0].bound == found[1].bound == found[2].bound
+    assert found[0].realised == found[1].realised == found[2].realised <= found[0].bound
 
 
 def test_a_momentum_changed_during_the_run_leaves_the_average_what_it_is():
@@ -305,6 +384,9 @@ def test_after_an_outside_edit_the_average_begins_again_there(options):
     train(model, optimiser, 10, first=20)
     train(other, fresh, 10, first=20)
     assert equal_parameters(model, other)
+    optimiser.eval()
+    fresh.eval()
+    assert equal_parameters(model, other)
 
 
 def test_a_parameter_without_gradient_stays_where_it_is():
@@ -339,9 +421,10 @@ def test_groups_have_momenta_of_their_own():
     [
         ({"momentum": 1.0}, "Invalid momentum value: it must be at least 0 and below 1, got 1.0"),
         ({"momentum": -0.1, "lr": 0.1}, "Invalid momentum value"),
-        ({"averaging": "polyak"}, "averaging must be one of constant, anytime, schedule-free; got 'polyak'"),
+        ({"averaging": "polyak"}, "averaging must be one of constant, anytime, schedule-free, tail; got 'polyak'"),
         ({"averaging": "schedule-free", "lr": 0.1}, "it must be above 0. Pass momentum=0.9"),
-        ({"averaging": "anytime", "momentum": 0.9}, "has no momentum"),
+        ({"averaging": "anytime", "momentum": 0.9}, "has no momentum: the weights of its average are 1/t"),
+        ({"averaging": "tail", "momentum": 0.9}, r"has no momentum: the weights of its average are t\^9"),
     ],
 )
 def test_bad_options_are_refused_with_a_sentence(options, sentence):
@@ -349,9 +432,10 @@ def test_bad_options_are_refused_with_a_sentence(options, sentence):
         MetaMD(small_model().named_parameters(), Euclidean(), **options)
 
 
-def test_a_step_in_eval_mode_is_refused():
+@pytest.mark.parametrize("options", KINDS[2:])
+def test_a_step_in_eval_mode_is_refused(options):
     model = small_model()
-    optimiser = MetaMD(model.named_parameters(), Euclidean(), lr=0.1, momentum=0.9, averaging="schedule-free")
+    optimiser = MetaMD(model.named_parameters(), Euclidean(), lr=0.1, **options)
     train(model, optimiser, 3)
     optimiser.eval()
     with pytest.raises(RuntimeError, match=r"Call opt.train\(\) first"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import metamd
-from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, choosing, following, meta_train, tasks
+from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, following, meta_train, tasks
 from metamd.choosing import draw_tasks, learn_usage, tuned_reference
 from metamd.following import learn_from_reference
 from metamd.journal import Journal
@@ -17,7 +17,7 @@ from metamd.objectives import Reference
 from metamd.parts import parts_of
 from metamd.tasks import quadratic, tabular
 from metamd.trial import train
-from metamd.usage_trials import LEFT, Losses, Trials
+from metamd.usage_trials import LEFT, Losses, Trials, best_usage
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +108,11 @@ def test_the_better_of_two_rules_is_found_although_the_other_is_better_at_first(
             score = planted.get((online.beta, usage.factor), 1.0)
             return Losses(first=0.0, mean=score, end=score)
 
-    monkeypatch.setattr("metamd.choosing.FINALISTS", finalists)
+    monkeypatch.setattr("metamd.usage_trials.FINALISTS", finalists)
     starts = [(Online("polar", beta=beta), Usage("online", factor=0.5)) for beta in (0.9, 0.7, 0.5)]
     with parts_of(None, "usage", tabular(), {}) as parts:
         trials = Planted([None] * 6, None, None, parts)
-        usage, online = choosing._best(trials, starts, ("linear",), (0.25, 0.35, 0.5, 0.7))
+        usage, online = best_usage(trials, starts, ("linear",), ("constant",), (0.25, 0.35, 0.5, 0.7))
     assert (online.beta, usage.factor) == chosen
 
 
@@ -128,8 +128,58 @@ def test_the_schedule_that_is_best_at_its_own_factor_is_taken(best):
 
     with parts_of(None, "usage", tabular(), {}) as parts:
         trials = Planted([None] * 2, None, None, parts)
-        usage, _ = choosing._best(trials, [(None, Usage(factor=0.5))], tuple(peaks), (0.25, 0.35, 0.5, 0.7, 1.0))
+        factors = (0.25, 0.35, 0.5, 0.7, 1.0)
+        usage, _ = best_usage(trials, [(None, Usage(factor=0.5))], tuple(peaks), ("constant",), factors)
     assert (usage.schedule, usage.factor) == (best, peaks[best])
+
+
+@pytest.mark.parametrize(("best", "momentum"), [("tail", 0.0), ("constant", 0.0), ("constant", 0.9)])
+def test_an_average_is_taken_if_it_is_better_at_its_own_factor_and_never_with_momentum(best, momentum):
+    peaks = {"tail": 1.0, "constant": 0.35}
+
+    class Planted(Trials):
+        def _losses(self, number, usage, online):
+            score = abs(math.log(usage.factor / peaks[usage.averaging])) + (0.9 if usage.averaging == best else 1.0)
+            return Losses(first=0.0, mean=score, end=score)
+
+    with parts_of(None, "usage", tabular(), {}) as parts:
+        trials, factors = Planted([None] * 2, None, None, parts), (0.25, 0.35, 0.5, 0.7, 1.0)
+        starts = [(None, Usage(momentum=momentum, factor=0.5))]
+        usage, _ = best_usage(trials, starts, ("linear",), ("tail", "constant"), factors)
+    assert (usage.averaging, usage.factor, usage.momentum) == (best, peaks[best], momentum)
+
+
+def test_what_is_better_on_two_tasks_alone_is_not_taken():
+    """Another schedule is tried on the first two tasks, and has to be better on all."""
+
+    class Planted(Trials):
+        def _losses(self, number, usage, online):
+            score = 1.0 if usage.schedule == "linear" else (0.5 if number < 2 else 3.0)
+            return Losses(first=0.0, mean=score, end=score)
+
+    with parts_of(None, "usage", tabular(), {}) as parts:
+        trials = Planted([None] * 6, None, None, parts)
+        usage, _ = best_usage(trials, [(None, Usage())], ("linear", "quadratic"), ("constant",), (1.0,))
+    assert trials.score(replace(usage, schedule="quadratic"), None, 2) < 1
+    assert usage.schedule == "linear"
+
+
+def test_the_losses_of_a_tail_average_are_looked_at_in_the_middle_of_equal_parts(learned):
+    """By hand, along a run of 250 steps of which every second one is looked at."""
+    family = tabular(steps=250)
+    task = family.build(family.sample(torch.Generator().manual_seed(3)))
+    potential = learned.potential.bind(task.init())
+    params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
+    optimiser, looks = metamd.MetaMD(params.items(), potential, lr=0.5, averaging="tail"), []
+    for t in range(250):
+        optimiser.eval()
+        looks += [float(task.loss(params, task.batch(t)).detach())] if t % 2 == 1 else []
+        optimiser.train()
+        optimiser.zero_grad()
+        task.loss(params, task.batch(t)).backward()
+        optimiser.step()
+    outcome = train(task, potential, Usage(factor=0.5, averaging="tail"))
+    assert outcome.loss == pytest.approx(sum(looks) / len(looks), rel=1e-5)
 
 
 def test_a_rate_that_falls_with_the_square_is_ahead_where_noise_holds_a_run_up():
@@ -195,6 +245,7 @@ def test_a_weight_that_the_loss_ignores_is_refused_before_the_runs():
     [
         ({"metrics": ("typo",)}, r"metrics must be some of 'learned', 'online'; got 'typo'"),
         ({"schedules": ("cosine",)}, r"schedules must be some of .*'linear'.*; got 'cosine'"),
+        ({"averages": ("anytime",)}, r"averages must be some of 'constant', 'tail'; got 'anytime'"),
         ({"factors": (0.0, 1.0)}, r"factors must be positive numbers, got \(0\.0, 1\.0\)"),
         ({"rules": ()}, r"rules must have one to choose from"),
     ],

@@ -28,10 +28,11 @@ def launch(case, folder, world=2):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def single(momentum=0.0, **options):
+def single(momentum=0.0, averaging="constant", **options):
     geometry, model = geometry_and_model(**options)
-    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1, momentum=momentum)
+    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1, momentum=momentum, averaging=averaging)
     fit(model, optimiser, 0, 1)
+    optimiser.eval()
     return model.state_dict(), optimiser
 
 
@@ -70,6 +71,7 @@ def test_data_parallel_refuses_a_nonfinite_gradient_on_all_ranks(tmp_path):
         ("fsdp_kronecker", {"sides": "right"}),
         ("fsdp_after", {}),
         ("fsdp_momentum", {"momentum": 0.8}),
+        ("fsdp_tail", {"averaging": "tail"}),
     ],
 )
 def test_fully_sharded_gives_the_unsharded_result(tmp_path, case, options):

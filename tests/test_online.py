@@ -276,6 +276,47 @@ def test_what_is_chosen_is_what_the_optimiser_does(learned, usage, rule):
         torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-4, atol=1e-5)
 
 
+def test_what_is_chosen_with_a_tail_average_is_what_the_optimiser_does(learned):
+    """The losses that count are those of the average, at every step of a short run."""
+    family = tabular(steps=30)
+    task = family.build(family.sample(torch.Generator().manual_seed(3)))
+    potential = learned.potential.bind(task.init())
+    online = Online("polar", beta=0.7, signal=0.95, scale={slot.key: 100.0 for slot in potential.slots.values()})
+    usage = Usage("online", 0.0, "linear", 0.7, averaging="tail")
+    outcome = train(task, potential, usage, online=online)
+    header = metamd.learned.replace(learned.header, usage=usage.to_dict(), online=online.to_dict())
+    found = LearnedOptimiser(header, learned.potential)
+    assert found.usage == usage
+    params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
+    optimiser, schedule = prepare(params.items(), found, steps=30)
+    losses = []
+    for t in range(30):
+        optimiser.eval()
+        losses.append(float(task.loss(params, task.batch(t)).detach()))
+        optimiser.train()
+        optimiser.zero_grad()
+        task.loss(params, task.batch(t)).backward()
+        optimiser.step()
+        schedule.step()
+    optimiser.eval()
+    assert sum(losses) / 30 == pytest.approx(outcome.loss, rel=1e-5)
+    for n, p in params.items():
+        torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-4, atol=1e-5)
+    assert train(task, potential, metamd.learned.replace(usage, averaging="constant"), online=online).loss != outcome.loss
+
+
+def test_a_momentum_of_ones_own_takes_the_place_of_a_tail_average(learned):
+    header = metamd.learned.replace(learned.header, usage=Usage(factor=1.4, averaging="tail").to_dict())
+    found = LearnedOptimiser(header, learned.potential)
+    named = list(tabular(steps=30).example().items())
+    params = [(n, torch.nn.Parameter(x)) for n, x in named]
+    assert prepare(params, found, steps=30)[0].averaging == "tail"
+    optimiser, _ = prepare(params, found, steps=30, momentum=0.9)
+    assert (optimiser.averaging, optimiser.param_groups[0]["lr"]) == ("constant", 0.14)
+    optimiser, _ = prepare([{"params": params, "momentum": 0.5}], found, steps=30)
+    assert (optimiser.averaging, optimiser.param_groups[0]["lr"]) == ("constant", 0.7)
+
+
 @pytest.mark.parametrize(
     ("options", "lr"),
     [
@@ -387,6 +428,8 @@ def test_the_reference_rate_is_the_best_of_those_given():
         (lambda: Usage("other"), 'metric must be "learned" or "online"'),
         (lambda: Usage(schedule="cosine"), 'schedule must be "constant", "linear", "quadratic" or "learned"'),
         (lambda: Usage(factor=0.0), "factor must be positive"),
+        (lambda: Usage(averaging="anytime"), 'averaging must be "constant" or "tail", got \'anytime\''),
+        (lambda: Usage(averaging="tail", momentum=0.9), "has no momentum"),
         (lambda: MetaMD(small_model().named_parameters(), Diagonal(), metric="online"), "learns the scales"),
         (
             lambda: MetaMD(small_model().named_parameters(), Euclidean(), metric=Online()),
@@ -627,7 +670,7 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
         assert learned.header.usage is not None
         said = [line.split(": score")[0] for line in capsys.readouterr().err.splitlines() if ": score " in line]
         first = said[
-            : said.index("online metric, momentum 0, linear schedule, factor 0.5 (polar rule, beta 0.9, signal 0.95)") + 1
+            : said.index("online metric, tail average, linear schedule, factor 0.5 (polar rule, beta 0.9, signal 0.95)") + 1
         ]
         later = said[len(first) :]  # the best of the first is tried again, on more tasks
         assert len(first) == len(set(first)) > 4, "two usages are called the same"

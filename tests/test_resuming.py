@@ -9,7 +9,7 @@ from metamd import Kronecker, MetaMD, Online
 from metamd.online import KEPT
 from tests.helpers import equal_parameters, small_model, train
 
-AVERAGES = [{}, {"averaging": "anytime"}, {"averaging": "schedule-free", "momentum": 0.8}]
+AVERAGES = [{}, {"averaging": "anytime"}, {"averaging": "schedule-free", "momentum": 0.8}, {"averaging": "tail"}]
 
 
 def online(model, rule="average", rate=0.01, **options):

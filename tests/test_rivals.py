@@ -128,6 +128,47 @@ def test_schedule_free_is_judged_at_its_average():
     assert abs(found - training_mode) > 10 * abs(found - wanted)
 
 
+def test_a_rival_is_judged_by_its_tail_average_and_takes_the_same_steps():
+    """By hand, from the iterates of torch's own Adam."""
+    task = task_of()
+    params = {n: nn.Parameter(x) for n, x in task.init().items()}
+    optimiser, mean = torch.optim.Adam(params.values(), lr=0.01), {}
+    for t in range(20):
+        optimiser.zero_grad()
+        task.loss(params, task.batch(t)).backward()
+        optimiser.step()
+        share = 10 / (t + 10)
+        mean = {n: p.detach() * share + mean.get(n, 0.0) * (1 - share) for n, p in params.items()}
+    found = train(task, rival("adam-averaged").with_setting(lr=0.01))
+    assert found.final_loss == pytest.approx(task.monitor()(mean), rel=1e-3)
+    plain = train(task, rival("adam").with_setting(lr=0.01))
+    assert plain.final_loss != pytest.approx(found.final_loss, rel=1e-3)
+    assert plain.batch_loss == found.batch_loss, "gradients are taken where Adam takes them"
+
+
+def test_our_tail_average_is_what_a_comparison_judges():
+    family = tasks.tabular(steps=20)
+    learned = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2)
+    task = task_of(family)
+    ends = {}
+    for averaging in ("constant", "tail"):
+        header = replace(learned.header, usage=Usage(schedule="linear", averaging=averaging).to_dict())
+        found = replace(learned, header=header)
+        ends[averaging] = train(task, learned_rival(found).untuned(), measuring=BARE)
+        params = {n: nn.Parameter(x) for n, x in task.init().items()}
+        optimiser, schedule = prepare(params.items(), found, steps=20)
+        for t in range(20):
+            optimiser.zero_grad()
+            task.loss(params, task.batch(t)).backward()
+            optimiser.step()
+            schedule.step()
+        optimiser.eval()
+        judged = task.monitor()({n: p.detach() for n, p in params.items()})
+        assert ends[averaging].final_loss == pytest.approx(judged, rel=1e-5)
+    assert ends["constant"].batch_loss == ends["tail"].batch_loss
+    assert ends["constant"].final_loss != ends["tail"].final_loss
+
+
 def lenet_task():
     """A network whose images are in channels-last memory, and so the gradients of its kernels."""
     generator = torch.Generator().manual_seed(0)

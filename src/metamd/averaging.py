@@ -4,16 +4,26 @@
 
 With a constant c and one quadratic piece this is heavy-ball momentum; with c_t = 1/(t + 1) the last x is the average of
 an online-to-batch conversion, at any time; Schedule-Free takes its gradients between x and z. See docs/optimiser.md.
+
+A tail average takes part in nothing: gradients are taken at z, and x with c_t = (k + 1)/(t + k), the average of the iterates
+with weights about t^k [Shamir2013], is what the model is judged by.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from metamd.sharding import local
 
-AveragingName = Literal["constant", "anytime", "schedule-free"]
+AveragingName = Literal["constant", "anytime", "schedule-free", "tail"]
+
+WITH_MODES = ("schedule-free", "tail")
+"""Averages that are not in the parameters during training: `opt.eval()` puts them there."""
+
+TAIL = 9
+"""k of a tail average: the last 7 % of the steps have half of the weight."""
 
 
 def check_averaging(averaging: str, momentum: float) -> None:
@@ -29,27 +39,29 @@ def check_averaging(averaging: str, momentum: float) -> None:
             'averaging="schedule-free" takes gradients between the average and the iterate, momentum being the weight of '
             "the average: it must be above 0. Pass momentum=0.9."
         )
-    if averaging == "anytime" and momentum != 0:
+    if averaging in ("anytime", "tail") and momentum != 0:
+        weights = "1/t" if averaging == "anytime" else f"t^{TAIL}"
         raise ValueError(
-            f'averaging="anytime" has no momentum: the weights of its average are 1/t. Got momentum={momentum}; leave it 0.'
+            f'averaging="{averaging}" has no momentum: the weights of its average are {weights}. Got momentum={momentum}; '
+            "leave it 0."
         )
 
 
 def check_momenta(groups: Sequence[Mapping[str, Any]], averaging: AveragingName) -> None:
-    """Refuse a momentum that was set during the run and that no step can be taken with; "anytime" does not use it.
+    """Refuse a momentum that was set during the run and that no step can be taken with; "anytime" and "tail" do not use it.
 
     Args:
         groups: the optimiser's.
         averaging: the kind of weights.
     """
-    if averaging != "anytime":
+    if averaging not in ("anytime", "tail"):
         for group in groups:
             check_averaging(averaging, group["momentum"])
 
 
 def is_averaged(group: Mapping[str, Any], averaging: AveragingName) -> bool:
-    """Whether the parameters of a group are averages."""
-    return averaging != "constant" or group["momentum"] > 0
+    """Whether gradients of a group are taken at averages."""
+    return averaging in ("anytime", "schedule-free") or (averaging == "constant" and group["momentum"] > 0)
 
 
 def open_iterates(groups: Sequence[Mapping[str, Any]], state: Any, averaging: AveragingName, steps: int) -> None:
@@ -72,7 +84,7 @@ def open_iterates(groups: Sequence[Mapping[str, Any]], state: Any, averaging: Av
 
 
 def begin_again(changed: Iterable[dict[str, Any]], stores: Iterable[dict[str, Any]], since: int) -> None:
-    """Forget the iterates of parameters that somebody changed; the others go on counting from where they did.
+    """Forget iterates and averages of parameters that somebody changed; the others go on counting from where they did.
 
     Args:
         changed: the optimiser's state of those.
@@ -81,6 +93,7 @@ def begin_again(changed: Iterable[dict[str, Any]], stores: Iterable[dict[str, An
     """
     for store in changed:
         store.pop("z", None)
+        store.pop("mean", None)
     for store in stores:
         if "z" in store:
             store.setdefault("since", since)
@@ -131,30 +144,66 @@ def blend(x: Tensor, z: Tensor, step: int, momentum: float, averaging: Averaging
         x.lerp_(z, 1 - momentum if averaging == "constant" else 1 / (step + 1))
 
 
-def to_averages(groups: Sequence[Mapping[str, Any]], state: Any) -> None:
-    """From Schedule-Free's gradient points y = (1 - m) z + m x to x, in place.
+def tail_share(step: int) -> float:
+    """c_t = (k + 1)/(t + k) of a tail average: the weight of the newest iterate.
+
+    Args:
+        step: t, from 1.
+
+    Example:
+        >>> tail_share(1), tail_share(11)
+        (1.0, 0.5)
+    """
+    return (TAIL + 1) / (step + TAIL)
+
+
+def follow(param: Tensor, store: dict[str, Any], step: int) -> None:
+    """After step t: the tail average of a parameter moves towards it; it begins there, in float32 at least.
+
+    Args:
+        param: the iterate.
+        store: the optimiser's state of it.
+        step: t, from 1, of the run.
+    """
+    if "mean" not in store:
+        wide = torch.promote_types(param.dtype, torch.float32)
+        store["mean"], store["since"] = param.detach().to(wide, copy=True), step - 1
+        return
+    mean = local(store["mean"])
+    mean.lerp_(local(param).to(mean.dtype), tail_share(step - store["since"]))
+
+
+def to_averages(groups: Sequence[Mapping[str, Any]], state: Any, averaging: AveragingName) -> None:
+    """Put averages in the place of the points where gradients are taken: of Schedule-Free, x for y = (1 - m) z + m x.
 
     Args:
         groups: the optimiser's.
         state: the optimiser's, by parameter.
+        averaging: the kind of weights.
     """
     for group in groups:
         for p in group["params"]:
-            if "z" in state[p]:
+            if "mean" in state[p]:
+                state[p]["z"] = p.detach().clone()
+                local(p).copy_(local(state[p]["mean"]))
+            elif averaging == "schedule-free" and "z" in state[p]:
                 momentum = state[p].get("momentum", group["momentum"])
                 local(p).lerp_(local(state[p]["z"]), 1 - 1 / momentum)
 
 
-def to_gradient_points(groups: Sequence[Mapping[str, Any]], state: Any) -> None:
-    """The way back, in place, with the momentum of now.
+def to_gradient_points(groups: Sequence[Mapping[str, Any]], state: Any, averaging: AveragingName) -> None:
+    """The way back; of Schedule-Free with the momentum of now.
 
     Args:
         groups: the optimiser's.
         state: the optimiser's, by parameter.
+        averaging: the kind of weights.
     """
-    check_momenta(groups, "schedule-free")
+    check_momenta(groups, averaging)
     for group in groups:
         for p in group["params"]:
-            if "z" in state[p]:
+            if averaging == "tail" and "z" in state[p]:
+                local(p).copy_(local(state[p].pop("z")))
+            elif "z" in state[p]:
                 state[p]["momentum"] = group["momentum"]
                 local(p).lerp_(local(state[p]["z"]), 1 - group["momentum"])

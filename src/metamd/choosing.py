@@ -30,8 +30,8 @@ from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of
 from metamd.tasks.counted import Counted
 from metamd.tasks.shared_start import SharedStart
 from metamd.trial import train
-from metamd.usage import Metric, Schedule, Usage
-from metamd.usage_trials import LEFT, JudgedOn, Trials, Watch, nearest, tail_loss
+from metamd.usage import Average, Metric, Schedule, Usage
+from metamd.usage_trials import LEFT, JudgedOn, Trials, Watch, best_usage, first_usages, tail_loss
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
@@ -41,12 +41,6 @@ RULES = (Online(), Online("polar", beta=0.7, signal=0.95), Online("polar", beta=
 
 OFFERED = 4
 """Tasks that are drawn for each that is kept, so that no domain is left out by chance."""
-
-FIRST = 2
-"""Tasks on which metrics and momenta are chosen first, which differ by more than the rest."""
-
-FINALISTS = 2
-"""Of metrics and momenta: which of two near ones is better turns with their factors."""
 
 MOMENTA = (0.0, 0.9)
 FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
@@ -205,6 +199,7 @@ def learn_usage(
     metrics: Sequence[Metric] = get_args(Metric),
     momenta: Sequence[float] = MOMENTA,
     schedules: Sequence[Schedule] = get_args(Schedule),
+    averages: Sequence[Average] = ("tail", "constant"),
     factors: Sequence[float] | None = None,
     rules: Sequence[Online] = RULES,
     judged_on: JudgedOn = "train",
@@ -213,10 +208,11 @@ def learn_usage(
     watch: Watch | None = None,
     journal: Journal | None = None,
 ) -> LearnedOptimiser:
-    """Choose metric, momentum, schedule and factor on training tasks; the choice is stored in the file.
+    """Choose metric, momentum, schedule, average and factor on training tasks; the choice is stored in the file.
 
     First the best two pairs of metric and momentum, on two tasks; then, on all, the factor of each and the better of them;
-    then the schedule, and the factor again. A factor is left for its neighbour as long as that is better. What counts is
+    then another schedule or average, the best of them on two tasks, each with its own factor, if it is better on all than
+    what was there. A factor is left for its neighbour as long as that is better. What counts is
     the geometric mean of two losses, so that it is the ratios that matter: the mean over the run, and that of fresh batches
     of the training data at its end, where a hundredth of the first loss is added unless the family counts digits: what is
     far below is chance. Losses below zero are counted from the lowest that any trial of their task came to. What diverges
@@ -229,6 +225,7 @@ def learn_usage(
         metrics: to choose from, and so are the others.
         momenta: see there.
         schedules: see there.
+        averages: see there; a usage with momentum has that average alone. The first is what others are tried against.
         factors: see there; from 0.09 to 2.8, or from 0.008 judged on validation data, if not given.
         rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
         judged_on: "validation" for usages that generalise, where low training losses do not; the data is of the training
@@ -247,7 +244,8 @@ def learn_usage(
         True
     """
     factors = factors if factors is not None else FACTORS if judged_on == "train" else (*SHORT, *FACTORS)
-    _check_choices(learned, judged_on, metrics=metrics, momenta=momenta, schedules=schedules, factors=factors, rules=rules)
+    offered = {"metrics": metrics, "momenta": momenta, "schedules": schedules, "averages": averages}
+    _check_choices(learned, judged_on, **offered, factors=factors, rules=rules)
     began, family = time.perf_counter(), Counted(family)
     finder = (reference or tuned_reference(family, seed=seed, journal=journal)) if "online" in metrics else None
     left = 0.0 if family.counts_digits else LEFT
@@ -259,7 +257,8 @@ def learn_usage(
             found += _all_scaled(learned, _drawn_to_scale(family, tasks, seed), rules, finder, parts)
         built = draw_tasks(family, seed, "usage", tasks)
         trials = Trials(built, learned.potential.bind(built[0].init()), watch, parts, left, judged_on)
-        best, online = _best(trials, [(o, u) for o in found for u in _first_usages(o, momenta, factors)], schedules, factors)
+        starts = [(o, u) for o in found for u in first_usages(o, momenta, factors)]
+        best, online = best_usage(trials, starts, schedules, averages, factors)
         value = trials.score(best, online)
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
@@ -282,26 +281,6 @@ def _with_usage(
     return replace(learned, header=header)
 
 
-def _best(
-    trials: Trials, starts: Sequence[tuple[Online | None, Usage]], schedules: Sequence[Schedule], factors: Sequence[float]
-) -> tuple[Usage, Online | None]:
-    """The best of the starts, each of the finalists with its own factor, with the schedule that is best for it."""
-    first: Schedule = "linear" if "linear" in schedules else schedules[0]
-    scheduled = [(o, trials.scheduled(u, first, o)) for o, u in starts]
-    ranked = sorted(scheduled, key=lambda start: trials.score(start[1], start[0], FIRST))
-    climbed = [(o, trials.climb(u, o, factors)) for o, u in ranked[:FINALISTS]]
-    online, usage = min(climbed, key=lambda start: trials.score(start[1], start[0]))
-    offered = [usage, *(trials.scheduled(usage, s, online) for s in schedules if s != first)]
-    return min((trials.climb(u, online, factors) for u in offered), key=lambda u: trials.score(u, online)), online
-
-
-def _first_usages(online: Online | None, momenta: Sequence[float], factors: Sequence[float]) -> list[Usage]:
-    """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
-    if online is not None and online.rule == "polar":
-        return [Usage("online", factor=nearest(0.5 if online.signal else 0.35, factors))]
-    return [Usage("learned" if online is None else "online", b, factor=nearest(1.0, factors)) for b in momenta]
-
-
 def _check_choices(learned: object, judged_on: object, **choices: Sequence[Any]) -> None:
     if not isinstance(learned, LearnedOptimiser):
         raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
@@ -310,7 +289,8 @@ def _check_choices(learned: object, judged_on: object, **choices: Sequence[Any])
     for name, offered in choices.items():
         if not offered:
             raise ValueError(f"{name} must have one to choose from at least, got none. Leave it out for the usual ones.")
-    for name, known in (("metrics", get_args(Metric)), ("schedules", get_args(Schedule))):
+    kinds = {"metrics": Metric, "schedules": Schedule, "averages": Average}
+    for name, known in ((name, get_args(kind)) for name, kind in kinds.items()):
         for offered in choices[name]:
             if offered not in known:
                 raise ValueError(f"{name} must be some of {', '.join(map(repr, known))}; got {offered!r}.")

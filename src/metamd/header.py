@@ -323,6 +323,8 @@ def _record(kind: type[Usage] | type[Online]) -> Callable[[str, Any], dict[str, 
         if kind is Usage and "knots" in plain:
             plain["knots"] = tuple(_finite(f"a knot of {name}", k) for k in _list(f"the knots of {name}", plain["knots"]))
             blank["knots"] = ()
+        if kind is Usage and "averaging" in plain:
+            blank["averaging"] = "constant"
         if kind is Online and "signal" in plain:
             blank["signal"] = 0.0
         if set(plain) != set(blank):

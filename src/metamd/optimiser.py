@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 from metamd import binding
 from metamd.audit import Audit
 from metamd.averaging import (
+    WITH_MODES,
     AveragingName,
     begin_again,
     blend,
     check_momenta,
+    follow,
     lift,
     open_iterates,
     rate_of_iterate,
@@ -58,8 +60,9 @@ class MetaMD(Optimizer):
         certify: add up what `certificate` needs, at the cost of one copy of the parameters.
         check_finite: refuse a step with NaN or infinite gradients before anything is written.
         safeguard: halve the step while the run blows up.
-        averaging: the weights of the average: "constant" ones (momentum), "anytime" (1/t), or "schedule-free", which needs
-            `opt.eval()` before the model is used and `opt.train()` after.
+        averaging: the weights of the average: "constant" ones (momentum), "anytime" (1/t), "schedule-free", or "tail":
+            gradients are taken at the iterates, and the average of the last of them is what the model is judged by. The
+            latter two need `opt.eval()` before the model is used and `opt.train()` after.
         metric: "learned", or "online": the diagonal follows the run in the learned coordinates, at the scale that the file
             has for it; an `Online` for a rule and scales of your own.
 
@@ -194,6 +197,8 @@ class MetaMD(Optimizer):
             self._audit.after(step.active, moves)
         for n, momentum in averaged.items():
             blend(params[n], points[n], counts[n], momentum, self.averaging)
+        for n in grads if self.averaging == "tail" else ():
+            follow(named[n], self.state[named[n]], self._steps)
         self._finish(step, named)
         return loss
 
@@ -284,22 +289,22 @@ class MetaMD(Optimizer):
             self._record.append(step.active.piece)
         self._versions = {n: local(p)._version for n, p in named.items()}
 
-    # the modes of schedule-free averaging
+    # the modes of averages that are not in the parameters
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Put the average into the parameters, to evaluate or save the model; only "schedule-free" needs it."""
-        self._swap(to_averages, training=False)
+        """Put the average into the parameters, to evaluate or save the model; "schedule-free" and "tail" need it."""
+        self._switch(training=False)
 
     @torch.no_grad()
     def train(self) -> None:
         """Put the point where gradients are taken into the parameters, to go on."""
-        self._swap(to_gradient_points, training=True)
+        self._switch(training=True)
 
-    def _swap(self, swap: Callable[[list[dict[str, Any]], Any], None], *, training: bool) -> None:
-        if self.averaging != "schedule-free" or self._training == training:
+    def _switch(self, *, training: bool) -> None:
+        if self.averaging not in WITH_MODES or self._training == training:
             return
-        swap(self.param_groups, self.state)
+        (to_gradient_points if training else to_averages)(self.param_groups, self.state, self.averaging)
         self._training = training
         if self._versions:
             self._versions = {n: local(p)._version for n, p, _ in self._places.values()}
@@ -328,6 +333,12 @@ class MetaMD(Optimizer):
         """
         if self._audit is None:
             raise ValueError("this run was not accounted for. Build MetaMD with certify=True before training.")
+        if self.averaging == "tail" and not self._training:
+            self.train()  # it is about the iterates
+            try:
+                return self.certificate(reference, radius=radius)
+            finally:
+                self.eval()
         named = binding.named_parameters(self.param_groups, self._potential)
         stores = {n: self.state.get(p, {}) for n, p in named.items()}
         binding.refuse_edited(named, self._versions, stores)

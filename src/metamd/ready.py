@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from metamd.learned import LearnedOptimiser, load
 from metamd.optimiser import MetaMD
+from metamd.usage import Usage
 
 
 def takes_polar_steps(learned: LearnedOptimiser) -> bool:
@@ -48,6 +49,9 @@ def prepare(
 ) -> tuple[MetaMD, LRScheduler]:
     """The optimiser with the momentum, the metric and the schedule that the file says are best, ready for a run.
 
+    Where the file recommends a tail average, call `optimiser.eval()` before the model is used and `optimiser.train()` before
+    going on: the parameters are the average in between. Nothing is lost where that is forgotten but the average.
+
     Args:
         params: `model.named_parameters()`, as for `MetaMD`.
         learned: what `load` gives, or what it takes: a path, or the name of a shipped one. One without a `usage` is used
@@ -74,10 +78,13 @@ def prepare(
         )
     learned = learned if refresh is None else refreshed(learned, refresh)
     usage = learned.usage
-    chosen: dict[str, Any] = {"momentum": usage.momentum, "metric": usage.metric, **options}
+    params = list(params)
+    own = "momentum" in options or any(isinstance(p, dict) and "momentum" in p for p in params)
+    average = "constant" if own else usage.averaging  # a tail average has no momentum
+    chosen: dict[str, Any] = {"momentum": usage.momentum, "metric": usage.metric, "averaging": average, **options}
 
     def rate(momentum: float) -> float:
-        return replace(usage, momentum=momentum).lr if options.get("averaging", "constant") == "constant" else usage.factor
+        return Usage(momentum=momentum, factor=usage.factor).lr if chosen["averaging"] == "constant" else usage.factor
 
     if "lr" not in options:
         chosen["lr"] = rate(chosen["momentum"])

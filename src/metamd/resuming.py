@@ -106,7 +106,7 @@ def keep_wide(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
         saved = state_dict["state"].get(i, {})
-        for key in (SUM, *KEPT):
+        for key in (SUM, "mean", *KEPT):
             if key in saved:
                 dtype = saved[key].dtype if key == SUM else torch.promote_types(p.dtype, torch.float32)
                 state[p][key] = saved[key].detach().clone().to(p.device, dtype)

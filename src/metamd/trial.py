@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from metamd.averaging import blend, rate_of_iterate
+from metamd.averaging import blend, rate_of_iterate, tail_share
 from metamd.guard import energy
 from metamd.inner import gradient, trouble
 from metamd.online import Online, State, Watch
@@ -15,6 +15,9 @@ from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task
 from metamd.usage import Usage
+
+LOOKS = 100
+"""How often in a run the loss of a tail average is looked at, about."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Outcome:
     """A training run.
 
     Args:
-        loss: the mean over its steps; infinite if it diverged.
-        end: the last parameters.
+        loss: the mean over its steps, of a tail average where the usage has one; infinite if it diverged.
+        end: the last parameters, or their tail average.
         tally: of an online metric, against a comparator.
         energies: |g_t|^2 in the dual norm of every step's metric, if asked for.
     """
@@ -80,11 +83,17 @@ def train(
         # what is told of a polar step is told where its direction is found: in every one, for this
         online = replace(online, refresh=0) if online.rule == "polar" else online
         sums = _Sums(phi, online)
+    tail, apart = usage.averaging == "tail", max(1, total // LOOKS)
     losses: list[float] = []
+    looks: list[float] = []
     energies: list[float] = []
     for t in range(total):
-        loss, grads = gradient(task, x, task.batch(t))
+        batch = task.batch(t)
+        loss, grads = gradient(task, z if tail else x, batch)
         losses.append(float(loss))
+        if tail and t % apart == apart // 2:
+            with torch.no_grad():
+                looks.append(float(task.loss(x, batch)))
         norm = float(torch.stack(torch._foreach_norm(list(grads.values()))).norm())
         if trouble(t, losses[0], losses[-1], norm):
             return Outcome(math.inf, x)
@@ -100,10 +109,14 @@ def train(
                 energies += [energy(phi, active, grads)] if measure else []
                 active = phi.step(z, moves, active=active, into=z).active
             for n in x:
-                blend(x[n], z[n], t + 1, usage.momentum, "constant")
+                if tail:
+                    x[n].lerp_(z[n], tail_share(t + 1))
+                else:
+                    blend(x[n], z[n], t + 1, usage.momentum, "constant")
     tally = None if sums is None or comparator is None else sums.tally(start, comparator, states, total)
+    seen = looks if tail else losses
     finite = all(bool(v.isfinite().all()) for v in x.values())
-    return Outcome(sum(losses) / total if finite else math.inf, x, tally, tuple(energies))
+    return Outcome(sum(seen) / len(seen) if finite else math.inf, x, tally, tuple(energies))
 
 
 class _Sums:

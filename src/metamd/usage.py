@@ -9,6 +9,7 @@ from metamd.averaging import check_averaging
 
 Metric = Literal["learned", "online"]
 Schedule = Literal["constant", "linear", "quadratic", "learned"]
+Average = Literal["constant", "tail"]
 
 
 SCHEDULES: dict[Schedule, Callable[[float], float]] = {
@@ -30,6 +31,7 @@ class Usage:
         factor: on the learned steps of z.
         knots: of a learned schedule, its values at equal distances from the first step to the end, the largest being 1; it
             is linear between them.
+        averaging: "tail" for a tail average of the iterates, as for `MetaMD`; "constant" for none but the momentum's.
 
     Example:
         >>> Usage("learned", momentum=0.9, schedule="linear").lr
@@ -41,6 +43,7 @@ class Usage:
     schedule: Schedule = "constant"
     factor: float = 1.0
     knots: tuple[float, ...] = ()
+    averaging: Average = "constant"
 
     def __post_init__(self) -> None:
         if self.metric not in get_args(Metric):
@@ -50,7 +53,9 @@ class Usage:
         object.__setattr__(self, "knots", tuple(self.knots))  # a header has a list
         if self.schedule == "learned" or self.knots:
             check_knots(self.schedule, self.knots)
-        check_averaging("constant", self.momentum)
+        if self.averaging not in get_args(Average):
+            raise ValueError(f'averaging must be "constant" or "tail", got {self.averaging!r}.')
+        check_averaging(self.averaging, self.momentum)
         if not 0 < self.factor < math.inf:
             raise ValueError(f"factor must be positive, got {self.factor}. Pass 1.0 for the learned steps as they are.")
 
@@ -67,11 +72,18 @@ class Usage:
 
     def __str__(self) -> str:
         """In words: "learned metric, momentum 0.9, linear schedule, factor 1"."""
-        return f"{self.metric} metric, momentum {self.momentum:g}, {self.schedule} schedule, factor {self.factor:g}"
+        average = "tail average" if self.averaging == "tail" else f"momentum {self.momentum:g}"
+        return f"{self.metric} metric, {average}, {self.schedule} schedule, factor {self.factor:g}"
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types, for a header."""
-        found = {"metric": self.metric, "momentum": self.momentum, "schedule": self.schedule, "factor": self.factor}
+        found: dict[str, Any] = {
+            "metric": self.metric,
+            "momentum": self.momentum,
+            "schedule": self.schedule,
+            "factor": self.factor,
+        }
+        found |= {"averaging": self.averaging} if self.averaging != "constant" else {}
         return found | ({"knots": list(self.knots)} if self.knots else {})
 
 

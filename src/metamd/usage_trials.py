@@ -16,7 +16,7 @@ from metamd.records import Result
 from metamd.refining import refined
 from metamd.tasks.base import Task, config_hash
 from metamd.trial import train
-from metamd.usage import Schedule, Usage
+from metamd.usage import Average, Schedule, Usage
 
 JudgedOn = Literal["train", "validation"]
 
@@ -28,6 +28,13 @@ NOTHING = 1e-12
 
 LEFT = 1e-2
 """What may be left of the first loss at the end of a run: ratios of losses far below are chance."""
+
+
+FIRST = 2
+"""Tasks on which metrics and momenta are chosen first, which differ by more than the rest."""
+
+FINALISTS = 2
+"""Of metrics and momenta: which of two near ones is better turns with their factors."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +122,22 @@ class Trials:
     def _loss(self, task: Task, params: Params) -> float:
         return tail_loss(task, params) if self.judged_on == "train" else task.evaluate(params, self.judged_on).loss
 
-    def climb(self, usage: Usage, online: Online | None, factors: Sequence[float]) -> Usage:
-        """The same usage with the factor from which neither neighbour is better."""
+    def climb(self, usage: Usage, online: Online | None, factors: Sequence[float], tasks: int | None = None) -> Usage:
+        """The same usage with the factor from which neither neighbour is better.
+
+        Args:
+            usage: where to begin.
+            online: its metric, if it has one.
+            factors: to choose from.
+            tasks: how many of the tasks; all if not given.
+        """
         ordered = sorted(factors)
         place = ordered.index(nearest(usage.factor, ordered))
         usage = replace(usage, factor=ordered[place])
         for way in (-1, 1):
             while 0 <= place + way < len(ordered):
                 further = replace(usage, factor=ordered[place + way])
-                if not self.score(further, online) < self.score(usage, online):
+                if not self.score(further, online, tasks) < self.score(usage, online, tasks):
                     break
                 usage, place = further, place + way
         return usage
@@ -140,6 +154,49 @@ class Trials:
 
         about = {"usage": linear.to_dict(), "online": None if online is None else online.to_dict()}
         return Usage(**self.parts.part(f"schedule-{config_hash(about)}", measured)["usage"])
+
+
+def best_usage(
+    trials: Trials,
+    starts: Sequence[tuple[Online | None, Usage]],
+    schedules: Sequence[Schedule],
+    averages: Sequence[Average],
+    factors: Sequence[float],
+) -> tuple[Usage, Online | None]:
+    """The best of the starts, each of the finalists with its own factor, with the schedule or average that is best for it.
+
+    Args:
+        trials: tries them.
+        starts: online metrics, if any, each with a usage.
+        schedules: to choose from, and so are the others.
+        averages: the first is that of the starts.
+        factors: see there.
+    """
+    first: Schedule = "linear" if "linear" in schedules else schedules[0]
+    begun = [(o, replace(u, averaging="constant" if u.momentum else averages[0])) for o, u in starts]
+    scheduled = [(o, trials.scheduled(u, first, o)) for o, u in begun]
+    ranked = sorted(scheduled, key=lambda start: trials.score(start[1], start[0], FIRST))
+    climbed = [(o, trials.climb(u, o, factors)) for o, u in ranked[:FINALISTS]]
+    online, usage = min(climbed, key=lambda start: trials.score(start[1], start[0]))
+    others = [trials.scheduled(usage, s, online) for s in schedules if s != first]
+    others += [replace(usage, averaging=a) for a in averages[1:] if not usage.momentum]
+    tried = [trials.climb(u, online, factors, FIRST) for u in others]
+    for other in sorted(tried, key=lambda u: trials.score(u, online, FIRST))[:1]:
+        usage = min(usage, trials.climb(other, online, factors), key=lambda u: trials.score(u, online))
+    return usage, online
+
+
+def first_usages(online: Online | None, momenta: Sequence[float], factors: Sequence[float]) -> list[Usage]:
+    """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times.
+
+    Args:
+        online: the metric; None for the learned one.
+        momenta: to try; polar steps have none.
+        factors: to choose from.
+    """
+    if online is not None and online.rule == "polar":
+        return [Usage("online", factor=nearest(0.5 if online.signal else 0.35, factors))]
+    return [Usage("learned" if online is None else "online", b, factor=nearest(1.0, factors)) for b in momenta]
 
 
 def nearest(factor: float, factors: Sequence[float]) -> float:

@@ -178,6 +178,7 @@ class Reproduce:
             "rosenbrock",
             "rotated-mnist-linear",
             "rotated-mnist-mlp",
+            "averages",
             "by-the-clock",
             "diverse-digits-lenet",
             "resnet18-cifar10",

@@ -183,20 +183,32 @@ def train(task: Task, make: Make) -> Result:
     losses: list[float] = []
     for t in range(task.steps):
         optimiser.zero_grad()
-        loss = task.loss(params, task.batch(t))
-        losses.append(float(loss.detach()))
+        batch = task.batch(t)
+        loss = task.loss(params, batch)
+        losses.append(_judged(task, params, batch, optimiser) if isinstance(optimiser, MetaMD) else float(loss.detach()))
         if not math.isfinite(losses[-1]):
             return {"losses": [math.inf] * task.steps, "train_loss": math.inf, "accuracy": 0.0}
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         if schedule is not None:
             schedule.step()
+    if isinstance(optimiser, MetaMD):
+        optimiser.eval()
     end = {n: p.detach() for n, p in params.items()}
     return {
         "losses": losses,
         "train_loss": task.evaluate(end, "train").loss,
         "accuracy": task.evaluate(end, "test").accuracy or 0.0,
     }
+
+
+def _judged(task: Task, params: dict[str, nn.Parameter], batch: Any, optimiser: MetaMD) -> float:
+    """The loss of a batch with the parameters that the model would be used with now."""
+    optimiser.eval()
+    with torch.no_grad():
+        loss = float(task.loss(params, batch))
+    optimiser.train()
+    return loss
 
 
 def _summary(runs: Sequence[Result]) -> Result:

@@ -36,7 +36,7 @@ class Entry:
     Args:
         usage: metric, momentum, schedule and factor; None for what was chosen on the training tasks, or plainly.
         exact: False takes the paper's step.
-        averaging: the kind of average that momentum is, as for `MetaMD`.
+        averaging: the kind of average, as for `MetaMD`; that of the usage if not given.
         refresh: how often polar steps find their directions, if not as the file says; nothing where it recommends others.
         piece: counted from 0, to use one piece of a mixture alone.
         instead: the geometry that enters where this one was learned for tensors of other shapes than the task has.
@@ -44,7 +44,7 @@ class Entry:
 
     usage: Usage | None = None
     exact: bool = True
-    averaging: AveragingName = "constant"
+    averaging: AveragingName | None = None
     refresh: int | None = None
     piece: int | None = None
     instead: str | None = None

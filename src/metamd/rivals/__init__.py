@@ -1,6 +1,7 @@
 """Optimisers to compare with, behind one interface."""
 
 from metamd.rivals.aruba import ARUBA, ARUBA_PLUS
+from metamd.rivals.averaged import averaged
 from metamd.rivals.base import Contender, Range, Rival, Setting, Stepper
 from metamd.rivals.classical import CLASSICAL
 from metamd.rivals.hypergradient import HYPERGRADIENT
@@ -12,7 +13,9 @@ from metamd.rivals.packages import PACKAGES
 from metamd.rivals.schedule import SCHEDULE
 from metamd.usage import SCHEDULES, Schedule
 
-RIVALS: dict[str, Rival] = {r.name: r for r in [*CLASSICAL, *PACKAGES, HYPERGRADIENT]}
+_PLAIN: dict[str, Rival] = {r.name: r for r in [*CLASSICAL, *PACKAGES, HYPERGRADIENT]}
+
+RIVALS = _PLAIN | {r.name: r for r in (averaged(_PLAIN[name]) for name in ("sgdm", "adam", "adamw", "muon", "soap"))}
 """Those that need no learning, by name."""
 
 LEARNERS: dict[str, Learner] = {r.name: r for r in (META_SGD, ARUBA, ARUBA_PLUS, SCHEDULE, LSTM)}

@@ -21,7 +21,7 @@ def learned_rival(
     title: str = "MetaMD",
     usage: Usage | None = None,
     exact: bool = True,
-    averaging: AveragingName = "constant",
+    averaging: AveragingName | None = None,
     refresh: int | None = None,
 ) -> Rival:
     """A learned geometry behind the interface of the rivals; by default as its file says, with nothing tuned.
@@ -36,11 +36,12 @@ def learned_rival(
         title: in tables.
         usage: metric, momentum, schedule and factor; those of the file if not given.
         exact: False takes the paper's step.
-        averaging: as for `MetaMD`.
+        averaging: as for `MetaMD`; that of the usage if not given.
         refresh: as for `prepare`.
     """
     learned = learned if refresh is None else refreshed(learned, refresh)
     used = usage or learned.usage
+    averaging = used.averaging if averaging is None else averaging
 
     def make(named: Named, setting: Setting) -> MetaMD:
         options: dict[str, Any] = dict(setting)

@@ -674,7 +674,7 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
         ]
         later = said[len(first) :]  # the best of the first is tried again, on more tasks
         assert len(first) == len(set(first)) > 4, "two usages are called the same"
-        assert len(later) == len(set(later)) > 4, "two usages are called the same"
+        assert max(map(later.count, later)) <= 2 < len(set(later)), "on two tasks and on all, or two are called the same"
         assert all(any(line.endswith(f"(polar rule, beta {b}, signal 0.95)") for line in said) for b in (0.7, 0.9))
         rules = (None, Online(), Online(refresh=5), Online("sum"), Online("polar"), Online("polar", signal=0.9))
         assert len({_tried(Usage("online"), online, 0.5) for online in rules}) == len(rules)

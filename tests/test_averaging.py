@@ -389,6 +389,24 @@ def test_after_an_outside_edit_the_average_begins_again_there(options):
     assert equal_parameters(model, other)
 
 
+@pytest.mark.parametrize("options", KINDS[2:])
+def test_what_is_loaded_in_eval_mode_is_where_training_goes_on(options):
+    """Back to the best parameters so far, say: the iterates of before do not come back."""
+    model, other = small_model(), small_model(seed=5)
+    optimiser = MetaMD(model.named_parameters(), random_geometry(model, pieces=1), lr=0.1, **options)
+    train(model, optimiser, 20)
+    optimiser.eval()
+    model.load_state_dict(other.state_dict())
+    optimiser.train()
+    assert equal_parameters(model, other)
+    fresh = MetaMD(other.named_parameters(), random_geometry(model, pieces=1), lr=0.1, **options)
+    train(model, optimiser, 10, first=20)
+    train(other, fresh, 10, first=20)
+    optimiser.eval()
+    fresh.eval()
+    assert equal_parameters(model, other)
+
+
 def test_a_parameter_without_gradient_stays_where_it_is():
     model = small_model()
     optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.1, momentum=0.9)

@@ -57,7 +57,7 @@ class Evidence:
     @property
     def averaged(self) -> bool:
         """Whether gradients are taken at averages of the iterates."""
-        return any("z" in self.stores[n] for n in self.names)
+        return self.averaging != "tail" and any("z" in self.stores[n] for n in self.names)
 
     @property
     def keeps_sums(self) -> bool:

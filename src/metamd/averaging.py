@@ -169,6 +169,7 @@ def follow(param: Tensor, store: dict[str, Any], step: int) -> None:
         wide = torch.promote_types(param.dtype, torch.float32)
         store["mean"], store["since"] = param.detach().to(wide, copy=True), step - 1
         return
+    store["mean"] = store["mean"].to(param.device)
     mean = local(store["mean"])
     mean.lerp_(local(param).to(mean.dtype), tail_share(step - store["since"]))
 

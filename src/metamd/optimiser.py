@@ -8,21 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from metamd import averaging as average
 from metamd import binding
 from metamd.audit import Audit
-from metamd.averaging import (
-    WITH_MODES,
-    AveragingName,
-    begin_again,
-    blend,
-    check_momenta,
-    follow,
-    lift,
-    open_iterates,
-    rate_of_iterate,
-    to_averages,
-    to_gradient_points,
-)
+from metamd.averaging import WITH_MODES, AveragingName
 from metamd.certificate import Certificate, Reference
 from metamd.guard import Safeguard, energy
 from metamd.learned import LearnedOptimiser
@@ -60,9 +49,8 @@ class MetaMD(Optimizer):
         certify: add up what `certificate` needs, at the cost of one copy of the parameters.
         check_finite: refuse a step with NaN or infinite gradients before anything is written.
         safeguard: halve the step while the run blows up.
-        averaging: the weights of the average: "constant" ones (momentum), "anytime" (1/t), "schedule-free", or "tail":
-            gradients are taken at the iterates, and the average of the last of them is what the model is judged by. The
-            latter two need `opt.eval()` before the model is used and `opt.train()` after.
+        averaging: the weights of the average: "constant" ones (momentum), "anytime" (1/t), "schedule-free", or "tail", an
+            average beside the run; these two need `opt.eval()` before the model is used and `opt.train()` after.
         metric: "learned", or "online": the diagonal follows the run in the learned coordinates, at the scale that the file
             has for it; an `Online` for a rule and scales of your own.
 
@@ -171,7 +159,7 @@ class MetaMD(Optimizer):
         named, grads, groups = self._gather()
         if not grads:
             return loss
-        check_momenta(self.param_groups, self.averaging)
+        average.check_momenta(self.param_groups, self.averaging)
         binding.check_scales(self._online, self.potential, grads)
         if self.check_finite:
             binding.refuse_nonfinite(named, grads)
@@ -191,14 +179,14 @@ class MetaMD(Optimizer):
             self._audit.ledger.note_momenta(group["momentum"] for group in groups.values())
         if self.averaging == "schedule-free":
             for n, momentum in averaged.items():
-                lift(params[n], points[n], counts[n], momentum, self.state[named[n]])
+                average.lift(params[n], points[n], counts[n], momentum, self.state[named[n]])
         step = self._advance(named, points, moves, active)
         if self._audit is not None:
             self._audit.after(step.active, moves)
         for n, momentum in averaged.items():
-            blend(params[n], points[n], counts[n], momentum, self.averaging)
+            average.blend(params[n], points[n], counts[n], momentum, self.averaging)
         for n in grads if self.averaging == "tail" else ():
-            follow(named[n], self.state[named[n]], self._steps)
+            average.follow(named[n], self.state[named[n]], self._steps)
         self._finish(step, named)
         return loss
 
@@ -233,12 +221,16 @@ class MetaMD(Optimizer):
 
     def _notice_edits(self, named: Params) -> None:
         """After somebody else changed or added a parameter, pieces begin again at the new point, and averages of those."""
-        changed = [n for n, p in named.items() if self._versions and local(p)._version != self._versions.get(n)]
+        changed = self._edited(named)
         if changed:
-            begin_again([self.state[named[n]] for n in changed], self.state.values(), self._restart)
+            average.begin_again([self.state[named[n]] for n in changed], self.state.values(), self._restart)
             self._versions, self._restart = {}, self._steps
         if changed and self._audit is not None:
             self._audit.ledger.restart("a parameter was changed or added from outside")
+
+    def _edited(self, named: Params) -> list[str]:
+        """What somebody else has changed or added since the last step or change of mode."""
+        return [n for n, p in named.items() if self._versions and local(p)._version != self._versions.get(n)]
 
     def _check_domain(self, named: Params) -> None:
         """Refuse parameters outside of the domain before their first step."""
@@ -249,7 +241,7 @@ class MetaMD(Optimizer):
         """What a step needs before it is taken: domain, start, the watch over the family, damping."""
         self._steps += 1
         bound = self.potential
-        open_iterates(self.param_groups, self.state, self.averaging, self._steps - 1)
+        average.open_iterates(self.param_groups, self.state, self.averaging, self._steps - 1)
         if isinstance(bound, MaxDiagonal):
             if bound.keeps_start and any("start" not in self.state[named[n]] for n in grads):
                 for n in grads:
@@ -271,7 +263,7 @@ class MetaMD(Optimizer):
         return Move(grad, -lr if group["maximize"] else lr, lr * group["weight_decay"])
 
     def _rate(self, group: Mapping[str, Any]) -> float:
-        lr = rate_of_iterate(float(group["lr"]), group["momentum"], self.averaging)
+        lr = average.rate_of_iterate(float(group["lr"]), group["momentum"], self.averaging)
         return lr * (self._safeguard.damping if self._safeguard is not None else 1.0)
 
     def _current(self, params: Params) -> Active | None:
@@ -304,10 +296,13 @@ class MetaMD(Optimizer):
     def _switch(self, *, training: bool) -> None:
         if self.averaging not in WITH_MODES or self._training == training:
             return
-        (to_gradient_points if training else to_averages)(self.param_groups, self.state, self.averaging)
+        named = {n: p for n, p, _ in self._places.values()}
+        edited = dict.fromkeys(self._edited(named), -1)  # what was loaded in eval mode stays, and the next step notices it
+        average.begin_again([self.state[named[n]] for n in edited], [], self._restart)
+        (average.to_gradient_points if training else average.to_averages)(self.param_groups, self.state, self.averaging)
         self._training = training
         if self._versions:
-            self._versions = {n: local(p)._version for n, p, _ in self._places.values()}
+            self._versions = {n: local(p)._version for n, p in named.items()} | edited
 
     # what can be read off it
 
@@ -333,17 +328,11 @@ class MetaMD(Optimizer):
         """
         if self._audit is None:
             raise ValueError("this run was not accounted for. Build MetaMD with certify=True before training.")
-        if self.averaging == "tail" and not self._training:
-            self.train()  # it is about the iterates
-            try:
-                return self.certificate(reference, radius=radius)
-            finally:
-                self.eval()
         named = binding.named_parameters(self.param_groups, self._potential)
         stores = {n: self.state.get(p, {}) for n, p in named.items()}
         binding.refuse_edited(named, self._versions, stores)
-        average = (self.averaging, self._steps - self._restart)
-        return self._audit.certificate(self._active, average, named, stores, reference=reference, radius=radius)
+        weights = (self.averaging, self._steps - self._restart)
+        return self._audit.certificate(self._active, weights, named, stores, reference=reference, radius=radius)
 
     # saving and copying
 

@@ -211,12 +211,11 @@ def learn_usage(
     """Choose metric, momentum, schedule, average and factor on training tasks; the choice is stored in the file.
 
     First the best two pairs of metric and momentum, on two tasks; then, on all, the factor of each and the better of them;
-    then another schedule or average, the best of them on two tasks, each with its own factor, if it is better on all than
-    what was there. A factor is left for its neighbour as long as that is better. What counts is
-    the geometric mean of two losses, so that it is the ratios that matter: the mean over the run, and that of fresh batches
-    of the training data at its end, where a hundredth of the first loss is added unless the family counts digits: what is
-    far below is chance. Losses below zero are counted from the lowest that any trial of their task came to. What diverges
-    on any task is out. Judged on "validation", what counts is the loss on the validation split at the end of a run alone.
+    then the schedule or average that is best on two tasks in its place, if it is better on all. A factor is left for its
+    neighbour as long as that is better. What counts is the geometric mean of two losses, so that it is the ratios that
+    matter: the mean over the run, and that of fresh batches of the training data at its end, where a hundredth of the first
+    loss is added unless the family counts digits: what is far below is chance. Losses below zero are counted from the lowest
+    of their task. What diverges on any task is out. Judged on "validation", the loss there at the end of a run counts alone.
 
     Args:
         learned: the geometry.
@@ -225,11 +224,10 @@ def learn_usage(
         metrics: to choose from, and so are the others.
         momenta: see there.
         schedules: see there.
-        averages: see there; a usage with momentum has that average alone. The first is what others are tried against.
+        averages: see there; a usage with momentum has no other. Others are tried against the first.
         factors: see there; from 0.09 to 2.8, or from 0.008 judged on validation data, if not given.
         rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
-        judged_on: "validation" for usages that generalise, where low training losses do not; the data is of the training
-            tasks.
+        judged_on: "validation" for usages that generalise, where low training losses do not; data of the training tasks.
         tasks: to decide on, and as many to learn scales on. The end of a run is noisy: few tasks decide by chance.
         seed: draws them.
         watch: called with every usage tried, its online metric if it has one, and its score.
@@ -244,8 +242,8 @@ def learn_usage(
         True
     """
     factors = factors if factors is not None else FACTORS if judged_on == "train" else (*SHORT, *FACTORS)
-    offered = {"metrics": metrics, "momenta": momenta, "schedules": schedules, "averages": averages}
-    _check_choices(learned, judged_on, **offered, factors=factors, rules=rules)
+    choices = {"momenta": momenta, "schedules": schedules, "averages": averages, "factors": factors, "rules": rules}
+    _check_choices(learned, judged_on, metrics=metrics, **choices)
     began, family = time.perf_counter(), Counted(family)
     finder = (reference or tuned_reference(family, seed=seed, journal=journal)) if "online" in metrics else None
     left = 0.0 if family.counts_digits else LEFT

@@ -184,8 +184,9 @@ def train(task: Task, make: Make) -> Result:
     for t in range(task.steps):
         optimiser.zero_grad()
         batch = task.batch(t)
+        judged = _judged(task, params, batch, optimiser) if isinstance(optimiser, MetaMD) else None
         loss = task.loss(params, batch)
-        losses.append(_judged(task, params, batch, optimiser) if isinstance(optimiser, MetaMD) else float(loss.detach()))
+        losses.append(float(loss.detach()) if judged is None else judged)
         if not math.isfinite(losses[-1]):
             return {"losses": [math.inf] * task.steps, "train_loss": math.inf, "accuracy": 0.0}
         loss.backward()  # type: ignore[no-untyped-call]

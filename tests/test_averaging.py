@@ -356,6 +356,12 @@ def test_resume_and_copies_are_bit_exact(options, dtype):
         o.train()
         train(m, o, 20, first=20)
     assert all(equal_parameters(model, m) for m, _ in twins)
+    for _, o in [(model, optimiser), *twins]:
+        o.eval()
+    assert all(equal_parameters(model, m) for m, _ in twins)
+    if "mean" in (kept := optimiser.state[next(model.parameters())]):
+        means = [o.state[next(m.parameters())]["mean"] for m, o in twins]
+        assert all(torch.equal(kept["mean"], mean) for mean in means), "not rounded to half precision on the way"
 
 
 def test_a_state_dict_from_before_momentum_still_loads():
@@ -389,22 +395,78 @@ def test_after_an_outside_edit_the_average_begins_again_there(options):
     assert equal_parameters(model, other)
 
 
-@pytest.mark.parametrize("options", KINDS[2:])
-def test_what_is_loaded_in_eval_mode_is_where_training_goes_on(options):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_is_loaded_in_eval_mode_is_where_training_goes_on(resumed):
     """Back to the best parameters so far, say: the iterates of before do not come back."""
     model, other = small_model(), small_model(seed=5)
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model, pieces=1), lr=0.1, **options)
+    geometry, options = random_geometry(model, pieces=1), {"lr": 0.1, "averaging": "tail"}
+    optimiser = MetaMD(model.named_parameters(), geometry, **options)
     train(model, optimiser, 20)
     optimiser.eval()
+    if resumed:
+        saved, optimiser = optimiser.state_dict(), MetaMD(model.named_parameters(), geometry, **options)
+        optimiser.load_state_dict(saved)
     model.load_state_dict(other.state_dict())
     optimiser.train()
     assert equal_parameters(model, other)
-    fresh = MetaMD(other.named_parameters(), random_geometry(model, pieces=1), lr=0.1, **options)
+    fresh = MetaMD(other.named_parameters(), geometry, **options)
     train(model, optimiser, 10, first=20)
     train(other, fresh, 10, first=20)
     optimiser.eval()
     fresh.eval()
     assert equal_parameters(model, other)
+
+
+def test_a_conversion_in_eval_mode_that_changes_no_value_is_no_edit():
+    model = small_model()
+    optimiser = MetaMD(model.named_parameters(), Euclidean(), lr=0.1, averaging="tail")
+    train(model, optimiser, 5)
+    before = copy.deepcopy(model)
+    optimiser.eval()
+    for p in model.parameters():
+        p.detach().mul_(1.0)  # counts as a change for torch
+    optimiser.train()
+    assert equal_parameters(model, before)
+
+
+def test_the_average_of_a_parameter_that_is_frozen_comes_to_where_it_stays():
+    model = small_model(dtype=torch.float64)
+    optimiser = MetaMD(model.named_parameters(), Euclidean(), lr=0.1, averaging="tail")
+    train(model, optimiser, 10)
+    frozen = model[0].weight.requires_grad_(False).detach().clone()
+    train(model, optimiser, 200, first=10)
+    optimiser.eval()
+    torch.testing.assert_close(model[0].weight.detach(), frozen, rtol=1e-9, atol=1e-9)
+    assert not torch.equal(model[2].weight, optimiser.state[model[2].weight]["z"])
+
+
+def test_a_state_that_lost_its_iterates_on_the_way_is_refused():
+    """As torch.distributed.checkpoint leaves it, which asks an optimiser in train mode what to read."""
+    model = small_model()
+    optimiser = MetaMD(model.named_parameters(), Euclidean(), lr=0.1, averaging="tail")
+    train(model, optimiser, 3)
+    optimiser.eval()
+    del optimiser.state[model[0].weight]["z"]
+    with pytest.raises(RuntimeError, match=r"has lost its iterates.*Call opt.train\(\) before such a checkpoint"):
+        optimiser.train()
+
+
+def test_a_certificate_in_eval_mode_counts_resting_tensors_where_their_iterates_are():
+    """Three pieces, an edit after which the ledger begins again, and a layer without gradients since then."""
+    found = []
+    for options in ({}, {"averaging": "tail"}):
+        model = small_model(dtype=torch.float64)
+        optimiser = MetaMD(model.named_parameters(), random_geometry(model, pieces=3), lr=0.1, certify=True, **options)
+        train(model, optimiser, 15)
+        with torch.no_grad():
+            model[0].weight.mul_(0.9)
+        model[2].requires_grad_(False)
+        train(model, optimiser, 10, first=15)
+        u = [p.detach() + 0.1 for p in small_model(dtype=torch.float64).parameters()]
+        found.append(optimiser.certificate(u).bound)
+        optimiser.eval()
+        found.append(optimiser.certificate(u).bound)
+    assert found == pytest.approx([found[0]] * 4, rel=1e-12)
 
 
 def test_a_parameter_without_gradient_stays_where_it_is():

@@ -164,22 +164,37 @@ def test_what_is_better_on_two_tasks_alone_is_not_taken():
     assert usage.schedule == "linear"
 
 
-def test_the_losses_of_a_tail_average_are_looked_at_in_the_middle_of_equal_parts(learned):
-    """By hand, along a run of 250 steps of which every second one is looked at."""
+def test_a_tail_average_is_compared_with_the_iterates_on_some_batches_and_these_are_seen_on_all(learned):
+    """By hand, along a run of 250 steps: the average is looked at in every second one."""
     family = tabular(steps=250)
     task = family.build(family.sample(torch.Generator().manual_seed(3)))
     potential = learned.potential.bind(task.init())
     params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
-    optimiser, looks = metamd.MetaMD(params.items(), potential, lr=0.5, averaging="tail"), []
+    optimiser, averages, iterates = metamd.MetaMD(params.items(), potential, lr=0.5, averaging="tail"), [], []
     for t in range(250):
         optimiser.eval()
-        looks += [float(task.loss(params, task.batch(t)).detach())] if t % 2 == 1 else []
+        averages.append(float(task.loss(params, task.batch(t)).detach()))
         optimiser.train()
         optimiser.zero_grad()
-        task.loss(params, task.batch(t)).backward()
+        loss = task.loss(params, task.batch(t))
+        loss.backward()
+        iterates.append(float(loss.detach()))
         optimiser.step()
     outcome = train(task, potential, Usage(factor=0.5, averaging="tail"))
-    assert outcome.loss == pytest.approx(sum(looks) / len(looks), rel=1e-5)
+    gains = [x - z for x, z in zip(averages[1::2], iterates[1::2], strict=True)]
+    assert outcome.loss == pytest.approx(sum(iterates) / 250 + sum(gains) / 125, rel=1e-5)
+    assert outcome.loss == pytest.approx(sum(averages) / 250, rel=0.02)
+
+
+def test_looking_now_and_then_favours_no_average(learned, monkeypatch):
+    """An average that is the iterate itself has its score, whatever the losses do between two looks."""
+    monkeypatch.setattr("metamd.trial.tail_share", lambda step: 1.0)
+    family = quadratic(steps=200)
+    found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2)
+    task = family.build(family.sample(torch.Generator().manual_seed(3)))
+    potential = found.potential.bind(task.init())
+    plain, judged = (train(task, potential, Usage(averaging=a)).loss for a in ("constant", "tail"))
+    assert judged == pytest.approx(plain, rel=1e-12)
 
 
 def test_a_rate_that_falls_with_the_square_is_ahead_where_noise_holds_a_run_up():

@@ -310,7 +310,9 @@ def test_a_momentum_of_ones_own_takes_the_place_of_a_tail_average(learned):
     found = LearnedOptimiser(header, learned.potential)
     named = list(tabular(steps=30).example().items())
     params = [(n, torch.nn.Parameter(x)) for n, x in named]
-    assert prepare(params, found, steps=30)[0].averaging == "tail"
+    for options in ({}, {"momentum": 0.0}):
+        optimiser, _ = prepare(params, found, steps=30, **options)
+        assert (optimiser.averaging, optimiser.param_groups[0]["lr"]) == ("tail", 1.4)
     optimiser, _ = prepare(params, found, steps=30, momentum=0.9)
     assert (optimiser.averaging, optimiser.param_groups[0]["lr"]) == ("constant", 0.14)
     optimiser, _ = prepare([{"params": params, "momentum": 0.5}], found, steps=30)

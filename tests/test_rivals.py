@@ -146,6 +146,23 @@ def test_a_rival_is_judged_by_its_tail_average_and_takes_the_same_steps():
     assert plain.batch_loss == found.batch_loss, "gradients are taken where Adam takes them"
 
 
+def test_an_averaged_rival_has_modes():
+    x = nn.Parameter(torch.ones(2))
+    optimiser = rival("sgdm-averaged").with_setting(lr=0.1).start([("x", x)])
+    for _ in range(3):
+        x.grad = torch.ones(2)
+        optimiser.step()
+    iterate = x.detach().clone()
+    for switch in (optimiser.eval, optimiser.eval):
+        switch()
+    assert not torch.equal(x, iterate)
+    with pytest.raises(RuntimeError, match=r"Call train\(\) first"):
+        optimiser.step()
+    for switch in (optimiser.train, optimiser.train):
+        switch()
+    assert torch.equal(x, iterate)
+
+
 def test_our_tail_average_is_what_a_comparison_judges():
     family = tasks.tabular(steps=20)
     learned = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2)

@@ -54,6 +54,10 @@ class Evidence:
         """The tensors that had a gradient; the comparator counts for them alone."""
         return list(self.ledger.rows)
 
+    def iterates(self) -> dict[str, Tensor]:
+        """z of every tensor, also of those whose average is in the parameter just now."""
+        return {n: iterate(p, self.stores[n]) for n, p in self.named.items()}
+
     @property
     def averaged(self) -> bool:
         """Whether gradients are taken at averages of the iterates."""
@@ -133,7 +137,7 @@ def _measure(evidence: Evidence, reference: Mapping[str, Tensor] | None) -> dict
     if evidence.keeps_sums:
         ends, last = _where_sums_lead(evidence)
     rows = {n: _row(evidence, n, None if reference is None else reference[n], ends.get(n)) for n in names}
-    still = {n: _resting(phi, n, p) for n, p in evidence.named.items() if n not in rows and _counts(phi, n)}
+    still = {n: _resting(phi, n, p) for n, p in evidence.iterates().items() if n not in rows and _counts(phi, n)}
     offsets = phi.offsets.detach().cpu().numpy() + sum(
         (row.numpy() for row in sum_shards(still, evidence.named).values()), np.zeros(phi.pieces)
     )
@@ -156,7 +160,7 @@ def _where_sums_lead(evidence: Evidence) -> tuple[Params, Array]:
     """The point of the dual point y_1 - sum v_t, which need not be the parameters: a step with all gradients at once."""
     phi, stores, first = evidence.potential, evidence.stores, np.array(evidence.ledger.weights)
     start = {n: local(start_of(stores[n])).double() for n in evidence.names}
-    still = {n: local(p).double() for n, p in evidence.named.items() if n not in start and _counts(phi, n)}
+    still = {n: local(p).double() for n, p in evidence.iterates().items() if n not in start and _counts(phi, n)}
     wide = phi.fixed({n: phi.metric(n).double() for n in evidence.named}, phi.add_up)
     wide = wide.centred_at({n: c.double() for n, c in phi.start.items()})
     total = {n: Move(_total(evidence, n, phi.metric(n).double())) for n in start}

@@ -43,7 +43,7 @@ def check_averaging(averaging: str, momentum: float) -> None:
         weights = "1/t" if averaging == "anytime" else f"t^{TAIL}"
         raise ValueError(
             f'averaging="{averaging}" has no momentum: the weights of its average are {weights}. Got momentum={momentum}; '
-            "leave it 0."
+            "pass momentum=0.0."
         )
 
 
@@ -192,6 +192,20 @@ def to_averages(groups: Sequence[Mapping[str, Any]], state: Any, averaging: Aver
                 local(p).lerp_(local(state[p]["z"]), 1 - 1 / momentum)
 
 
+def _to_iterate(param: Tensor, store: dict[str, Any]) -> None:
+    """From a tail average back to its iterate; where somebody has put other values, training goes on from those."""
+    if "z" not in store:
+        raise RuntimeError(
+            "this state was taken in eval mode and has lost its iterates: torch.distributed.checkpoint does not bring them to "
+            "an optimiser in train mode. Call opt.train() before such a checkpoint is taken."
+        )
+    z, mean = local(store.pop("z")), local(store["mean"])
+    if torch.equal(local(param), mean.to(param.dtype)):
+        local(param).copy_(z)
+    else:
+        del store["mean"]
+
+
 def to_gradient_points(groups: Sequence[Mapping[str, Any]], state: Any, averaging: AveragingName) -> None:
     """The way back; of Schedule-Free with the momentum of now.
 
@@ -203,8 +217,8 @@ def to_gradient_points(groups: Sequence[Mapping[str, Any]], state: Any, averagin
     check_momenta(groups, averaging)
     for group in groups:
         for p in group["params"]:
-            if averaging == "tail" and "z" in state[p]:
-                local(p).copy_(local(state[p].pop("z")))
+            if "mean" in state[p]:
+                _to_iterate(p, state[p])
             elif "z" in state[p]:
                 state[p]["momentum"] = group["momentum"]
                 local(p).lerp_(local(state[p]["z"]), 1 - group["momentum"])

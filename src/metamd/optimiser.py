@@ -185,8 +185,9 @@ class MetaMD(Optimizer):
             self._audit.after(step.active, moves)
         for n, momentum in averaged.items():
             average.blend(params[n], points[n], counts[n], momentum, self.averaging)
-        for n in grads if self.averaging == "tail" else ():
-            average.follow(named[n], self.state[named[n]], self._steps)
+        for n, p in named.items() if self.averaging == "tail" else ():
+            if n in grads or "mean" in self.state.get(p, {}):
+                average.follow(p, self.state[p], self._steps)
         self._finish(step, named)
         return loss
 
@@ -297,8 +298,7 @@ class MetaMD(Optimizer):
         if self.averaging not in WITH_MODES or self._training == training:
             return
         named = {n: p for n, p, _ in self._places.values()}
-        edited = dict.fromkeys(self._edited(named), -1)  # what was loaded in eval mode stays, and the next step notices it
-        average.begin_again([self.state[named[n]] for n in edited], [], self._restart)
+        edited = dict.fromkeys(self._edited(named), -1)  # the next step shall notice it
         (average.to_gradient_points if training else average.to_averages)(self.param_groups, self.state, self.averaging)
         self._training = training
         if self._versions:

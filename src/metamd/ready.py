@@ -79,7 +79,7 @@ def prepare(
     learned = learned if refresh is None else refreshed(learned, refresh)
     usage = learned.usage
     params = list(params)
-    own = "momentum" in options or any(isinstance(p, dict) and "momentum" in p for p in params)
+    own = options.get("momentum") or any(isinstance(p, dict) and p.get("momentum") for p in params)
     average = "constant" if own else usage.averaging  # a tail average has no momentum
     chosen: dict[str, Any] = {"momentum": usage.momentum, "metric": usage.metric, "averaging": average, **options}
 

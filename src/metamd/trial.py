@@ -17,7 +17,7 @@ from metamd.tasks.base import Task
 from metamd.usage import Usage
 
 LOOKS = 100
-"""How often in a run the loss of a tail average is looked at, about."""
+"""How often in a run a tail average is compared with the iterate, about."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,11 @@ def train(
     looks: list[float] = []
     energies: list[float] = []
     for t in range(total):
-        batch = task.batch(t)
-        loss, grads = gradient(task, z if tail else x, batch)
+        loss, grads = gradient(task, z if tail else x, task.batch(t))
         losses.append(float(loss))
         if tail and t % apart == apart // 2:
             with torch.no_grad():
-                looks.append(float(task.loss(x, batch)))
+                looks.append(float(task.loss(x, task.batch(t))) - losses[-1])
         norm = float(torch.stack(torch._foreach_norm(list(grads.values()))).norm())
         if trouble(t, losses[0], losses[-1], norm):
             return Outcome(math.inf, x)
@@ -114,9 +113,10 @@ def train(
                 else:
                     blend(x[n], z[n], t + 1, usage.momentum, "constant")
     tally = None if sums is None or comparator is None else sums.tally(start, comparator, states, total)
-    seen = looks if tail else losses
+    # of a tail average what it is better or worse than the iterates on the same batches, which are seen in every step
+    mean = sum(losses) / total + (sum(looks) / len(looks) if tail else 0.0)
     finite = all(bool(v.isfinite().all()) for v in x.values())
-    return Outcome(sum(seen) / len(seen) if finite else math.inf, x, tally, tuple(energies))
+    return Outcome(mean if finite else math.inf, x, tally, tuple(energies))
 
 
 class _Sums:

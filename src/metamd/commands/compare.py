@@ -98,8 +98,8 @@ def _check_fit(ours: Contender, family: TaskFamily) -> None:
 
 def _ours(learned: LearnedOptimiser, options: Compare) -> Contender:
     """As the file says that it is best used, unless something else was asked."""
-    usage, own = learned.usage, options.momentum is not None
-    made = learned_rival(learned, refresh=options.refresh, averaging="constant" if own else None)
+    usage = learned.usage
+    made = learned_rival(learned, refresh=options.refresh, averaging="constant" if options.momentum else None)
     momentum = usage.momentum if options.momentum is None else options.momentum
     return made.with_setting(options.schedule or usage.schedule, momentum=momentum)
 

@@ -26,7 +26,7 @@ SCALES = {
     "smoke": Scale(
         ("45",), 200, steps=20, tasks_per_step=2, seeds=2, budget=3, rivals=("adam",), schedules=("linear",), usage_tasks=0
     ),
-    "cpu": Scale(("0", "45"), 10_000, outer_steps=2, tasks_per_step=4, rivals=CHEAP, schedules=("linear",), screen=3),
+    "cpu": Scale(ANGLES, 10_000, outer_steps=2, tasks_per_step=4, rivals=CHEAP, schedules=("linear",), screen=3),
     "paper": Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20, rivals=CHEAP, schedules=("linear",)),
 }
 

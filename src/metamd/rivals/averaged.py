@@ -20,13 +20,16 @@ class Averaged:
     """
 
     def __init__(self, optimiser: Stepper, params: Sequence[nn.Parameter]) -> None:
-        self.optimiser, self.param_groups, self.taken = optimiser, optimiser.param_groups, 0
+        self.optimiser, self.param_groups = optimiser, optimiser.param_groups
+        self.taken, self._training = 0, True
         self.state: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in params}
         self._everything = [{"params": list(params)}]  # Muon's groups have matrices in the place of kernels
 
     @torch.no_grad()
     def step(self) -> None:
         """Take a step, and move the averages towards where it led."""
+        if not self._training:
+            raise RuntimeError("this optimiser is in eval mode: its parameters are averages now. Call train() first.")
         self.optimiser.step()
         self.taken += 1
         for p, store in self.state.items():
@@ -35,12 +38,16 @@ class Averaged:
     @torch.no_grad()
     def eval(self) -> None:
         """Put the averages into the parameters."""
-        to_averages(self._everything, self.state, "tail")
+        if self._training:
+            to_averages(self._everything, self.state, "tail")
+            self._training = False
 
     @torch.no_grad()
     def train(self) -> None:
         """Put the iterates back."""
-        to_gradient_points(self._everything, self.state, "tail")
+        if not self._training:
+            to_gradient_points(self._everything, self.state, "tail")
+            self._training = True
 
 
 def averaged(rival: Rival) -> Rival:

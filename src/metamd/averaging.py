@@ -196,8 +196,8 @@ def _to_iterate(param: Tensor, store: dict[str, Any]) -> None:
     """From a tail average back to its iterate; where somebody has put other values, training goes on from those."""
     if "z" not in store:
         raise RuntimeError(
-            "this state was taken in eval mode and has lost its iterates: torch.distributed.checkpoint does not bring them to "
-            "an optimiser in train mode. Call opt.train() before such a checkpoint is taken."
+            "this state was taken in eval mode and has lost its iterates: torch.distributed.checkpoint does not bring them "
+            "to an optimiser in train mode. Call opt.train() before such a checkpoint is taken."
         )
     z, mean = local(store.pop("z")), local(store["mean"])
     if torch.equal(local(param), mean.to(param.dtype)):

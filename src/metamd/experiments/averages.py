@@ -6,9 +6,10 @@ judged by their average, if the file recommends that, and by their iterates; so 
 
 from functools import partial
 
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
 from metamd.potentials import Kronecker
+from metamd.records import Result
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
@@ -44,3 +45,20 @@ EXPERIMENT = Experiment(
     SCALES,
     {},
 )
+
+
+def markdown(rows: list[Result]) -> str:
+    """One line for everybody: losses, steps to the target, and test accuracy on the mean of the angles.
+
+    Args:
+        rows: as `Experiment.rows` makes them.
+    """
+    heads = ["", "mean loss", "final loss", "steps to target", "test accuracy, %"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        losses = ["diverged" if (x := row[m]["value"]) is None else f"{x:.3g}" for m in ("mean_loss", "final_loss")]
+        steps = row["steps_to_target"]["value"]
+        accuracy = sum(row["accuracy"].values()) / len(row["accuracy"])
+        shown = [row["label"], *losses, "never" if steps is None else f"{steps:.4g}", f"{accuracy:.2f}"]
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"

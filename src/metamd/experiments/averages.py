@@ -4,8 +4,12 @@ The 3-layer MLP on rotated MNIST with two angles held out; one file for each, as
 judged by their average, if the file recommends that, and by their iterates; so are those of the rivals, with linear decay.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
+from metamd.comparison import Comparison
+from metamd.experiments.curves import learning_curves
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
 from metamd.potentials import Kronecker
@@ -13,6 +17,7 @@ from metamd.records import Result
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
+OURS = {"MetaMD": Entry(), "MetaMD, by its iterates": Entry(averaging="constant")}
 BOTH = ("adam", "adam-averaged", "soap", "soap-averaged")
 
 SCALES = {
@@ -31,19 +36,26 @@ SCALES = {
     "paper": Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20, rivals=BOTH, schedules=("linear",)),
 }
 
+
+def _curves(comparison: Comparison, labels: Sequence[str], folder: Path) -> None:
+    """Of both ways in which the file is judged."""
+    learning_curves(comparison, list(OURS), folder)
+
+
 EXPERIMENT = Experiment(
     "averages",
     rotated,
     {
         "kronecker": Geometry(
             partial(Kronecker, rank="auto"),
-            {"MetaMD": Entry(), "MetaMD, by its iterates": Entry(averaging="constant")},
+            OURS,
             choose_usage=True,
             follow=1.0,
         ),
     },
     SCALES,
     {},
+    draw=_curves,
 )
 
 

@@ -139,7 +139,7 @@ def test_it_travels_with_the_file_and_drives_every_kind_of_run(learned, tmp_path
     outcome = train(task, again.potential.bind(task.init()), usage)
     assert outcome.loss == pytest.approx(np.mean(losses), rel=1e-5)
     rival = learned_rival(again)
-    assert rival.schedules == ("learned", "constant", "linear")
+    assert rival.schedules == ("learned", "constant", "linear", "quadratic")
     assert compete(task, rival.untuned()).batch_loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert compete(task, rival.with_setting("linear")).batch_loss != pytest.approx(np.mean(losses), rel=1e-5)
     other = replace(usage, knots=(0.25, 1.0, 0.4, 0.0))
@@ -151,11 +151,12 @@ def test_learn_usage_offers_one_from_runs_of_the_linear_decay(learned, metric):
     tried = {}
     options = {"momenta": (0.0,), "factors": (1.0,), "tasks": 2, "rules": (metamd.Online("sum"),)}
     learn_usage(learned, tabular(steps=30), metrics=(metric,), watch=lambda u, _, v: tried.update({u: v}), **options)
-    assert [u.schedule for u in tried] == ["linear", "constant", "learned"]
-    offered = list(tried)[-1]
+    assert [u.schedule for u in tried] == ["linear", "constant", "quadratic", "learned", "linear"]
+    assert [u.averaging for u in tried] == ["tail", "tail", "tail", "tail", "constant"]
+    (offered,) = (u for u in tried if u.schedule == "learned")
     assert len(offered.knots) == 11
     assert offered.knots[-1] == 0
-    only = learn_usage(learned, tabular(steps=30), metrics=(metric,), schedules=("learned",), **options)
+    only = learn_usage(learned, tabular(steps=30), metrics=(metric,), schedules=("learned",), averages=("tail",), **options)
     assert only.usage == offered
 
 

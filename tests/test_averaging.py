@@ -427,6 +427,8 @@ def test_a_conversion_in_eval_mode_that_changes_no_value_is_no_edit():
         p.detach().mul_(1.0)  # counts as a change for torch
     optimiser.train()
     assert equal_parameters(model, before)
+    train(model, optimiser, 1, first=5)
+    assert optimiser.state[model[0].weight]["since"] == 0, "the average goes on"
 
 
 def test_the_average_of_a_parameter_that_is_frozen_comes_to_where_it_stays():

@@ -298,11 +298,12 @@ class MetaMD(Optimizer):
         if self.averaging not in WITH_MODES or self._training == training:
             return
         named = {n: p for n, p, _ in self._places.values()}
-        edited = dict.fromkeys(self._edited(named), -1)  # the next step shall notice it
+        edited = self._edited(named) if self.averaging == "tail" else []
         (average.to_gradient_points if training else average.to_averages)(self.param_groups, self.state, self.averaging)
         self._training = training
         if self._versions:
-            self._versions = {n: local(p)._version for n, p in named.items()} | edited
+            noticed = (n for n in edited if not training or "mean" not in self.state[named[n]])  # for the next step
+            self._versions = {n: local(p)._version for n, p in named.items()} | dict.fromkeys(noticed, -1)
 
     # what can be read off it
 
@@ -316,7 +317,7 @@ class MetaMD(Optimizer):
 
     @property
     def active_pieces(self) -> Tensor:
-        """The active piece after every step so far, as a vector of integers."""
+        """The active piece after every step so far."""
         return self._record.expand()
 
     def certificate(self, reference: Reference | None = None, *, radius: float | None = None) -> Certificate:
@@ -375,8 +376,7 @@ class MetaMD(Optimizer):
         self._bind()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {k: v for k, v in self.__dict__.items() if k in _COPIED}
-        return {**super().__getstate__(), **kept}
+        return {**super().__getstate__(), **{k: v for k, v in self.__dict__.items() if k in _COPIED}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from metamd.models import MLP, MODELS, LeNet, Linear, ResNet18
+from metamd.models import MLP, MODELS, LeNet, Linear, ResNet18, channels_last
 
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 SMALL = {
@@ -52,6 +53,22 @@ def test_one_logit_per_class_and_every_parameter_is_used(name):
     assert logits.shape == (5, 7)
     logits.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_lenet_is_relu_then_pooling_to_the_last_bit_with_and_without_gradients():
+    model, images = LeNet(generator=torch.Generator().manual_seed(0)), torch.randn(7, *GREY)
+
+    def textbook(pool):
+        maps = pool(F.relu(model.second(pool(F.relu(model.first(channels_last(images))), 2))), 2)
+        return model.output(F.relu(model.fourth(F.relu(model.third(maps.flatten(1))))))
+
+    wanted, found = (
+        torch.autograd.grad(f.square().sum(), model.parameters()) for f in (textbook(F.max_pool2d), model(images))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    with torch.no_grad():
+        assert torch.equal(model(images), textbook(F.max_pool2d))
+        assert not torch.equal(model(images), textbook(F.avg_pool2d))
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -92,8 +92,8 @@ class LeNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """One logit per class."""
-        maps = F.max_pool2d(F.relu(self.first(channels_last(images))), 2)
-        maps = F.max_pool2d(F.relu(self.second(maps)), 2)
+        maps = F.relu(_pooled(self.first(channels_last(images))))
+        maps = F.relu(_pooled(self.second(maps)))
         hidden = F.relu(self.fourth(F.relu(self.third(maps.flatten(1)))))
         logits: Tensor = self.output(hidden)
         return logits
@@ -199,6 +199,17 @@ def initialise(model: nn.Module, generator: torch.Generator | None) -> None:
             for tensor in (layer.weight, layer.bias):
                 if tensor is not None:
                     nn.init.uniform_(tensor, -bound, bound, generator=generator)
+
+
+def _pooled(maps: Tensor) -> Tensor:
+    """The largest of every two by two, of maps with an even number of rows and columns.
+
+    Where no gradient is taken slices are compared: the same values, and evaluations of LeNet take half as long on a CPU.
+    """
+    if torch.is_grad_enabled():
+        return F.max_pool2d(maps, 2)
+    rows = torch.maximum(maps[..., ::2, :], maps[..., 1::2, :])
+    return torch.maximum(rows[..., ::2], rows[..., 1::2])
 
 
 def _norm(norm: Norm, channels: int) -> nn.Module:

@@ -1,11 +1,13 @@
 """`metamd demo` at its smallest, and the page it writes."""
 
 import json
+import math
 import re
 
 import pytest
 import torch
 
+from metamd import Diagonal, LearnedOptimiser, MetaMD
 from metamd.commands import Demo
 from metamd.commands.demo import Size, run
 from metamd.experiments import digits
@@ -56,11 +58,32 @@ def test_the_certificate_holds():
     known, unseen = digits.families(TINY, 0)
     assert set(known.describe()["datasets"]) == {"15 degrees", "30 degrees"}
     task = unseen.build(unseen.sample(torch.Generator().manual_seed(0)))
-    from metamd import Diagonal, LearnedOptimiser
-
     metrics = {n: torch.full((1, *x.shape), 2.0) for n, x in task.init().items()}
     found = digits.certificate(task, LearnedOptimiser.from_potential(Diagonal().with_metrics(metrics)))
     assert found["realised"] <= found["bound"]
+
+
+def test_a_run_is_judged_by_the_average_that_its_optimiser_keeps():
+    _, unseen = digits.families(TINY, 0)
+    task = unseen.build(unseen.sample(torch.Generator().manual_seed(0)))
+    metrics = {n: torch.full((1, *x.shape), 2.0) for n, x in task.init().items()}
+    learned = LearnedOptimiser.from_potential(Diagonal().with_metrics(metrics))
+
+    def losses(averaging):
+        return digits.train(task, lambda named: (MetaMD(named, learned, averaging=averaging), None))
+
+    iterate, average = ({n: x.clone() for n, x in task.init().items()} for _ in range(2))
+    by_hand = []
+    for t in range(task.steps):
+        by_hand.append(float(task.loss(average, task.batch(t))))
+        leaves = {n: x.requires_grad_() for n, x in iterate.items()}
+        grads = torch.autograd.grad(task.loss(leaves, task.batch(t)), list(leaves.values()))
+        iterate = {n: x.detach() - g / math.exp(2) for (n, x), g in zip(leaves.items(), grads, strict=True)}
+        average = {n: x.lerp(iterate[n], 10 / (t + 10)) for n, x in average.items()}
+    found = losses("tail")
+    assert found["losses"] == pytest.approx(by_hand, rel=1e-5)
+    assert found["losses"][2:] != pytest.approx(losses("constant")["losses"][2:], rel=1e-3)
+    assert found["train_loss"] == pytest.approx(task.evaluate(average, "train").loss, rel=1e-5)
 
 
 def test_a_page_escapes_what_it_is_given(tmp_path):

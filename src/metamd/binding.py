@@ -219,9 +219,9 @@ def refuse_unusual(name: str, grad: Tensor) -> None:
 def refuse_nonfinite(named: Params, grads: Params) -> None:
     """Refuse NaN and infinite gradients, on all processes if one has them."""
     # The Euclidean norm is the fastest look at every number; it may overflow, so that a second look decides.
-    norms = [torch.linalg.vector_norm(g).float() for g in grads.values()]
+    norms = torch._foreach_norm(list(grads.values()))
     names = []
-    if not bool(torch.isfinite(torch.stack([n.to(norms[0].device) for n in norms])).all()):
+    if not bool(torch.isfinite(torch.stack([n.to(norms[0]) for n in norms])).all()):
         names = [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]
     if any_process(bool(names), named):
         where = f"the gradient of {names[0]!r} (and of {len(names) - 1} more)" if names else "a gradient elsewhere"

@@ -237,10 +237,12 @@ class Online:
         """The share of signal in the gradients of a weight; 1 at the first step and where it is not followed."""
         if not self.signal:
             return 1.0
-        count, before = state["counted"], float(state.get("length", 0.0))
+        if "length" not in state:
+            state["length"] = grad.new_zeros(())
+        count, kept = state["counted"], state["length"]
         # a root mean square, whose squares are never formed: they would be lost or overflow where lengths are not
-        length = math.hypot(math.sqrt(self.signal) * before, math.sqrt(1 - self.signal) * _length(grad))
-        state["length"] = grad.new_tensor(length)
+        length = math.hypot(math.sqrt(self.signal) * float(kept), math.sqrt(1 - self.signal) * _length(grad))
+        kept.fill_(length)
         usual = max(length / math.sqrt(1 - self.signal**count), torch.finfo(grad.dtype).tiny)
         return min(_length(average) / (1 - self.beta**count) / usual, 1.0)
 
@@ -297,7 +299,7 @@ def _scaled_up(watch: Watch, scale: Tensor, share: float) -> Watch:
 
 def _eigh(products: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and vectors; NaN for what is not finite, which torch refuses while other tensors have moved already."""
-    if not bool(products.isfinite().all()):
+    if not math.isfinite(float(products.detach().sum())) and not bool(products.isfinite().all()):
         return torch.full_like(products[0], math.nan), torch.full_like(products, math.nan)
     values, vectors = torch.linalg.eigh(products)
     return values, vectors

@@ -11,9 +11,14 @@ from torch import Tensor
 from metamd.potentials.mixture import Total, local_total
 from metamd.potentials.simplex import Array
 
+WHOLE = (Tensor, torch.nn.Parameter)
+"""What is certainly no DTensor: the answer is needed dozens of times in every step."""
+
 
 def is_sharded(x: Tensor) -> bool:
     """Whether a tensor is a DTensor. If its module was never imported, there is none."""
+    if type(x) in WHOLE:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -113,8 +118,10 @@ def sum_shards(parts: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dic
 def any_process(flag: bool, params: Mapping[str, Tensor]) -> bool:
     """Whether the flag is up on any process that holds a part of the parameters."""
     sharded = [x for x in params.values() if is_sharded(x)]
+    if not sharded:
+        return flag
     groups = {g for x in sharded for g in [_shard_groups(x)] if g}
-    raised = torch.tensor(float(flag), device=sharded[0].device if sharded else None)
+    raised = torch.tensor(float(flag), device=sharded[0].device)
     for key in sorted(groups, key=str):
         raised = _all_reduce(raised, key)
     return bool(raised > 0)

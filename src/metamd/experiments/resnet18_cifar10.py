@@ -41,7 +41,7 @@ SCALES = {
         4000,
         tasks_per_step=2,
         budget=7,
-        rivals=("sgdm", "adam", "muon"),
+        rivals=("sgdm", "adam", "adamw", "muon"),
         screen=1,
         schedules=("linear",),
         usage_tasks=2,

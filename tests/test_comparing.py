@@ -293,17 +293,32 @@ def test_the_pace_against_the_best_rival_by_hand():
     assert row["mean_loss_of"] == "early"
     assert row["mean_loss"] == pytest.approx((sum(ours[1:]) / 10) / 0.4)
     assert row["steps"] == pytest.approx(50 / 90), "the rival is at 0.1 after 90 steps and stays there"
-    assert row["seconds"] == pytest.approx(50 / 90 * 3 / 2)
+    assert (row["steps_of"], row["seconds_of"]) == ("early", "late"), "as soon in steps, and sooner by the clock"
+    assert row["seconds"] == pytest.approx(50 * 3 / (90 * 1))
+    hasty = replace(fold, entrants={**fold.entrants, "hasty": candidates([2.0] + [0.1] * 10, [2.0] + [1.0] * 10)})
+    clocked = replace(hasty, seconds={**fold.seconds, "hasty": 10.0})
+    (row_of_three,) = pace(Comparison((clocked,), {}), ["early", "late", "hasty"])
+    assert row_of_three["steps_of"] == "early", "the first of those that end equally low"
+    assert row_of_three["seconds_of"] == "late"
+    (row_of_three,) = pace(
+        Comparison((replace(clocked, seconds={**clocked.seconds, "hasty": 4.0}),), {}), ["early", "late", "hasty"]
+    )
+    assert row_of_three["seconds_of"] == "hasty"
+    assert row_of_three["seconds"] == pytest.approx(50 * 3 / (10 * 4)), "at its best setting"
     assert (row["accuracy"], row["best_accuracy"]) == (90.0, 90.0)
     assert row["paid_after"] is None
     known = replace(fold, costs={"ours": {"gradient_evaluations": 1000.0}})
     (paid,) = pace(Comparison((known,), {}), ["early", "late"])
     assert paid["paid_after"] == math.ceil(1000 / (200 + 40)), "two candidates of 100 steps, and 40 steps saved"
+    assert paid["paid_by_the_clock"] == math.ceil(1000 * 3 / ((200 + 90) * 2 - 50 * 3))
+    (dear,) = pace(Comparison((replace(known, seconds={"ours": 30.0, "early": 2.0, "late": 1.0}),), {}), ["early", "late"])
+    assert (dear["paid_after"], dear["paid_by_the_clock"]) == (paid["paid_after"], None)
+    assert lines("the best", [dear], 1.0)[2].endswith("| 5 tasks, never |")
     (half,) = pace(Comparison((fold,), {}), ["early", "late"], 0.5)
     assert half["steps"] == pytest.approx(30 / 10)  # 0.4 is what the best rival has at half of the run, and after a tenth
     (other,) = pace(Comparison((fold,), {}), ["early", "late"], ours="late")
     assert other["mean_loss"] == pytest.approx((sum(low_late[1:]) / 10) / 0.4)
-    assert (other["steps"], other["seconds"]) == (pytest.approx(90 / 90), pytest.approx(1 / 2)), "of late, not of ours"
+    assert (other["steps"], other["seconds"]) == (pytest.approx(90 / 90), pytest.approx(1.0)), "of late, not of ours"
     falling = list(np.linspace(2.0, 0.2, 11))
     whole = Fold("d", {"ours": candidates(ours), "rival": candidates(falling)}, {}, {})
     (row,) = pace(Comparison((whole,), {}), ["rival"])

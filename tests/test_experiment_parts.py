@@ -162,6 +162,45 @@ def test_geometries_with_the_mark_learn_from_the_same_tasks(tmp_path):
     assert found["one"].header.seeds == (derive_seed(0, "learning", "a"),)
 
 
+def test_a_lesson_that_was_stopped_continues_to_the_same_result(tmp_path):
+    def lesson(folder, limit=math.inf):
+        """Learn, with so many batches before Ctrl-C; the result, and the batches that were drawn."""
+        known, drawn = tasks.tabular(steps=4), 0
+        build = known.build
+
+        def built(config):
+            task = build(config)
+            batch = task.batch
+
+            def counted(step):
+                nonlocal drawn
+                drawn += 1
+                if drawn > limit:
+                    raise KeyboardInterrupt
+                return batch(step)
+
+            task.batch = counted
+            return task
+
+        known.build = built
+        choices = {"factors": (0.5, 1.0), "metrics": ("learned",), "schedules": ("linear",)}
+        size = Scale(("a",), None, tasks_per_step=1, usage_tasks=2)
+        geometry = Geometry(Diagonal, {}, choose_usage=True, choices=choices, follow=1.0)
+        folder.mkdir(exist_ok=True)
+        try:
+            found = learn(size, known, geometry, folder / "a.safetensors", 0, "x")
+        except KeyboardInterrupt:
+            return None, drawn
+        return {**found, "cost": found["cost"]["gradient_evaluations"]}, drawn
+
+    whole, drawn = lesson(tmp_path / "whole")
+    for share in (0.2, 0.3, 0.3):
+        assert lesson(tmp_path / "stopped", share * drawn)[0] is None
+    again, rest = lesson(tmp_path / "stopped")
+    assert again == whole
+    assert rest < 0.7 * drawn, "what was finished is not learned again"
+
+
 def test_a_second_training_goes_on_from_the_first_and_both_are_paid_for(tmp_path):
     seen = []
 

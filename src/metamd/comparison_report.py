@@ -18,6 +18,12 @@ from metamd.statements import HeldOutCertificate, certificates
 
 KEPT = ("certificate", "certificates")
 
+UNCERTIFIED = (
+    "None lies beside these records. What held-out tasks guarantee about the next one is asked with metamd certify FILE "
+    "FAMILY, and a comparison of that file then shows it here. A run can bound its own regret, with certify=True: in a "
+    "metric that stays as it was learned, or that only grows, which that of polar steps does not."
+)
+
 HEADS = {
     "mean_loss": "mean training loss",
     "final_loss": "loss at the end",
@@ -280,8 +286,10 @@ def certificate_sections(found: Any) -> list[Section]:
     """What the learned file says of held-out tasks, as it lies beside the records: its certificates as they are printed.
 
     Args:
-        found: the `held_out` of a header; what is no certificate is shown as it is.
+        found: the `held_out` of a header; what is no certificate is shown as it is. None where nothing lies there.
     """
+    if found is None:
+        return [Section("Certificate", [UNCERTIFIED])]
     rest = {k: v for k, v in found.items() if k not in KEPT} if isinstance(found, dict) else {"certificate": found}
     parts = []
     for name, plain in certificates(found).items():

@@ -3,7 +3,7 @@
 import base64
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import fill
 
@@ -130,6 +130,31 @@ def escaped(text: str) -> str:
     plain = "".join(c if c.isprintable() else " " for c in text)
     plain = plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\\\`*_\[\]|#!])", r"\\\1", plain)
+
+
+def table_sections(text: str) -> list[Section]:
+    """The tables of a Markdown page as parts of a report; a line in bold is the heading of what follows.
+
+    Args:
+        text: tables with their headings, and paragraphs.
+
+    Example:
+        >>> table_sections("**Times**\\n\\n| who | s |\\n|---|---|\\n| a | 1 |\\n")[0].rows
+        [['a', '1']]
+    """
+    parts: list[Section] = []
+    for block in filter(None, (b.strip() for b in text.split("\n\n"))):
+        if block.startswith("**") and block.endswith("**"):
+            parts.append(Section(block.strip("*")))
+            continue
+        if not parts or (parts[-1].rows and block.startswith("|")):
+            parts.append(Section("Results"))
+        heads, *rows = ([field.strip() for field in line.strip("|").split(" | ")] for line in block.splitlines())
+        if block.startswith("|") and all(len(row) == len(heads) for row in rows[1:]):  # rows[0] is the rule below the heads
+            parts[-1] = replace(parts[-1], heads=heads, rows=rows[1:])
+        else:
+            parts[-1] = replace(parts[-1], texts=[*parts[-1].texts, " ".join(block.split())])
+    return parts
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section], *, command: str) -> None:

@@ -364,7 +364,8 @@ class Report:
     """Write the page of a comparison, HTML and Markdown, from its records.
 
     Args:
-        folder: what metamd compare or metamd reproduce wrote; comparisons in its folders are joined.
+        folder: what metamd compare or metamd reproduce wrote; comparisons in its folders are joined, and what compares in a
+            way of its own, as quadratic and rosenbrock do, is shown with its tables and figures.
         target: the optimiser that sets the target, by its name or its label; that of the records if not given.
         share: of the steps after which its loss is the target; that of the records, 0.75 as a rule, if not given.
         out: directory for the pages; that of the records if not given.

@@ -12,7 +12,7 @@ from metamd.comparison_report import certificate_sections, not_held_out, section
 from metamd.container import write_atomically
 from metamd.folds import Target
 from metamd.records import read_json
-from metamd.report import Section, as_markdown, as_text, write_page
+from metamd.report import Section, as_markdown, as_text, table_sections, write_page
 
 
 def run(options: Report) -> int:
@@ -22,6 +22,12 @@ def run(options: Report) -> int:
         options: what was asked.
     """
     out = options.out or options.folder
+    if _has_tables_alone(options.folder):
+        if options.target is not None or options.share is not None:
+            raise ValueError(f"{options.folder} compares in a way of its own. Leave out --target and --share.")
+        parts = write_tables(options.folder, out)
+        print(json.dumps({"page": str(out / "report.html")}) if options.json else as_text(parts))
+        return 0
     comparison, parts = write_report(options.folder, out, options.target, options.share)
     if options.json:
         print(json.dumps(summary(comparison) | {"page": str(out / "report.html")}))
@@ -49,12 +55,35 @@ def write_report(
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as figures:
         parts = sections(comparison, Path(figures), versions=versions)
-        if (folder / "certificate.json").is_file():
-            parts += certificate_sections(read_json(folder / "certificate.json"))
-        title, command = _title(comparison), f"metamd report {folder}"
-        write_page(out / "report.html", title, parts, command=command)
-        write_atomically(out / "report.md", as_markdown(title, parts, command=command).encode())
+        kept = folder / "certificate.json"
+        parts += certificate_sections(read_json(kept) if kept.is_file() else None)
+        _write(out, _title(comparison), parts, folder)
     return comparison, parts
+
+
+def write_tables(folder: Path, out: Path) -> list[Section]:
+    """The same pages of an experiment that compares in a way of its own: its tables and its figures.
+
+    Args:
+        folder: where `tables.md` lies, with the figures beside it.
+        out: of the pages.
+    """
+    parts = table_sections((folder / "tables.md").read_text())
+    figures = [(path, path.stem.replace("-", " ").capitalize()) for path in sorted(folder.glob("*.png"))]
+    parts += [Section("Figures", figures=figures)] if figures else []
+    out.mkdir(parents=True, exist_ok=True)
+    _write(out, folder.resolve().name.capitalize(), parts, folder)
+    return parts
+
+
+def _write(out: Path, title: str, parts: list[Section], folder: Path) -> None:
+    command = f"metamd report {folder}"
+    write_page(out / "report.html", title, parts, command=command)
+    write_atomically(out / "report.md", as_markdown(title, parts, command=command).encode())
+
+
+def _has_tables_alone(folder: Path) -> bool:
+    return (folder / "tables.md").is_file() and not any((*folder.glob("comparison.json"), *folder.glob("*/comparison.json")))
 
 
 def read(folder: Path) -> tuple[Comparison, dict[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from metamd.commands import Reproduce
-from metamd.commands.report import write_report
+from metamd.commands.report import write_report, write_tables
 from metamd.protocols import PROTOCOLS
 from metamd.records import Records, Result, write_json
 
@@ -50,6 +50,8 @@ def reproduce(name: str, options: Reproduce, folder: Path) -> Result:
     (folder / "tables.md").write_text(_tables(name, result))
     if any(folder.glob("*/comparison.json")):
         write_report(folder, folder)
+    else:
+        write_tables(folder, folder)
     for settings in folder.rglob("run.json") if options.pack else ():
         Records(settings.parent, Records.settings(settings.parent)).pack()
     return result

@@ -182,7 +182,8 @@ def kept_start(path: Path, find: Callable[[], LearnedStart]) -> LearnedStart:
 def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int, name: str) -> Result:
     """Learn one geometry and save it; one that cannot be learned is a result too.
 
-    What a learned start of the family has cost is a part of the cost.
+    Finished parts are kept beside the file, so that a lesson which was stopped continues. What a learned start of the family
+    has cost is a part of the cost.
 
     Args:
         size: how much is computed.
@@ -192,17 +193,19 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
         seed: of everything random.
         name: under which tasks are drawn.
     """
-    began, counted = time.perf_counter(), Counted(family)
+    began, counted, journal = time.perf_counter(), Counted(family), Journal(path.with_suffix(".run"))
     choose, reference = geometry.choose_usage and size.usage_tasks > 0, geometry.reference
     if reference is None and (geometry.follow or choose):
-        reference = tuned_reference(counted, seed=seed)
-    costs = [{"gradient_evaluations": float(counted.batches), "seconds": time.perf_counter() - began}]
+        reference = tuned_reference(counted, seed=seed, journal=journal)
+    costs = [counted.cost(began)]
     drawn, warned = derive_seed(seed, "learning", name), list[str]()
     learned: LearnedOptimiser | str
     if geometry.follow and reference is not None:
         tasks = 2 * size.tasks_per_step
         longer = replace(reference, lr=reference.lr / geometry.follow, factor=geometry.follow)
-        learned = learn_from_reference(family, geometry.potential(), reference=longer, tasks=tasks, seed=drawn)
+        learned = learn_from_reference(
+            family, geometry.potential(), reference=longer, tasks=tasks, seed=drawn, journal=journal
+        )
     else:
         learned, warned = _meta_train(size, family, geometry, geometry.options, path, drawn)
         if geometry.then is not None and not isinstance(learned, str):
@@ -214,7 +217,7 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
         return {"failed": learned, "warnings": warned}
     if choose:
         chosen = derive_seed(seed, "usage", name)
-        options = {"reference": reference, "tasks": size.usage_tasks, "seed": chosen, **geometry.choices}
+        options = {"reference": reference, "tasks": size.usage_tasks, "seed": chosen, "journal": journal, **geometry.choices}
         learned = learn_usage(learned, family, **options)
     if isinstance(family, SharedStart) and isinstance(family.start, LearnedStart):
         learned = learned.with_start(family.start)

@@ -1,7 +1,7 @@
 """How much sooner than the best of several rivals: the comparison that a leave-one-out experiment is judged by."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from metamd.comparison import Comparison
 from metamd.folds import Candidate, Fold
@@ -15,8 +15,10 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
     loss after a share of the steps, the highest test accuracy. The steps are those to the second of these losses, as a part
     of what that rival took by the same rule, with a whole run for each of its runs that was not there twice in a row. For
     ours such a run is never there, so that there is no ratio; `arrived` says in how many runs each of the two was. The
-    learning is paid for after so many tasks on each of which that rival would be tuned with all its settings, in gradient
-    evaluations.
+    seconds are those to the same loss, as a part of what the quickest rival takes by the clock, which may be another one,
+    behind in steps: at any setting with which it is there in all runs. The learning is paid for after so many tasks on each
+    of which the rival of the steps would be tuned with all its settings, in gradient evaluations, and in seconds, where a
+    gradient evaluation of learning takes as long as a step of ours.
 
     Args:
         comparison: over all domains.
@@ -35,7 +37,9 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
         target = _loss_after(reached[fastest], share)
         each, theirs = ([o.steps_to(target) for o in c.outcomes] for c in (mine, reached[fastest]))
         steps, taken = _mean(each), _mean([min(s, fold.steps) for s in theirs])
-        seconds = _ratio(fold.seconds.get(ours, math.nan), fold.seconds.get(fastest, math.nan))
+        clocks = _clocks(fold, rivals, target)
+        clocks[fastest] = min(clocks.get(fastest, math.inf), taken * fold.seconds.get(fastest, math.inf))
+        quickest = min(clocks, key=lambda label: clocks[label])
         accuracies = {label: _accuracy(fold, label) for label in (ours, *rivals)}
         best = max(rivals, key=lambda label: accuracies[label])
         found.append(
@@ -44,10 +48,12 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
                 "mean_loss": _finite(_ratio(_mean([o.mean_loss for o in mine.outcomes]), losses[lowest])),
                 "mean_loss_of": lowest,
                 "steps": _finite(_ratio(steps, taken)),
-                "seconds": _finite(_ratio(steps, taken) * seconds),
+                "seconds": _finite(_ratio(steps * fold.seconds.get(ours, math.nan), clocks[quickest])),
+                "seconds_of": quickest,
                 "steps_of": fastest,
                 "arrived": {"ours": _arrived(each), "rival": _arrived(theirs), "runs": len(each)},
-                "paid_after": _paid_after(fold, ours, fastest, taken - steps),
+                "paid_after": _paid_after(fold, ours, fastest, steps, taken),
+                "paid_by_the_clock": _paid_after(fold, ours, fastest, steps, taken, fold.seconds),
                 "accuracy": 100 * accuracies[ours],
                 "best_accuracy": 100 * accuracies[best],
                 "accuracy_of": best,
@@ -65,7 +71,8 @@ def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
         share: of the run.
     """
     where = "its final loss" if share == 1 else f"its loss at {share:.0%} of the run"
-    heads = [f"against {title}", "mean loss", f"steps to {where}", "seconds", "test accuracy, %", "paid for after"]
+    heads = [f"against {title}", "mean loss", f"steps to {where}", "seconds", "test accuracy, %"]
+    heads += ["paid for after, in gradients and in seconds"]
     out = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         there = row["arrived"]
@@ -74,9 +81,9 @@ def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
         steps = f"{there['ours']} of {there['runs']} runs ({row['steps_of']}: {there['rival']})"
         if row["steps"] is not None:
             steps = f"{row['steps']:.2f} x ({row['steps_of']})"
-        seconds = missing if row["seconds"] is None else f"{row['seconds']:.2f} x"
+        seconds = missing if row["seconds"] is None else f"{row['seconds']:.2f} x ({row['seconds_of']})"
         accuracy = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
-        paid = missing if row["paid_after"] is None else f"{row['paid_after']} tasks"
+        paid = missing if row["paid_after"] is None else f"{row['paid_after']} tasks, {_tasks(row['paid_by_the_clock'])}"
         cells = [f"{loss} ({row['mean_loss_of']})", steps, seconds, accuracy, paid]
         out.append(f"| {row['domain']} | " + " | ".join(cells) + " |")
     means = [geometric_mean([row[k] for row in rows]) for k in ("mean_loss", "steps", "seconds")]
@@ -99,10 +106,28 @@ def _loss_after(candidate: Candidate, share: float) -> float:
     return _mean([o.loss_after(share) for o in candidate.outcomes])
 
 
-def _paid_after(fold: Fold, ours: str, rival: str, saved: float) -> int | None:
-    """Tasks; None if the cost of learning is not known, or nothing is ever gained: what never arrives saves no step."""
-    learning, gain = fold.learning_gradients(ours), fold.tuning_gradients(rival) + saved
+def _clocks(fold: Fold, rivals: Sequence[str], target: float) -> dict[str, float]:
+    """The seconds in which each rival is at a loss, at the setting with which it takes fewest; infinite if at none."""
+    return {
+        label: min(_mean([o.steps_to(target) for o in c.outcomes]) for c in fold.finished(label)) * fold.seconds[label]
+        for label in rivals
+        if math.isfinite(fold.seconds.get(label, math.nan))
+    }
+
+
+def _paid_after(
+    fold: Fold, ours: str, rival: str, steps: float, taken: float, prices: Mapping[str, float] | None = None
+) -> int | None:
+    """Tasks, with a price of a step if there is one; None if the cost of learning is not known, or nothing is ever gained:
+    what never arrives saves no step."""
+    here, there = (1.0 if prices is None else prices.get(label, math.nan) for label in (ours, rival))
+    learning = fold.learning_gradients(ours) * here
+    gain = (fold.tuning_gradients(rival) + taken) * there - steps * here
     return math.ceil(learning / gain) if learning > 0 and gain > 0 else None
+
+
+def _tasks(paid: int | None) -> str:
+    return "never" if paid is None else f"{paid} tasks"
 
 
 def _accuracy(fold: Fold, label: str) -> float:

@@ -174,7 +174,7 @@ def test_a_comparison_knows_tasks_and_domains_that_were_learned_on():
 
 def test_a_report_without_a_certificate_says_so(compared, capsys):
     assert not (compared / "certificate.json").exists()
-    assert cli.main(["report", str(compared)]) == 0
+    assert cli.run(["report", str(compared)]) == 0
     assert "None lies beside these records" in " ".join(capsys.readouterr().out.split())
     assert "None lies beside these records" in (compared / "report.html").read_text()
 
@@ -184,7 +184,7 @@ def test_what_compares_in_a_way_of_its_own_is_shown_with_its_tables_and_figures(
     ragged = "| who | steps |\n|---|---|\n| MetaMD | 11 | 12 |\n"
     (tmp_path / "tables.md").write_text(f"**Start <i>(3, 3)</i>**\n\n{table}\nIn the mean.\n\n**Damaged**\n\n{ragged}")
     (tmp_path / "iterations.png").write_bytes(b"not looked at")
-    assert cli.main(["report", str(tmp_path), "--json"]) == 0
+    assert cli.run(["report", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["page"] == str(tmp_path / "report.html")
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
     assert "<td>294</td>" in page
@@ -193,7 +193,7 @@ def test_what_compares_in_a_way_of_its_own_is_shown_with_its_tables_and_figures(
     assert "data:image/png;base64," in page
     assert "| MetaMD | 11 |" in text
     assert "\\| MetaMD \\| 11 \\| 12 \\|" in text, "what is no table is shown as it is"
-    assert cli.main(["report", str(tmp_path), "--share", "0.5"]) == 2
+    assert cli.run(["report", str(tmp_path), "--share", "0.5"]) == 2
     assert "Leave out --target and --share" in capsys.readouterr().err
 
 

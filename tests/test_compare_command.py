@@ -172,6 +172,25 @@ def test_a_comparison_knows_tasks_and_domains_that_were_learned_on():
     assert [found.trained_on(label) for label in both] == [["quadratic"], ["quadratic"], []]
 
 
+def test_everybody_is_tuned_by_bayesian_optimisation_under_the_papers_protocol(tmp_path, capsys):
+    pytest.importorskip("botorch")
+    file, out = tmp_path / "l.safetensors", tmp_path / "out"
+    quick = ["--potential", "diagonal", "--steps", "10", "--outer-steps", "1", "--tasks", "4"]
+    assert cli.run(["train", "logistic", "--out", str(file), *quick]) == 0
+    asked = ["--protocol", "paper", "--search", "bayes", "--budget", "7", "--rivals", "sgd", "--seeds", "1", "--steps", "10"]
+    capsys.readouterr()
+    assert cli.run(["compare", str(file), "logistic", "--out", str(out), "--json", *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["protocol"] == "paper"
+    (fold,) = Comparison.read(out).folds
+    assert set(fold.tunings) == {"MetaMD", "SGD", "SGD, linear decay"}, "MetaMD too, with the same budget"
+    for label, tuning in fold.tunings.items():
+        assert len(tuning.best_so_far) == 7
+        assert list(tuning.best_so_far) == sorted(tuning.best_so_far, reverse=True)
+        assert set(fold.entrants[label][0].contender["setting"]) >= {"lr", "weight_decay"}
+    assert len(list((out / "tuning" / "cells").glob("trial-*.json"))) == 3 * 7, "every trial is a record"
+    assert "Protocol: paper" in (out / "report.md").read_text()
+
+
 def test_a_report_without_a_certificate_says_so(compared, capsys):
     assert not (compared / "certificate.json").exists()
     assert cli.run(["report", str(compared)]) == 0

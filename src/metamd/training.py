@@ -96,7 +96,10 @@ class Outcome:
         """
         found = self.ends.get(split, (math.inf, None))[1]
         if found is None and not self.failed:
-            raise ValueError(f"the accuracy on {split!r} was not measured, or the task has none.")
+            raise ValueError(
+                f"the accuracy on {split!r} was not measured, or the task has none. The protocol paper tunes by it; use "
+                "handicap, which compares losses."
+            )
         return found or 0.0
 
     def steps_to(self, target: float) -> float:

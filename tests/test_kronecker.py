@@ -23,13 +23,15 @@ from metamd.header import SCHEMA_VERSIONS
 from metamd.inner import run_inner
 from metamd.moments import Moments
 from metamd.objectives import Reference
+from metamd.online import Online
 from metamd.outer import Iterate
 from metamd.positive import best_metric, geometric_mean, root, towards
 from metamd.potentials.kronecker import Learned
 from metamd.potentials.orthogonal import Orthogonal
 from metamd.tasks import TaskFamily
+from metamd.usage import Usage
 from tests.helpers import random_basis
-from tests.learned_files import learned, same, turned
+from tests.learned_files import SHAPES, learned, same, turned
 from tests.small_tasks import F64, Small
 
 FILES = Path(__file__).parent / "files"
@@ -724,6 +726,32 @@ def test_committed_files_load_and_are_written_back_as_they_were(tmp_path, versio
     found.save(tmp_path / "x.safetensors")
     # the last version may gain fields until it is released
     assert version == SCHEMA_VERSIONS[-1] or (tmp_path / "x.safetensors").read_bytes() == file.read_bytes()
+
+
+def recommended():
+    """A file with all that version 3 has beside the basis: a usage with knots and an average, an online metric, a start."""
+    file = turned(rank=2, model=SHAPES)
+    usage = Usage("online", schedule="learned", knots=(1.0, 0.5, 0.0), factor=0.7, averaging="tail")
+    online = Online("polar", beta=0.7, signal=0.95, refresh=4, scale=dict.fromkeys(file.potential.log_d, 50.0))
+    start = {n: torch.full(shape, 0.5) for n, shape in SHAPES.items()}
+    header = replace(file.header, usage=usage.to_dict(), online=online.to_dict())
+    return replace(file, header=header).with_start(start), usage, online, start
+
+
+def test_the_committed_file_with_a_usage_and_a_start_loads_as_it_was_made(tmp_path):
+    found = metamd.load(FILES / "version-3-usage.safetensors")
+    made, usage, online, start = recommended()
+    assert (found.usage, found.online) == (usage, online)
+    assert found.fingerprint() == made.fingerprint()
+    assert all(torch.equal(found.start[n], x) for n, x in start.items())
+    found.save(tmp_path / "x.safetensors")
+    assert same(metamd.load(tmp_path / "x.safetensors"), found)
+    other = replace(made, header=replace(made.header, usage=replace(usage, knots=(1.0, 0.0)).to_dict()))
+    assert found.usage != other.usage
+    params = {n: nn.Parameter(x.clone()) for n, x in start.items()}
+    optimiser, schedule = metamd.prepare(params.items(), found, steps=10)
+    assert optimiser.averaging == "tail"
+    assert schedule.get_last_lr()[0] == pytest.approx(0.7)
 
 
 def test_a_file_says_its_basis(tmp_path, capsys):

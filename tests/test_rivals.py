@@ -69,6 +69,29 @@ def test_every_rival_trains_a_network_and_repeats_itself(name):
     assert Outcome.from_json(json.loads(json.dumps(first.to_json()))) == first
 
 
+def test_the_ranges_are_those_of_the_page_of_reproduction():
+    """They were fixed beforehand: what is changed here is changed for every record."""
+    usual = (1e-4, 1)
+    others = {"sgd": (1e-3, 10), "hypergradient": (1e-3, 10), "prodigy": (0.1, 10), "dadapt": (0.1, 10)}
+    others |= dict.fromkeys(("soap", "soap-averaged", "schedule-free"), (1e-4, 0.1)) | {"schedule-free-sgd": (1e-2, 30)}
+    assert {n: (r.space["lr"].low, r.space["lr"].high) for n, r in RIVALS.items()} == dict.fromkeys(RIVALS, usual) | others
+    decoupled = ("adamw", "adamw-averaged", "muon", "muon-averaged")
+    decays = {n: r.space["weight_decay"] for n, r in RIVALS.items() if "weight_decay" in r.space}
+    assert {n for n, x in decays.items() if (x.low, x.high) == (1e-5, 1)} == set(decoupled)
+    assert all((x.low, x.high) == (1e-6, 1e-2) for n, x in decays.items() if n not in decoupled)
+
+
+def test_the_first_points_of_bayesian_search_are_five_of_sobols():
+    pytest.importorskip("botorch")
+    rival, names, history = RIVALS["adam"], ["lr", "weight_decay"], []
+    for count in range(7):
+        proposed, sobols = (s.propose(rival, names, history, budget=25, seed=3) for s in (Bayesian(), QuasiRandom()))
+        assert (proposed == sobols) is (count < 5)
+        history.append((proposed, abs(math.log(proposed["lr"] / 0.01))))
+    assert (Bayesian().initial, Bayesian().beta) == (5, 4.0)
+    assert Bayesian().propose(rival, names, [history[0]] * 25, budget=25, seed=3) is None, "25 trials, then no more"
+
+
 @pytest.mark.parametrize("name", RIVALS)
 def test_the_search_space_holds_the_default_rate_and_the_published_grid(name):
     found = RIVALS[name]

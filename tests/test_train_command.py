@@ -90,6 +90,8 @@ def test_quadratics_are_refined_by_their_digits_unless_told_otherwise(tmp_path):
         (["quadratic", "--k", "99", "--rho", "5"], "--k, --rho would change nothing without --preset paper. Leave it out"),
         (["quadratic", "--judged-on", "validation"], "--judged-on would change nothing without --usage. Leave it out, or"),
         (["tabular", "--usage", "--judged-on", "test"], "--judged-on must be train or validation, got 'test'"),
+        (["quadratic", "--refresh", "4"], "--refresh would change nothing without --usage. Leave it out, or add that."),
+        (["tabular", "--usage", "--refresh", "-1"], "--refresh must be a number of steps, got -1"),
         (["quadratic", "--tying", "mine"], "tying must be one of"),
         (["quadratic", "--pieces", "0"], "pieces must be at least 1"),
         (["quadratic", "--potential", "mine"], "--potential must be diagonal or kronecker"),
@@ -189,3 +191,11 @@ def test_options_of_families_are_checked_before_anything_else(words, sentence, c
 def test_the_prior_of_the_command_is_that_of_the_function():
     """Written out where the options are declared, which may not import torch for it."""
     assert Train("quadratic").prior == PRIOR == signature(learn_network).parameters["prior"].default
+
+
+def test_a_usage_is_chosen_for_directions_that_are_found_every_so_many_steps(tmp_path):
+    out = tmp_path / "t.safetensors"
+    assert cli.run(["train", "tabular", "--steps", "4", "--tasks", "1", "--refresh", "2", "--out", str(out)]) == 0
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "t.safetensors.run" / "usage" / "cells").glob("run-*.json")]
+    tried = {(run["online"]["rule"], run["online"]["refresh"]) for run in runs if run["online"]}
+    assert tried == {("average", 0), ("polar", 2)}

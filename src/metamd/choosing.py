@@ -39,6 +39,20 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 RULES = (Online(), Online("polar", beta=0.7, signal=0.95), Online("polar", beta=0.9, signal=0.95))
 """Online metrics that a usage may have, before their scales are learned."""
 
+
+def refreshed(refresh: int) -> tuple[Online, ...]:
+    """The same with the directions of polar steps found every so many steps, to choose a usage of cheaper steps.
+
+    Args:
+        refresh: as for `Online`.
+
+    Example:
+        >>> [rule.refresh for rule in refreshed(4)]
+        [0, 4, 4]
+    """
+    return tuple(replace(rule, refresh=refresh) if rule.rule == "polar" else rule for rule in RULES)
+
+
 OFFERED = 4
 """Tasks that are drawn for each that is kept, so that no domain is left out by chance."""
 

@@ -1,9 +1,11 @@
 """What `meta_train` does with a family alone: the ways that the experiments of docs/results.md speak for."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from metamd.choosing import learn_usage, tuned_reference
+from metamd.choosing import RULES, learn_usage, tuned_reference
 from metamd.costs import total_cost
 from metamd.following import learn_from_reference
 from metamd.gap import LogGap
@@ -11,6 +13,7 @@ from metamd.hypergrad import Forward, Reverse
 from metamd.journal import Journal
 from metamd.learned import LearnedOptimiser
 from metamd.objectives import PRIOR, Reference
+from metamd.online import Online
 from metamd.outer import Adam
 from metamd.outer_steps import Refine
 from metamd.potentials.diagonal import MaxDiagonal
@@ -54,6 +57,7 @@ def learn_network(
     seed: int = 0,
     usage: bool = True,
     judged_on: JudgedOn = "train",
+    rules: Sequence[Online] = RULES,
     watch: Watch | None = None,
     journal: Journal | None = None,
 ) -> LearnedOptimiser:
@@ -68,6 +72,7 @@ def learn_network(
         seed: of everything random.
         usage: whether to choose one.
         judged_on: as for `learn_usage`.
+        rules: as for `learn_usage`.
         watch: as for `learn_usage`.
         journal: where finished parts are kept, so that the same call continues one that was stopped, to the same result:
             each rate of the reference, the geometry, the online scales, and each run of a usage. Of several processes,
@@ -83,4 +88,5 @@ def learn_network(
     learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, tuning)))
     if not usage:
         return learned
-    return learn_usage(learned, family, reference=reference, judged_on=judged_on, seed=seed, watch=watch, journal=journal)
+    options: dict[str, Any] = {"judged_on": judged_on, "rules": rules, "seed": seed, "watch": watch, "journal": journal}
+    return learn_usage(learned, family, reference=reference, **options)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from metamd.choosing import learn_start, learn_usage
+from metamd.choosing import learn_start, learn_usage, refreshed
 from metamd.cli import one_line
 from metamd.commands import Train
 from metamd.commands.families import build_family, check_place
@@ -47,7 +47,7 @@ STEP_SCALES = (0.5, 0.7, 1.0, 1.4)
 
 MATTER = (
     *("family", "out", "steps", "model", "hold_out", "images", "width", "start", "learn_start", "tasks", "seed"),
-    *("follow", "usage", "judged_on", "tensorboard", "json", "every"),
+    *("follow", "usage", "judged_on", "refresh", "tensorboard", "json", "every"),
 )
 """Options that say what to learn for, and not how; or that the way for networks has anyway."""
 
@@ -61,7 +61,7 @@ def run(options: Train) -> int:
     _refuse_ignored(options)
     family = build_family(options)
     options = _resolved(options, family)
-    _check_judge(options)
+    _check_usage(options)
     check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
     method = _method(options, family)
@@ -83,7 +83,8 @@ def run(options: Train) -> int:
 
 
 def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, display: "_Display") -> LearnedOptimiser:
-    start, judged_on = None, cast(JudgedOn, options.judged_on)
+    start = None
+    choice: dict[str, Any] = {"judged_on": cast(JudgedOn, options.judged_on), "rules": refreshed(options.refresh)}
     if options.learn_start:
         display.say("the mean of the tasks' solutions, as a start")
         start = learn_start(family, tasks=options.tasks, seed=options.seed, journal=journal)
@@ -103,9 +104,9 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
             tasks=options.tasks,
             seed=options.seed,
             usage=options.usage,
-            judged_on=judged_on,
             watch=watch,
             journal=journal,
+            **choice,
         )
     else:
         learned = meta_train(
@@ -118,7 +119,7 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, displ
             log=log,
         )
     if options.usage and not options.follow:
-        learned = learn_usage(learned, family, judged_on=judged_on, seed=options.seed, watch=watch, journal=journal)
+        learned = learn_usage(learned, family, seed=options.seed, watch=watch, journal=journal, **choice)
     return learned if start is None else learned.with_start(start)
 
 
@@ -159,11 +160,14 @@ def _resolved(options: Train, family: TaskFamily) -> Train:
     return replace(options, potential="diagonal")
 
 
-def _check_judge(options: Train) -> None:
+def _check_usage(options: Train) -> None:
     if options.judged_on not in get_args(JudgedOn):
         raise ValueError(f"--judged-on must be {' or '.join(get_args(JudgedOn))}, got {options.judged_on!r}.")
-    if options.judged_on != Train(options.family).judged_on and not options.usage:
-        raise ValueError("--judged-on would change nothing without --usage. Leave it out, or add that.")
+    if options.refresh < 0:
+        raise ValueError(f"--refresh must be a number of steps, got {options.refresh}. Leave it out for every step.")
+    for name in ("judged_on", "refresh"):
+        if getattr(options, name) != getattr(Train(options.family), name) and not options.usage:
+            raise ValueError(f"--{name.replace('_', '-')} would change nothing without --usage. Leave it out, or add that.")
 
 
 def _refuse_ignored(options: Train) -> None:

@@ -2,13 +2,15 @@
 
 The 3-layer MLP on rotated MNIST, where a gradient takes a millisecond and finding directions several. One file for each
 held-out angle, as `rotated-mnist-mlp` learns it, is used with its directions found in every step, and every second, fourth
-and eighth; the rivals are those whose steps are cheap, with linear decay.
+and eighth; another has its usage chosen for directions that are found every fourth step. The rivals are those whose steps
+are cheap, with linear decay.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from metamd.choosing import refreshed
 from metamd.comparison import Comparison
 from metamd.experiments.curves import learning_curves
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
@@ -21,6 +23,8 @@ __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
 CHEAP = ("sgdm", "adam", "adamw")
 OFTEN = {"MetaMD": Entry(), **{f"MetaMD, refresh {k}": Entry(refresh=k) for k in (2, 4, 8)}}
+FOURTH = {"MetaMD, learned for refresh 4": Entry(refresh=4)}
+EVERY_FOURTH = tuple(rule for rule in refreshed(4) if rule.rule == "polar")
 
 SCALES = {
     "smoke": Scale(
@@ -33,13 +37,22 @@ SCALES = {
 
 def _curves(comparison: Comparison, labels: Sequence[str], folder: Path) -> None:
     """Of all ways in which the file is used, not of the first alone."""
-    learning_curves(comparison, list(OFTEN), folder)
+    learning_curves(comparison, [*OFTEN, *FOURTH], folder)
 
 
 EXPERIMENT = Experiment(
     "by-the-clock",
     rotated,
-    {"kronecker": Geometry(partial(Kronecker, rank="auto"), OFTEN, choose_usage=True, follow=1.0)},
+    {
+        "kronecker": Geometry(partial(Kronecker, rank="auto"), OFTEN, choose_usage=True, follow=1.0),
+        "fourth": Geometry(
+            partial(Kronecker, rank="auto"),
+            FOURTH,
+            choose_usage=True,
+            choices={"metrics": ("online",), "rules": EVERY_FOURTH},
+            follow=1.0,
+        ),
+    },
     SCALES,
     {},
     draw=_curves,

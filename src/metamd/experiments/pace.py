@@ -118,8 +118,7 @@ def _clocks(fold: Fold, rivals: Sequence[str], target: float) -> dict[str, float
 def _paid_after(
     fold: Fold, ours: str, rival: str, steps: float, taken: float, prices: Mapping[str, float] | None = None
 ) -> int | None:
-    """Tasks, with a price of a step if there is one; None if the cost of learning is not known, or nothing is ever gained:
-    what never arrives saves no step."""
+    """Tasks, by the price of a step if there is one; None where learning has no known cost, or nothing is ever gained."""
     here, there = (1.0 if prices is None else prices.get(label, math.nan) for label in (ours, rival))
     learning = fold.learning_gradients(ours) * here
     gain = (fold.tuning_gradients(rival) + taken) * there - steps * here

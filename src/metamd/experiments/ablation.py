@@ -137,6 +137,9 @@ EXPERIMENT = Experiment(
         "default": _used("MetaMD", COORDINATES),
         "used-constant": _used("MetaMD, constant rate", COORDINATES, schedules=("constant",)),
         "used-linear": _used("MetaMD, linear decay", COORDINATES, schedules=("linear",)),
+        "used-schedule": _used("MetaMD, learned schedule", COORDINATES, schedules=("learned",)),
+        "used-quadratic": _used("MetaMD, quadratic decay", COORDINATES, schedules=("quadratic",)),
+        "used-iterates": _used("MetaMD, judged by its iterates", COORDINATES, averages=("constant",)),
         "used-learned": _used("Kronecker, best usage of the learned metric", COORDINATES, metrics=("learned",)),
         "used-average": _used("Kronecker, rule average", COORDINATES, metrics=("online",), rules=(Online(),)),
         "used-refresh": _used(

@@ -179,6 +179,16 @@ def test_the_interval_of_the_median_covers():
 # records
 
 
+def test_results_without_their_settings_are_not_taken_for_others(tmp_path):
+    Records(tmp_path, {"steps": 20}).cell("a", lambda: {"x": 1})
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run\.json.*Put it back, or choose another folder"):
+        Records(tmp_path, {"steps": 20})
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"holds results, but not run\.json"):
+        Records(tmp_path, {"steps": 10})
+
+
 def test_records_resume_and_refuse_other_settings(tmp_path):
     made = []
 

@@ -1,13 +1,14 @@
 """The rule "polar": all directions of an averaged gradient with the same length, in learned coordinates."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from metamd import Diagonal, Kronecker, MaxDiagonal, MetaMD, Online, Usage
+from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, prepare
 from metamd.potentials.base import Move
 from metamd.tasks import tabular
 from metamd.trial import train as trial
@@ -413,3 +414,11 @@ def test_an_unchecked_gradient_that_is_not_finite_leaves_nan_behind_and_no_half_
             assert not torch.equal(model[2].bias, before), "the tensors after it moved"
         with pytest.raises(RuntimeError, match="is not finite; nothing was changed"):
             MetaMD(model.named_parameters(), potential, metric=online).step()
+
+
+@pytest.mark.parametrize("steps", [0, math.nan, math.inf, "10"])
+def test_a_run_is_prepared_for_a_number_of_steps(steps):
+    model = nn.Linear(2, 1)
+    learned = LearnedOptimiser.from_potential(Diagonal().bind(dict(model.named_parameters())))
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        prepare(model.named_parameters(), learned, steps=steps)

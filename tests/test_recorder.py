@@ -336,6 +336,17 @@ def test_a_step_without_any_gradient_does_not_count():
         recorder.finish()
 
 
+def test_a_recording_is_finished_once():
+    model = small_model()
+    optimiser = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    recorder = Recorder(optimiser)
+    train(model, optimiser, 2)
+    assert recorder.finish().steps == 2
+    train(model, optimiser, 5)
+    with pytest.raises(ValueError, match="finished already"):
+        recorder.finish()
+
+
 def test_names():
     model = small_model()
     plain = torch.optim.Adam(model.parameters())

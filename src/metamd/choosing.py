@@ -40,14 +40,14 @@ RULES = (Online(), Online("polar", beta=0.7, signal=0.95), Online("polar", beta=
 """Online metrics that a usage may have, before their scales are learned."""
 
 
-def refreshed(refresh: int) -> tuple[Online, ...]:
+def rules_for_refresh(refresh: int) -> tuple[Online, ...]:
     """The same with the directions of polar steps found every so many steps, to choose a usage of cheaper steps.
 
     Args:
         refresh: as for `Online`.
 
     Example:
-        >>> [rule.refresh for rule in refreshed(4)]
+        >>> [rule.refresh for rule in rules_for_refresh(4)]
         [0, 4, 4]
     """
     return tuple(replace(rule, refresh=refresh) if rule.rule == "polar" else rule for rule in RULES)

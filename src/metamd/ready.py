@@ -1,5 +1,6 @@
 """A learned optimiser as it is best used on its family, in one line."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
@@ -68,7 +69,7 @@ def prepare(
         >>> learned = metamd.LearnedOptimiser.from_potential(metamd.Diagonal().bind(dict(model.named_parameters())))
         >>> opt, schedule = prepare(model.named_parameters(), learned, steps=100)
     """
-    if steps < 1:
+    if not isinstance(steps, int | float) or not 1 <= steps < math.inf:
         raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of the run.")
     if isinstance(learned, str | PathLike):
         learned = load(learned)

@@ -63,6 +63,7 @@ class Recorder:
         self._rms: dict[str, float] = {}
         self._sums = PhaseSums(phases, steps)
         self._pending: dict[str, Tensor] | None = None
+        self._finished = False
         self._scan()
         self._hooks = [
             optimiser.register_step_pre_hook(self._before),
@@ -80,13 +81,16 @@ class Recorder:
             hook.remove()
 
     def finish(self) -> Run:
-        """Stop recording and return the record; the end of the run is where the parameters are now."""
+        """Stop recording and return the record, once; the end of the run is where the parameters are now."""
+        if self._finished:
+            raise ValueError("this recording was finished already. Make a new Recorder for what comes after.")
         self.detach()
         if not self.steps:
             raise ValueError(
                 "nothing was recorded: no step with gradients was taken. Make the Recorder before training, with the "
                 "optimiser that trains."
             )
+        self._finished = True
         squares = {n: s.cpu() for n, s in self._sums.by_phase().items()}
         for n, x in self._start.items():
             if n not in squares:

@@ -40,9 +40,14 @@ class Records:
         (folder / "cells").mkdir(parents=True, exist_ok=True)
         about = {"format": FORMAT, "settings": _plain(settings)}
         path = folder / "run.json"
+        if not path.exists() and ((folder / PACKED).exists() or any((folder / "cells").iterdir())):
+            raise ValueError(
+                f"{str(folder)!r} holds results, but not run.json, which says by which settings they were made. Put it "
+                "back, or choose another folder (--out)."
+            )
         if not path.exists():
             write_json(path, about)
-        elif (found := read_json(path)) != about:
+        elif (found := read_json(path, "Put it back, or choose another folder (--out).")) != about:
             lines = _differences(found, about)
             differing = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
             raise ValueError(
@@ -152,16 +157,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, f"{{\n{lines}\n}}\n".encode())
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, advice: str = "Delete the file, and it is computed again.") -> Any:
     """The value of a JSON file, or a sentence that names the file.
 
     Args:
         path: the file.
+        advice: what to do where it is damaged.
     """
     try:
         return strict_json(path.read_bytes(), repr(str(path)))
     except ValueError as error:
-        raise ValueError(f"{str(error).rstrip('.')}. Delete the file, and it is computed again.") from None
+        raise ValueError(f"{str(error).rstrip('.')}. {advice}") from None
 
 
 def _differences(found: Any, now: Any, path: str = "") -> list[str]:

@@ -181,6 +181,7 @@ class Reproduce:
             "averages",
             "by-the-clock",
             "diverse-digits-lenet",
+            "constant-rates",
             "resnet18-cifar10",
             "adapt-rotated-mnist",
             "adapt-rotated-mnist-learned",

@@ -68,13 +68,13 @@ def run(options: Certify) -> int:
 
 def _place(options: Certify) -> Path:
     """Where the result goes; a file of the package is not changed in place."""
+    source = locate(options.file)
+    path = source if options.out is None else options.out
     if options.report is not None:
         check_place(options.report)
-    if options.out is not None:
-        check_place(options.out)
-        return options.out
-    path = locate(options.file)
-    if path.parent == FOLDER:
+        if options.report.resolve() in (source.resolve(), path.resolve()):
+            raise ValueError(f"--report must be another file than the learned one, got {options.report} for both.")
+    if options.out is None and path.parent == FOLDER:
         raise ValueError(f"{shown(options.file)} is shipped with the package and stays as it is. Pass --out FILE.")
     check_place(path)
     return path

@@ -86,6 +86,8 @@ def _check(options: Compare) -> None:
             f"--target must be one of the rivals ({', '.join(options.rivals)}) or a label of the table "
             f"({'; '.join(known)}), got {options.target!r}."
         )
+    if options.search != Compare.search and options.protocol != "paper":
+        raise ValueError("--search would change nothing without --protocol paper. Leave it out, or add that.")
     for name in ("budget", "seeds", "workers"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}.")

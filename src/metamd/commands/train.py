@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from metamd.choosing import learn_start, learn_usage, refreshed
+from metamd.choosing import learn_start, learn_usage, rules_for_refresh
 from metamd.cli import one_line
 from metamd.commands import Train
 from metamd.commands.families import build_family, check_place
@@ -23,7 +23,7 @@ from metamd.default import has_weights, learn_network, refinement
 from metamd.hypergrad import Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.hypergrad.base import Estimator
 from metamd.journal import Journal, Log
-from metamd.learned import LearnedOptimiser
+from metamd.learned import LearnedOptimiser, load
 from metamd.meta import Method, meta_train, paper
 from metamd.objectives import End, Reference, Regret
 from metamd.online import Online
@@ -59,11 +59,18 @@ def run(options: Train) -> int:
         options: what was asked.
     """
     _refuse_ignored(options)
+    if not abs(options.seed) < 2**64:
+        raise ValueError(f"--seed must lie between -2^64 and 2^64, got {options.seed}.")
     family = build_family(options)
     options = _resolved(options, family)
     _check_usage(options)
     check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
+    if options.out.exists() and not folder.exists():
+        raise ValueError(
+            f"{options.out} is there already, and {folder.name}, which tells that this command made it, is not. Choose "
+            "another --out, or move the file away."
+        )
     method = _method(options, family)
     with _processes() as rank:
         refine = method.get("refine")
@@ -77,14 +84,20 @@ def run(options: Train) -> int:
                 print(f"Stopped; the same command continues from {one_line(str(folder))}.", file=sys.stderr)
             raise
         if rank == 0:
-            learned.save(options.out)
+            _save(learned, options.out)
             _report(options, learned.header.to_dict(), learned.fingerprint(), display.notes)
     return 0
 
 
+def _save(learned: LearnedOptimiser, out: Path) -> None:
+    """Write the file, unless the same one is there: it may have been certified since."""
+    if not out.exists() or load(out).fingerprint() != learned.fingerprint():
+        learned.save(out)
+
+
 def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, display: "_Display") -> LearnedOptimiser:
     start = None
-    choice: dict[str, Any] = {"judged_on": cast(JudgedOn, options.judged_on), "rules": refreshed(options.refresh)}
+    choice: dict[str, Any] = {"judged_on": cast(JudgedOn, options.judged_on), "rules": rules_for_refresh(options.refresh)}
     if options.learn_start:
         display.say("the mean of the tasks' solutions, as a start")
         start = learn_start(family, tasks=options.tasks, seed=options.seed, journal=journal)

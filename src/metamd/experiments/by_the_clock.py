@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from metamd.choosing import refreshed
+from metamd.choosing import rules_for_refresh
 from metamd.comparison import Comparison
 from metamd.experiments.curves import learning_curves
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
@@ -24,7 +24,7 @@ __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 CHEAP = ("sgdm", "adam", "adamw")
 OFTEN = {"MetaMD": Entry(), **{f"MetaMD, refresh {k}": Entry(refresh=k) for k in (2, 4, 8)}}
 FOURTH = {"MetaMD, learned for refresh 4": Entry(refresh=4)}
-EVERY_FOURTH = tuple(rule for rule in refreshed(4) if rule.rule == "polar")
+EVERY_FOURTH = tuple(rule for rule in rules_for_refresh(4) if rule.rule == "polar")
 
 SCALES = {
     "smoke": Scale(

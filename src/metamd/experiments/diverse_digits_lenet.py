@@ -52,13 +52,19 @@ SCALES = {
 }
 
 
-def _family(scale: Scale, hold_out: str) -> ImageFamily:
+def digits(scale: Scale, hold_out: str) -> ImageFamily:
+    """LeNet's family with a dataset held out.
+
+    Args:
+        scale: how many images and steps.
+        hold_out: the dataset.
+    """
     return tasks.diverse_digits(hold_out=hold_out, model="lenet", images=scale.images, batch_size=100, steps=scale.steps)
 
 
 EXPERIMENT = Experiment(
     "diverse-digits-lenet",
-    _family,
+    digits,
     {
         "kronecker": Geometry(
             partial(Kronecker, rank="auto"),

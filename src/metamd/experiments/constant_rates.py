@@ -7,6 +7,7 @@ has and the best of all, each with as many rates as there.
 from functools import partial
 
 from metamd.experiments.averages import markdown
+from metamd.experiments.curves import learning_curves
 from metamd.experiments.diverse_digits_lenet import HERE, digits
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
 from metamd.potentials import Kronecker
@@ -37,4 +38,5 @@ EXPERIMENT = Experiment(
     {"kronecker": Geometry(partial(Kronecker, rank="auto"), {"MetaMD": Entry()}, choose_usage=True, follow=1.0)},
     SCALES,
     {},
+    draw=partial(learning_curves, every_schedule=True),
 )

@@ -12,7 +12,7 @@ from metamd.protocols import unscheduled
 UNTUNED = ", untuned"
 
 
-def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
+def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path, *, every_schedule: bool = False) -> None:
     """Draw `curves.png`: the training loss over the steps, of ours and of tuned rivals with the better of their schedules.
 
     In the panel over all domains the band is the 95 % bootstrap interval of the mean over all runs; in that of a domain it
@@ -22,8 +22,9 @@ def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -
         comparison: what is shown.
         ours: the labels of ours that are shown, the first as a line and the others dashed.
         folder: where the image goes.
+        every_schedule: whether rivals are shown with all of theirs.
     """
-    shown = [*ours, *best_schedules(comparison)]
+    shown = [*ours, *(_tuned(comparison) if every_schedule else best_schedules(comparison))]
     each = {label: comparison.curve(label) for label in shown}
     panels: dict[str, list[figures.Curve]] = {}
     if len(comparison.folds) > 1 and len({f[0] for label in shown for f in each[label].values()}) == 1:
@@ -61,13 +62,15 @@ def best_schedules(comparison: Comparison) -> list[str]:
         comparison: of rivals with one schedule or several.
     """
     found: dict[str, str] = {}
-    for label in comparison.labels:
-        if label.endswith(UNTUNED) or _is_learned(comparison, label):
-            continue
+    for label in _tuned(comparison):
         rival = unscheduled(label)
         if rival not in found or _mean_loss(comparison, label) < _mean_loss(comparison, found[rival]):
             found[rival] = label
     return list(found.values())
+
+
+def _tuned(comparison: Comparison) -> list[str]:
+    return [x for x in comparison.labels if not x.endswith(UNTUNED) and not _is_learned(comparison, x)]
 
 
 def _is_learned(comparison: Comparison, label: str) -> bool:

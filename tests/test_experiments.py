@@ -277,7 +277,8 @@ def test_reproduce_runs_end_to_end_and_again_from_its_records(name, tmp_path, ca
     assert cli.run(args) == 0
     first = json.loads(capsys.readouterr().out)
     assert {r["optimiser"] for r in first["rows"]} >= {"SGD (rate)", "Adam (rate)", "best diagonal"}
-    assert sorted(p.suffix for p in tmp_path.iterdir() if p.is_file()) == [".json", ".json", ".md", ".png", ".png"]
+    written = sorted(p.suffix for p in tmp_path.iterdir() if p.is_file())
+    assert written == [".html", ".json", ".json", ".md", ".md", ".png", ".png"]
 
     def forbidden(*args, **options):
         raise AssertionError("computed again")

@@ -201,31 +201,31 @@ def test_a_usage_is_chosen_for_directions_that_are_found_every_so_many_steps(tmp
     assert tried == {("average", 0), ("polar", 2)}
 
 
-QUICK = ["quadratic", "--steps", "5", "--outer-steps", "1", "--tasks", "2", "--refine", "0"]
+SMALLEST = ["quadratic", "--steps", "5", "--outer-steps", "1", "--tasks", "2", "--refine", "0"]
 
 
 def test_a_file_that_the_command_did_not_make_is_left_alone(tmp_path, capsys):
     out = tmp_path / "mine.safetensors"
     out.write_bytes(b"a checkpoint of mine")
-    assert cli.run(["train", *QUICK, "--out", str(out)]) == 2
+    assert cli.run(["train", *SMALLEST, "--out", str(out)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert out.read_bytes() == b"a checkpoint of mine"
 
 
 def test_the_same_command_again_keeps_the_certificates_of_its_file(tmp_path, capsys):
     out = tmp_path / "q.safetensors"
-    assert cli.run(["train", *QUICK, "--out", str(out)]) == 0
+    assert cli.run(["train", *SMALLEST, "--out", str(out)]) == 0
     assert cli.run(["certify", str(out), "quadratic", "--held-out-tasks", "2", "--steps", "5"]) == 0
     assert load(out).header.held_out
     before = out.read_bytes()
     for path in (out, tmp_path / "." / out.name):
         assert cli.run(["certify", str(out), "quadratic", "--held-out-tasks", "2", "--report", str(path)]) == 2
     assert "--report must be another file than the learned one" in capsys.readouterr().err
-    assert cli.run(["train", *QUICK, "--out", str(out)]) == 0
+    assert cli.run(["train", *SMALLEST, "--out", str(out)]) == 0
     assert out.read_bytes() == before
 
 
 def test_a_seed_that_no_file_could_hold_is_refused_at_once(tmp_path, capsys):
-    assert cli.run(["train", *QUICK, "--seed", str(2**64), "--out", str(tmp_path / "q.safetensors")]) == 2
+    assert cli.run(["train", *SMALLEST, "--seed", str(2**64), "--out", str(tmp_path / "q.safetensors")]) == 2
     assert "--seed must lie between" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -53,7 +53,8 @@ def reproduce(name: str, options: Reproduce, folder: Path) -> Result:
     else:
         write_tables(folder, folder)
     for settings in folder.rglob("run.json") if options.pack else ():
-        Records(settings.parent, Records.settings(settings.parent)).pack()
+        if folder / "learned" not in settings.parents:  # the parts of a lesson are no records
+            Records(settings.parent, Records.settings(settings.parent)).pack()
     return result
 
 

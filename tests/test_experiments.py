@@ -272,7 +272,7 @@ def tiny(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["quadratic", "rosenbrock"])
-def test_reproduce_runs_end_to_end_and_again_from_its_records(name, tmp_path, capsys, tiny, monkeypatch):
+def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, tmp_path, capsys, monkeypatch):
     args = ["reproduce", name, "--scale", "smoke", "--out", str(tmp_path), "--json"]
     assert cli.run(args) == 0
     first = json.loads(capsys.readouterr().out)

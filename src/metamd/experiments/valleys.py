@@ -6,6 +6,7 @@ Every rival is tuned on the test valleys themselves, for the mean logarithm of t
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any
@@ -39,6 +40,7 @@ LOWEST, HIGHEST = 1e-16, 1e16
 """Losses count as these at least and at most, when rivals are tuned: a run that diverged is not infinitely bad."""
 
 REFINE = Refine(10, Reverse(), objective=LogGap(1e-9))
+"""No more steps of it than of the training."""
 
 
 def family() -> TaskFamily:
@@ -75,9 +77,10 @@ def cells(
         for more in (False, True) if everything and rival.others else (False,):
             settings = rival.grid(rates, everything=more)
             yield Cell(f"valleys-{key}-{'all' if more else 'rate'}", partial(_rival, count, rival, settings, seed))
+    refine = replace(REFINE, steps=min(REFINE.steps, options["outer_steps"]))
     ours: dict[str, dict[str, Any]] = {
         "metamd": {"potential": Diagonal(), **options},
-        "refined": {"potential": Diagonal(), **options, "refine": REFINE},
+        "refined": {"potential": Diagonal(), **options, "refine": refine},
         "mixture": {"potential": MaxDiagonal(3), **options},
         "paper": paper(10.0, estimator=Reverse(1), outer_steps=options["outer_steps"]) | {"tasks_per_step": 4},
     }

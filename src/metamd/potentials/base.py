@@ -62,6 +62,10 @@ class Active:
         return int(np.argmax(self.weights))
 
 
+ALONE = Active(np.ones(1), np.zeros(1))
+"""The one piece of a potential that has no others."""
+
+
 @dataclass(frozen=True)
 class Step:
     """The outcome of one mirror step.

@@ -92,7 +92,8 @@ class Identity:
         """x - lr grad / d in one pass."""
         if isinstance(lr, Tensor):
             return torch.sub(x, lr * grad / d, out=out).to(x.dtype)
-        return torch.addcdiv(x, grad, d, value=-lr, out=out).to(x.dtype)
+        moved = torch.addcdiv(x, grad, d, value=-lr, out=out)
+        return moved if moved.dtype == x.dtype else moved.to(x.dtype)
 
     def __repr__(self) -> str:
         return "Identity()"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from metamd.potentials.base import Active, Centre, Move, Named, Params, Potential, Step, StrongConvexity
+from metamd.potentials.base import ALONE, Active, Centre, Move, Named, Params, Potential, Step, StrongConvexity
 from metamd.potentials.basis import Basis, Identity
 from metamd.potentials.mixture import Total, combine, find_weights, grouped_squares, half_forms, local_total, widen
 from metamd.potentials.simplex import Array, Evaluate, gap_of, solve
@@ -248,7 +248,7 @@ class MaxDiagonal(Potential):
             near: the last known active pieces.
         """
         if self.pieces == 1:
-            return Active(np.ones(1), np.zeros(1))
+            return ALONE
         forms = self._forms(params)
         if near is not None and gap_of(near.weights, forms) <= _slack(params) * _size(forms):
             return Active(near.weights, forms)

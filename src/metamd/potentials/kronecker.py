@@ -294,14 +294,16 @@ class Learned:
     @staticmethod
     def _subtract(place: Place, x: Tensor, m: Tensor, inverse: "Inverse", lr: float, out: Tensor | None) -> Tensor:
         """x - lr D^-1 m without anything of its size in between, where memory allows it."""
-        base = place.matrix(x)
-        if inverse.columns is not None and inverse.rest is not None:
-            base, m = torch.addcdiv(base, m, inverse.rest, value=-lr), m @ inverse.columns
+        base, whole = place.matrix(x), None
         if out is not None and out.is_contiguous():
-            torch.addmm(base, m, inverse.matrix, alpha=-lr, out=place.matrix(out))
-            return out
-        moved = place.tensor(torch.addmm(base, m, inverse.matrix, alpha=-lr))
-        return moved if out is None else out.copy_(moved)
+            whole = place.matrix(out)
+        if inverse.columns is not None and inverse.rest is not None:
+            thin = m @ inverse.columns
+            base, m = torch.addcdiv(base, m, inverse.rest, value=-lr, out=whole), thin
+        moved = torch.addmm(base, m, inverse.matrix, alpha=-lr, out=whole)
+        if out is None:
+            return place.tensor(moved)
+        return out.copy_(place.tensor(moved)) if whole is None else out
 
     def scaled(self, name: str, side: str, m: Tensor, d: Tensor) -> Tensor:
         """A matrix multiplied on one side by V diag(d) V'."""

@@ -89,6 +89,20 @@ def test_bad_input_is_one_sentence_and_code_2(error, monkeypatch, capsys):
     assert capsys.readouterr() == ("", f"metamd: {error}\n")
 
 
+@pytest.mark.parametrize("number", cli.ADVICE)
+def test_an_error_of_the_system_is_a_sentence_with_its_path(number, monkeypatch, capsys):
+    def fail(options):
+        raise OSError(number, "raw text", "some/where")
+
+    demo(monkeypatch, fail)
+    assert cli.run(["demo"]) == 2
+    said = capsys.readouterr().err
+    assert "'some/where'" in said
+    assert "raw text" not in said
+    assert "Errno" not in said
+    assert cli.sentence(OSError(number, "raw text")) == f"[Errno {number}] raw text"
+
+
 def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
     demo(monkeypatch, lambda options: {}["missing"])
     with pytest.raises(KeyError):

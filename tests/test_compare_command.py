@@ -256,6 +256,7 @@ def test_what_is_refused_leaves_nothing_behind(learned, tmp_path, capsys):
     ("args", "message"),
     [
         (["compare", "FILE", "quadratic", "--rivals", "adamm"], "there is no rival 'adamm'"),
+        (["compare", "FILE", "quadratic", "--schedules"], "--schedules must name one of constant, linear, quadratic"),
         (["compare", "FILE", "quadratic", "--rivals", "meta"], "learned-schedule"),
         (["compare", "FILE", "nothing"], "there is no family 'nothing'"),
         (["compare", "FILE", "quadratic", "--target", "soap"], "--target must be one of the rivals"),
@@ -263,6 +264,7 @@ def test_what_is_refused_leaves_nothing_behind(learned, tmp_path, capsys):
         (["compare", "FILE", "quadratic", "--seeds", "0"], "seeds must be at least 1"),
         (["compare", "no-such", "quadratic"], "no learned optimiser 'no-such'"),
         (["report", "EMPTY"], "holds no comparison"),
+        (["reproduce", "quadratic", "--scale", "smoke", "--out", "FILE"], "a folder is required where"),
         (["reproduce", "quadratic", "--only", "45", "--out", "EMPTY"], "quadratic holds out no domains"),
     ],
 )

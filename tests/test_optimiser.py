@@ -165,6 +165,21 @@ def test_nonfinite_gradients_are_refused_before_anything_is_written():
     assert not torch.isfinite(model[2].bias).all()
 
 
+@pytest.mark.parametrize("lr", [float("nan"), float("inf")])
+def test_a_rate_that_is_no_number_is_refused_before_anything_moves(lr):
+    p = torch.nn.Parameter(torch.ones(2))
+    opt = MetaMD([("p", p)], Euclidean(), lr=0.1)
+    p.grad = torch.ones(2)
+    opt.step()
+    before, opt.param_groups[0]["lr"] = p.detach().clone(), lr
+    with pytest.raises(ValueError, match=f"lr must be finite, got {lr}"):
+        opt.step()
+    assert torch.equal(p, before)
+    opt.param_groups[0]["lr"] = 0.1
+    opt.step()
+    torch.testing.assert_close(p.detach(), before - 0.1)
+
+
 def test_large_finite_gradients_are_not_refused():
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.full((3,), 3e38)

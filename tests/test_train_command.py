@@ -92,6 +92,8 @@ def test_quadratics_are_refined_by_their_digits_unless_told_otherwise(tmp_path):
         (["tabular", "--usage", "--judged-on", "test"], "--judged-on must be train or validation, got 'test'"),
         (["quadratic", "--refresh", "4"], "--refresh would change nothing without --usage. Leave it out, or add that."),
         (["tabular", "--usage", "--refresh", "-1"], "--refresh must be a number of steps, got -1"),
+        (["quadratic", "--refine", "-1"], "--refine must be a number of outer steps, got -1. Pass 0 for none."),
+        (["quadratic", "--tolerance", "-1"], "tolerance must lie in [0, 1), got -1.0"),
         (["quadratic", "--tying", "mine"], "tying must be one of"),
         (["quadratic", "--pieces", "0"], "pieces must be at least 1"),
         (["quadratic", "--potential", "mine"], "--potential must be diagonal or kronecker"),
@@ -115,7 +117,7 @@ def test_places_that_cannot_be_written_are_refused(tmp_path, capsys):
     assert "is a directory" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert cli.run(["train", "quadratic", "--out", str(tmp_path / "file" / "x")]) == 2
-    capsys.readouterr()
+    assert f"a folder is required where {str(tmp_path / 'file')!r} is or lies under a file" in capsys.readouterr().err
 
 
 def test_another_configuration_on_the_same_file_is_refused(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The `metamd` command: reads the options, imports what carries them out, and turns errors into one sentence."""
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,21 @@ DESCRIPTION = (
     "Learn an optimiser for a family of training problems and use it in PyTorch. `metamd COMMAND --help` lists the "
     "options of a command, `metamd --version` prints the version."
 )
+
+_UNDER_A_FILE = "a folder is required where {} is or lies under a file. Choose another path, or move the file away."
+_FORBIDDEN = "{} may not be read or written by this user. Choose another path, or change its permissions."
+ADVICE = {
+    errno.ENOTDIR: _UNDER_A_FILE,
+    errno.EEXIST: _UNDER_A_FILE,
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.EROFS: "{} is on a file system that cannot be written. Choose another path.",
+    errno.EISDIR: "a file is required, and {} is a folder. Name a file inside it.",
+    errno.ENOENT: "there is no {}. Give the path of one that is there.",
+    errno.ENAMETOOLONG: "the path {} is longer than the system allows. Choose a shorter one.",
+    errno.ENOSPC: "no space is left where {} is. Finished parts are kept: make space, and run the command again.",
+}
+"""Errors of the system in words."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -56,9 +72,24 @@ def run(argv: Sequence[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED_PIPE
     except (ValueError, OSError) as error:
-        print(f"metamd: {one_line(str(error))}", file=sys.stderr)
+        print(f"metamd: {one_line(sentence(error))}", file=sys.stderr)
         return BAD_INPUT
     return code
+
+
+def sentence(error: ValueError | OSError) -> str:
+    """What an error says; one of the system in words, with what to do.
+
+    Args:
+        error: of this package, or of a call to the system.
+
+    Example:
+        >>> sentence(NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"))
+        "a folder is required where 'a/b' is or lies under a file. Choose another path, or move the file away."
+    """
+    if not isinstance(error, OSError) or error.errno not in ADVICE or error.filename is None:
+        return str(error)
+    return ADVICE[error.errno].format(repr(os.fspath(error.filename)))
 
 
 def parse(argv: Sequence[str]) -> Options:

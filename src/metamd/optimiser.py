@@ -1,5 +1,6 @@
 """`MetaMD`, mirror descent in a learned geometry as a `torch.optim.Optimizer`."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -206,6 +207,8 @@ class MetaMD(Optimizer):
     def _gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
         named, grads, groups = {}, {}, {}
         for group in self.param_groups:
+            if not math.isfinite(group["lr"]):
+                raise ValueError(f"lr must be finite, got {group['lr']}: a scheduler or an edit of param_groups set it.")
             for p in group["params"]:
                 name, _, device = self._places.get(id(p), ("", p, None))
                 if device != p.device:

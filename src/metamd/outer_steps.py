@@ -25,10 +25,10 @@ class Stopping:
     window: int = 3
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < 1 or self.window < 1:
-            raise ValueError(
-                f"tolerance must lie in [0, 1) and window be at least 1, got {self.tolerance} and {self.window}."
-            )
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance must lie in [0, 1), got {self.tolerance}. It is a relative change; 0 never stops.")
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}. It counts outer steps.")
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ def _check(options: Compare) -> None:
     """Refuse what cannot be compared before anything is computed or written."""
     if not options.rivals:
         raise ValueError("--rivals must name at least one, got none.")
+    if not options.schedules:
+        raise ValueError("--schedules must name one of constant, linear, quadratic or more, got none. Leave it out for two.")
     known = labels(["MetaMD"], [known_rival(name) for name in options.rivals], options.schedules)
     if options.target is not None and options.target not in (*options.rivals, *known):
         raise ValueError(

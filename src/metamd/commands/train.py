@@ -208,6 +208,8 @@ def _method(options: Train, family: TaskFamily) -> dict[str, Any]:
         raise ValueError(f'preset must be "default" or "paper", got {options.preset!r}.')
     if options.estimator not in ESTIMATORS:
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}; got {options.estimator!r}.")
+    if options.refine is not None and options.refine < 0:
+        raise ValueError(f"--refine must be a number of outer steps, got {options.refine}. Pass 0 for none.")
     refine = Refine(options.refine, ESTIMATORS[options.estimator]()) if options.refine else None
     if options.refine is None and options.potential == "diagonal":
         refine = refinement(family)

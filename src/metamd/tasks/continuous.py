@@ -45,7 +45,7 @@ def rotated_mnist_continuous(
     if not 2 <= classes <= 10:
         raise ValueError(f"classes must lie between 2 and the 10 digits, got {classes}. Pass classes=5, say.")
     if images is not None and images < 1:
-        raise ValueError(f"images must be at least 1, got {images}. Pass None for all of them.")
+        raise ValueError(f"images must be at least 1, got {images}. Leave it out for all of them.")
     return RotatedContinuous(angles, classes, images, Training(model, batch_size, steps), Halves(), "training")
 
 

@@ -197,7 +197,7 @@ class Collection:
         self, preparations: Mapping[str, Preparation], shape: tuple[int, int, int], *, images: int | None, seed: int
     ) -> None:
         if images is not None and images < 1:
-            raise ValueError(f"images must be at least 1, got {images}. Pass None for all of them.")
+            raise ValueError(f"images must be at least 1, got {images}. Leave it out for all of them.")
         if not preparations:
             raise ValueError("A family needs at least one domain, got none. Name some.")
         self.preparations, self.shape, self.images, self.seed = preparations, shape, images, seed

@@ -5,10 +5,11 @@ import io
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
-from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD
+from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, NegativeEntropy, PNorm
 from metamd.averaging import TAIL
 from tests.helpers import equal_parameters, random_geometry, small_model, train
 
@@ -77,6 +78,44 @@ def test_one_piece_with_momentum_is_the_heavy_ball_in_its_metric():
 
     train(other, HeavyBall(other.parameters(), {}), 40)
     assert distance(model, other) < 1e-12
+
+
+def _entropic(z, g, rate):
+    w = z * np.exp(-rate * g)
+    return w / w.sum()
+
+
+def _p_norm(z, g, rate, p=1.5):
+    """Through the dual point: |z|^(p-1) sign(z) |z|_p^(2-p) - rate g, and back with the conjugate exponent."""
+
+    def mirrored(x, p):
+        return np.sign(x) * np.abs(x) ** (p - 1) * (np.abs(x) ** p).sum() ** ((2 - p) / p)
+
+    return mirrored(mirrored(z, p) - rate * g, p / (p - 1))
+
+
+@pytest.mark.parametrize(
+    ("phi", "start", "move"),
+    [
+        (NegativeEntropy(), [0.2, 0.5, 0.3], _entropic),
+        (NegativeEntropy("orthant"), [0.2, 1.5, 0.3], lambda z, g, rate: z * np.exp(-rate * g)),
+        (PNorm(1.5), [0.2, -1.5, 0.3], _p_norm),
+    ],
+    ids=["simplex", "orthant", "p-norm"],
+)
+def test_momentum_of_the_classical_potentials_is_the_recursion_of_primal_averaging(phi, start, move):
+    """x+ = m x + (1 - m) z+, where z takes the mirror step of rate lr/(1 - m) with the gradient at x."""
+    m, lr, target = 0.8, 0.04, np.array([0.6, 0.1, 0.3])
+    p = torch.nn.Parameter(torch.tensor(start, dtype=torch.float64))
+    optimiser = MetaMD([("p", p)], phi, lr=lr, momentum=m)
+    x = z = np.array(start)
+    for _ in range(30):
+        p.grad = p.detach() - torch.from_numpy(target)
+        optimiser.step()
+        z = move(z, x - target, lr / (1 - m))
+        x = m * x + (1 - m) * z
+        np.testing.assert_allclose(p.detach().numpy(), x, rtol=1e-10, atol=1e-12)
+    assert np.abs(x - z).max() > 1e-4, "an average that is its iterate shows nothing"
 
 
 def test_the_default_rate_moves_the_iterate_by_the_learned_steps():

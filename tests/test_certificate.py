@@ -98,6 +98,42 @@ def test_learned_coordinates(dtype, sides, pieces):
         assert certificate.realised == pytest.approx(regret(ridge, start.state_dict()), rel=1e-4)
 
 
+@pytest.mark.parametrize("sides", ["right", "both"])
+@pytest.mark.parametrize("options", [{"momentum": 0.8}, {"averaging": "anytime"}])
+def test_learned_coordinates_with_an_average(sides, options):
+    """The whole inequality from its terms: B(u || start) + 1/2 sum |lr g|^2 less the lag, with dense matrices."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+    phi = random_basis({"p": p}, sides=sides, pieces=1)
+    phi = phi.bind([("p", p)])
+    eye = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
+    d = torch.stack([phi.basis.out_of("p", phi.metric("p")[0].detach() * phi.basis.into("p", e)).flatten() for e in eye])
+    torch.testing.assert_close(d, d.T)
+    scale, centre = torch.randn(2, 12, dtype=torch.float64)
+    rate = 0.5 / float(torch.linalg.eigvals(torch.linalg.solve(d, (scale**2).diag())).real.max())
+    lr = rate * (1 - options.get("momentum", 0.0))
+    optimiser = MetaMD([("p", p)], phi, lr=lr, certify=True, **options)
+    start = z = p.detach().flatten().clone()
+    u = centre
+    realised = bound = losses = 0.0
+    for t in range(20):
+        x = p.detach().flatten().clone()
+        g = scale**2 * (x - centre)
+        p.grad = g.view(3, 4).clone()
+        optimiser.step()
+        realised += float(g @ (x - u))
+        bound += float(0.5 * rate * g @ torch.linalg.solve(d, g) - g @ (z - x))
+        losses += float(0.5 * (scale * (x - centre)).square().sum())
+        z = z - rate * torch.linalg.solve(d, g)
+        c = 1 / (t + 2) if options.get("averaging") == "anytime" else 1 - options["momentum"]
+        torch.testing.assert_close(p.detach().flatten(), x + c * (z - x), rtol=1e-9, atol=1e-11)
+    bound += float(0.5 * (u - start) @ d @ (u - start)) / rate
+    found = optimiser.certificate([u.view(3, 4)])
+    assert found.realised == pytest.approx(realised, rel=1e-9)
+    assert found.bound == pytest.approx(bound, rel=1e-9)
+    assert losses <= found.realised <= found.bound
+
+
 def test_the_comparison_above_rejects_a_telescoped_sum_of_half_precision():
     """Where bfloat16 swallows every step, the parameters say that nothing happened; the kept sum knows better."""
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))

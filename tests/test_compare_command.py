@@ -276,7 +276,8 @@ def test_bad_input_is_a_sentence(args, message, learned, tmp_path, capsys):
     assert message in said
 
 
-def test_a_killed_comparison_continues(learned, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_comparison_continues(how, learned, tmp_path):
     args = ["compare", str(learned), "quadratic", "--out", str(tmp_path), "--rivals", "sgd", "--budget", "12"]
     args += ["--steps", "150", "--seeds", "3", "--workers", "2", "--json"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -286,14 +287,16 @@ def test_a_killed_comparison_continues(learned, tmp_path):
     while len(list(tmp_path.glob("cells/*.json"))) < 8:
         time.sleep(0.05)
         assert first.poll() is None
-    first.send_signal(signal.SIGINT)
+    first.send_signal(how)
     _, said = first.communicate(timeout=60)
-    assert first.returncode == 130
-    assert b"the same command continues" in said
-    done = len(list(tmp_path.glob("cells/*.json")))
-    assert 8 <= done < 3 * 26
+    if how == signal.SIGINT:
+        assert first.returncode == 130
+        assert b"the same command continues" in said
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*.json")}
+    assert 8 <= len(before) < 3 * 26
     second = subprocess.run([sys.executable, "-m", "metamd", *args], env=env, capture_output=True, timeout=200, check=True)
     assert json.loads(second.stdout)["protocol"] == "handicap"
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "a finished cell was computed twice"
 
 
 # protocols

@@ -182,6 +182,7 @@ class Reproduce:
             "by-the-clock",
             "diverse-digits-lenet",
             "constant-rates",
+            "bayesian",
             "resnet18-cifar10",
             "adapt-rotated-mnist",
             "adapt-rotated-mnist-learned",

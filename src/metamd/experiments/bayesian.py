@@ -1,0 +1,40 @@
+"""`metamd reproduce bayesian`: the paper's protocol with its Bayesian optimisation, on the MLP of `rotated-mnist-mlp`.
+
+Everybody, MetaMD included, is tuned in learning rate and weight decay for validation accuracy: 25 settings, a Gaussian process
+with an RBF kernel, the upper confidence bound. The paper does so for LeNet and ResNet18 and has grids for the MLP
+[GaoMetaMD2022]; here a training takes a second.
+"""
+
+from functools import partial
+
+from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
+from metamd.potentials import Kronecker
+
+__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+
+SCALES = {
+    "smoke": Scale(
+        ("45",),
+        200,
+        steps=20,
+        outer_steps=1,
+        tasks_per_step=2,
+        seeds=2,
+        budget=7,
+        rivals=("adam",),
+        schedules=("linear",),
+        protocol="paper",
+        usage_tasks=0,
+    ),
+    "cpu": Scale(("0", "30", "60"), 10_000, outer_steps=2, tasks_per_step=4, protocol="paper"),
+    "paper": Scale(ANGLES, 10_000, outer_steps=20, seeds=10, protocol="paper"),
+}
+
+EXPERIMENT = Experiment(
+    "bayesian",
+    rotated,
+    {"kronecker": Geometry(partial(Kronecker, rank="auto"), {"MetaMD": Entry()}, choose_usage=True, follow=1.0)},
+    SCALES,
+    {},
+)

@@ -1,7 +1,7 @@
 """`metamd reproduce bayesian`: the paper's protocol with its Bayesian optimisation, on the MLP of `rotated-mnist-mlp`.
 
-Everybody, MetaMD included, is tuned in learning rate and weight decay for validation accuracy: 25 settings, a Gaussian process
-with an RBF kernel, the upper confidence bound. The paper does so for LeNet and ResNet18 and has grids for the MLP
+Everybody, MetaMD included, is tuned in learning rate and weight decay for validation accuracy: 25 settings, a Gaussian
+process with an RBF kernel, the upper confidence bound. The paper does so for LeNet and ResNet18 and has grids for the MLP
 [GaoMetaMD2022]; here a training takes a second.
 """
 

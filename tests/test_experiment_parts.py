@@ -348,6 +348,16 @@ def test_a_rival_joins_without_anything_being_learned_again(gone, monkeypatch):
     assert again[0].folds[0].seconds == now.seconds
 
 
+def test_a_schedule_that_joins_takes_the_seconds_that_its_rival_had(gone, monkeypatch):
+    before, folder = gone
+    unlearned(monkeypatch)
+    both = with_rivals("sgd")
+    both = replace(both, scales={"tiny": replace(both.scales["tiny"], schedules=("constant", "linear"))})
+    (after,), _ = both.compared("tiny", folder, 0)
+    assert after.labels == ["MetaMD", "SGD", "SGD, linear decay", "SGD, untuned"]
+    assert after.folds[0].seconds["SGD, linear decay"] == before.folds[0].seconds["SGD"]
+
+
 def test_what_is_asked_for_anew_is_learned_again(gone, monkeypatch):
     _, folder = gone
     unlearned(monkeypatch)

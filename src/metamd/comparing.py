@@ -271,13 +271,14 @@ def in_unit_of(seconds: Mapping[str, float], before: Mapping[str, float]) -> dic
 
 
 def _seconds_before(folder: Path, chosen: Mapping[str, Contender]) -> dict[str, float]:
-    """Those of the comparison in the folder, of optimisers that are still the same."""
+    """Those of the comparison in the folder, of optimisers that are still the same, under another schedule too."""
     if not (folder / "comparison.json").exists():
         return {}
     fold = Comparison.read(folder).folds[0]
-    same = [
-        label
-        for label, c in chosen.items()
-        if label in fold.entrants and fold.entrants[label][0].contender.get("identity", "") == c.rival.identity
-    ]
-    return {label: fold.seconds[label] for label in same if math.isfinite(fold.seconds.get(label, math.nan))}
+    known: dict[tuple[str, str], dict[str, float]] = {}
+    for label, seconds in fold.seconds.items():
+        contender = fold.entrants[label][0].contender
+        if math.isfinite(seconds):
+            known.setdefault((contender["rival"], contender.get("identity", "")), {})[label] = seconds
+    found = {label: known.get((c.rival.name, c.rival.identity), {}) for label, c in chosen.items()}
+    return {label: times.get(label, next(iter(times.values()))) for label, times in found.items() if times}

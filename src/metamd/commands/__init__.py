@@ -181,7 +181,6 @@ class Reproduce:
             "averages",
             "by-the-clock",
             "diverse-digits-lenet",
-            "constant-rates",
             "bayesian",
             "resnet18-cifar10",
             "adapt-rotated-mnist",

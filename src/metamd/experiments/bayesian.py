@@ -27,7 +27,7 @@ SCALES = {
         protocol="paper",
         usage_tasks=0,
     ),
-    "cpu": Scale(("0", "30", "60"), 10_000, outer_steps=2, tasks_per_step=4, protocol="paper"),
+    "cpu": Scale(("0", "45"), 5000, steps=200, outer_steps=2, tasks_per_step=4, protocol="paper", usage_tasks=4),
     "paper": Scale(ANGLES, 10_000, outer_steps=20, seeds=10, protocol="paper"),
 }
 

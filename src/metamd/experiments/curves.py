@@ -12,7 +12,7 @@ from metamd.protocols import unscheduled
 UNTUNED = ", untuned"
 
 
-def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path, *, every_schedule: bool = False) -> None:
+def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
     """Draw `curves.png`: the training loss over the steps, of ours and of tuned rivals with the better of their schedules.
 
     In the panel over all domains the band is the 95 % bootstrap interval of the mean over all runs; in that of a domain it
@@ -22,9 +22,8 @@ def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path, *
         comparison: what is shown.
         ours: the labels of ours that are shown, the first as a line and the others dashed.
         folder: where the image goes.
-        every_schedule: whether rivals are shown with all of theirs.
     """
-    shown = [*ours, *(_tuned(comparison) if every_schedule else best_schedules(comparison))]
+    shown = [*ours, *best_schedules(comparison)]
     each = {label: comparison.curve(label) for label in shown}
     panels: dict[str, list[figures.Curve]] = {}
     if len(comparison.folds) > 1 and len({f[0] for label in shown for f in each[label].values()}) == 1:

@@ -44,7 +44,6 @@ SCALES = {
         outer_steps=2,
         tasks_per_step=4,
         rivals=("sgd", *MODERN),
-        schedules=("linear",),
         usage_tasks=4,
         screen=3,
     ),

@@ -9,6 +9,7 @@ A tail average takes part in nothing: gradients are taken at z, and x with c_t =
 with weights about t^k [Shamir2013], is what the model is judged by.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -47,15 +48,17 @@ def check_averaging(averaging: str, momentum: float) -> None:
         )
 
 
-def check_momenta(groups: Sequence[Mapping[str, Any]], averaging: AveragingName) -> None:
-    """Refuse a momentum that was set during the run and that no step can be taken with; "anytime" and "tail" do not use it.
+def check_groups(groups: Sequence[Mapping[str, Any]], averaging: AveragingName) -> None:
+    """Refuse a rate or a momentum that was set during the run and that no step can be taken with.
 
     Args:
         groups: the optimiser's.
         averaging: the kind of weights.
     """
-    if averaging not in ("anytime", "tail"):
-        for group in groups:
+    for group in groups:
+        if not math.isfinite(group["lr"]):
+            raise ValueError(f"lr must be finite, got {group['lr']}: a scheduler or an edit of param_groups set it.")
+        if averaging not in ("anytime", "tail"):  # which do not use it
             check_averaging(averaging, group["momentum"])
 
 
@@ -214,7 +217,7 @@ def to_gradient_points(groups: Sequence[Mapping[str, Any]], state: Any, averagin
         state: the optimiser's, by parameter.
         averaging: the kind of weights.
     """
-    check_momenta(groups, averaging)
+    check_groups(groups, averaging)
     for group in groups:
         for p in group["params"]:
             if "mean" in state[p]:

@@ -1,6 +1,5 @@
 """`MetaMD`, mirror descent in a learned geometry as a `torch.optim.Optimizer`."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -160,7 +159,7 @@ class MetaMD(Optimizer):
         named, grads, groups = self._gather()
         if not grads:
             return loss
-        average.check_momenta(self.param_groups, self.averaging)
+        average.check_groups(self.param_groups, self.averaging)
         binding.check_scales(self._online, self.potential, grads)
         if self.check_finite:
             binding.refuse_nonfinite(named, grads)
@@ -207,8 +206,6 @@ class MetaMD(Optimizer):
     def _gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
         named, grads, groups = {}, {}, {}
         for group in self.param_groups:
-            if not math.isfinite(group["lr"]):
-                raise ValueError(f"lr must be finite, got {group['lr']}: a scheduler or an edit of param_groups set it.")
             for p in group["params"]:
                 name, _, device = self._places.get(id(p), ("", p, None))
                 if device != p.device:

@@ -291,7 +291,7 @@ def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, yl
             axes.plot(curve.x, curve.y, style, color=colour, linewidth=1.4, label=literal(curve.label))
             if curve.low is not None and curve.high is not None:
                 axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
-        if logarithmic and any(y > 0 for curve in members for y in curve.y):
+        if logarithmic and any(0 < y < np.inf for curve in members for y in curve.y):
             axes.set_yscale("log")
         axes.set_title(literal(title), fontsize=9)
         axes.set_xlabel(xlabel, fontsize=8)

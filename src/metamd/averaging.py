@@ -58,7 +58,12 @@ def check_groups(groups: Sequence[Mapping[str, Any]], averaging: AveragingName) 
     for group in groups:
         if not math.isfinite(group["lr"]):
             raise ValueError(f"lr must be finite, got {group['lr']}: a scheduler or an edit of param_groups set it.")
-        if averaging not in ("anytime", "tail"):  # which do not use it
+    _check_momenta(groups, averaging)
+
+
+def _check_momenta(groups: Sequence[Mapping[str, Any]], averaging: AveragingName) -> None:
+    if averaging not in ("anytime", "tail"):  # which do not use it
+        for group in groups:
             check_averaging(averaging, group["momentum"])
 
 
@@ -217,7 +222,7 @@ def to_gradient_points(groups: Sequence[Mapping[str, Any]], state: Any, averagin
         state: the optimiser's, by parameter.
         averaging: the kind of weights.
     """
-    check_groups(groups, averaging)
+    _check_momenta(groups, averaging)
     for group in groups:
         for p in group["params"]:
             if "mean" in state[p]:

@@ -21,9 +21,10 @@ from metamd.cells import Cell, fill
 from metamd.comparing import draw
 from metamd.experiments.pace import geometric_mean, lines, pace
 from metamd.folds import Candidate, Fold, Target
-from metamd.paired import bootstrap, holm, profiles, rank, rank_sum, resample, signed_rank_test
+from metamd.paired import bootstrap, holm, profiles, rank, rank_sum, resample, signed_rank_test, smallest_p
 from metamd.records import Records
 from metamd.rivals import rival
+from metamd.rivals.base import Tuning
 from metamd.training import Outcome
 
 BARE = Measuring(splits=())
@@ -120,9 +121,10 @@ def test_profiles_by_hand():
 # comparisons of invented outcomes
 
 
-def invented(losses, steps=100):
+def invented(losses, steps=100, failed=""):
     places = tuple(range(0, steps + 1, 10))
-    return Outcome({"seed": 0}, {"rival": "x"}, places, tuple(losses), losses[-1], {"test": (0.1, 0.9)}, steps)
+    ends = {} if failed else {"test": (0.1, 0.9)}
+    return Outcome({"seed": 0}, {"rival": "x"}, places, tuple(losses), losses[-1], ends, steps, failed)
 
 
 def curve(rate, rng, noise):
@@ -476,8 +478,13 @@ def test_every_domain_has_its_seeds():
     assert "test_error" in found.metrics
 
 
+def on(domain, seed):
+    found = compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=2, seed=seed, measuring=BARE)
+    return replace(found, folds=(replace(found.folds[0], group=domain),))
+
+
 def test_domains_are_joined():
-    one, two = (compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=2, seed=s, measuring=BARE) for s in (0, 1))
+    one, two = on("x", 0), on("y", 1)
     both = Comparison.join([one, two])
     assert both.values("a", "mean_loss").tolist() == [*one.values("a", "mean_loss"), *two.values("a", "mean_loss")]
     assert both.groups == [0, 0, 1, 1]
@@ -494,14 +501,82 @@ def test_domains_are_joined():
 
 
 def test_what_would_count_twice_or_under_another_protocol_is_not_joined():
-    """Three copies of an undecided comparison would be a verdict."""
-    one, two = (compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=2, seed=s, measuring=BARE) for s in (0, 1))
-    with pytest.raises(ValueError, match="a task of 'quadratic' is in two of these comparisons and would count twice"):
-        Comparison.join([one, two, one])
+    """Three copies of an undecided comparison would be a verdict, and two folders of one domain are not two domains."""
+    one, two = on("x", 0), on("y", 1)
+    for again in (one, on("x", 2)):
+        with pytest.raises(ValueError, match="'x' is in two of these comparisons and would count as two domains"):
+            Comparison.join([one, two, again])
     with pytest.raises(ValueError, match="comparisons with one protocol are required"):
         Comparison.join([replace(one, protocol="paper"), replace(two, protocol="handicap")])
     with pytest.raises(ValueError, match="comparisons with one target are required"):
         Comparison.join([replace(one, aim=Target("a")), replace(two, aim=Target("a", 0.5))])
+
+
+def test_tasks_that_are_drawn_are_different_ones():
+    """One problem that counts twelve times would be a verdict of twelve pairs."""
+    configs = draw(tasks.rosenbrock(shift=0.1), 12, 0)["rosenbrock"]
+    assert len({json.dumps(c) for c in configs}) == 12
+    plain = tasks.rosenbrock()
+    assert len(draw(plain, 1, 0)["rosenbrock"]) == 1
+    generator = torch.Generator().manual_seed(0)
+    assert len({json.dumps(plain.sample(generator)) for _ in range(20)}) == 1, "no -0 beside 0"
+    with pytest.raises(ValueError, match=r"2 different tasks are required.* no other than the 1 that are there. Ask for 1"):
+        draw(plain, 2, 0)
+
+
+def test_a_failed_run_sets_no_pace():
+    falling = list(np.linspace(2.0, 0.2, 11))
+    broken = invented([2.0] + [math.inf] * 10, failed="it rose")
+    ours = Candidate({}, (invented(falling), invented(falling)))
+    for runs, arrived in (((invented(falling), broken), 0), ((broken, broken), 0)):
+        fold = Fold("d", {"ours": (ours,), "rival": (Candidate({}, runs),)}, {"ours": 1.0, "rival": 1.0}, {})
+        (row,) = pace(Comparison((fold,), {}), ["rival"])
+        assert row["mean_loss"] is None, "a mean with an infinite loss is none to be a part of"
+        assert row["arrived"]["rival"] == arrived
+        assert "| diverged (rival) |" in lines("the best", [row], 1.0)[2]
+    low_with_failure = Candidate({}, (invented([2.0] + [0.1] * 10), broken))
+    whole = Candidate({}, (invented([2.0] + [1.0] * 10),) * 2)
+    fold = Fold("d", {"ours": (ours,), "rival": (low_with_failure, whole)}, {}, {})
+    (row,) = pace(Comparison((fold,), {}), ["rival"])
+    assert row["steps"] == pytest.approx(60 / 10), "a setting with which all runs end sets the target, not one that fails"
+    assert geometric_mean([0.0, 2.0]) == 0.0
+
+
+def test_what_is_tuned_pays_for_its_tuning_too():
+    """By the protocol `paper` everybody is tuned: learning is paid for by saved steps alone."""
+    falling, ours = list(np.linspace(2.0, 0.2, 11)), [2.0] + [0.1] * 10
+    tuning = Tuning(200)
+    fold = Fold("d", {"ours": candidates(ours), "rival": candidates(falling)}, {"ours": 1.0, "rival": 1.0}, {})
+    fold = replace(fold, costs={"ours": {"gradient_evaluations": 1000.0}}, tunings={"ours": tuning, "rival": tuning})
+    (row,) = pace(Comparison((fold,), {}), ["rival"])
+    assert row["paid_after"] == row["paid_by_the_clock"] == math.ceil(1000 / 90)
+    alone = replace(fold, tunings={"rival": tuning})
+    assert pace(Comparison((alone,), {}), ["rival"])[0]["paid_after"] == math.ceil(1000 / 290)
+
+
+def test_an_optimiser_that_diverges_at_once_is_timed_and_hides_nobodys_seconds():
+    wild = {"SGD": rival("sgd").with_setting(lr=0.01), "wild": rival("sgd").with_setting(lr=1e12)}
+    found = compare(wild, QUADRATIC, seeds=2, measuring=BARE)
+    assert "seconds_to_target" in found.metrics
+    assert found.folds[0].seconds["wild"] > 0
+    assert set(found.values("wild", "seconds_to_target")) == {math.inf}
+    unknown = found.with_seconds({"SGD": 1.0, "wild": math.nan})
+    assert "seconds_to_target" in unknown.metrics, "of runs that all failed no seconds are needed"
+    assert set(unknown.values("wild", "seconds_to_target")) == {math.inf}
+    assert "seconds_to_target" not in found.with_seconds({"SGD": math.nan, "wild": 1.0}).metrics
+
+
+def test_settings_are_screened_where_a_split_has_no_error_to_show():
+    family = tasks.tabular(steps=5)
+    both = [rival("sgd").with_setting(lr=x) for x in (0.1, 0.2, 0.4)]
+    found = compare({"a": both}, family, seeds=2, screen=1, measuring=Measuring(splits=("train", "test")))
+    assert found.screening
+
+
+@pytest.mark.parametrize("pairs", [5, 14, 15, 40])
+def test_the_smallest_p_is_what_the_clearest_outcome_gives(pairs):
+    ours = np.arange(1.0, pairs + 1)
+    assert signed_rank_test(ours, 2 * ours) == pytest.approx(smallest_p(pairs), rel=1.01 if pairs == 15 else 1e-9)
 
 
 def test_an_address_without_a_cluster_is_refused_at_once(tmp_path):

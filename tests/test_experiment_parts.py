@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, learn_start, tasks
-from metamd.commands.report import read
+from metamd.commands.report import read, write_report
 from metamd.commands.reproduce import names
 from metamd.comparing import handicap, in_unit_of
 from metamd.experiments import leave_one_out, out_of_distribution, pieces, rotated_mnist_mlp
@@ -346,6 +346,21 @@ def test_a_rival_joins_without_anything_being_learned_again(gone, monkeypatch):
     assert len(now.entrants["Adam"]) == 3
     again, _ = with_rivals("sgd", "adam").compared("tiny", folder, 0)
     assert again[0].folds[0].seconds == now.seconds
+
+
+def test_a_rival_that_joins_on_some_domains_is_reported_on_these(tmp_path):
+    before, after = (
+        replace(with_rivals(*rivals, domains=("a", "b")), sides=lambda size, domain, family: {domain: Variant(FLAT, domain)})
+        for rivals in (["sgd"], ["sgd", "adam"])
+    )
+    before.compared("tiny", tmp_path, 0)
+    write_report(tmp_path, tmp_path)
+    after.compared("tiny", tmp_path, 0, only=("b",))
+    with pytest.raises(ValueError, match="differ in Adam"):
+        write_report(tmp_path, tmp_path)
+    shown, _ = write_report(tmp_path, tmp_path, places=after.places("tiny", tmp_path, ("b",)))
+    assert [f.group for f in shown.folds] == ["b"]
+    assert "Adam" in (tmp_path / "report.md").read_text()
 
 
 def test_a_schedule_that_joins_takes_the_seconds_that_its_rival_had(gone, monkeypatch):

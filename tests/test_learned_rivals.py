@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from metamd import Measuring, cli, compare, tasks
@@ -220,6 +221,18 @@ def test_learned_rivals_enter_comparisons_from_the_command_line(tmp_path, capsys
     code = lesson_code(tasks.quadratic(steps=30), 0)
     found = {p.name for p in (tmp_path / "c" / "learned").iterdir()}
     assert found == {f"{n}-{code}.safetensors" for n in ("aruba", "aruba-plus")}
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"x" * 100])
+def test_a_damaged_file_of_a_learned_rival_is_a_sentence(damage, tmp_path):
+    path = tmp_path / "aruba.safetensors"
+    LEARNERS["aruba"].rival(QUADRATIC, 0, path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"is damaged: .* Delete it to learn it anew"):
+        LEARNERS["aruba"].rival(QUADRATIC, 0, path)
+    save_file({"theta": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match="was learned on another family or with another seed"):
+        LEARNERS["aruba"].rival(QUADRATIC, 0, path)
 
 
 def test_what_was_learned_on_another_family_is_never_taken(tmp_path):

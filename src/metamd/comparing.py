@@ -92,7 +92,7 @@ def compare(
     groups = draw(family, seeds, seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
     settings = _settings(family, steps, measuring)
-    records = None if folder is None else Records(Path(folder), settings)
+    records = None if folder is None else records_of(Path(folder), family, steps, measuring)
 
     def run(pairs: Iterable[tuple[Contender, str]], title: str) -> dict[tuple[str, str], Outcome]:
         cells = {(c.key(), name): _cell(tasks[name], c, steps, measuring) for c, name in pairs}
@@ -161,14 +161,18 @@ def _best_few(
     found = [outcomes[c.key(), task] for c in contenders]
     errors = [f"{split}_error" for split, (_, accuracy) in found[0].ends.items() if accuracy is not None]
     kept: set[int] = set()
-    for metric in ("mean_loss", "final_loss", *errors):
+    for metric in ("mean_loss", "final_loss", *(error for error in errors if error in METRICS)):
         values = [math.inf if o.failed else METRICS[metric](o) for o in found]
         kept |= set(sorted(range(len(found)), key=values.__getitem__)[:screen])
     return [contenders[i] for i in sorted(kept)]
 
 
+FRUITLESS = 1000
+"""Draws per domain after which a family has no other task."""
+
+
 def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
-    """So many tasks of each domain, by domain; of a family without domains, so many tasks.
+    """So many different tasks of each domain, by domain; of a family without domains, so many tasks.
 
     Args:
         family: what to draw from.
@@ -178,11 +182,21 @@ def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
     generator = torch.Generator().manual_seed(derive_seed(seed, "comparison"))
     domains = _domains(family)
     found: dict[str, list[Config]] = {str(d): [] for d in domains}
+    drawn: set[str] = set()
+    fruitless = 0
     while any(len(configs) < seeds for configs in found.values()):
         config = family.sample(generator)
         group = found.get(domain_of(config), next(iter(found.values())))
-        if len(group) < seeds:
+        if len(group) < seeds and config_hash(config) not in drawn:
             group.append(config)
+            drawn.add(config_hash(config))
+            fruitless = 0
+        elif (fruitless := fruitless + 1) > FRUITLESS * len(domains):
+            fewest = min(map(len, found.values()))
+            raise ValueError(
+                f"{seeds} different tasks are required, and {FRUITLESS * len(domains)} draws in a row from {family.name!r} "
+                f"brought no other than the {fewest} that are there. Ask for {max(fewest, 1)} (--seeds), or let it vary."
+            )
     return found
 
 
@@ -216,6 +230,18 @@ def _fill(
     if records is None:
         return {cell.name: cell.compute() for cell in cells.values()}
     return fill(records, cells.values(), title=title, workers=workers, ray=ray)
+
+
+def records_of(folder: Path, family: TaskFamily, steps: int | None = None, measuring: Measuring | None = None) -> Records:
+    """The records of a comparison; a folder that holds those of another is refused, so look before a long search.
+
+    Args:
+        folder: see `compare`, as for the others.
+        family: see there.
+        steps: see there.
+        measuring: see there.
+    """
+    return Records(folder, _settings(family, family.steps if steps is None else steps, measuring or Measuring()))
 
 
 def _settings(family: TaskFamily, steps: int, measuring: Measuring) -> dict[str, Any]:

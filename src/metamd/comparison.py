@@ -11,7 +11,6 @@ import numpy as np
 from metamd.folds import TO_TARGET, Candidate, Fold, Target, cell_name, read_fold
 from metamd.paired import Array, Estimate, Profile, bootstrap, holm, profiles, rank_sum, signed_rank_test
 from metamd.records import Records, read_json
-from metamd.tasks.base import config_hash
 
 SHOWN = ("mean_loss", "final_loss", "steps_to_target", "seconds_to_target", "test_error")
 """What a table has, as far as it was measured."""
@@ -83,7 +82,7 @@ class Comparison:
         one = self.folds[0].entrants[self.labels[0]][0].outcomes[0]
         all_ends = [o.ends for f in self.folds for cs in f.entrants.values() for c in cs for o in c.outcomes if not o.failed]
         graded = all("test" in ends and ends["test"][1] is not None for ends in all_ends) and bool(one.places)
-        timed = all(math.isfinite(s) for f in self.folds for s in f.seconds.values()) and bool(self.folds[0].seconds)
+        timed = all(f.is_timed(label) for f in self.folds for label in self.labels) and bool(self.folds[0].seconds)
         left_out = ([] if graded else ["test_error"]) + ([] if timed else ["seconds_to_target"])
         return [m for m in SHOWN if m not in left_out]
 
@@ -263,7 +262,7 @@ class Comparison:
         """Comparisons of the same optimisers on several domains as one.
 
         Args:
-            parts: each with the same labels.
+            parts: each with the same labels, and no domain twice.
         """
         found = list(parts)
         if not found:
@@ -279,12 +278,13 @@ class Comparison:
         for said, facts in (("protocol", [c.protocol for c in found]), ("target", [c.aim for c in found])):
             if any(fact != facts[0] for fact in facts):
                 raise ValueError(f"comparisons with one {said} are required, got several. Report on each folder by itself.")
-        folds, ours = [f for c in found for f in c.folds], found[0].labels[0]
-        ran = [(f.group, config_hash(o.config)) for f in folds for o in f.finished(ours)[0].outcomes]
-        twice = next((group for group, task in ran if ran.count((group, task)) > 1), None)
+        folds = [f for c in found for f in c.folds]
+        groups = [f.group for f in folds]
+        twice = next((group for group in groups if groups.count(group) > 1), None)
         if twice is not None:
             raise ValueError(
-                f"a task of {twice!r} is in two of these comparisons and would count twice. Report on each folder by itself."
+                f"{twice!r} is in two of these comparisons and would count as two domains. Report on each folder by itself, "
+                "or compare with more seeds in one."
             )
         return cls(tuple(folds), found[0].settings, found[0].aim, found[0].protocol)
 

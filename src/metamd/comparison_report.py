@@ -11,7 +11,7 @@ import numpy as np
 from metamd import figures
 from metamd.comparison import LEAST, Comparison
 from metamd.folds import Fold, Target
-from metamd.paired import Estimate
+from metamd.paired import Estimate, smallest_p
 from metamd.protocols import PROTOCOLS
 from metamd.report import Section
 from metamd.statements import HeldOutCertificate, certificates
@@ -53,13 +53,12 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
 
 
 def _results(c: Comparison) -> Section:
-    seeds = c.folds[0].tasks(c.labels[0])
     aim = c.aim or Target(c.labels[-1])
     new = "" if any(f.trained for f in c.folds) else "held-out "
     texts = [
         *(not_held_out(c, label) for label in c.labels if c.trained_on(label)),
-        f"{len(c.folds)} {new}domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {seeds} "
-        f"seed{'s' * (seeds > 1)} each, {_steps(c)} steps. Means over all runs; 95 % bootstrap intervals.",
+        f"{len(c.folds)} {new}domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {_seeds(c)}, "
+        f"{_steps(c)} steps. Means over all runs; 95 % bootstrap intervals.",
         f"Protocol: {c.protocol or 'as given'}. {PROTOCOLS.get(c.protocol, '')} {c.screening}".strip(),
         f"The target on each domain is a training loss of {_targets(c)}, which {aim.baseline} has after {aim.share:.0%} of "
         "the steps. A run that does not reach it counts as infinite.",
@@ -88,6 +87,15 @@ def not_held_out(c: Comparison, label: str) -> str:
         f"{label} was trained on {which}: not held out ({', '.join(domains)}). Its numbers there say nothing about a domain "
         "that it has not seen."
     )
+
+
+def _seeds(c: Comparison) -> str:
+    """So many as all domains have, or for each its own."""
+    counts = {f.group: f.tasks(c.labels[0]) for f in c.folds}
+    if len({*counts.values()}) > 1:
+        return f"{', '.join(f'{n} ({group})' for group, n in counts.items())} seeds"
+    seeds = counts[c.folds[0].group]
+    return f"{seeds} seed{'s' * (seeds > 1)} each"
 
 
 def _steps(c: Comparison) -> str:
@@ -124,7 +132,7 @@ def _verdicts(c: Comparison) -> Section:
             ratio = "" if math.isnan(d.ratio) else f"{d.ratio:.3g} ({d.low:.3g} to {d.high:.3g})"
             rows.append([f"{_short(metric)}: against {d.label}", ratio, f"{d.wins} : {d.losses}"])
             rows[-1] += [f"{d.p:.3f}", d.verdict]
-    least = min(1.0, 2.0 ** (1 - pairs) * max(1, len(c.labels) - 1))
+    least = min(1.0, smallest_p(pairs) * max(1, len(c.labels) - 1))
     texts = [
         f"{ours} against each of the others, on the same tasks, initialisations and batches. The ratio is the geometric "
         "mean of ours over theirs (of the error, for accuracy), where both are finite; below 1 is better. "

@@ -98,8 +98,17 @@ class Fold:
             return math.inf if outcome.failed and "loss" in metric else METRICS[metric](outcome)
         if metric not in TO_TARGET or target is None:
             raise ValueError(f"metric must be one of {', '.join([*METRICS, *TO_TARGET])}, got {metric!r}.")
-        seconds = 1.0 if metric == "steps_to_target" else self.seconds.get(label, math.nan)
-        return outcome.steps_to(target) * seconds
+        steps = outcome.steps_to(target)
+        return steps if metric == "steps_to_target" or steps == math.inf else steps * self.seconds.get(label, math.nan)
+
+    def is_timed(self, label: str) -> bool:
+        """Whether the seconds of a step are known, or are not needed as every run failed.
+
+        Args:
+            label: of the optimiser.
+        """
+        known = math.isfinite(self.seconds.get(label, math.nan))
+        return known or all(o.failed for c in self.entrants[label] for o in c.outcomes)
 
     def learning_gradients(self, label: str) -> float:
         """Gradient evaluations of learning an optimiser; zero where no cost is known, a Hessian-vector product is `HVP`."""
@@ -163,10 +172,19 @@ def read_fold(folder: Path, found: Mapping[str, Any]) -> Fold:
     whole = all(any(len(c.outcomes) == len(longest) for c in cs) for cs in entrants.values())
     if not longest or not whole or any(not t or t != longest[: len(t)] for t in tasks):
         raise ValueError(f"every optimiser must have run all tasks of {found['group']!r}, in the same order.")
-    seconds = {str(k): math.nan if v is None else float(v) for k, v in found["seconds"].items()}
-    costs = {str(k): {str(n): float(x) for n, x in v.items()} for k, v in found["costs"].items()}
+    if len({o.places for cs in entrants.values() for c in cs for o in c.outcomes}) > 1:
+        raise ValueError(f"all runs of {found['group']!r} must have been watched at the same places.")
+    seconds = {str(k): math.nan if v is None else _amount(v) for k, v in found["seconds"].items()}
+    costs = {str(k): {str(n): _amount(x) for n, x in v.items()} for k, v in found["costs"].items()}
     tunings = {str(k): Tuning.from_json(v) for k, v in found.get("tunings", {}).items()}
     return Fold(str(found["group"]), entrants, seconds, costs, tuple(map(str, found.get("trained", ()))), tunings)
+
+
+def _amount(value: Any) -> float:
+    """Seconds, or a count of evaluations."""
+    if not 0 <= float(value) < 2**53:
+        raise ValueError(f"seconds and costs must be numbers from 0 to 2^53, got {value!r:.50}.")
+    return float(value)
 
 
 def _candidate(folder: Path, packed: Mapping[str, Result], found: Mapping[str, Any]) -> Candidate:

@@ -14,6 +14,9 @@ RESAMPLES = 2000
 EXACT_UP_TO = 14
 """Up to so many pairs all signs are enumerated."""
 
+FLIPS = 20_000
+"""Beyond, so many are drawn."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -100,8 +103,21 @@ def signed_rank_test(ours: Array, theirs: Array, *, seed: int = 0) -> float:
     if len(ranks) <= EXACT_UP_TO:
         signs = np.array(list(product((-1.0, 1.0), repeat=len(ranks))))
         return float((np.abs(signs @ ranks) >= observed - 1e-9).mean())
-    signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=(20_000, len(ranks)))
+    signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=(FLIPS, len(ranks)))
     return float((1 + (np.abs(signs @ ranks) >= observed - 1e-9).sum()) / (1 + len(signs)))
+
+
+def smallest_p(pairs: int) -> float:
+    """What the test gives at least with so many pairs.
+
+    Args:
+        pairs: that differ.
+
+    Example:
+        >>> smallest_p(5)
+        0.0625
+    """
+    return 2.0 ** (1 - pairs) if pairs <= EXACT_UP_TO else 1 / (1 + FLIPS)
 
 
 def rank_sum(ours: Array, theirs: Array) -> float:

@@ -61,7 +61,9 @@ class Records:
         Args:
             folder: of the run.
         """
-        found: dict[str, Any] = read_json(folder / "run.json")["settings"]
+        found = read_json(folder / "run.json").get("settings")
+        if not isinstance(found, dict):
+            raise ValueError(f"{str(folder / 'run.json')!r} must have the settings of the run, by name.")
         return found
 
     def cell(self, name: str, compute: Callable[[], Result]) -> Result:

@@ -17,6 +17,9 @@ from metamd.rivals.base import Contender, Stepper
 from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed
 from metamd.tasks.stochastic import seeded
 
+LARGEST = 1e300
+"""What a loss may be in a record: the sum of some is a number still."""
+
 
 @dataclass(frozen=True)
 class Measuring:
@@ -148,8 +151,10 @@ class Outcome:
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"this is not the record of a training: {error!r}. Delete it, and it is made again.") from None
-        if max(places, default=0) > 2**53:
-            raise ValueError("the record of a training must have places below 2^53.")
+        if max([*places, outcome.gradients], default=0) > 2**53:
+            raise ValueError("the record of a training must have places and counts below 2^53.")
+        if any(abs(x) > LARGEST for x in losses if math.isfinite(x)):
+            raise ValueError(f"the record of a training must have losses below {LARGEST:g}, or none where it failed.")
         if len(places) != len(losses) or len(places) < 2 or places != sorted(set(places)) or places[0] != 0:
             raise ValueError("the record of a training must have one loss for each of at least two places, counted from 0.")
         if outcome.gradients < 0 or any(a is not None and not 0 <= a <= 1 for _, a in ends.values()):
@@ -273,7 +278,7 @@ def step_seconds(
     Args:
         task: what is trained.
         contenders: by label.
-        steps: T; a run that has reached it begins again.
+        steps: T; a run that has reached it begins again, and so does one that failed.
         rounds: blocks of each.
         block: steps in a block; those of SOAP and Shampoo differ in cost with a period of 10.
         warm_up: blocks that are not counted.
@@ -290,10 +295,13 @@ def step_seconds(
                 if label not in runs or runs[label].taken + block > horizon:
                     params = {n: nn.Parameter(x) for n, x in task.init().items()}
                     runs[label] = _Run(task, contenders[label], params, horizon)
-                began = perf_counter()
-                runs[label].advance(runs[label].taken + block)
-                if turn >= warm_up and not runs[label].failed:
-                    found[label].append((perf_counter() - began) / block)
+                before, began = runs[label].taken, perf_counter()
+                runs[label].advance(before + block)
+                steps_taken = runs[label].taken - before
+                if turn >= warm_up and steps_taken:
+                    found[label].append((perf_counter() - began) / steps_taken)
+                if runs[label].failed:
+                    del runs[label]
     return {label: median(times) if times else math.nan for label, times in found.items()}
 
 

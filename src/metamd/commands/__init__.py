@@ -178,10 +178,12 @@ class Reproduce:
             "rosenbrock",
             "rotated-mnist-linear",
             "rotated-mnist-mlp",
+            "every-rival",
+            "bayesian",
             "averages",
             "by-the-clock",
             "diverse-digits-lenet",
-            "bayesian",
+            "bayesian-lenet",
             "resnet18-cifar10",
             "adapt-rotated-mnist",
             "adapt-rotated-mnist-learned",
@@ -228,8 +230,7 @@ class Train:
         follow: learn from runs of Adam alone, twice as many as --tasks says, in closed form and without rounds.
         usage: try metrics, momenta, schedules and factors on training tasks at the end, and keep the best in the file.
         judged_on: train, or validation to choose the usage by the validation data of the training tasks.
-        refresh: choose the usage for polar steps whose directions are found every so many steps, which are cheaper; in every
-            one if not given.
+        refresh: choose the usage for cheaper polar steps, with directions found every so many steps; in all if not given.
         outer_steps: rounds of training tasks and setting the metrics, at most; 10 if not given, 300 for the paper's.
         tasks: tasks in each of them.
         reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.003 for

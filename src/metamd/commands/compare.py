@@ -9,7 +9,7 @@ from metamd.cli import one_line
 from metamd.commands import Compare, Report
 from metamd.commands import report as report_command
 from metamd.commands.families import build_family, held_out_side
-from metamd.comparing import compare
+from metamd.comparing import compare, records_of
 from metamd.folds import Target
 from metamd.learned import LearnedOptimiser, load
 from metamd.protocols import entrants, labels
@@ -35,6 +35,7 @@ def run(options: Compare) -> int:
     }
     _check_fit(ours["MetaMD"], family)
     rivals = [_rival(name, known, options) for name in options.rivals]
+    records_of(options.out, family, options.steps)
     trials = None
     if options.protocol == "paper":
         about = {"family": family.describe(), "seed": options.seed, "budget": options.budget}

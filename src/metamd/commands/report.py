@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,7 +39,11 @@ def run(options: Report) -> int:
 
 
 def write_report(
-    folder: Path, out: Path, target: str | None = None, share: float | None = None
+    folder: Path,
+    out: Path,
+    target: str | None = None,
+    share: float | None = None,
+    places: Sequence[Path] | None = None,
 ) -> tuple[Comparison, list[Section]]:
     """Write `report.html` and `report.md`; what they show is given back.
 
@@ -47,8 +52,9 @@ def write_report(
         out: of the pages.
         target: label of the optimiser that sets the target, or the name of a rival; that of the records if not given.
         share: of the steps after which its loss is the target; that of the records if not given.
+        places: the comparisons to join; all in the folder if not given.
     """
-    comparison, versions = read(folder)
+    comparison, versions = read(folder, places)
     if target is not None or share is not None:
         aim = comparison.aim or Target(comparison.labels[-1])
         comparison = comparison.aiming(target or aim.baseline, aim.share if share is None else share)
@@ -86,15 +92,16 @@ def _has_tables_alone(folder: Path) -> bool:
     return (folder / "tables.md").is_file() and not any((*folder.glob("comparison.json"), *folder.glob("*/comparison.json")))
 
 
-def read(folder: Path) -> tuple[Comparison, dict[str, Any]]:
+def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison, dict[str, Any]]:
     """The comparison in a folder, or those in its folders as one, and the versions it was made with.
 
     Args:
         folder: with `comparison.json`, or with folders that have one.
+        places: which of these; all if not given.
     """
-    places = (
-        [folder] if (folder / "comparison.json").is_file() else sorted(p.parent for p in folder.glob("*/comparison.json"))
-    )
+    if places is None:
+        inside = sorted(p.parent for p in folder.glob("*/comparison.json"))
+        places = [folder] if (folder / "comparison.json").is_file() else inside
     if not places:
         raise FileNotFoundError(f"{folder} holds no comparison. Make one with `metamd compare FILE FAMILY --out {folder}`.")
     joined = Comparison.join(Comparison.read(p) for p in places)

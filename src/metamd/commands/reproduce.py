@@ -49,7 +49,7 @@ def reproduce(name: str, options: Reproduce, folder: Path) -> Result:
     write_json(folder / "summary.json", result)
     (folder / "tables.md").write_text(_tables(name, result))
     if any(folder.glob("*/comparison.json")):
-        write_report(folder, folder)
+        write_report(folder, folder, places=runner.places(options.scale, folder, options.only) if only else None)
     else:
         write_tables(folder, folder)
     for settings in folder.rglob("run.json") if options.pack else ():
@@ -84,4 +84,7 @@ def _module(name: str) -> Any:
 def _tables(name: str, result: Result) -> str:
     text: str = _module(name).markdown(result["rows"])
     protocol = result.get("protocol")
-    return f"Protocol: {protocol}. {PROTOCOLS[protocol]}\n\n{text}" if protocol in PROTOCOLS else text
+    if protocol not in PROTOCOLS:
+        return text
+    rule = f"Protocol: {protocol}. {PROTOCOLS[protocol]} {result.get('screening', '')}".rstrip()
+    return f"{rule}\n\n{text}"

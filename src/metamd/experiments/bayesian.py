@@ -13,6 +13,11 @@ from metamd.potentials import Kronecker
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
+GEOMETRIES = {
+    "kronecker": Geometry(partial(Kronecker, rank="auto"), {"MetaMD": Entry()}, choose_usage=True, follow=1.0),
+}
+"""The default of `metamd train` alone."""
+
 SCALES = {
     "smoke": Scale(
         ("45",),
@@ -31,10 +36,4 @@ SCALES = {
     "paper": Scale(ANGLES, 10_000, outer_steps=20, seeds=10, protocol="paper"),
 }
 
-EXPERIMENT = Experiment(
-    "bayesian",
-    rotated,
-    {"kronecker": Geometry(partial(Kronecker, rank="auto"), {"MetaMD": Entry()}, choose_usage=True, follow=1.0)},
-    SCALES,
-    {},
-)
+EXPERIMENT = Experiment("bayesian", rotated, GEOMETRIES, SCALES, {})

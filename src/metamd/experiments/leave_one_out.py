@@ -97,6 +97,7 @@ class Experiment:
         rows[0]["pace"] = self._paces(joined, _opponents(joined, size))
         rows[0] |= {"share": self.share} | ({"failed": failed} if failed else {})
         about: Result = {"experiment": self.name, "scale": scale, "seed": seed, "protocol": size.protocol}
+        about |= {"screening": joined.screening} if joined.screening else {}
         return about | {"last_tenth": last_tenths(joined), "rows": rows}
 
     def compared(
@@ -123,7 +124,7 @@ class Experiment:
         known = {cell: records.cell(cell, dict) for cell in self._cells(size) if records.has(cell)}
         kept = {d: read for d in size.domains if (read := self._read(size, d, folder, known))}
         families = {domain: self._begun(size, domain, folder) for domain in size.domains if domain not in kept}
-        before = {domain: self._before(size, domain, folder, family) for domain, family in families.items()}
+        before = {domain: self._before(size, domain, folder) for domain in families}
         stands = {domain: self._standing(size, domain, known, found) for domain, found in before.items()}
         self._forget(records, stands, folder)
         lessons = self._lessons(size, families, folder, seed, stands)
@@ -169,6 +170,21 @@ class Experiment:
                 )
         return found, failed
 
+    def places(self, scale: str, folder: Path, only: Sequence[str]) -> list[Path]:
+        """Where the comparisons of some domains are kept.
+
+        Args:
+            scale: a name in `scales`.
+            folder: of the experiment.
+            only: the domains.
+        """
+        size = self.scales[scale]
+        return [place for domain in only for place in self._places(size, domain, folder).values()]
+
+    def _places(self, size: Scale, domain: str, folder: Path) -> dict[str, Path]:
+        names = [domain] if self.sides is None else list(self.sides(size, domain, self.family(size, domain)))
+        return {name: _place(folder, name) for name in names}
+
     def held_out_sides(self, size: Scale, domain: str, family: Family) -> Sides:
         """What is compared on after learning with a domain held out, by name.
 
@@ -194,8 +210,7 @@ class Experiment:
         """The comparisons of a domain, if everybody whom the scale asks for is in them with all settings and seeds."""
         if any(f"learn-{domain}-{name}" not in known for name in self.geometries):
             return []
-        sides = [domain] if self.sides is None else list(self.sides(size, domain, self.family(size, domain)))
-        places = [_place(folder, name) for name in sides]
+        places = list(self._places(size, domain, folder).values())
         if not all((place / "comparison.json").exists() for place in places):
             return []
         failed = self._failures(known, size)
@@ -228,10 +243,9 @@ class Experiment:
         found = kept_start(learned_file(folder, domain, "start"), partial(self.start, size, family))
         return SharedStart(family.family if isinstance(family, SharedStart) else family, found)
 
-    def _before(self, size: Scale, domain: str, folder: Path, family: Family) -> dict[str, Comparison]:
+    def _before(self, size: Scale, domain: str, folder: Path) -> dict[str, Comparison]:
         """The comparisons of a domain that are there, by side, of whom others may have been asked for since."""
-        names = [domain] if self.sides is None else list(self.sides(size, domain, family))
-        places = {name: _place(folder, name) for name in names}
+        places = self._places(size, domain, folder)
         there = size.protocol == "handicap" and all((place / "comparison.json").exists() for place in places.values())
         return {name: Comparison.read(place) for name, place in places.items()} if there else {}
 

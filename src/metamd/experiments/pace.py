@@ -17,8 +17,8 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
     ours such a run is never there, so that there is no ratio; `arrived` says in how many runs each of the two was. The
     seconds are those to the same loss, as a part of what the quickest rival takes by the clock, which may be another one,
     behind in steps: at any setting with which it is there in all runs. The learning is paid for after so many tasks on each
-    of which the rival of the steps would be tuned with all its settings, in gradient evaluations, and in seconds, where a
-    gradient evaluation of learning takes as long as a step of ours.
+    of which the rival of the steps would be tuned with all its settings, and ours with its own where the protocol tunes it,
+    in gradient evaluations, and in seconds, where a gradient evaluation of learning takes as long as a step of ours.
 
     Args:
         comparison: over all domains.
@@ -32,8 +32,8 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
         mine = fold.best(ours, "mean_loss", None)
         losses = {label: _mean([o.mean_loss for o in fold.best(label, "mean_loss", None).outcomes]) for label in rivals}
         lowest = min(losses, key=lambda label: losses[label])
-        reached = {label: min(fold.finished(label), key=lambda c: _loss_after(c, share)) for label in rivals}
-        fastest = min(reached, key=lambda label: _loss_after(reached[label], share))
+        reached = {label: min(fold.finished(label), key=lambda c: _standing(c, share)) for label in rivals}
+        fastest = min(reached, key=lambda label: _standing(reached[label], share))
         target = _loss_after(reached[fastest], share)
         each, theirs = ([o.steps_to(target) for o in c.outcomes] for c in (mine, reached[fastest]))
         steps, taken = _mean(each), _mean([min(s, fold.steps) for s in theirs])
@@ -93,17 +93,26 @@ def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:
-    """None if any is missing.
+    """None if any is missing, zero if any is.
 
     Args:
-        values: positive ones.
+        values: none of them negative.
     """
     known = [v for v in values if v is not None]
-    return None if len(known) < len(values) else math.exp(_mean([math.log(v) for v in known]))
+    if len(known) < len(values):
+        return None
+    return math.exp(_mean([math.log(v) for v in known])) if all(known) else 0.0
 
 
 def _loss_after(candidate: Candidate, share: float) -> float:
-    return _mean([o.loss_after(share) for o in candidate.outcomes])
+    """On the mean of the runs that did not fail; NaN, which nobody reaches, if all did."""
+    runs = [o for o in candidate.outcomes if not o.failed]
+    return _mean([o.loss_after(share) for o in runs]) if runs else math.nan
+
+
+def _standing(candidate: Candidate, share: float) -> tuple[int, float]:
+    """Fewer failed runs come first, then lower losses."""
+    return sum(bool(o.failed) for o in candidate.outcomes), _loss_after(candidate, share)
 
 
 def _clocks(fold: Fold, rivals: Sequence[str], target: float) -> dict[str, float]:
@@ -121,7 +130,7 @@ def _paid_after(
     """Tasks, by the price of a step if there is one; None where learning has no known cost, or nothing is ever gained."""
     here, there = (1.0 if prices is None else prices.get(label, math.nan) for label in (ours, rival))
     learning = fold.learning_gradients(ours) * here
-    gain = (fold.tuning_gradients(rival) + taken) * there - steps * here
+    gain = (fold.tuning_gradients(rival) + taken) * there - (fold.tuning_gradients(ours) + steps) * here
     return math.ceil(learning / gain) if learning > 0 and gain > 0 else None
 
 
@@ -142,7 +151,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _ratio(one: float, other: float) -> float:
-    return one / other if other > 0 else math.nan
+    return one / other if 0 < other < math.inf else math.nan
 
 
 def _finite(value: float) -> float | None:

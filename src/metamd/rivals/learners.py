@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -97,13 +97,15 @@ def lesson_code(family: TaskFamily, seed: int) -> str:
 
 
 def _read(path: Path, learned_on: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    with safe_open(path, "pt") as file:
-        if file.metadata().get("learned_on") != learned_on:
-            raise ValueError(
-                f"{str(path)!r} was learned on another family or with another seed. Delete it to learn it anew."
-            )
-        tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-        return tensors, json.loads(file.metadata()["cost"])
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}. Delete it to learn it anew.") from None
+    if about.get("learned_on") != learned_on or "cost" not in about:
+        raise ValueError(f"{str(path)!r} was learned on another family or with another seed. Delete it to learn it anew.")
+    return tensors, json.loads(about["cost"])
 
 
 class PerCoordinate:

@@ -180,10 +180,10 @@ class Rosenbrock(TaskFamily):
         self.start = _start(start, dimension)
 
     def sample(self, generator: torch.Generator) -> Config:
-        """The shift c and the scale s."""
+        """The shift c and the scale s; no shift is 0, never -0, which would be another config."""
         c, log_s = torch.randn(2, len(self.start), generator=generator, dtype=torch.float64)
         shift, scale = self.spreads
-        return {"family": self.name, "shift": (shift * c).tolist(), "scale": (scale * log_s).exp().tolist()}
+        return {"family": self.name, "shift": (shift * c + 0.0).tolist(), "scale": (scale * log_s).exp().tolist()}
 
     def build(self, config: Config) -> "RosenbrockTask":
         """The function of a config."""

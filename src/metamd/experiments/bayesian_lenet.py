@@ -1,0 +1,22 @@
+"""`metamd reproduce bayesian-lenet`: the paper's protocol with its Bayesian optimisation, on a dataset of its LeNet table.
+
+As `bayesian`, with the runs of `diverse-digits-lenet`: 500 steps, and what the paper compares with there [GaoMetaMD2022].
+"""
+
+from dataclasses import replace
+
+from metamd.experiments.bayesian import GEOMETRIES
+from metamd.experiments.bayesian import SCALES as OF_MLP
+from metamd.experiments.diverse_digits_lenet import EXPERIMENT as LENET
+from metamd.experiments.diverse_digits_lenet import digits
+from metamd.experiments.leave_one_out import Experiment, Scale, markdown
+
+__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+
+SCALES = {
+    "smoke": replace(OF_MLP["smoke"], domains=("usps",), images=100, steps=10, seeds=1),
+    "cpu": Scale(("kmnist",), 10_000, outer_steps=2, tasks_per_step=4, protocol="paper", usage_tasks=4),
+    "paper": LENET.scales["paper"],
+}
+
+EXPERIMENT = Experiment("bayesian-lenet", digits, GEOMETRIES, SCALES, LENET.published)

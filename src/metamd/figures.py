@@ -214,7 +214,7 @@ def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str, mi
         axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_xscale("log")
         axes.set_xlabel(xlabel, fontsize=8)
-        axes.tick_params(axis="x", labelsize=7)
+        axes.tick_params(axis="x", which="both", labelsize=7)
         axes.set_title(title, fontsize=9)
         axes.grid(axis="x", color="0.9")
         axes.set_axisbelow(True)

@@ -4,8 +4,10 @@ Two angles are held out in turn. The tables of the other experiments have what t
 since.
 """
 
+from metamd.experiments.averages import markdown
 from metamd.experiments.bayesian import GEOMETRIES
-from metamd.experiments.leave_one_out import MODERN, Experiment, Scale, markdown
+from metamd.experiments.curves import mean_losses
+from metamd.experiments.leave_one_out import MODERN, Experiment, Scale
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
@@ -32,4 +34,4 @@ SCALES = {
     "paper": Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20, rivals=EVERY),
 }
 
-EXPERIMENT = Experiment("every-rival", rotated, GEOMETRIES, SCALES, {})
+EXPERIMENT = Experiment("every-rival", rotated, GEOMETRIES, SCALES, {}, draw=mean_losses)

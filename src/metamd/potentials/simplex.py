@@ -141,6 +141,10 @@ def _equality_step(hessian: Array, residual: Array, support: NDArray[np.bool_], 
         scale = 1 / np.sqrt(np.maximum(np.diag(reduced), 1e-30 * np.trace(hessian) + 1e-150))
         # The ridge turns a direction without curvature (equal pieces, few parameters) into a long step to the boundary.
         matrix = reduced * scale * scale[:, None] + 1e-12 * np.eye(len(others))
-        p[others] = np.linalg.solve(matrix, (residual[others] - residual[pivot]) * scale) * scale
+        slopes = (residual[others] - residual[pivot]) * scale
+        try:
+            p[others] = np.linalg.solve(matrix, slopes) * scale
+        except np.linalg.LinAlgError:  # pieces that are equal but for rounding: what is left of the curvature is noise
+            p[others] = np.linalg.lstsq(matrix, slopes)[0] * scale
         p[pivot] = -p[others].sum()
     return p, float(residual[pivot] - hessian[pivot] @ p)

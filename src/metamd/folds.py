@@ -31,6 +31,15 @@ class Candidate:
     contender: Mapping[str, Any]
     outcomes: tuple[Outcome, ...]
 
+    def loss_after(self, share: float) -> float:
+        """After a part of the run, on the mean of the runs that did not fail; NaN, which nobody reaches, if all did.
+
+        Args:
+            share: of the steps.
+        """
+        runs = [o for o in self.outcomes if not o.failed]
+        return math.fsum(o.loss_after(share) for o in runs) / len(runs) if runs else math.nan
+
 
 @dataclass(frozen=True)
 class Fold:
@@ -143,8 +152,7 @@ class Target:
         Args:
             fold: of that domain.
         """
-        runs = [o for o in fold.best(self.baseline, "mean_loss", None).outcomes if not o.failed]
-        return math.fsum(o.loss_after(self.share) for o in runs) / len(runs) if runs else math.nan
+        return fold.best(self.baseline, "mean_loss", None).loss_after(self.share)
 
 
 def cell_name(contender: Mapping[str, Any], config: Config) -> str:

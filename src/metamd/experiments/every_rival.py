@@ -4,8 +4,11 @@ Two angles are held out in turn. The tables of the other experiments have what t
 since.
 """
 
+from dataclasses import replace
+
 from metamd.experiments.averages import markdown
 from metamd.experiments.bayesian import GEOMETRIES
+from metamd.experiments.bayesian import SCALES as BAYESIAN
 from metamd.experiments.curves import mean_losses
 from metamd.experiments.leave_one_out import MODERN, Experiment, Scale
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
@@ -18,18 +21,7 @@ OTHERS = ("nesterov", "adagrad", "shampoo", "schedule-free-sgd", "dadapt")
 EVERY = ("sgd", *MODERN, *OTHERS)
 
 SCALES = {
-    "smoke": Scale(
-        ("45",),
-        200,
-        steps=20,
-        outer_steps=1,
-        tasks_per_step=2,
-        seeds=1,
-        budget=2,
-        rivals=("adam", *OTHERS),
-        schedules=("linear",),
-        usage_tasks=0,
-    ),
+    "smoke": replace(BAYESIAN["smoke"], seeds=1, budget=2, rivals=("adam", *OTHERS), protocol="handicap"),
     "cpu": Scale(("0", "45"), 10_000, outer_steps=2, tasks_per_step=4, rivals=EVERY, screen=3),
     "paper": Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20, rivals=EVERY),
 }

@@ -34,7 +34,7 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
         lowest = min(losses, key=lambda label: losses[label])
         reached = {label: min(fold.finished(label), key=lambda c: _standing(c, share)) for label in rivals}
         fastest = min(reached, key=lambda label: _standing(reached[label], share))
-        target = _loss_after(reached[fastest], share)
+        target = reached[fastest].loss_after(share)
         each, theirs = ([o.steps_to(target) for o in c.outcomes] for c in (mine, reached[fastest]))
         steps, taken = _mean(each), _mean([min(s, fold.steps) for s in theirs])
         clocks = _clocks(fold, rivals, target)
@@ -104,15 +104,9 @@ def geometric_mean(values: Sequence[float | None]) -> float | None:
     return math.exp(_mean([math.log(v) for v in known])) if all(known) else 0.0
 
 
-def _loss_after(candidate: Candidate, share: float) -> float:
-    """On the mean of the runs that did not fail; NaN, which nobody reaches, if all did."""
-    runs = [o for o in candidate.outcomes if not o.failed]
-    return _mean([o.loss_after(share) for o in runs]) if runs else math.nan
-
-
 def _standing(candidate: Candidate, share: float) -> tuple[int, float]:
     """Fewer failed runs come first, then lower losses."""
-    return sum(bool(o.failed) for o in candidate.outcomes), _loss_after(candidate, share)
+    return sum(bool(o.failed) for o in candidate.outcomes), candidate.loss_after(share)
 
 
 def _clocks(fold: Fold, rivals: Sequence[str], target: float) -> dict[str, float]:

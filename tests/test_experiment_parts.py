@@ -19,12 +19,13 @@ from metamd.experiments.convergence import CONVERGED, last_tenth, last_tenths
 from metamd.experiments.curves import best_schedules, learning_curves
 from metamd.experiments.learning import Geometry, Scale, alone, learn, learned_file, settings_of
 from metamd.experiments.leave_one_out import Entry, Experiment
+from metamd.experiments.recorded import failures, standing, unlearned
 from metamd.experiments.recorded import recorded as read_off
-from metamd.experiments.recorded import standing
 from metamd.experiments.standings import standings
 from metamd.experiments.variants import Variant
 from metamd.learned import load
 from metamd.objectives import PaperBound, Reference
+from metamd.protocols import entrants
 from metamd.records import Records
 from metamd.rivals import learned_rival, rival
 from metamd.search import SEARCHES
@@ -242,16 +243,46 @@ def test_a_learned_start_is_kept_and_paid_for(tmp_path):
     assert set(family.start.tasks) <= set(learned.header.task_hashes)
 
 
-def test_what_cannot_be_learned_is_said_and_left_out(tmp_path):
-    geometry = Geometry(Diagonal, {"bad": Entry()}, objective=PaperBound())  # the closed form refuses it
-    result = learn(SIZE, FLAT, geometry, tmp_path / "bad.safetensors", 0, "x")
+BAD = Geometry(Diagonal, {"bad": Entry()}, objective=PaperBound())
+"""The closed form refuses it."""
+
+
+def test_what_cannot_be_learned_is_said(tmp_path):
+    result = learn(SIZE, FLAT, BAD, tmp_path / "bad.safetensors", 0, "x")
     assert "ClosedForm minimises Regret" in result["failed"]
-    taught = {"learn-a-good": {}, "learn-a-bad": result}
-    experiment = Experiment("x", small, {"good": Geometry(Diagonal, {}), "bad": geometry}, {}, {})
-    assert experiment._failures(taught, SIZE) == {"bad": f"{result['failed'].rstrip('.')} (1 of 1 trainings)"}
-    only = Experiment("x", lambda size, domain: FLAT, {"bad": geometry}, {"tiny": SIZE}, {})
-    with pytest.raises(ValueError, match="x has nothing to compare: ClosedForm"):
-        only.compared("tiny", tmp_path, 0)
+    taught = {"learn-a-good": {}, "learn-a-bad": result, "learn-b-good": {}, "learn-b-bad": {}}
+    geometries = {"good": Geometry(Diagonal, {"good": Entry()}), "bad": BAD}
+    assert failures(geometries, taught, ["a", "b"]) == {"bad": f"{result['failed'].rstrip('.')} (1 of 2 trainings)"}
+
+
+def test_runs_of_what_cannot_be_learned_count_as_failed(tmp_path, monkeypatch):
+    """On the domain where it could not, and its runs elsewhere are kept."""
+    lessons = []
+
+    def lesson(size, family, geometry, path, seed, name):
+        lessons.append(path.name)
+        return learn(size, family, geometry if path.name != "b-sometimes.safetensors" else BAD, path, seed, name)
+
+    monkeypatch.setattr(leave_one_out, "learn", lesson)
+    some = Geometry(Diagonal, {"sometimes": Entry()}, same_tasks=True)
+    experiment = with_rivals("sgd", geometries={**DIAGONAL, "sometimes": some, "bad": BAD}, domains=("a", "b"))
+    (first, second), failed = experiment.compared("tiny", tmp_path, 0)
+    assert failed.keys() == {"bad", "sometimes"}
+    assert failed["sometimes"].endswith("(1 of 2 trainings)")
+    assert failed["bad"].endswith("(2 of 2 trainings)")
+    lost = [*first.folds[0].entrants["bad"], *second.folds[0].entrants["bad"], *second.folds[0].entrants["sometimes"]]
+    for candidate in lost:
+        assert [o.failed for o in candidate.outcomes] == [failed["bad"].rpartition(" (")[0] + "."] * 2
+        assert all(math.isinf(o.mean_loss) and o.gradients == 0 for o in candidate.outcomes)
+    assert all(math.isfinite(x) for x in first.values("sometimes", "mean_loss"))
+    assert all(math.isfinite(x) for x in first.values("MetaMD", "mean_loss"))
+    assert math.isnan(first.folds[0].seconds["bad"])
+    assert first.folds[0].seconds["MetaMD"] > 0
+    again, _ = experiment.compared("tiny", tmp_path, 0)
+    assert len(lessons) == 6, "nothing is learned again"
+    assert again[1].labels == second.labels
+    nobody = {"bad": unlearned("bad", "metamd-bad", "it diverged.")}
+    assert entrants("paper", nobody, [], FLAT, budget=2) == nobody, "there is nothing to tune"
 
 
 def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
@@ -264,10 +295,12 @@ def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
         "role": Geometry(Diagonal, {"role": Entry()}),
     }
     experiment = Experiment("x", small, geometries, {}, {})
-    ours = dict(experiment._ours(tmp_path, "a", SimpleNamespace(example=lambda: {"theta": torch.zeros(3)}), {}, {}))
+    taught = {"learn-a-narrow": {}, "learn-a-role": {}}
+    ours = dict(experiment._ours(tmp_path, "a", SimpleNamespace(example=lambda: {"theta": torch.zeros(3)}), taught, {}))
     assert ours["MetaMD"].key() == ours["role"].key()
     assert "metamd-role" in ours["MetaMD"].key()
-    assert [label for label, _ in experiment._ours(tmp_path, "a", FLAT, {"narrow": "failed"}, {})] == ["role"]
+    taught["learn-a-narrow"] = {"failed": "it diverged."}
+    assert dict(experiment._ours(tmp_path, "a", FLAT, taught, {}))["MetaMD"].rival.unlearned == "it diverged."
 
 
 def test_settings_name_a_batch_size_and_a_width_only_where_they_are_unusual():
@@ -328,13 +361,13 @@ def gone(tmp_path):
     return before, tmp_path
 
 
-def unlearned(monkeypatch):
+def nothing_is_learned(monkeypatch):
     monkeypatch.setattr(leave_one_out, "learn", lambda *args: pytest.fail("it would be learned again"))
 
 
 def test_a_rival_joins_without_anything_being_learned_again(gone, monkeypatch):
     before, folder = gone
-    unlearned(monkeypatch)
+    nothing_is_learned(monkeypatch)
     (after,), failed = with_rivals("sgd", "adam").compared("tiny", folder, 0)
     assert after.labels == ["MetaMD", "SGD", "Adam", "SGD, untuned", "Adam, untuned"]
     assert not failed
@@ -365,7 +398,7 @@ def test_a_rival_that_joins_on_some_domains_is_reported_on_these(tmp_path):
 
 def test_a_schedule_that_joins_takes_the_seconds_that_its_rival_had(gone, monkeypatch):
     before, folder = gone
-    unlearned(monkeypatch)
+    nothing_is_learned(monkeypatch)
     both = with_rivals("sgd")
     both = replace(both, scales={"tiny": replace(both.scales["tiny"], schedules=("constant", "linear"))})
     (after,), _ = both.compared("tiny", folder, 0)
@@ -375,7 +408,7 @@ def test_a_schedule_that_joins_takes_the_seconds_that_its_rival_had(gone, monkey
 
 def test_what_is_asked_for_anew_is_learned_again(gone, monkeypatch):
     _, folder = gone
-    unlearned(monkeypatch)
+    nothing_is_learned(monkeypatch)
     entries = {"diagonal": Geometry(Diagonal, {"MetaMD": Entry(), "MetaMD, paper's step": Entry(exact=False)})}
     for changed in (
         with_rivals("sgd", geometries=entries),
@@ -462,4 +495,4 @@ def test_the_table_says_what_diverged_and_what_learning_cost():
     row = {"label": "one", "mean_loss": number, "final_loss": dict.fromkeys(number), "test_error": number}
     text = standings([row | {"learning": {"gradients": 1234.0, "seconds": 2.0}, "failed": {"two": "it broke"}}])
     assert "| one | 0.5 (0.25 to 0.75) | diverged | 50.00 (25.00 to 75.00) | 1,234 | 2 |" in text
-    assert "| two | could not be learned: it broke |" in text
+    assert "two could not be learned everywhere, and its runs count as diverged there: it broke." in text

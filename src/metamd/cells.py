@@ -26,11 +26,25 @@ class Cell:
 
     Args:
         name: of its record.
-        compute: makes it.
+        compute: makes it, on another machine perhaps.
+        keep: puts files that came with it into their places, where the records are, and returns what the record is to hold.
     """
 
     name: str
     compute: Callable[[], Result]
+    keep: Callable[[Result], Result] | None = None
+
+    def kept(self, made: Result) -> Result:
+        """What its record holds.
+
+        Args:
+            made: by `compute`.
+        """
+        return made if self.keep is None else self.keep(made)
+
+    def result(self) -> Result:
+        """Computed and kept here."""
+        return self.kept(self.compute())
 
 
 def fill(
@@ -61,9 +75,9 @@ def fill(
             _Pool(records, missing, workers).run(advance)
         else:
             for cell in missing:
-                records.cell(cell.name, cell.compute)
+                records.cell(cell.name, cell.result)
                 advance(cell.name)
-    return {cell.name: records.cell(cell.name, cell.compute) for cell in todo}
+    return {cell.name: records.cell(cell.name, cell.result) for cell in todo}
 
 
 @contextmanager
@@ -169,7 +183,7 @@ def _work(records: Records, cells: Sequence[Cell], pipe: Connection, parents: Co
         except (EOFError, OSError):
             os._exit(0)  # nothing of the parent's may be flushed or closed twice
         try:
-            records.cell(cell.name, cell.compute)
+            records.cell(cell.name, cell.result)
             trouble = None
         except (ValueError, OSError) as error:
             trouble = True, str(error)

@@ -270,7 +270,8 @@ def _timed(
         kinds = {label: (c.rival.name, c.rival.identity) for label, c in chosen.items()}
         timed = {kind: label for label, kind in reversed(kinds.items())}
         gone = {label for label, c in chosen.items() if c.rival.recorded}
-        once = {label: chosen[label] for label in chosen if label in timed.values() and label not in gone}
+        lost = gone | {label for label, c in chosen.items() if c.rival.unlearned}
+        once = {label: chosen[label] for label in chosen if label in timed.values() and label not in lost}
         found = step_seconds(next(iter(tasks.values())), once, steps=comparison.settings["steps"])
         each = {label: found.get(timed[kind], math.nan) for label, kind in kinds.items()}
         if gone and records is not None:

@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from metamd.cells import Cell, fill
 from metamd.comparing import Entrants, draw, handicap
-from metamd.records import Records, Result
+from metamd.records import Records, Result, read_cell
 from metamd.rivals.base import Contender, Rival, Tuning
 from metamd.rivals.learners import Learner
 from metamd.search import Bayesian, Search
@@ -78,6 +80,7 @@ def entrants(
     search: Search | None = None,
     records: Records | None = None,
     workers: int = 1,
+    ray: str | None = None,
 ) -> Entrants:
     """Everybody who enters a comparison: ours first, then the rivals as the protocol tunes them, then the same untuned.
 
@@ -93,6 +96,7 @@ def entrants(
         search: under `paper`; Bayesian if not given.
         records: where the trials of `paper` are kept.
         workers: processes for the searches of `paper`.
+        ray: address of a Ray cluster for them instead, or "local".
     """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol!r}.")
@@ -104,16 +108,19 @@ def entrants(
         found |= ours
         found |= {r.title + ENDINGS[s]: handicap(r, s, budget=budget) for r, s in pairs}
     else:
+        learned = {label: c for label, c in ours.items() if not c.rival.unlearned}
         tuned = _tuned(
-            [*((replace(c.rival, defaults=c.setting), c.schedule) for c in ours.values()), *pairs],
+            [*((replace(c.rival, defaults=c.setting), c.schedule) for c in learned.values()), *pairs],
             [family.build(c) for configs in draw(family, 1, derive_seed(seed, "tuning")).values() for c in configs],
             {"search": search or Bayesian(), "budget": budget, "steps": steps, "seed": seed},
             records,
             workers,
+            ray,
         )
-        for (label, contender), (best, how) in zip(ours.items(), tuned, strict=False):
+        found |= ours
+        for (label, contender), (best, how) in zip(learned.items(), tuned, strict=False):
             found[label] = replace(contender, setting={**contender.setting, **best}, tuning=how)
-        for (r, s), (best, how) in zip(pairs, tuned[len(ours) :], strict=True):
+        for (r, s), (best, how) in zip(pairs, tuned[len(learned) :], strict=True):
             found[r.title + ENDINGS[s]] = replace(r.with_setting(s, **best), tuning=how)
     return found | {f"{r.title}, untuned": r.untuned() for r in rivals}
 
@@ -124,6 +131,7 @@ def _tuned(
     options: Mapping[str, Any],
     records: Records | None,
     workers: int,
+    ray: str | None,
 ) -> list[tuple[dict[str, float], Tuning]]:
     """The best setting of each rival and schedule, in learning rate and weight decay; searches run side by side."""
 
@@ -132,15 +140,37 @@ def _tuned(
         where = (repr(rival.space), repr(rival.grid), *(config_hash(t.config) for t in tasks))
         return f"search-{rival.with_setting(schedule).key()}-{derive_seed(repr(options), *where):08x}"
 
-    def search(rival: Rival, schedule: Schedule) -> Result:
-        names = ("lr", "weight_decay")
-        found = tune(rival, tasks, metric="validation_error", names=names, schedule=schedule, records=records, **options)
-        how = Tuning(found.gradients // len(tasks), tuple(found.best_so_far), tuple(found.at_edge))
-        return {"setting": {n: x for n, x in found.best.setting.items() if n in names}, **how.to_json()}
-
-    cells = [Cell(name(r, s), partial(search, r, s)) for r, s in pairs]
     if records is None:
-        results = {cell.name: cell.compute() for cell in cells}
-    else:
+        results = {name(r, s): _search(r, s, tasks, options, None) for r, s in pairs}
+    elif ray is None:
+        cells = [Cell(name(r, s), partial(_search, r, s, tasks, options, records)) for r, s in pairs]
         results = fill(records, cells, title="tuning everybody", workers=workers)
-    return [(r["setting"], Tuning.from_json(r)) for r in (results[cell.name] for cell in cells)]
+    else:
+        keep = partial(_bring, records)
+        cells = [Cell(name(r, s), partial(_search_away, r, s, tasks, options), keep) for r, s in pairs]
+        results = fill(records, cells, title="tuning everybody", workers=workers, ray=ray)
+    return [(r["setting"], Tuning.from_json(r)) for r in (results[name(*pair)] for pair in pairs)]
+
+
+def _search(
+    rival: Rival, schedule: Schedule, tasks: Sequence[Task], options: Mapping[str, Any], records: Records | None
+) -> Result:
+    names = ("lr", "weight_decay")
+    found = tune(rival, tasks, metric="validation_error", names=names, schedule=schedule, records=records, **options)
+    how = Tuning(found.gradients // len(tasks), tuple(found.best_so_far), tuple(found.at_edge))
+    return {"setting": {n: x for n, x in found.best.setting.items() if n in names}, **how.to_json()}
+
+
+def _search_away(rival: Rival, schedule: Schedule, tasks: Sequence[Task], options: Mapping[str, Any]) -> Result:
+    """On a machine that shares no folder with the records: the trials come with the result."""
+    with TemporaryDirectory() as folder:
+        records = Records(Path(folder), {})
+        found = _search(rival, schedule, tasks, options, records)
+        return {**found, "trials": {p.stem: read_cell(records.folder, p.stem) for p in (records.folder / "cells").iterdir()}}
+
+
+def _bring(records: Records, found: Result) -> Result:
+    """Keep the trials that came with a search, each as a record; the rest of it is its own."""
+    for name, trial in found["trials"].items():
+        records.cell(name, partial(dict, trial))
+    return {k: v for k, v in found.items() if k != "trials"}

@@ -19,7 +19,8 @@ def fill_with_ray(
 ) -> None:
     """Compute cells on a cluster; one whose actor dies is begun again on another.
 
-    Cells and what they refer to are sent to every actor once. Records are written here, so that no folder is shared.
+    What cells compute with is sent to every actor once. Records are written here, and so are files that come with a result,
+    so that no folder is shared.
 
     Args:
         records: where results are kept.
@@ -35,7 +36,7 @@ def fill_with_ray(
     with _cluster(ray, address, workers):
         # an actor is restarted with the same cells, and its call is made again, so often
         kind = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=ATTEMPTS - 1)(Computer)
-        shared = ray.put(list(cells))
+        shared = ray.put([cell.compute for cell in cells])
         actors = [kind.remote(shared) for _ in range(min(workers, len(cells)))]
         waiting, running = deque(range(len(cells))), {}
 
@@ -56,7 +57,7 @@ def fill_with_ray(
                 raise ChildProcessError(f"the actor of {name!r} was lost {ATTEMPTS} times: {error}") from None
             if trouble is not None:
                 raise ValueError(trouble[1]) if trouble[0] else RuntimeError(f"{name}: {trouble[1]}")
-            records.cell(name, partial(dict, result))
+            records.cell(name, partial(cells[index].kept, result))
             advance(name)
             give(actor)
 
@@ -65,14 +66,14 @@ class Computer:
     """What runs on the cluster.
 
     Args:
-        cells: all that there are to compute.
+        makers: of all cells that there are to compute.
     """
 
-    def __init__(self, cells: Sequence[Cell]) -> None:
+    def __init__(self, makers: Sequence[Callable[[], Result]]) -> None:
         import torch
 
         torch.set_num_threads(1)
-        self.cells = cells
+        self.makers = makers
 
     def compute(self, index: int) -> tuple[tuple[bool, str] | None, Result]:
         """One of the cells, or what went wrong and whether it is the caller's fault.
@@ -81,7 +82,7 @@ class Computer:
             index: of the cell.
         """
         try:
-            return None, self.cells[index].compute()
+            return None, self.makers[index]()
         except (ValueError, OSError) as error:
             return (True, str(error)), {}
         except Exception as error:

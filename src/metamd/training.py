@@ -186,10 +186,15 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
     measuring, steps = measuring or Measuring(), task.steps if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
+    places = measuring.places(steps)
+    if contender.rival.unlearned:
+        lost = (math.inf,) * len(places)
+        return Outcome(
+            task.config, contender.describe(), tuple(places), lost, math.inf, {}, 0, failed=contender.rival.unlearned
+        )
     with one_thread(), seeded(derive_seed(config_hash(task.config), "optimiser")):
         params = {n: nn.Parameter(x) for n, x in task.init().items()}
         run = _Run(task, contender, params, steps)
-        places = measuring.places(steps)
         losses = list(run.watched(task.monitor(measuring.examples), places))
         end = {n: p.detach() for n, p in params.items()}
         ends = {} if run.failed else {s: task.evaluate(end, s) for s in measuring.splits}

@@ -191,6 +191,7 @@ class Reproduce:
             "ablation",
             "out-of-distribution",
             "learned-rivals",
+            "paper-preset",
             "all",
         ]
     ]

@@ -53,6 +53,7 @@ def run(options: Compare) -> int:
             search=SEARCHES[options.search],
             records=trials,
             workers=options.workers,
+            ray=options.ray,
         )
         compare(
             everybody,

@@ -17,10 +17,11 @@ from metamd.averaging import AveragingName
 from metamd.choosing import RULES
 from metamd.experiments.curves import mean_losses
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
+from metamd.experiments.paper_preset import preset
 from metamd.experiments.standings import standings
 from metamd.experiments.variants import Variant
 from metamd.hypergrad import Direct, Estimator, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
-from metamd.meta import Method, paper
+from metamd.meta import Method
 from metamd.objectives import Objective, PaperBound, Reference, Regret, TrainingLoss
 from metamd.online import Online
 from metamd.outer import Adam
@@ -92,15 +93,6 @@ def _gradient(label: str, objective: Objective, estimator: Estimator, tying: Tyi
 
 def _closed(label: str, potential: Any, objective: Objective = REGRET) -> Geometry:
     return Geometry(potential, {label: Entry(Usage())}, objective=objective, same_tasks=True)
-
-
-def _preset(label: str, rounds: int) -> Geometry:
-    options = paper(estimator=Reverse())
-    potential, objective = options.pop("potential"), options.pop("objective")
-    del options["outer_steps"]
-    entries = {label: Entry(Usage(), exact=False)}
-    made = partial(MaxDiagonal, potential.pieces, centre=potential.centre)
-    return Geometry(made, entries, objective=objective, options=options, rounds=rounds, same_tasks=True)
 
 
 def _used(label: str, potential: Any, **choices: Any) -> Geometry:
@@ -180,8 +172,8 @@ EXPERIMENT = Experiment(
         "regret-reverse": _gradient("regret, Reverse", REGRET, Reverse()),
         "loss-reverse": _gradient("training loss, Reverse", TrainingLoss(), Reverse()),
         "paper-reverse": _gradient("paper's bound, Reverse", PaperBound(), Reverse()),
-        "paper-preset": _preset("paper's preset", FOLLOWED),
-        "paper-short": _preset("paper's preset, a fifth of the outer steps", 1),
+        "paper-preset": preset("paper's preset", rounds=FOLLOWED),
+        "paper-short": preset("paper's preset, a fifth of the outer steps"),
         "loss-diagonal": _gradient("training loss, ForwardDiagonal", TrainingLoss(), ForwardDiagonal()),
         "loss-random": _gradient("training loss, ForwardRandom(4)", TrainingLoss(), ForwardRandom(4)),
         "tensor-reverse": _gradient("by tensor, training loss, Reverse", TrainingLoss(), Reverse(), "tensor"),

@@ -9,6 +9,7 @@ from metamd import tasks
 from metamd.experiments.leave_one_out import MODERN, Entry, Experiment, Geometry, Scale, markdown
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.held_out import ImageFamily
+from metamd.training import Measuring
 from metamd.usage import Usage
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
@@ -47,7 +48,15 @@ SCALES = {
         usage_tasks=4,
         screen=3,
     ),
-    "paper": Scale(DATASETS, None, outer_steps=20, rivals=("sgd", "sgdm", "rmsprop", "adam"), protocol="paper"),
+    "paper": Scale(
+        DATASETS,
+        None,
+        outer_steps=20,
+        rivals=("sgd", "sgdm", "rmsprop", "adam"),
+        protocol="paper",
+        measuring=Measuring(every=100),
+        test_steps=20_000,
+    ),
 }
 
 

@@ -4,10 +4,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from metamd.averaging import AveragingName
 from metamd.choosing import learn_usage, tuned_reference
+from metamd.container import write_atomically
 from metamd.costs import total_cost
 from metamd.experiments.trainings import Training, train
 from metamd.following import learn_from_reference
@@ -90,7 +92,7 @@ class Scale:
     Args:
         domains: held out in turn; or names of repetitions, where the same domain is held out in all of them.
         images: training images per domain; None for all.
-        steps: T.
+        steps: T, in learning.
         outer_steps: of the meta-training, at most.
         tasks_per_step: of the meta-training.
         seeds: runs per domain.
@@ -105,6 +107,7 @@ class Scale:
         batch_size: images per step.
         width: of a ResNet18.
         measuring: how the runs of the comparison are watched.
+        test_steps: of the runs of the comparison, where they are not as long as those that were learned on.
     """
 
     domains: tuple[str, ...]
@@ -123,6 +126,7 @@ class Scale:
     batch_size: int = 100
     width: int = 64
     measuring: Measuring = field(default_factory=Measuring)
+    test_steps: int | None = None
 
 
 def learned_file(folder: Path, domain: str, geometry: str) -> Path:
@@ -224,6 +228,35 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
     learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, *costs)))
     learned.save(path)
     return {"file": path.name, "fingerprint": learned.fingerprint(), "cost": learned.header.cost, "warnings": warned}
+
+
+def learn_away(size: Scale, family: Family, geometry: Geometry, seed: int, name: str) -> Result:
+    """Learn one geometry on a machine that shares no folder with the records: the file comes with the result.
+
+    Args:
+        size: how much is computed.
+        family: its training side.
+        geometry: what is learned.
+        seed: of everything random.
+        name: under which tasks are drawn.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "learned.safetensors"
+        found = learn(size, family, geometry, path, seed, name)
+        return found if "failed" in found else {**found, "content": path.read_bytes()}
+
+
+def bring(path: Path, found: Result) -> Result:
+    """Write the file that came with a lesson; the rest of it is its record.
+
+    Args:
+        path: where the file belongs.
+        found: as `learn_away` returns it.
+    """
+    if "failed" in found:
+        return found
+    write_atomically(path, found["content"])
+    return {k: v for k, v in found.items() if k != "content"} | {"file": path.name}
 
 
 def _meta_train(

@@ -16,14 +16,17 @@ from metamd.experiments.learning import (
     Geometry,
     Scale,
     alone,
+    bring,
     kept_start,
     learn,
+    learn_away,
     learned_file,
     settings_of,
 )
 from metamd.experiments.pace import lines as pace_lines
 from metamd.experiments.pace import pace
-from metamd.experiments.recorded import recorded, standing
+from metamd.experiments.recorded import failures, recorded, standing, unlearned
+from metamd.experiments.standings import unlearned_lines
 from metamd.folds import Target
 from metamd.learned import load
 from metamd.protocols import entrants, labels, unscheduled
@@ -33,6 +36,7 @@ from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
 from metamd.search import SEARCHES
 from metamd.starts import LearnedStart
 from metamd.tasks.base import TaskFamily, derive_seed
+from metamd.tasks.held_out import ImageFamily
 from metamd.tasks.shared_start import SharedStart
 
 __all__ = ["MODERN", "Entry", "Experiment", "Geometry", "Scale", "markdown"]
@@ -86,13 +90,12 @@ class Experiment:
             folder: for records, learned files and the learning curves.
             seed: of everything random.
             workers: processes.
-            ray: address of a Ray cluster to train on; learning is done here.
+            ray: address of a Ray cluster to learn and to train on.
             only: domains of the scale to hold out now; all if not given.
         """
         found, failed = self.compared(scale, folder, seed, workers, ray, only)
         joined = Comparison.join(found)
-        first = [next(iter(g.entries)) for name, g in self.geometries.items() if name not in failed]
-        self.draw(joined, first, folder)
+        self.draw(joined, [next(iter(g.entries)) for g in self.geometries.values()], folder)
         size, rows = self.scales[scale], self.rows(joined)
         rows[0]["pace"] = self._paces(joined, _opponents(joined, size))
         rows[0] |= {"share": self.share} | ({"failed": failed} if failed else {})
@@ -103,16 +106,17 @@ class Experiment:
     def compared(
         self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
     ) -> tuple[list[Comparison], dict[str, str]]:
-        """Learn and compare: a comparison for every side, and which geometries could not be learned, and why.
+        """Learn and compare: a comparison for every side, and what could not be learned on some domain, and why.
 
-        A domain whose comparison is there in full is read: what was learned for it need not be.
+        A domain whose comparison is there in full is read: what was learned for it need not be. What could not be learned
+        has runs that count as failed.
 
         Args:
             scale: a name in `scales`.
             folder: for records and learned files.
             seed: of everything random.
             workers: processes.
-            ray: address of a Ray cluster to train on; learning is done here.
+            ray: address of a Ray cluster to learn and to train on.
             only: domains of the scale to hold out now; all if not given.
         """
         size = self.scales[scale]
@@ -127,11 +131,9 @@ class Experiment:
         before = {domain: self._before(size, domain, folder) for domain in families}
         stands = {domain: self._standing(size, domain, known, found) for domain, found in before.items()}
         self._forget(records, stands, folder)
-        lessons = self._lessons(size, families, folder, seed, stands)
-        taught = known | (fill(records, lessons, title=f"{self.name}: learning", workers=workers) if families else {})
-        failed = self._failures(taught, size)
-        if next(iter(self.geometries)) in failed:
-            raise ValueError(f"{self.name} has nothing to compare: {next(iter(failed.values()))}.")
+        lessons = self._lessons(size, families, folder, seed, stands, away=ray is not None)
+        title = f"{self.name}: learning"
+        taught = known | (fill(records, lessons, title=title, workers=workers, ray=ray) if families else {})
         found = []
         for domain in size.domains:
             if domain in kept:
@@ -141,7 +143,7 @@ class Experiment:
                 here = _place(folder, name)
                 everybody = entrants(
                     size.protocol,
-                    dict(self._ours(folder, domain, side, failed, dict.fromkeys(stands[domain], before[domain].get(name)))),
+                    dict(self._ours(folder, domain, side, taught, dict.fromkeys(stands[domain], before[domain].get(name)))),
                     list(self._rivals(size, families[domain], domain, folder, seed)),
                     side,
                     budget=size.budget,
@@ -151,6 +153,7 @@ class Experiment:
                     search=SEARCHES[size.search],
                     records=Records(here / "tuning", settings) if size.protocol == "paper" else None,
                     workers=workers,
+                    ray=ray,
                 )
                 found.append(
                     compare(
@@ -168,7 +171,7 @@ class Experiment:
                         screen=size.screen,
                     )
                 )
-        return found, failed
+        return found, failures(self.geometries, taught, size.domains)
 
     def places(self, scale: str, folder: Path, only: Sequence[str]) -> list[Path]:
         """Where the comparisons of some domains are kept.
@@ -178,8 +181,7 @@ class Experiment:
             folder: of the experiment.
             only: the domains.
         """
-        size = self.scales[scale]
-        return [place for domain in only for place in self._places(size, domain, folder).values()]
+        return [place for domain in only for place in self._places(self.scales[scale], domain, folder).values()]
 
     def _places(self, size: Scale, domain: str, folder: Path) -> dict[str, Path]:
         names = [domain] if self.sides is None else list(self.sides(size, domain, self.family(size, domain)))
@@ -193,13 +195,17 @@ class Experiment:
             domain: that was held out.
             family: its training side.
         """
-        return {domain: family.held_out()} if self.sides is None else self.sides(size, domain, family)
+        if self.sides is not None:
+            return self.sides(size, domain, family)
+        if size.test_steps is not None and isinstance(family, ImageFamily):
+            return {domain: family.held_out(steps=size.test_steps)}
+        return {domain: family.held_out()}
 
     def _paces(self, joined: Comparison, opponents: Mapping[str, list[str]]) -> dict[str, list[Result]]:
         """Of the first of ours, then of those that find directions less often, which seconds are for."""
         found = {title: pace(joined, who, self.share) for title, who in opponents.items()}
-        entries = {label: e for g in self.geometries.values() for label, e in g.entries.items() if label in joined.labels}
-        for label in (label for label, entry in entries.items() if entry.refresh is not None):
+        entries = [pair for g in self.geometries.values() for pair in g.entries.items()]
+        for label in (label for label, entry in entries if entry.refresh is not None):
             found |= {f"{title}, by {label}": pace(joined, who, self.share, label) for title, who in opponents.items()}
         return found
 
@@ -208,13 +214,11 @@ class Experiment:
 
     def _read(self, size: Scale, domain: str, folder: Path, known: Mapping[str, Result]) -> list[Comparison]:
         """The comparisons of a domain, if everybody whom the scale asks for is in them with all settings and seeds."""
-        if any(f"learn-{domain}-{name}" not in known for name in self.geometries):
+        places = self._places(size, domain, folder).values()
+        taught = all(f"learn-{domain}-{name}" in known for name in self.geometries)
+        if not (taught and all((place / "comparison.json").exists() for place in places)):
             return []
-        places = list(self._places(size, domain, folder).values())
-        if not all((place / "comparison.json").exists() for place in places):
-            return []
-        failed = self._failures(known, size)
-        ours = [label for name, g in self.geometries.items() if name not in failed for label in g.entries]
+        ours = [label for g in self.geometries.values() for label in g.entries]
         wanted = labels(ours, [known_rival(r) for r in size.rivals], size.schedules)
         tuned = wanted[len(ours) : -len(size.rivals)]
         budget = 1 if size.protocol == "paper" else size.budget
@@ -255,8 +259,15 @@ class Experiment:
         return standing(self.geometries, taught, before.values(), size.seeds)
 
     def _lessons(
-        self, size: Scale, families: Mapping[str, Family], folder: Path, seed: int, stands: Mapping[str, set[str]]
+        self,
+        size: Scale,
+        families: Mapping[str, Family],
+        folder: Path,
+        seed: int,
+        stands: Mapping[str, set[str]],
+        away: bool = False,
     ) -> Iterator[Cell]:
+        """What is to be learned; away, on a cluster that shares no folder, a lesson that is lost begins again."""
         (folder / "learned").mkdir(exist_ok=True)
         for domain, family in families.items():
             for name, geometry in self.geometries.items():
@@ -264,7 +275,11 @@ class Experiment:
                     continue
                 path = learned_file(folder, domain, name)
                 drawn = domain if geometry.same_tasks else path.stem
-                yield Cell(f"learn-{domain}-{name}", partial(learn, size, family, geometry, path, seed, drawn))
+                cell = f"learn-{domain}-{name}"
+                if away:
+                    yield Cell(cell, partial(learn_away, size, family, geometry, seed, drawn), partial(bring, path))
+                else:
+                    yield Cell(cell, partial(learn, size, family, geometry, path, seed, drawn))
 
     def _forget(self, records: Records, stands: Mapping[str, set[str]], folder: Path) -> None:
         """What was learned into a file that is gone is learned again, unless it stands; what could not be learned is not."""
@@ -275,23 +290,22 @@ class Experiment:
                 if gone and records.has(cell) and "failed" not in records.cell(cell, dict):
                     records.forget(cell)
 
-    def _failures(self, taught: Mapping[str, Result], size: Scale) -> dict[str, str]:
-        """Geometries that could not be learned on some domain, with the reason."""
-        failed = {}
-        for name in self.geometries:
-            reasons = [taught.get(f"learn-{domain}-{name}", {}).get("failed", "") for domain in size.domains]
-            if missing := list(filter(None, reasons)):
-                failed[name] = f"{missing[0].rstrip('.')} ({len(missing)} of {len(reasons)} trainings)"
-        return failed
-
     def _ours(
-        self, folder: Path, domain: str, side: TaskFamily, failed: Mapping[str, str], before: Mapping[str, Comparison | None]
+        self,
+        folder: Path,
+        domain: str,
+        side: TaskFamily,
+        taught: Mapping[str, Result],
+        before: Mapping[str, Comparison | None],
     ) -> Iterator[tuple[str, Contender]]:
         shapes = {n: tuple(x.shape) for n, x in side.example().items()}
         for name, geometry in self.geometries.items():
-            for label, entry in geometry.entries.items() if name not in failed else ():
+            for label, entry in geometry.entries.items():
                 if (there := before.get(name)) is not None:
                     yield label, recorded(there, label)
+                    continue
+                if reason := taught[f"learn-{domain}-{name}"].get("failed"):
+                    yield label, unlearned(label, f"metamd-{name}", reason)
                     continue
                 learned, used = load(learned_file(folder, domain, name)), name
                 if entry.instead is not None and learned.header.model != shapes:
@@ -359,7 +373,7 @@ def markdown(rows: list[Result]) -> str:
         lines.append("| " + " | ".join([row["label"], *losses, *shown]) + " |")
     for title, found in rows[0].get("pace", {}).items():
         lines += ["", *pace_lines(title, found, rows[0]["share"])]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *unlearned_lines(rows)]) + "\n"
 
 
 def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:

@@ -107,7 +107,7 @@ def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None =
         folder: for records, learned files and the figure.
         seed: of everything random.
         workers: processes.
-        ray: address of a Ray cluster to train on; learning is done here.
+        ray: address of a Ray cluster to learn and to train on.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffFamilyWarning)  # leaving the family is what is tried here

@@ -115,7 +115,7 @@ def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None =
         folder: for records, learned files and figures.
         seed: of everything random.
         workers: processes.
-        ray: address of a Ray cluster to train on; learning is done here.
+        ray: address of a Ray cluster to learn and to train on; pieces are followed here.
     """
     result = COMPARISON.run(scale, folder, seed, workers, ray)
     size = SCALES[scale]

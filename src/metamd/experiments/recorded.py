@@ -40,6 +40,34 @@ def _gone(named: Named, setting: Setting) -> NoReturn:
     )
 
 
+def unlearned(label: str, name: str, reason: str) -> Contender:
+    """An optimiser whose training failed: nobody can run it, so all its runs count as failed.
+
+    Args:
+        label: in tables.
+        name: in records.
+        reason: why it could not be learned.
+    """
+    return Rival(name, label, _gone, {}, {}, identity="unlearned", unlearned=reason).untuned()
+
+
+def failures(geometries: Mapping[str, Geometry], taught: Mapping[str, Result], domains: Sequence[str]) -> dict[str, str]:
+    """By label what could not be learned on some domain, with the reason.
+
+    Args:
+        geometries: by name.
+        taught: what the records say of every lesson.
+        domains: that were held out.
+    """
+    failed: dict[str, str] = {}
+    for name, geometry in geometries.items():
+        reasons = [taught.get(f"learn-{domain}-{name}", {}).get("failed", "") for domain in domains]
+        if missing := list(filter(None, reasons)):
+            reason = f"{missing[0].rstrip('.')} ({len(missing)} of {len(reasons)} trainings)"
+            failed |= dict.fromkeys(geometry.entries, reason)
+    return failed
+
+
 def standing(
     geometries: Mapping[str, Geometry], taught: Mapping[str, Result], comparisons: Iterable[Comparison], seeds: int
 ) -> set[str]:

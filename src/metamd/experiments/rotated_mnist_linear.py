@@ -33,7 +33,13 @@ SCALES = {
 }
 
 
-def _family(scale: Scale, hold_out: str) -> ImageFamily:
+def linear(scale: Scale, hold_out: str) -> ImageFamily:
+    """The linear model's family with an angle held out.
+
+    Args:
+        scale: how many images and steps.
+        hold_out: the angle.
+    """
     angles = [float(a) for a in ANGLES]
     return tasks.rotated_mnist(
         angles=angles,
@@ -47,7 +53,7 @@ def _family(scale: Scale, hold_out: str) -> ImageFamily:
 
 EXPERIMENT = Experiment(
     "rotated-mnist-linear",
-    _family,
+    linear,
     {
         "kronecker": Geometry(
             partial(Kronecker, rank="auto"),

@@ -7,7 +7,7 @@ from metamd.records import Result
 
 
 def standings(rows: Sequence[Result]) -> str:
-    """One line per optimiser: means with their 95 % intervals; and what could not be learned, with the reason.
+    """One line per optimiser: means with their 95 % intervals; below, what could not be learned, with the reason.
 
     Args:
         rows: as `Experiment.rows` makes them.
@@ -19,8 +19,19 @@ def standings(rows: Sequence[Result]) -> str:
         spent = [f"{cost['gradients']:,.0f}", f"{cost['seconds']:,.0f}"] if cost["gradients"] else ["", ""]
         fields = [row["label"], interval(row["mean_loss"]), interval(row["final_loss"]), accuracy(row["test_error"])]
         lines.append(f"| {' | '.join([*fields, *spent])} |")
-    lines += [f"| {name} | could not be learned: {reason} | | | | |" for name, reason in rows[0].get("failed", {}).items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *unlearned_lines(rows)]) + "\n"
+
+
+def unlearned_lines(rows: Sequence[Result]) -> list[str]:
+    """What could not be learned on some domain, and why.
+
+    Args:
+        rows: as `Experiment.run` makes them.
+    """
+    found = []
+    for label, reason in rows[0].get("failed", {}).items():
+        found += ["", f"{label} could not be learned everywhere, and its runs count as diverged there: {reason}."]
+    return found
 
 
 def interval(found: Mapping[str, Any]) -> str:

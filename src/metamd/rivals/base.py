@@ -96,6 +96,7 @@ class Rival:
         domains: that it was learned on.
         tasks: hashes of those that it was learned on.
         recorded: whether it is known from records alone, so that it cannot be trained or timed.
+        unlearned: why it could not be learned, if so: its runs count as failed.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Rival:
     domains: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     recorded: bool = False
+    unlearned: str = ""
 
     def was_learned_on(self, domain: str, tasks: Iterable[str]) -> bool:
         """Whether it was learned on this domain or on any of these tasks, so that they are not held out.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -87,11 +87,16 @@ class ImageFamily(TaskFamily):
         self.domains = (hold_out,) if held and hold_out else tuple(d for d in everything if d != hold_out)
         self.recipe = training.recipe(collection.shape, 10)
 
-    def held_out(self) -> "ImageFamily":
-        """The held-out side: tasks on the held-out domain, with the same images in memory."""
+    def held_out(self, steps: int | None = None) -> "ImageFamily":
+        """The held-out side: tasks on the held-out domain, with the same images in memory.
+
+        Args:
+            steps: of its tasks, if they are not as long as those of the training side.
+        """
         if self.hold_out is None:
             raise ValueError(f"{self.name} was made with hold_out=None, so there is no held-out side. Name a domain.")
-        return self._side(self.hold_out, held=True)
+        training = self.training if steps is None else replace(self.training, steps=steps)
+        return ImageFamily(self.name, self.collection, training, self.how, hold_out=self.hold_out, held=True)
 
     def sample(self, generator: torch.Generator) -> Config:
         """A domain of this side, and seeds of the initialisation and of the batches."""
@@ -121,9 +126,6 @@ class ImageFamily(TaskFamily):
         which = f"{'one of the domains' if len(self.domains) > 1 else 'the domain'} {', '.join(self.domains)}"
         return Drawn(which, "all training images of the domain", "drawn anew", "drawn anew", self.domains)
 
-    def _side(self, hold_out: str, held: bool) -> "ImageFamily":
-        return ImageFamily(self.name, self.collection, self.training, self.how, hold_out=hold_out, held=held)
-
 
 Domains = TypeVar("Domains", ImageFamily, SharedStart)
 
@@ -138,7 +140,7 @@ def leave_one_out(family: Domains) -> Iterator[Domains]:
     if not isinstance(inner, ImageFamily):
         raise TypeError(f"leave_one_out needs a family of image domains, got {inner.name!r}.")
     for domain in inner.collection.preparations:
-        side = inner._side(domain, held=False)
+        side = ImageFamily(inner.name, inner.collection, inner.training, inner.how, hold_out=domain)
         yield SharedStart(side, family._start) if isinstance(family, SharedStart) else side
 
 

@@ -1,5 +1,6 @@
 """`metamd compare`, `metamd report` and the leave-one-out experiments, at their smallest; records are not trusted."""
 
+import base64
 import json
 import math
 import os
@@ -91,6 +92,14 @@ def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsy
     assert "report.html" in said
     assert text.count("In report.html: ") == 3, "a caption for every figure"
     assert "Learning curves" not in said, "no heading of what a terminal cannot show"
+    assert figures_of(compared) == {"profiles.png"}, "the rates of a handicap are no search"
+
+
+def figures_of(folder):
+    """The names of the figures beside a page, each of which the page has inside."""
+    found, page = list(folder.glob("*.png")), (folder / "report.html").read_text()
+    assert all(f'base64,{base64.b64encode(path.read_bytes()).decode()}"' in page for path in found)
+    return {path.name for path in found}
 
 
 def test_the_page_says_who_set_the_target(compared, tmp_path, capsys):
@@ -382,6 +391,8 @@ def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
     settings = {row[0]: row for row in by_title["Settings"].rows}
     assert settings["Adam, a"][3] == "4"
     assert (tmp_path / "page" / "budgets.png").exists()
+    write_report(tmp_path / "c", tmp_path / "shown")
+    assert figures_of(tmp_path / "shown") == {"profiles.png", "budgets.png"}
 
 
 def test_another_search_or_another_momentum_is_another_search(tmp_path):

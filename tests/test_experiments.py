@@ -303,7 +303,8 @@ def test_every_experiment_with_images_runs_at_its_smallest_scale(name, tmp_path,
     assert read_json(tmp_path / "summary.json") == first
     assert "failed" not in first
     drawn = {"pieces": {"curves.png", "activity.png"}, "ablation": {"losses.png"}, "every-rival": {"losses.png"}}
-    assert {p.name for p in tmp_path.glob("*.png")} == drawn.get(name, {"curves.png"})
+    searched = {"budgets.png"} if first.get("protocol") == "paper" else set()
+    assert {p.name for p in tmp_path.glob("*.png")} == {"profiles.png"} | drawn.get(name, {"curves.png"}) | searched
     assert (tmp_path / "tables.md").read_text().count("\n|") > 2
     assert (tmp_path / "report.html").exists()
     if name != "pieces":

@@ -18,6 +18,8 @@ from metamd.statements import HeldOutCertificate, certificates
 
 KEPT = ("certificate", "certificates")
 
+PROFILES, BUDGETS = "profiles.png", "budgets.png"
+
 UNCERTIFIED = (
     "None lies beside these records. What held-out tasks guarantee about the next one is asked with metamd certify FILE "
     "FAMILY, and a comparison of that file then shows it here. A run can bound its own regret, with certify=True: in a "
@@ -50,6 +52,18 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
         _choices(comparison, folder),
         _configuration(comparison, versions or {}),
     ]
+
+
+def kept_figures(c: Comparison) -> list[str]:
+    """The names of the figures that are kept beside a page: they say nothing else than the page does.
+
+    Learning curves are not among them: an experiment draws its own `curves.png`, of fewer optimisers. What a smaller budget
+    would have found is kept where there was a search: the order of the rates of a handicap is no search.
+
+    Args:
+        c: the comparison.
+    """
+    return [PROFILES, *([BUDGETS] if _budgets(c) and c.folds[0].tunings else [])]
 
 
 def _results(c: Comparison) -> Section:
@@ -160,7 +174,7 @@ def _profiles(c: Comparison, folder: Path) -> Section:
     panels = {
         _short(m): [figures.Curve(label, p.tau, p.share) for label, p in profiles.items()] for m, profiles in found.items()
     }
-    path = folder / "profiles.png"
+    path = folder / PROFILES
     figures.curves(panels, path, xlabel="tau", ylabel="share of tasks within tau times the best", logarithmic=False)
     rows = [[label, *(f"{found[m][label].area:.3f}" for m in metrics)] for label in c.labels]
     texts = [
@@ -207,7 +221,7 @@ def _tasks(count: float) -> str:
 
 def _choices(c: Comparison, folder: Path) -> Section:
     """What was chosen, and what a smaller budget would have found."""
-    rows, curves = [], []
+    rows = []
     for label in c.labels:
         for fold, candidate in zip(c.folds, c.chosen(label, "mean_loss"), strict=True):
             tried = len(fold.tunings[label].best_so_far if label in fold.tunings else fold.entrants[label])
@@ -216,12 +230,9 @@ def _choices(c: Comparison, folder: Path) -> Section:
             failed = sum(any(o.failed for o in x.outcomes) for x in fold.entrants[label])
             rows.append([f"{label}, {fold.group}", setting, str(candidate.contender.get("schedule", "")), str(tried)])
             rows[-1] += [str(failed), ", ".join(_at_end(c, fold, label))]
-        best = _searched(c, label) if c.folds[0].tunings else expected_best(c, label)
-        if len(best) > 1:
-            curves.append(figures.Curve(label, list(range(1, len(best) + 1)), best))
     shown = []
-    if curves:
-        path, searched = folder / "budgets.png", bool(c.folds[0].tunings)
+    if curves := _budgets(c):
+        path, searched = folder / BUDGETS, bool(c.folds[0].tunings)
         what = "best validation error so far" if searched else "expected best mean loss"
         figures.curves({"": curves}, path, xlabel="settings tried", ylabel=what)
         caption = "The mean loss of the best of so many settings, drawn at random from those tried."
@@ -232,6 +243,12 @@ def _choices(c: Comparison, folder: Path) -> Section:
         "hyperparameters of a search, whose best setting lies at an end of its range: a better one may lie beyond."
     ]
     return Section("Settings", texts, heads, rows, shown)
+
+
+def _budgets(c: Comparison) -> list[figures.Curve]:
+    """What the best of so many settings has, for optimisers of which several were tried."""
+    found = {label: _searched(c, label) if c.folds[0].tunings else expected_best(c, label) for label in c.labels}
+    return [figures.Curve(label, list(range(1, len(best) + 1)), best) for label, best in found.items() if len(best) > 1]
 
 
 def _value(value: Any) -> str:

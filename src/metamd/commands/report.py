@@ -9,7 +9,7 @@ from typing import Any
 
 from metamd.commands import Report
 from metamd.comparison import Comparison
-from metamd.comparison_report import certificate_sections, not_held_out, sections
+from metamd.comparison_report import certificate_sections, kept_figures, not_held_out, sections
 from metamd.container import write_atomically
 from metamd.folds import Target
 from metamd.records import read_json
@@ -45,7 +45,7 @@ def write_report(
     share: float | None = None,
     places: Sequence[Path] | None = None,
 ) -> tuple[Comparison, list[Section]]:
-    """Write `report.html` and `report.md`; what they show is given back.
+    """Write `report.html`, `report.md` and the figures that are kept beside them; what they show is given back.
 
     Args:
         folder: of the records.
@@ -64,6 +64,8 @@ def write_report(
         kept = folder / "certificate.json"
         parts += certificate_sections(read_json(kept) if kept.is_file() else None)
         _write(out, _title(comparison), parts, folder)
+        for name in kept_figures(comparison):
+            write_atomically(out / name, (Path(figures) / name).read_bytes())
     return comparison, parts
 
 

@@ -13,10 +13,11 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from metamd import Comparison, Measuring, cli, compare, load, rivals, tasks
+from metamd import Comparison, Measuring, cli, compare, figures, load, rivals, tasks
 from metamd.commands.report import read, summary, write_report
 from metamd.comparing import draw
 from metamd.comparison_report import expected_best, sections
@@ -24,6 +25,8 @@ from metamd.experiments import ablation, diverse_digits_lenet, rotated_mnist_mlp
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
 from metamd.experiments.variants import Variant
 from metamd.folds import Candidate, Fold, cell_name
+from metamd.loss_curves import panels
+from metamd.paired import bootstrap
 from metamd.potentials import Diagonal
 from metamd.protocols import ENDINGS, PROTOCOLS, entrants, labels, unscheduled
 from metamd.records import Records
@@ -240,6 +243,44 @@ def test_seeds_are_counted_by_domain_where_they_differ(tmp_path):
     both = [replace(c, folds=(replace(c.folds[0], group=g),)) for g, c in (("x", one), ("y", two))]
     text = as_text(sections(Comparison.join(both), tmp_path)[:1])
     assert "1 (x), 3 (y) seeds" in " ".join(text.split())
+
+
+def joined(*seeds):
+    """The same rivals on as many domains, with so many seeds in each."""
+    both = {"a": rival("sgd").untuned(), "b": rival("adam").with_setting(lr=0.1)}
+    parts = [compare(both, QUADRATIC, seeds=n, seed=i, measuring=Measuring(splits=())) for i, n in enumerate(seeds)]
+    return Comparison.join([replace(c, folds=(replace(c.folds[0], group=f"d{i}"),)) for i, c in enumerate(parts)])
+
+
+def test_bands_of_learning_curves_are_bootstrap_intervals(tmp_path, monkeypatch):
+    """Each held against the interval that tables have, at one step; ranges would be wider."""
+    drawn = {}
+    monkeypatch.setattr(figures, "curves", lambda panels, path, **options: drawn.setdefault(path.name, panels))
+    found = joined(3, 3)
+    sections(found, tmp_path)
+    shown = drawn["curves.png"]
+    assert list(shown) == ["all domains", "d0", "d1"]
+    each = [losses[:, 2] for _, losses in found.curve("b").values()]
+    wanted = {"all domains": bootstrap(np.concatenate(each), [0, 0, 0, 1, 1, 1]), "d1": bootstrap(each[1], [0, 0, 0])}
+    for title, estimate in wanted.items():
+        curve = next(c for c in shown[title] if c.label == "b")
+        assert (curve.y[2], curve.low[2], curve.high[2]) == (estimate.value, estimate.low, estimate.high)
+    ranges = panels(found, ["b"])["d1"][0]
+    assert (ranges.low[2], ranges.high[2]) == (each[1].min(), each[1].max())
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"),
+    [
+        ((2, 2), "drawn first, in the panel of all domains; over its seeds in the panel of a domain. A curve"),
+        ((1, 1), "interval of the mean: over all runs, domains drawn first, in the panel of all domains. A curve"),
+        ((2,), "The band is the 95 % bootstrap interval of the mean: over its seeds in the panel of a domain. A curve"),
+        ((1,), "There is one run of each, and no band. A curve ends where a run was given up."),
+    ],
+)
+def test_the_caption_says_what_a_band_is(seeds, said, tmp_path):
+    (part,) = (p for p in sections(joined(*seeds), tmp_path) if p.title == "Learning curves")
+    assert said in part.figures[0][1]
 
 
 def test_a_report_without_a_certificate_says_so(compared, capsys):

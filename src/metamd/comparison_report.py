@@ -11,6 +11,7 @@ import numpy as np
 from metamd import figures
 from metamd.comparison import LEAST, Comparison
 from metamd.folds import Fold, Target
+from metamd.loss_curves import has_all, panels
 from metamd.paired import Estimate, smallest_p
 from metamd.protocols import PROTOCOLS
 from metamd.report import Section
@@ -158,14 +159,19 @@ def _verdicts(c: Comparison) -> Section:
 
 
 def _curves(c: Comparison, folder: Path) -> Section:
-    panels: dict[str, list[figures.Curve]] = {f.group: [] for f in c.folds}
-    for label in c.labels:
-        for group, (places, losses) in c.curve(label).items():
-            panels[group] += figures.banded(label, places, losses)
     path = folder / "curves.png"
-    figures.curves(panels, path, xlabel="step", ylabel="training loss")
-    caption = "Training loss on fixed examples: mean over the seeds, the band from the smallest to the largest."
+    figures.curves(panels(c, c.labels, intervals=True), path, xlabel="step", ylabel="training loss")
+    caption = f"Training loss on fixed examples, the mean over the runs. {_bands(c)} A curve ends where a run was given up."
     return Section("Learning curves", figures=[(path, caption)])
+
+
+def _bands(c: Comparison) -> str:
+    """What the bands of the learning curves are, where there are any."""
+    found = ["over all runs, domains drawn first, in the panel of all domains"] if has_all(c, c.labels) else []
+    found += ["over its seeds in the panel of a domain"] if any(f.tasks(c.labels[0]) > 1 for f in c.folds) else []
+    if not found:
+        return "There is one run of each, and no band."
+    return f"The band is the 95 % bootstrap interval of the mean: {'; '.join(found)}."
 
 
 def _profiles(c: Comparison, folder: Path) -> Section:

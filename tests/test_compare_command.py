@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import os
+import platform
 import random
 import re
 import shutil
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import metadata
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from metamd import Comparison, Measuring, cli, compare, figures, load, rivals, t
 from metamd.commands.report import read, summary, write_report
 from metamd.comparing import draw
 from metamd.comparison_report import expected_best, sections
+from metamd.environment import environment
 from metamd.experiments import ablation, diverse_digits_lenet, rotated_mnist_mlp
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
 from metamd.experiments.variants import Variant
@@ -281,6 +285,30 @@ def test_bands_of_learning_curves_are_bootstrap_intervals(tmp_path, monkeypatch)
 def test_the_caption_says_what_a_band_is(seeds, said, tmp_path):
     (part,) = (p for p in sections(joined(*seeds), tmp_path) if p.title == "Learning curves")
     assert said in part.figures[0][1]
+
+
+def test_versions_are_those_of_rivals_and_tuning_too_and_files_have_no_more(compared, learned):
+    found = json.loads((compared / "comparison.json").read_text())["versions"]
+    assert found == environment()
+    assert found["torch"] == torch.__version__
+    for name in ("pytorch_optimizer", "schedulefree", "prodigyopt", "botorch", "gpytorch"):
+        assert found.get(name) == (metadata.version(name) if find_spec(name) else None)
+    assert set(load(learned).header.versions) == {"metamd", "torch", "safetensors", "python"}
+
+
+def test_a_page_of_several_folders_has_all_versions_that_differ(compared, tmp_path):
+    for domain, changed in {"a": {"torch": "1.0"}, "b": {"torch": "2.0", "botorch": None}, "c": {"torch": "1.0"}}.items():
+        shutil.copytree(compared, tmp_path / domain)
+        path = tmp_path / domain / "comparison.json"
+        found = json.loads(path.read_text())
+        found["folds"][0]["group"] = domain
+        found["versions"] = {k: v for k, v in (found["versions"] | {"botorch": "0.1"} | changed).items() if v is not None}
+        path.write_text(json.dumps(found))
+    assert read(tmp_path)[1]["python"] == platform.python_version(), "what is the same is said once"
+    write_report(tmp_path, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "| version of torch | 1.0 (a, c); 2.0 (b) |" in text
+    assert "| version of botorch | 0.1 (a, c); not recorded (b) |" in text
 
 
 def test_a_report_without_a_certificate_says_so(compared, capsys):

@@ -13,6 +13,7 @@ import torch
 
 from metamd.cells import Cell, fill
 from metamd.comparison import Comparison
+from metamd.environment import environment
 from metamd.folds import Candidate, Fold, Target, cell_name
 from metamd.learned import versions
 from metamd.records import Records, Result, write_json
@@ -280,7 +281,7 @@ def _timed(
     taken = (compute() if records is None else records.cell(name, compute))["seconds"]
     timed = comparison.with_seconds({label: math.nan if x is None else x for label, x in taken.items()})
     if records is not None:
-        write_json(records.folder / "comparison.json", timed.index() | {"versions": versions()})
+        write_json(records.folder / "comparison.json", timed.index() | {"versions": environment()})
     return timed
 
 

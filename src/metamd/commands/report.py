@@ -11,6 +11,7 @@ from metamd.commands import Report
 from metamd.comparison import Comparison
 from metamd.comparison_report import certificate_sections, kept_figures, not_held_out, sections
 from metamd.container import write_atomically
+from metamd.environment import joined
 from metamd.folds import Target
 from metamd.records import read_json
 from metamd.report import Section, as_markdown, as_text, table_sections, write_page
@@ -95,7 +96,7 @@ def _has_tables_alone(folder: Path) -> bool:
 
 
 def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison, dict[str, Any]]:
-    """The comparison in a folder, or those in its folders as one, and the versions it was made with.
+    """The comparison in a folder, or those in its folders as one, and the versions it was made with, all where they differ.
 
     Args:
         folder: with `comparison.json`, or with folders that have one.
@@ -106,9 +107,9 @@ def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison
         places = [folder] if (folder / "comparison.json").is_file() else inside
     if not places:
         raise FileNotFoundError(f"{folder} holds no comparison. Make one with `metamd compare FILE FAMILY --out {folder}`.")
-    joined = Comparison.join(Comparison.read(p) for p in places)
-    versions = read_json(places[0] / "comparison.json").get("versions")
-    return joined, versions if isinstance(versions, dict) else {}
+    comparison = Comparison.join(Comparison.read(p) for p in places)
+    found = {p.name: read_json(p / "comparison.json").get("versions") for p in places}
+    return comparison, joined({name: v if isinstance(v, dict) else {} for name, v in found.items()})
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:

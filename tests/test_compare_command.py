@@ -336,6 +336,30 @@ def test_what_compares_in_a_way_of_its_own_is_shown_with_its_tables_and_figures(
     assert "Leave out --target and --share" in capsys.readouterr().err
 
 
+def test_settings_and_costs_of_an_experiment_of_its_own_are_shown_as_text(tmp_path, capsys):
+    """From records that try to be markup, packed or not; a cost that is none is left out, settings that are none refused."""
+    (tmp_path / "tables.md").write_text("| who | steps |\n|---|---|\n| MetaMD | 11 |\n")
+    Records(tmp_path, {"scale": NASTY, NASTY: [1, 2]}).cell("one", lambda: {"cost": {"outer_steps": 20}})
+    Records(tmp_path, {"scale": NASTY, NASTY: [1, 2]}).pack()
+    for name, cost in {"two": {NASTY: NASTY}, "three": 7, "four": None}.items():
+        (tmp_path / "cells" / f"{name}.json").write_text(json.dumps({"cost": cost}))
+    assert cli.run(["report", str(tmp_path)]) == 0
+    said, page, text = capsys.readouterr().out, (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    assert re.search(r"\| one \| 20 \|  \|\n", text)
+    assert "| two |  | &lt;script&gt;" in text
+    assert "| three |" not in text
+    assert "| scale | &lt;script&gt;" in text
+    assert "<td>[1, 2]</td>" in page
+    assert "<script" not in page + text
+    assert "\x1b" not in said + page + text
+    assert "[x](javascript" not in text
+    assert "Costs" in said
+    assert "Configuration" not in said, "a terminal is spared it, as of comparisons"
+    (tmp_path / "run.json").write_text('{"settings": 3}')
+    assert cli.run(["report", str(tmp_path)]) == 2
+    assert "must have the settings of the run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("target", ["sgd", "SGD, untuned"])
 def test_targets_are_names_or_labels_in_both_commands(target, learned, compared, tmp_path, capsys):
     comparison = Comparison.read(compared)

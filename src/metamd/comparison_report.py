@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from metamd.report import Section
 from metamd.statements import HeldOutCertificate, certificates
 
 KEPT = ("certificate", "certificates")
+
+CONFIGURATION = "Configuration"
+"""The title of what a terminal is spared."""
 
 PROFILES, BUDGETS = "profiles.png", "budgets.png"
 
@@ -51,7 +54,7 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
         _profiles(comparison, folder),
         _costs(comparison),
         _choices(comparison, folder),
-        _configuration(comparison, versions or {}),
+        configuration(comparison.settings, versions or {}),
     ]
 
 
@@ -302,10 +305,31 @@ def expected_best(c: Comparison, label: str) -> list[float]:
     return [sum(x[k] for x in curves) / len(curves) for k in range(shortest)]
 
 
-def _configuration(c: Comparison, versions: dict[str, Any]) -> Section:
-    rows = [[str(k), _plain(v)] for k, v in c.settings.items()]
+def configuration(settings: Mapping[str, Any], versions: Mapping[str, Any]) -> Section:
+    """What runs were made with, as the records have it.
+
+    Args:
+        settings: by name.
+        versions: of the libraries.
+    """
+    rows = [[str(k), _plain(v)] for k, v in settings.items()]
     rows += [[f"version of {k}", _plain(v)] for k, v in versions.items()]
-    return Section("Configuration", (), ["", "value"], rows)
+    return Section(CONFIGURATION, (), ["", "value"], rows)
+
+
+def training_costs(cells: Mapping[str, Mapping[str, Any]]) -> Section | None:
+    """What the trainings of an experiment cost that compares in a way of its own; None if no record has a cost.
+
+    Args:
+        cells: the records, by name.
+    """
+    costs = {name: cell["cost"] for name, cell in cells.items() if isinstance(cell.get("cost"), dict)}
+    heads = list(dict.fromkeys(head for cost in costs.values() for head in cost))
+    if not heads:
+        return None
+    texts = ["What each training cost that the tables are made of, by its record. Rivals are tuned, not trained."]
+    rows = [[name, *(_plain(cost[head]) if head in cost else "" for head in heads)] for name, cost in costs.items()]
+    return Section("Costs", texts, ["", *(head.replace("_", " ") for head in heads)], rows)
 
 
 def _plain(value: Any) -> str:

@@ -9,11 +9,19 @@ from typing import Any
 
 from metamd.commands import Report
 from metamd.comparison import Comparison
-from metamd.comparison_report import certificate_sections, kept_figures, not_held_out, sections
+from metamd.comparison_report import (
+    CONFIGURATION,
+    certificate_sections,
+    configuration,
+    kept_figures,
+    not_held_out,
+    sections,
+    training_costs,
+)
 from metamd.container import write_atomically
 from metamd.environment import joined
 from metamd.folds import Target
-from metamd.records import read_json
+from metamd.records import Records, read_json, read_loose, read_packed
 from metamd.report import Section, as_markdown, as_text, table_sections, write_page
 
 
@@ -28,15 +36,19 @@ def run(options: Report) -> int:
         if options.target is not None or options.share is not None:
             raise ValueError(f"{options.folder} compares in a way of its own. Leave out --target and --share.")
         parts = write_tables(options.folder, out)
-        print(json.dumps({"page": str(out / "report.html")}) if options.json else as_text(parts))
+        print(json.dumps({"page": str(out / "report.html")}) if options.json else _shown(parts))
         return 0
     comparison, parts = write_report(options.folder, out, options.target, options.share)
     if options.json:
         print(json.dumps(summary(comparison) | {"page": str(out / "report.html")}))
     else:
-        print(as_text([p for p in parts if p.title != "Configuration"]))
+        print(_shown(parts))
         print(f"\nThe report is in {out / 'report.html'}.")
     return 0
+
+
+def _shown(parts: Sequence[Section]) -> str:
+    return as_text([p for p in parts if p.title != CONFIGURATION])
 
 
 def write_report(
@@ -71,15 +83,18 @@ def write_report(
 
 
 def write_tables(folder: Path, out: Path) -> list[Section]:
-    """The same pages of an experiment that compares in a way of its own: its tables and its figures.
+    """The same pages of an experiment that compares in a way of its own: its tables, figures, costs and configuration.
 
     Args:
-        folder: where `tables.md` lies, with the figures beside it.
+        folder: where `tables.md` lies, with the figures and the records beside it, if there are any.
         out: of the pages.
     """
     parts = table_sections((folder / "tables.md").read_text())
     figures = [(path, path.stem.replace("-", " ").capitalize()) for path in sorted(folder.glob("*.png"))]
     parts += [Section("Figures", figures=figures)] if figures else []
+    costs = training_costs(read_packed(folder) | read_loose(folder))
+    parts += [] if costs is None else [costs]
+    parts += [configuration(Records.settings(folder), {})] if (folder / "run.json").is_file() else []
     out.mkdir(parents=True, exist_ok=True)
     _write(out, folder.resolve().name.capitalize(), parts, folder)
     return parts

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from importlib import metadata
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from metamd import Comparison, Measuring, cli, compare, figures, load, rivals, tasks
+from metamd.cells import progress
 from metamd.commands.report import read, summary, write_report
 from metamd.comparing import draw
 from metamd.comparison_report import expected_best, sections
@@ -83,6 +85,26 @@ def test_a_comparison_from_the_command_line(compared, learned, capsys):
     comparison = Comparison.read(compared)
     assert comparison.aim.baseline == "Adam"
     assert summary(comparison)["tables"] == found["tables"]
+
+
+def test_the_timing_of_steps_shows_how_far_it_is_on_standard_error_alone(learned, tmp_path, capsys):
+    assert cli.run(["compare", str(learned), "quadratic", "--out", str(tmp_path), "--json", *SMALL]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["protocol"] == "handicap"
+    (line,) = (line for line in said.err.splitlines() if line.startswith("timing steps"))
+    assert "54/54" in line, "18 blocks of MetaMD, SGD and Adam"
+    compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=1, measuring=Measuring(splits=()))
+    assert capsys.readouterr() == ("", ""), "without a folder nothing is shown"
+
+
+def test_a_bar_over_what_is_timed_has_no_thread():
+    before = threading.active_count()
+    with progress("x", 2) as advance:
+        assert threading.active_count() > before
+        advance("a")
+    with progress("x", 2, redrawn=False) as advance:
+        advance("a")
+        assert threading.active_count() == before
 
 
 def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsys):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -23,6 +23,8 @@ import torch
 
 from metamd import Comparison, Measuring, cli, compare, figures, load, rivals, tasks
 from metamd.cells import progress
+from metamd.commands import Compare
+from metamd.commands.compare import _ours
 from metamd.commands.report import read, summary, write_report
 from metamd.comparing import draw
 from metamd.comparison_report import expected_best, sections
@@ -105,6 +107,32 @@ def test_a_bar_over_what_is_timed_has_no_thread():
     with progress("x", 2, redrawn=False) as advance:
         advance("a")
         assert threading.active_count() == before
+
+
+def help_of(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")  # one line for each option's text
+    with pytest.raises(SystemExit, match="0"):
+        cli.run([command, "--help"])
+    return capsys.readouterr().out
+
+
+def test_help_names_every_rival(capsys, monkeypatch):
+    shown = help_of("compare", capsys, monkeypatch)
+    (line,) = (line for line in shown.splitlines() if "nesterov" in line)
+    missing = {*rivals.RIVALS, *rivals.LEARNERS} - set(re.findall(r"[a-z-]+", line))
+    assert not missing
+
+
+def test_a_momentum_takes_the_place_of_the_tail_average_and_help_says_so(learned, capsys, monkeypatch):
+    made = load(learned)
+    made = replace(made, header=replace(made.header, usage=asdict(Usage(averaging="tail"))))
+    entered = {m: _ours(made, Compare("x", "quadratic", momentum=m)).rival.identity for m in (None, 0.0, 0.5)}
+    assert ['"averaging": "tail"' in identity for identity in entered.values()] == [True, True, False]
+    assert "One above 0 takes the place of a tail average" in help_of("compare", capsys, monkeypatch)
+
+
+def test_help_says_that_several_domains_can_be_named(capsys, monkeypatch):
+    assert "--only DOMAIN [DOMAIN ...]" in help_of("reproduce", capsys, monkeypatch)
 
 
 def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsys):

@@ -1,28 +1,40 @@
 """`metamd compare`, `metamd report` and the leave-one-out experiments, at their smallest; records are not trusted."""
 
+import base64
 import json
 import math
 import os
+import platform
 import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib import metadata
+from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
-from metamd import Comparison, Measuring, cli, compare, load, rivals, tasks
+from metamd import Comparison, Measuring, cli, compare, figures, load, rivals, tasks
+from metamd.cells import progress
+from metamd.commands import Compare
+from metamd.commands.compare import _ours
 from metamd.commands.report import read, summary, write_report
 from metamd.comparing import draw
 from metamd.comparison_report import expected_best, sections
+from metamd.environment import environment
 from metamd.experiments import ablation, diverse_digits_lenet, rotated_mnist_mlp
 from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
 from metamd.experiments.variants import Variant
 from metamd.folds import Candidate, Fold, cell_name
+from metamd.loss_curves import panels
+from metamd.paired import bootstrap
 from metamd.potentials import Diagonal
 from metamd.protocols import ENDINGS, PROTOCOLS, entrants, labels, unscheduled
 from metamd.records import Records
@@ -77,6 +89,52 @@ def test_a_comparison_from_the_command_line(compared, learned, capsys):
     assert summary(comparison)["tables"] == found["tables"]
 
 
+def test_the_timing_of_steps_shows_how_far_it_is_on_standard_error_alone(learned, tmp_path, capsys):
+    assert cli.run(["compare", str(learned), "quadratic", "--out", str(tmp_path), "--json", *SMALL]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["protocol"] == "handicap"
+    (line,) = (line for line in said.err.splitlines() if line.startswith("timing steps"))
+    assert "54/54" in line, "18 blocks of MetaMD, SGD and Adam"
+    compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=1, measuring=Measuring(splits=()))
+    assert capsys.readouterr() == ("", ""), "without a folder nothing is shown"
+
+
+def test_a_bar_over_what_is_timed_has_no_thread():
+    before = threading.active_count()
+    with progress("x", 2) as advance:
+        assert threading.active_count() > before
+        advance("a")
+    with progress("x", 2, redrawn=False) as advance:
+        advance("a")
+        assert threading.active_count() == before
+
+
+def help_of(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")  # one line for each option's text
+    with pytest.raises(SystemExit, match="0"):
+        cli.run([command, "--help"])
+    return capsys.readouterr().out
+
+
+def test_help_names_every_rival(capsys, monkeypatch):
+    shown = help_of("compare", capsys, monkeypatch)
+    (line,) = (line for line in shown.splitlines() if "nesterov" in line)
+    missing = {*rivals.RIVALS, *rivals.LEARNERS} - set(re.findall(r"[a-z-]+", line))
+    assert not missing
+
+
+def test_a_momentum_takes_the_place_of_the_tail_average_and_help_says_so(learned, capsys, monkeypatch):
+    made = load(learned)
+    made = replace(made, header=replace(made.header, usage=asdict(Usage(averaging="tail"))))
+    entered = {m: _ours(made, Compare("x", "quadratic", momentum=m)).rival.identity for m in (None, 0.0, 0.5)}
+    assert ['"averaging": "tail"' in identity for identity in entered.values()] == [True, True, False]
+    assert "One above 0 takes the place of a tail average" in help_of("compare", capsys, monkeypatch)
+
+
+def test_help_says_that_several_domains_can_be_named(capsys, monkeypatch):
+    assert "--only DOMAIN [DOMAIN ...]" in help_of("reproduce", capsys, monkeypatch)
+
+
 def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsys):
     assert cli.run(["report", str(compared), "--target", "SGD", "--share", "0.5"]) == 0
     said = capsys.readouterr().out
@@ -91,6 +149,14 @@ def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsy
     assert "report.html" in said
     assert text.count("In report.html: ") == 3, "a caption for every figure"
     assert "Learning curves" not in said, "no heading of what a terminal cannot show"
+    assert figures_of(compared) == {"profiles.png"}, "the rates of a handicap are no search"
+
+
+def figures_of(folder):
+    """The names of the figures beside a page, each of which the page has inside."""
+    found, page = list(folder.glob("*.png")), (folder / "report.html").read_text()
+    assert all(f'base64,{base64.b64encode(path.read_bytes()).decode()}"' in page for path in found)
+    return {path.name for path in found}
 
 
 def test_the_page_says_who_set_the_target(compared, tmp_path, capsys):
@@ -233,6 +299,68 @@ def test_seeds_are_counted_by_domain_where_they_differ(tmp_path):
     assert "1 (x), 3 (y) seeds" in " ".join(text.split())
 
 
+def joined(*seeds):
+    """The same rivals on as many domains, with so many seeds in each."""
+    both = {"a": rival("sgd").untuned(), "b": rival("adam").with_setting(lr=0.1)}
+    parts = [compare(both, QUADRATIC, seeds=n, seed=i, measuring=Measuring(splits=())) for i, n in enumerate(seeds)]
+    return Comparison.join([replace(c, folds=(replace(c.folds[0], group=f"d{i}"),)) for i, c in enumerate(parts)])
+
+
+def test_bands_of_learning_curves_are_bootstrap_intervals(tmp_path, monkeypatch):
+    """Each held against the interval that tables have, at one step; ranges would be wider."""
+    drawn = {}
+    monkeypatch.setattr(figures, "curves", lambda panels, path, **options: drawn.setdefault(path.name, panels))
+    found = joined(3, 3)
+    sections(found, tmp_path)
+    shown = drawn["curves.png"]
+    assert list(shown) == ["all domains", "d0", "d1"]
+    each = [losses[:, 2] for _, losses in found.curve("b").values()]
+    wanted = {"all domains": bootstrap(np.concatenate(each), [0, 0, 0, 1, 1, 1]), "d1": bootstrap(each[1], [0, 0, 0])}
+    for title, estimate in wanted.items():
+        curve = next(c for c in shown[title] if c.label == "b")
+        assert (curve.y[2], curve.low[2], curve.high[2]) == (estimate.value, estimate.low, estimate.high)
+    ranges = panels(found, ["b"])["d1"][0]
+    assert (ranges.low[2], ranges.high[2]) == (each[1].min(), each[1].max())
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"),
+    [
+        ((2, 2), "drawn first, in the panel of all domains; over its seeds in the panel of a domain. A curve"),
+        ((1, 1), "interval of the mean: over all runs, domains drawn first, in the panel of all domains. A curve"),
+        ((2,), "The band is the 95 % bootstrap interval of the mean: over its seeds in the panel of a domain. A curve"),
+        ((1,), "There is one run of each, and no band. A curve ends where a run was given up."),
+    ],
+)
+def test_the_caption_says_what_a_band_is(seeds, said, tmp_path):
+    (part,) = (p for p in sections(joined(*seeds), tmp_path) if p.title == "Learning curves")
+    assert said in part.figures[0][1]
+
+
+def test_versions_are_those_of_rivals_and_tuning_too_and_files_have_no_more(compared, learned):
+    found = json.loads((compared / "comparison.json").read_text())["versions"]
+    assert found == environment()
+    assert found["torch"] == torch.__version__
+    for name in ("pytorch_optimizer", "schedulefree", "prodigyopt", "botorch", "gpytorch"):
+        assert found.get(name) == (metadata.version(name) if find_spec(name) else None)
+    assert set(load(learned).header.versions) == {"metamd", "torch", "safetensors", "python"}
+
+
+def test_a_page_of_several_folders_has_all_versions_that_differ(compared, tmp_path):
+    for domain, changed in {"a": {"torch": "1.0"}, "b": {"torch": "2.0", "botorch": None}, "c": {"torch": "1.0"}}.items():
+        shutil.copytree(compared, tmp_path / domain)
+        path = tmp_path / domain / "comparison.json"
+        found = json.loads(path.read_text())
+        found["folds"][0]["group"] = domain
+        found["versions"] = {k: v for k, v in (found["versions"] | {"botorch": "0.1"} | changed).items() if v is not None}
+        path.write_text(json.dumps(found))
+    assert read(tmp_path)[1]["python"] == platform.python_version(), "what is the same is said once"
+    write_report(tmp_path, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "| version of torch | 1.0 (a, c); 2.0 (b) |" in text
+    assert "| version of botorch | 0.1 (a, c); not recorded (b) |" in text
+
+
 def test_a_report_without_a_certificate_says_so(compared, capsys):
     assert not (compared / "certificate.json").exists()
     assert cli.run(["report", str(compared)]) == 0
@@ -256,6 +384,30 @@ def test_what_compares_in_a_way_of_its_own_is_shown_with_its_tables_and_figures(
     assert "\\| MetaMD \\| 11 \\| 12 \\|" in text, "what is no table is shown as it is"
     assert cli.run(["report", str(tmp_path), "--share", "0.5"]) == 2
     assert "Leave out --target and --share" in capsys.readouterr().err
+
+
+def test_settings_and_costs_of_an_experiment_of_its_own_are_shown_as_text(tmp_path, capsys):
+    """From records that try to be markup, packed or not; a cost that is none is left out, settings that are none refused."""
+    (tmp_path / "tables.md").write_text("| who | steps |\n|---|---|\n| MetaMD | 11 |\n")
+    Records(tmp_path, {"scale": NASTY, NASTY: [1, 2]}).cell("one", lambda: {"cost": {"outer_steps": 20}})
+    Records(tmp_path, {"scale": NASTY, NASTY: [1, 2]}).pack()
+    for name, cost in {"two": {NASTY: NASTY}, "three": 7, "four": None}.items():
+        (tmp_path / "cells" / f"{name}.json").write_text(json.dumps({"cost": cost}))
+    assert cli.run(["report", str(tmp_path)]) == 0
+    said, page, text = capsys.readouterr().out, (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    assert re.search(r"\| one \| 20 \|  \|\n", text)
+    assert "| two |  | &lt;script&gt;" in text
+    assert "| three |" not in text
+    assert "| scale | &lt;script&gt;" in text
+    assert "<td>[1, 2]</td>" in page
+    assert "<script" not in page + text
+    assert "\x1b" not in said + page + text
+    assert "[x](javascript" not in text
+    assert "Costs" in said
+    assert "Configuration" not in said, "a terminal is spared it, as of comparisons"
+    (tmp_path / "run.json").write_text('{"settings": 3}')
+    assert cli.run(["report", str(tmp_path)]) == 2
+    assert "must have the settings of the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["sgd", "SGD, untuned"])
@@ -382,6 +534,8 @@ def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
     settings = {row[0]: row for row in by_title["Settings"].rows}
     assert settings["Adam, a"][3] == "4"
     assert (tmp_path / "page" / "budgets.png").exists()
+    write_report(tmp_path / "c", tmp_path / "shown")
+    assert figures_of(tmp_path / "shown") == {"profiles.png", "budgets.png"}
 
 
 def test_another_search_or_another_momentum_is_another_search(tmp_path):

@@ -279,6 +279,11 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
     assert {r["optimiser"] for r in first["rows"]} >= {"SGD (rate)", "Adam (rate)", "best diagonal"}
     written = sorted(p.suffix for p in tmp_path.iterdir() if p.is_file())
     assert written == [".html", ".json", ".json", ".md", ".md", ".png", ".png"]
+    page = (tmp_path / "report.md").read_text()
+    assert f"## Configuration\n\n|  | value |\n|---|---|\n| experiment | {name} |\n| scale | smoke |" in page
+    spent = [line for line in page.splitlines() if line.startswith("| published-far-default-0 | ")]
+    cost = read_json(tmp_path / "cells" / "published-far-default-0.json")["cost"] if name == "quadratic" else {}
+    assert spent == ([f"| published-far-default-0 | {' | '.join(map(str, cost.values()))} |"] if cost else [])
 
     def forbidden(*args, **options):
         raise AssertionError("computed again")
@@ -303,7 +308,8 @@ def test_every_experiment_with_images_runs_at_its_smallest_scale(name, tmp_path,
     assert read_json(tmp_path / "summary.json") == first
     assert "failed" not in first
     drawn = {"pieces": {"curves.png", "activity.png"}, "ablation": {"losses.png"}, "every-rival": {"losses.png"}}
-    assert {p.name for p in tmp_path.glob("*.png")} == drawn.get(name, {"curves.png"})
+    searched = {"budgets.png"} if first.get("protocol") == "paper" else set()
+    assert {p.name for p in tmp_path.glob("*.png")} == {"profiles.png"} | drawn.get(name, {"curves.png"}) | searched
     assert (tmp_path / "tables.md").read_text().count("\n|") > 2
     assert (tmp_path / "report.html").exists()
     if name != "pieces":
@@ -349,6 +355,25 @@ def test_the_losses_of_a_valley_are_those_of_torch():
 def test_a_rival_is_a_plain_record():
     assert isinstance(RIVALS["sgd"], BatchedRival)
     assert quadratic.PUBLISHED["published"]["SGD"] == 928
+
+
+def test_every_published_number_is_in_the_table_from_far_whatever_was_run():
+    """The paper's method has no result on the ill-conditioned row: its number stands alone."""
+    one = {"iterations": [3], "setting": {}}
+    places = [(row, start) for row in quadratic.ROWS for start in quadratic.STARTS]
+    results = {f"{row}-{start}-{name}-{key}": one for row, start in places for name in quadratic.TOLERANCES for key in KEYS}
+    parts = quadratic.markdown(quadratic.table(results)).split("**Means")[1:]
+    for (row, start), part in zip(places, parts, strict=True):
+        lines = [line.split(" | ") for line in part.splitlines() if line.startswith("| ")][1:]
+        shown = {line[0].removeprefix("| "): line[-1].removesuffix(" |") for line in lines}
+        published = quadratic.PUBLISHED[row].items() if start == "far" else ()
+        wanted = {label if label.startswith("MetaMD") else f"{label} (rate)": f"{number:,}" for label, number in published}
+        assert {label: number for label, number in shown.items() if number} == wanted
+        assert {len(line) for line in lines} == {9}
+        assert ("| MetaMD, paper | no result here |" in part) == (start == "far")
+
+
+KEYS = ("best-diagonal", "sgd-rate", "sgd-m-rate", "adam-rate")
 
 
 @pytest.mark.parametrize("experiment", [quadratic, rosenbrock], ids=["quadratic", "rosenbrock"])

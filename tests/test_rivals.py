@@ -413,7 +413,9 @@ def test_a_target_is_reached_when_two_evaluations_in_a_row_say_so(losses, target
 
 def test_seconds_of_steps_are_taken_in_turns():
     slow = Rival("slow", "Slow", Slow, {"lr": Range(0.1, 1)}, {"lr": 0.1})
-    found = step_seconds(task_of(), {"slow": slow.untuned(), "sgd": rival("sgd").untuned()}, rounds=3, block=2, warm_up=1)
+    both, blocks = {"slow": slow.untuned(), "sgd": rival("sgd").untuned()}, []
+    found = step_seconds(task_of(), both, rounds=3, block=2, warm_up=1, advance=blocks.append)
+    assert blocks == ["slow", "sgd", "sgd", "slow"] * 2, "one call after each block, whether it counts or not"
     assert found["slow"] > found["sgd"] > 0
     assert Slow.turns == 8
 

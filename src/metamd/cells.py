@@ -66,7 +66,7 @@ def fill(
         raise ValueError(f"workers must be at least 1, got {workers}.")
     todo = list(cells)
     missing = [cell for cell in todo if not records.has(cell.name)]
-    with _bar(title, len(todo), len(todo) - len(missing)) as advance:
+    with progress(title, len(todo), len(todo) - len(missing)) as advance:
         if ray is not None and missing:
             from metamd.ray_cells import fill_with_ray
 
@@ -81,7 +81,15 @@ def fill(
 
 
 @contextmanager
-def _bar(title: str, total: int, done: int) -> Iterator[Callable[[str], None]]:
+def progress(title: str, total: int, done: int = 0, *, redrawn: bool = True) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error with the time that is left; what it gives is called with the name of each part that is done.
+
+    Args:
+        title: in front of the bar.
+        total: parts.
+        done: of them, already.
+        redrawn: whether a thread redraws it all the time; if not, it is drawn between parts, and takes no time from them.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -89,11 +97,12 @@ def _bar(title: str, total: int, done: int) -> Iterator[Callable[[str], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, speed_estimate_period=600, auto_refresh=redrawn) as bar:
         task = bar.add_task(title, total=total, completed=done)
 
         def advance(name: str) -> None:
-            bar.update(task, description=f"{title}: {name}", advance=1)
+            bar.update(task, description=f"{title}: {name}", advance=1, refresh=not redrawn)
 
         yield advance
         bar.update(task, description=title)

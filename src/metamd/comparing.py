@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from metamd.cells import Cell, fill
+from metamd.cells import Cell, fill, progress
 from metamd.comparison import Comparison
+from metamd.environment import environment
 from metamd.folds import Candidate, Fold, Target, cell_name
 from metamd.learned import versions
 from metamd.records import Records, Result, write_json
@@ -21,7 +22,7 @@ from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
 from metamd.tasks.held_out import ImageFamily
 from metamd.tasks.shared_start import SharedStart
 from metamd.tasks.supervised import Supervised
-from metamd.training import Measuring, Outcome, step_seconds, train
+from metamd.training import ROUNDS, WARM_UP, Measuring, Outcome, step_seconds, train
 from metamd.tuning import METRICS
 from metamd.usage import Schedule
 
@@ -272,7 +273,7 @@ def _timed(
         gone = {label for label, c in chosen.items() if c.rival.recorded}
         lost = gone | {label for label, c in chosen.items() if c.rival.unlearned}
         once = {label: chosen[label] for label in chosen if label in timed.values() and label not in lost}
-        found = step_seconds(next(iter(tasks.values())), once, steps=comparison.settings["steps"])
+        found = _seconds(next(iter(tasks.values())), once, comparison.settings["steps"], shown=records is not None)
         each = {label: found.get(timed[kind], math.nan) for label, kind in kinds.items()}
         if gone and records is not None:
             each = in_unit_of(each, _seconds_before(records.folder, chosen))
@@ -281,8 +282,17 @@ def _timed(
     taken = (compute() if records is None else records.cell(name, compute))["seconds"]
     timed = comparison.with_seconds({label: math.nan if x is None else x for label, x in taken.items()})
     if records is not None:
-        write_json(records.folder / "comparison.json", timed.index() | {"versions": versions()})
+        write_json(records.folder / "comparison.json", timed.index() | {"versions": environment()})
     return timed
+
+
+def _seconds(task: Task, contenders: Mapping[str, Contender], steps: int, *, shown: bool) -> dict[str, float]:
+    """Those of a step of each; without a folder this is as silent as the trainings are."""
+    if not shown:
+        return step_seconds(task, contenders, steps=steps)
+    # drawn between the blocks: a thread that redraws would take its time from the steps
+    with progress("timing steps", (ROUNDS + WARM_UP) * len(contenders), redrawn=False) as advance:
+        return step_seconds(task, contenders, steps=steps, advance=advance)
 
 
 def in_unit_of(seconds: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,18 @@ import numpy as np
 from metamd import figures
 from metamd.comparison import LEAST, Comparison
 from metamd.folds import Fold, Target
+from metamd.loss_curves import has_all, panels
 from metamd.paired import Estimate, smallest_p
 from metamd.protocols import PROTOCOLS
 from metamd.report import Section
 from metamd.statements import HeldOutCertificate, certificates
 
 KEPT = ("certificate", "certificates")
+
+CONFIGURATION = "Configuration"
+"""The title of what a terminal is spared."""
+
+PROFILES, BUDGETS = "profiles.png", "budgets.png"
 
 UNCERTIFIED = (
     "None lies beside these records. What held-out tasks guarantee about the next one is asked with metamd certify FILE "
@@ -48,8 +54,20 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
         _profiles(comparison, folder),
         _costs(comparison),
         _choices(comparison, folder),
-        _configuration(comparison, versions or {}),
+        configuration(comparison.settings, versions or {}),
     ]
+
+
+def kept_figures(c: Comparison) -> list[str]:
+    """The names of the figures that are kept beside a page: they say nothing else than the page does.
+
+    Learning curves are not among them: an experiment draws its own `curves.png`, of fewer optimisers. What a smaller budget
+    would have found is kept where there was a search: the order of the rates of a handicap is no search.
+
+    Args:
+        c: the comparison.
+    """
+    return [PROFILES, *([BUDGETS] if _budgets(c) and c.folds[0].tunings else [])]
 
 
 def _results(c: Comparison) -> Section:
@@ -144,14 +162,19 @@ def _verdicts(c: Comparison) -> Section:
 
 
 def _curves(c: Comparison, folder: Path) -> Section:
-    panels: dict[str, list[figures.Curve]] = {f.group: [] for f in c.folds}
-    for label in c.labels:
-        for group, (places, losses) in c.curve(label).items():
-            panels[group] += figures.banded(label, places, losses)
     path = folder / "curves.png"
-    figures.curves(panels, path, xlabel="step", ylabel="training loss")
-    caption = "Training loss on fixed examples: mean over the seeds, the band from the smallest to the largest."
+    figures.curves(panels(c, c.labels, intervals=True), path, xlabel="step", ylabel="training loss")
+    caption = f"Training loss on fixed examples, the mean over the runs. {_bands(c)} A curve ends where a run was given up."
     return Section("Learning curves", figures=[(path, caption)])
+
+
+def _bands(c: Comparison) -> str:
+    """What the bands of the learning curves are, where there are any."""
+    found = ["over all runs, domains drawn first, in the panel of all domains"] if has_all(c, c.labels) else []
+    found += ["over its seeds in the panel of a domain"] if any(f.tasks(c.labels[0]) > 1 for f in c.folds) else []
+    if not found:
+        return "There is one run of each, and no band."
+    return f"The band is the 95 % bootstrap interval of the mean: {'; '.join(found)}."
 
 
 def _profiles(c: Comparison, folder: Path) -> Section:
@@ -160,7 +183,7 @@ def _profiles(c: Comparison, folder: Path) -> Section:
     panels = {
         _short(m): [figures.Curve(label, p.tau, p.share) for label, p in profiles.items()] for m, profiles in found.items()
     }
-    path = folder / "profiles.png"
+    path = folder / PROFILES
     figures.curves(panels, path, xlabel="tau", ylabel="share of tasks within tau times the best", logarithmic=False)
     rows = [[label, *(f"{found[m][label].area:.3f}" for m in metrics)] for label in c.labels]
     texts = [
@@ -207,7 +230,7 @@ def _tasks(count: float) -> str:
 
 def _choices(c: Comparison, folder: Path) -> Section:
     """What was chosen, and what a smaller budget would have found."""
-    rows, curves = [], []
+    rows = []
     for label in c.labels:
         for fold, candidate in zip(c.folds, c.chosen(label, "mean_loss"), strict=True):
             tried = len(fold.tunings[label].best_so_far if label in fold.tunings else fold.entrants[label])
@@ -216,12 +239,9 @@ def _choices(c: Comparison, folder: Path) -> Section:
             failed = sum(any(o.failed for o in x.outcomes) for x in fold.entrants[label])
             rows.append([f"{label}, {fold.group}", setting, str(candidate.contender.get("schedule", "")), str(tried)])
             rows[-1] += [str(failed), ", ".join(_at_end(c, fold, label))]
-        best = _searched(c, label) if c.folds[0].tunings else expected_best(c, label)
-        if len(best) > 1:
-            curves.append(figures.Curve(label, list(range(1, len(best) + 1)), best))
     shown = []
-    if curves:
-        path, searched = folder / "budgets.png", bool(c.folds[0].tunings)
+    if curves := _budgets(c):
+        path, searched = folder / BUDGETS, bool(c.folds[0].tunings)
         what = "best validation error so far" if searched else "expected best mean loss"
         figures.curves({"": curves}, path, xlabel="settings tried", ylabel=what)
         caption = "The mean loss of the best of so many settings, drawn at random from those tried."
@@ -232,6 +252,12 @@ def _choices(c: Comparison, folder: Path) -> Section:
         "hyperparameters of a search, whose best setting lies at an end of its range: a better one may lie beyond."
     ]
     return Section("Settings", texts, heads, rows, shown)
+
+
+def _budgets(c: Comparison) -> list[figures.Curve]:
+    """What the best of so many settings has, for optimisers of which several were tried."""
+    found = {label: _searched(c, label) if c.folds[0].tunings else expected_best(c, label) for label in c.labels}
+    return [figures.Curve(label, list(range(1, len(best) + 1)), best) for label, best in found.items() if len(best) > 1]
 
 
 def _value(value: Any) -> str:
@@ -279,10 +305,31 @@ def expected_best(c: Comparison, label: str) -> list[float]:
     return [sum(x[k] for x in curves) / len(curves) for k in range(shortest)]
 
 
-def _configuration(c: Comparison, versions: dict[str, Any]) -> Section:
-    rows = [[str(k), _plain(v)] for k, v in c.settings.items()]
+def configuration(settings: Mapping[str, Any], versions: Mapping[str, Any]) -> Section:
+    """What runs were made with, as the records have it.
+
+    Args:
+        settings: by name.
+        versions: of the libraries.
+    """
+    rows = [[str(k), _plain(v)] for k, v in settings.items()]
     rows += [[f"version of {k}", _plain(v)] for k, v in versions.items()]
-    return Section("Configuration", (), ["", "value"], rows)
+    return Section(CONFIGURATION, (), ["", "value"], rows)
+
+
+def training_costs(cells: Mapping[str, Mapping[str, Any]]) -> Section | None:
+    """What the trainings of an experiment cost that compares in a way of its own; None if no record has a cost.
+
+    Args:
+        cells: the records, by name.
+    """
+    costs = {name: cell["cost"] for name, cell in cells.items() if isinstance(cell.get("cost"), dict)}
+    heads = list(dict.fromkeys(head for cost in costs.values() for head in cost))
+    if not heads:
+        return None
+    texts = ["What each training cost that the tables are made of, by its record. Rivals are tuned, not trained."]
+    rows = [[name, *(_plain(cost[head]) if head in cost else "" for head in heads)] for name, cost in costs.items()]
+    return Section("Costs", texts, ["", *(head.replace("_", " ") for head in heads)], rows)
 
 
 def _plain(value: Any) -> str:

@@ -295,7 +295,7 @@ def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, yl
             axes.set_yscale("log")
         axes.set_title(literal(title), fontsize=9)
         axes.set_xlabel(xlabel, fontsize=8)
-        axes.tick_params(labelsize=7)
+        axes.tick_params(which="both", labelsize=7)  # a short axis has minor labels alone
         axes.grid(color="0.92")
         axes.spines[["top", "right"]].set_visible(False)
     grid[0].set_ylabel(ylabel, fontsize=8)

@@ -98,11 +98,11 @@ class Records:
 
     def pack(self) -> None:
         """Move all cells into the packed file."""
-        paths = sorted((self.folder / "cells").glob("*.json"))
-        self.packed.update({path.stem: read_cell(self.folder, path.stem) for path in paths})
+        loose = read_loose(self.folder)
+        self.packed.update(loose)
         self._write_packed()
-        for path in paths:
-            path.unlink()
+        for name in loose:
+            self.path(name).unlink()
 
     def _write_packed(self) -> None:
         if not self.packed:
@@ -128,6 +128,15 @@ def read_cell(folder: Path, name: str) -> Result:
     if not isinstance(found, dict):
         raise ValueError(f"{str(path)!r} must hold a JSON object. Delete it, and it is computed again.")
     return found
+
+
+def read_loose(folder: Path) -> dict[str, Result]:
+    """The cells of a run that are not packed, by name.
+
+    Args:
+        folder: of the run.
+    """
+    return {path.stem: read_cell(folder, path.stem) for path in sorted((folder / "cells").glob("*.json"))}
 
 
 def read_packed(folder: Path) -> dict[str, Result]:

@@ -1,7 +1,7 @@
 """One training of one task by one contender, and what is measured of it: the cell that every comparison is made of."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -267,14 +267,19 @@ class _Run:
             getattr(self.optimiser, mode)()
 
 
+ROUNDS, WARM_UP = 15, 3
+"""Blocks of steps that are timed of each contender, and those before that are not."""
+
+
 def step_seconds(
     task: Task,
     contenders: Mapping[str, Contender],
     *,
     steps: int | None = None,
-    rounds: int = 15,
+    rounds: int = ROUNDS,
     block: int = 10,
-    warm_up: int = 3,
+    warm_up: int = WARM_UP,
+    advance: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
     """The seconds that one step of each contender takes: the median over blocks of steps that take turns.
 
@@ -287,6 +292,7 @@ def step_seconds(
         rounds: blocks of each.
         block: steps in a block; those of SOAP and Shampoo differ in cost with a period of 10.
         warm_up: blocks that are not counted.
+        advance: called with the label after each block, outside of what is timed; so often as there are blocks.
     """
     found: dict[str, list[float]] = {label: [] for label in contenders}
     with one_thread(), seeded(derive_seed(config_hash(task.config), "seconds")):
@@ -307,6 +313,8 @@ def step_seconds(
                     found[label].append((perf_counter() - began) / steps_taken)
                 if runs[label].failed:
                     del runs[label]
+                if advance is not None:
+                    advance(label)
     return {label: median(times) if times else math.nan for label, times in found.items()}
 
 

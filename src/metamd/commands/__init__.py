@@ -162,7 +162,7 @@ class Reproduce:
 
     Args:
         name: which experiment; all runs one after another, each in a folder of its own.
-        scale: smoke takes seconds, cpu minutes or hours on two cores; paper is the published protocol, for a GPU.
+        scale: smoke takes minutes for all, cpu minutes to hours each on two cores; paper is what was published, for a GPU.
         out: directory for records and figures; runs/NAME-SCALE if not given. Of all, the directory of their folders.
         workers: processes.
         ray: address of a Ray cluster to compute on, for the experiments with networks; local starts one on this machine.
@@ -199,7 +199,7 @@ class Reproduce:
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     workers: int = 1
     ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
-    only: Annotated[tuple[str, ...], arg(metavar="DOMAIN")] = ()
+    only: Annotated[tuple[str, ...], arg(metavar="DOMAIN [DOMAIN ...]")] = ()
     pack: bool = False
     seed: int = 0
     json: bool = False
@@ -213,9 +213,8 @@ class Train:
         family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images
             or adapt-rotated-mnist.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
-        potential: diagonal, or kronecker for metrics in a learned basis of every weight matrix. If neither it nor any
-            option of how to learn is given, networks are learned by kronecker --follow --usage --rank auto, and all
-            other families by diagonal.
+        potential: diagonal, or kronecker for metrics in a learned basis of every weight matrix. If no option of how to learn
+            is given, networks are learned by kronecker --follow --usage --rank auto, all other families by diagonal.
         pieces: metrics in the mixture.
         tying: which coordinates share a metric: parameter (if not given), channel, column, tensor or role; with kronecker
             tensor (if not given) or role.
@@ -240,8 +239,7 @@ class Train:
         prior: strength of the prior that keeps coordinates from starving that move little.
         max_norm: keep the norm of the metrics, sqrt(sum D), below this.
         tolerance: stop when the objective changes by less than this; 0 never stops early.
-        refine: outer steps along the hypergradient, afterwards. If not given, 12 for quadratics, of the logarithm of the
-            gap, and none for other families.
+        refine: outer steps along the hypergradient, afterwards; 12 for quadratics and none for others, if not given.
         estimator: of that hypergradient: reverse, forward, forward-diagonal or forward-random.
         preset: default, or paper for the published algorithm, for which quadratics start at (0.1, 0.1) and not at (3, 3).
         k: the constant of the paper's objective.
@@ -317,12 +315,13 @@ class Compare:
         file: a path, or the name of a learned optimiser shipped with the package.
         family: as for metamd train.
         rivals: sgd, sgdm, nesterov, adam, adamw, rmsprop, adagrad, muon, soap, shampoo, schedule-free, schedule-free-sgd,
-            prodigy, dadapt or hypergradient; or learned first: meta-sgd, aruba, aruba-plus, learned-schedule or lstm.
+            prodigy, dadapt or hypergradient; judged by a tail average: sgdm-averaged, adam-averaged, adamw-averaged,
+            muon-averaged or soap-averaged; learned first: meta-sgd, aruba, aruba-plus, learned-schedule or lstm.
         protocol: handicap gives rivals the best rate on the very tasks, and MetaMD nothing; paper tunes everybody alike.
         budget: settings tried per rival and schedule.
         search: of the protocol paper: bayes, random or grid.
         schedules: of the rivals' rates: constant, linear or quadratic decay to zero.
-        momentum: of MetaMD; as FILE has it if not given.
+        momentum: of MetaMD; as FILE has it if not given. One above 0 takes the place of a tail average that FILE has, too.
         schedule: of MetaMD's rate; as FILE has it if not given.
         refresh: of MetaMD, how often polar steps find their directions: 4 makes a step of a small network half as long.
         target: the rival that sets the target, by its name or its label in the table; the last one if not given.

@@ -9,10 +9,19 @@ from typing import Any
 
 from metamd.commands import Report
 from metamd.comparison import Comparison
-from metamd.comparison_report import certificate_sections, not_held_out, sections
+from metamd.comparison_report import (
+    CONFIGURATION,
+    certificate_sections,
+    configuration,
+    kept_figures,
+    not_held_out,
+    sections,
+    training_costs,
+)
 from metamd.container import write_atomically
+from metamd.environment import joined
 from metamd.folds import Target
-from metamd.records import read_json
+from metamd.records import Records, read_json, read_loose, read_packed
 from metamd.report import Section, as_markdown, as_text, table_sections, write_page
 
 
@@ -27,15 +36,19 @@ def run(options: Report) -> int:
         if options.target is not None or options.share is not None:
             raise ValueError(f"{options.folder} compares in a way of its own. Leave out --target and --share.")
         parts = write_tables(options.folder, out)
-        print(json.dumps({"page": str(out / "report.html")}) if options.json else as_text(parts))
+        print(json.dumps({"page": str(out / "report.html")}) if options.json else _shown(parts))
         return 0
     comparison, parts = write_report(options.folder, out, options.target, options.share)
     if options.json:
         print(json.dumps(summary(comparison) | {"page": str(out / "report.html")}))
     else:
-        print(as_text([p for p in parts if p.title != "Configuration"]))
+        print(_shown(parts))
         print(f"\nThe report is in {out / 'report.html'}.")
     return 0
+
+
+def _shown(parts: Sequence[Section]) -> str:
+    return as_text([p for p in parts if p.title != CONFIGURATION])
 
 
 def write_report(
@@ -45,7 +58,7 @@ def write_report(
     share: float | None = None,
     places: Sequence[Path] | None = None,
 ) -> tuple[Comparison, list[Section]]:
-    """Write `report.html` and `report.md`; what they show is given back.
+    """Write `report.html`, `report.md` and the figures that are kept beside them; what they show is given back.
 
     Args:
         folder: of the records.
@@ -64,19 +77,24 @@ def write_report(
         kept = folder / "certificate.json"
         parts += certificate_sections(read_json(kept) if kept.is_file() else None)
         _write(out, _title(comparison), parts, folder)
+        for name in kept_figures(comparison):
+            write_atomically(out / name, (Path(figures) / name).read_bytes())
     return comparison, parts
 
 
 def write_tables(folder: Path, out: Path) -> list[Section]:
-    """The same pages of an experiment that compares in a way of its own: its tables and its figures.
+    """The same pages of an experiment that compares in a way of its own: its tables, figures, costs and configuration.
 
     Args:
-        folder: where `tables.md` lies, with the figures beside it.
+        folder: where `tables.md` lies, with the figures and the records beside it, if there are any.
         out: of the pages.
     """
     parts = table_sections((folder / "tables.md").read_text())
     figures = [(path, path.stem.replace("-", " ").capitalize()) for path in sorted(folder.glob("*.png"))]
     parts += [Section("Figures", figures=figures)] if figures else []
+    costs = training_costs(read_packed(folder) | read_loose(folder))
+    parts += [] if costs is None else [costs]
+    parts += [configuration(Records.settings(folder), {})] if (folder / "run.json").is_file() else []
     out.mkdir(parents=True, exist_ok=True)
     _write(out, folder.resolve().name.capitalize(), parts, folder)
     return parts
@@ -93,7 +111,7 @@ def _has_tables_alone(folder: Path) -> bool:
 
 
 def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison, dict[str, Any]]:
-    """The comparison in a folder, or those in its folders as one, and the versions it was made with.
+    """The comparison in a folder, or those in its folders as one, and the versions it was made with, all where they differ.
 
     Args:
         folder: with `comparison.json`, or with folders that have one.
@@ -104,9 +122,9 @@ def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison
         places = [folder] if (folder / "comparison.json").is_file() else inside
     if not places:
         raise FileNotFoundError(f"{folder} holds no comparison. Make one with `metamd compare FILE FAMILY --out {folder}`.")
-    joined = Comparison.join(Comparison.read(p) for p in places)
-    versions = read_json(places[0] / "comparison.json").get("versions")
-    return joined, versions if isinstance(versions, dict) else {}
+    comparison = Comparison.join(Comparison.read(p) for p in places)
+    found = {p.name: read_json(p / "comparison.json").get("versions") for p in places}
+    return comparison, joined({name: v if isinstance(v, dict) else {} for name, v in found.items()})
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from metamd import figures
 from metamd.comparison import Comparison
+from metamd.loss_curves import panels
 from metamd.protocols import unscheduled
 
 UNTUNED = ", untuned"
@@ -24,18 +25,8 @@ def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -
         folder: where the image goes.
     """
     shown = [*ours, *best_schedules(comparison)]
-    each = {label: comparison.curve(label) for label in shown}
-    panels: dict[str, list[figures.Curve]] = {}
-    if len(comparison.folds) > 1 and len({f[0] for label in shown for f in each[label].values()}) == 1:
-        panels["all domains"] = []
-        for label in shown:
-            places = next(iter(each[label].values()))[0]
-            losses = np.concatenate([losses for _, losses in each[label].values()])
-            panels["all domains"] += figures.banded(label, places, losses, comparison.groups, dashed=label in ours[1:])
-    for fold in comparison.folds:
-        runs = {label: each[label][fold.group] for label in shown}
-        panels[fold.group] = [c for label in shown for c in figures.banded(label, *runs[label], dashed=label in ours[1:])]
-    figures.curves(panels, folder / "curves.png", xlabel="step", ylabel="training loss")
+    found = panels(comparison, shown, dashed=ours[1:])
+    figures.curves(found, folder / "curves.png", xlabel="step", ylabel="training loss")
 
 
 def mean_losses(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:

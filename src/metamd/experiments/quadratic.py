@@ -274,8 +274,9 @@ def _table(rows: list[Result], row: str, start: str) -> str:
     tight, loose = ({r["optimiser"]: r for r in rows if r["tolerance"] == t} for t in TOLERANCES.values())
     heads = ["1e-6: median (quartiles)", "95 % interval", "mean", "arrived", "MetaMD is faster by"]
     lines = [" | ".join(["| optimiser", *heads, "1e-2: median (quartiles)", "by", "paper |"]), "|---" * 9 + "|"]
+    published = dict(PUBLISHED[row]) if start == "far" else {}
     for label, found in tight.items():
-        published = PUBLISHED[row].get(label.removesuffix(" (rate)")) if start == "far" else None
+        number = published.pop(label.removesuffix(" (rate)"), None)
         fields = [
             label,
             _middle(found),
@@ -285,9 +286,15 @@ def _table(rows: list[Result], row: str, start: str) -> str:
             _ratio(found, tight),
             _middle(loose[label]),
             _ratio(loose[label], loose),
-            "" if published is None else f"{published:,}",
+            "" if number is None else f"{number:,}",
         ]
         lines.append(f"| {' | '.join(fields)} |")
+    for label, number in published.items():  # of what was not run, or could not be learned, the paper's number alone
+        lines.append(f"| {' | '.join([label, 'no result here', *[''] * 6, f'{number:,}'])} |")
+    return "\n".join([*lines, *_over_best(tight)])
+
+
+def _over_best(tight: Mapping[str, Result]) -> Iterator[str]:
     best, ratios = tight["best diagonal"]["mean"], []
     for label in OURS.values():
         means = [t["mean"] for t in tight.get(label, {}).get("trainings", [])]
@@ -295,9 +302,7 @@ def _table(rows: list[Result], row: str, start: str) -> str:
             each = ", ".join("not all arrived" if m is None else f"{m / best:.2f}" for m in means)
             ratios.append(f"{label}: {each}")
     if ratios:
-        said = "; ".join(ratios)
-        lines.append(f"\nMean iterations of each meta-training over those of the best diagonal, at 1e-6. {said}.")
-    return "\n".join(lines)
+        yield f"\nMean iterations of each meta-training over those of the best diagonal, at 1e-6. {'; '.join(ratios)}."
 
 
 def _middle(found: Result) -> str:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
 MARKS = re.compile(r"<!-- results/([\w-]+): begin -->\n.*?<!-- end -->\n", re.S)
+JUDGED = re.compile(r"<!-- (aims|published): begin -->\n.*?<!-- end -->\n", re.S)
 OVERVIEW = re.compile(r"<!-- results: begin -->\n.*?<!-- end -->\n", re.S)
 
 PAPERS, ALL = "the best of the paper's rivals", "the best of all"
@@ -38,7 +39,9 @@ def shown(name: str) -> str:
 
 def written(page: str) -> str:
     """The page with the tables of the records in it."""
-    return MARKS.sub(lambda m: f"<!-- results/{m[1]}: begin -->\n{shown(m[1])}<!-- end -->\n", page)
+    page = MARKS.sub(lambda m: f"<!-- results/{m[1]}: begin -->\n{shown(m[1])}<!-- end -->\n", page)
+    tables = {"aims": aims, "published": published}
+    return JUDGED.sub(lambda m: f"<!-- {m[1]}: begin -->\n{tables[m[1]]()}<!-- end -->\n", page)
 
 
 def overview() -> str:
@@ -64,6 +67,74 @@ def _ratio(rows: list[dict[str, Any]], key: str) -> str:
         return ""
     ours, theirs, runs = (sum(row["arrived"][k] for row in rows) for k in ("ours", "rival", "runs"))
     return f"there in {ours} of {runs} runs (rival: {theirs})"
+
+
+COMPARED = {
+    "rotated-mnist-linear": "linear model",
+    "rotated-mnist-mlp": "MLP",
+    "diverse-digits-lenet": "LeNet",
+    "resnet18-cifar10": "ResNet18",
+    "adapt-rotated-mnist": "adaptation",
+    "adapt-rotated-mnist-learned": "adaptation, learned start",
+}
+"""Experiments by what they train."""
+
+
+def aims() -> str:
+    """MetaMD against each of the paper's rivals under its better schedule: steps to the target, and errors at the end."""
+    rivals = ("SGD", "SGD-M", "Adam")
+    heads = ["", *(f"steps, {r}" for r in rivals), "test error, best rival", "final loss, best rival"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for name, said in COMPARED.items():
+        tuned = _tuned(name)
+        cells = []
+        for rival in rivals:
+            own = [row["steps_to_target"] for row in tuned if row["label"].split(",")[0] == rival]
+            cells.append(_verdict(min(own, key=_steps)) if own else "")
+        for metric in ("test_error", "final_loss"):
+            best = min((row for row in tuned if row[metric]["value"] is not None), key=lambda row: row[metric]["value"])
+            cells.append(f"{_verdict(best[metric])} ({best['label']})")
+        lines.append(f"| {' | '.join([said, *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _tuned(name: str) -> list[dict[str, Any]]:
+    rows = json.loads((ROOT / "results" / name / "summary.json").read_text())["rows"]
+    return [row for row in rows if not row["label"].startswith("MetaMD") and not row["label"].endswith("untuned")]
+
+
+def _steps(found: dict[str, Any]) -> tuple[float, float]:
+    """Fewest first; where a run in the middle does not arrive, the part of runs that do."""
+    return float("inf") if found["value"] is None else found["value"], -found["arrived"]
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    ratio = found.get("ratio")
+    return f"{'it never arrives' if ratio is None else f'{ratio:.2f} x'}, {found['verdict']}"
+
+
+def published() -> str:
+    """Test accuracies here and in the paper, in the mean over the domains that both have."""
+    heads = ["test accuracy, %", "here", "in the paper", "difference", "best of the paper's rivals here", "in the paper"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for name in list(COMPARED)[:4]:
+        rows = json.loads((ROOT / "results" / name / "summary.json").read_text())["rows"]
+        ours, others = rows[0], {r["label"].split(",")[0]: r for r in rows if r["published"]}
+        domains = [d for d in ours["accuracy"] if d in ours["published"]]
+        mine, papers = _mean(ours["accuracy"], domains), _mean(ours["published"], domains)
+        names = [n for n in others if n != "MetaMD"]
+        tuned = [row for row in _tuned(name) if row["label"].split(",")[0] in names]
+        best = max(tuned, key=lambda row: _mean(row["accuracy"], domains))
+        their = max(names, key=lambda n: _mean(others[n]["published"], domains))
+        said = [f"{mine:.2f}", f"{papers:.2f}", f"{mine - papers:+.2f}"]
+        said += [f"{_mean(best['accuracy'], domains):.2f} ({best['label']})"]
+        said += [f"{_mean(others[their]['published'], domains):.2f} ({their})"]
+        lines.append(f"| {' | '.join([COMPARED[name], *said])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean(values: dict[str, float], domains: list[str]) -> float:
+    return sum(values[d] for d in domains) / len(domains)
 
 
 def written_readme(page: str) -> str:

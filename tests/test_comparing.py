@@ -619,9 +619,81 @@ def test_a_killed_worker_is_replaced_and_its_cell_run_again(tmp_path):
     assert all(r["process"] != os.getpid() for r in found.values())
 
 
+def run_with_ray(program, *arguments):
+    """In a process of its own, which leaves no cluster behind."""
+    pytest.importorskip("ray")
+    ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # others are being tested beside it
+    env = {**os.environ, **ray, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_lessons_and_searches_on_a_ray_cluster_bring_their_files(tmp_path):
+    """From the command line too; and the cluster that is started listens on loopback alone."""
+    run_with_ray(
+        """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from metamd import Diagonal, Measuring, cli, load, tasks
+from metamd.cells import Cell, fill
+from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
+from metamd.protocols import entrants
+from metamd.records import Records
+from metamd.rivals import rival
+from metamd.search import SEARCHES
+
+folder = Path(sys.argv[1])
+small = ["--rivals", "sgd", "--schedules", "constant", "--budget", "2", "--seeds", "1", "--steps", "10"]
+assert cli.run(["compare", "quadratic", "quadratic", "--out", str(folder / "c"), *small, "--ray", "local"]) == 0
+assert (folder / "c" / "report.html").exists()
+
+import ray
+
+assert not ray.is_initialized(), "the cluster of the command is gone"
+begun = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)  # one for all that follows
+assert begun.address_info["node_ip_address"] == "127.0.0.1", "as the command's was, in this process"
+family = tasks.quadratic((0.5, 1.0), steps=20)
+family.held_out = lambda: tasks.quadratic((0.5, 1.0), steps=20)
+size = Scale(("a",), None, 20, 1, 2, 1, 2, ("sgd",), ("constant",), usage_tasks=0, measuring=Measuring(splits=()))
+experiment = Experiment("x", lambda size, domain: family, {"d": Geometry(Diagonal, {"MetaMD": Entry()})}, {"t": size}, {})
+experiment = replace(experiment, target="SGD")
+found = {ray: experiment.compared("t", folder / str(ray), 0, 2, ray)[0][0] for ray in (None, "local")}
+files = [load(folder / where / "learned" / "a-d.safetensors").fingerprint() for where in ("None", "local")]
+assert files[0] == files[1]
+assert [p.name for p in (folder / "local" / "learned").iterdir()] == ["a-d.safetensors"], "nothing else is left here"
+assert found["local"].values("MetaMD", "mean_loss").tolist() == found[None].values("MetaMD", "mean_loss").tolist()
+
+inputs, tuned = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), {}
+points = {"a": (inputs, (inputs.sum(1) > 0).long())}
+sorting = tasks.supervised(lambda: torch.nn.Linear(4, 2), points, batch_size=10, steps=5)
+for where in (None, "local"):
+    records = Records(folder / f"tuning-{where}", {})
+    options = {"budget": 3, "schedules": ["constant"], "search": SEARCHES["random"], "records": records, "ray": where}
+    tuned[where] = entrants("paper", {}, [rival("sgd"), rival("adam")], sorting, **options)["Adam"].setting
+names = [sorted(p.name for p in (folder / f"tuning-{where}" / "cells").iterdir()) for where in (None, "local")]
+assert names[0] == names[1] and len(names[0]) == 2 * 3 + 2, names
+assert tuned["local"] == tuned[None]
+
+ray.shutdown()
+ray._private.ray_constants.ENABLE_RAY_CLUSTER = True  # as if it had been imported before
+try:
+    fill(Records(folder / "open", {}), [Cell("a", dict)], title="t", ray="local")
+except ValueError as error:
+    assert "must be out of reach of other machines" in str(error)
+else:
+    raise AssertionError
+""",
+        tmp_path,
+    )
+
+
 def test_a_local_ray_cluster_and_a_killed_actor(tmp_path):
     """As above on a cluster; the records are written here, whatever process computed them."""
-    pytest.importorskip("ray")
     program = """
 import os, signal, sys
 from dataclasses import replace
@@ -664,10 +736,7 @@ except ValueError as error:
 else:
     raise AssertionError
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_with_ray(program, tmp_path)
 
 
 def test_a_cell_that_always_kills_its_process_is_given_up(tmp_path):

@@ -162,6 +162,11 @@ def test_the_tables_of_the_results_page_are_those_of_the_records():
     assert benchmark("starts").table() in page
     sensitivity = benchmark("sensitivity")
     assert sensitivity.table(sensitivity.read()) in (ROOT / "docs" / "reproduction.md").read_text()
+    assert benchmark("recorded_budget").table() in (ROOT / "docs" / "reproduction.md").read_text()
+    for name in ("aims", "published"):
+        table = getattr(module, name)()
+        assert table in page
+        assert module.written(page.replace(table, table.replace("| ", "| 1", 1))) == page
     coordinates = benchmark("coordinates")
     assert coordinates.table(json.loads(coordinates.OUT.read_text())) in page
     assert module.written(page) == page, "run benchmarks/results_page.py"

@@ -1,5 +1,7 @@
 """Cells on a Ray cluster: actors hold the cells and compute one after another; this process writes the records."""
 
+import ipaddress
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,9 @@ from typing import Any
 
 from metamd.cells import ATTEMPTS, Cell
 from metamd.records import Records, Result
+
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Read when ray is imported: "0" has it listen on loopback alone. Told an address of loopback, it takes the machine's."""
 
 PATIENCE = 5.0
 """Seconds until somebody has to answer."""
@@ -29,6 +34,8 @@ def fill_with_ray(
         workers: actors, of one CPU each.
         advance: called with the name of every cell that is there.
     """
+    if address == "local":
+        os.environ.setdefault(LOOPBACK, "0")
     try:
         import ray
     except ModuleNotFoundError:
@@ -115,10 +122,15 @@ def _cluster(ray: Any, address: str, workers: int) -> Iterator[None]:
             options = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
             _knock(address)
         try:
-            ray.init(**options)
+            begun = ray.init(**options)
         except ConnectionError as error:
             raise ValueError(f"there is no Ray cluster at {address!r}: {error}") from None
     try:
+        if ours and address == "local" and not ipaddress.ip_address(begun.address_info["node_ip_address"]).is_loopback:
+            raise ValueError(
+                "a local Ray cluster must be out of reach of other machines, and ray was imported before that could be "
+                f"said. Set {LOOPBACK}=0 in the environment, or pass the address of a cluster of your own."
+            )
         yield
     finally:
         if ours:

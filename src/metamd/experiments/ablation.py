@@ -50,7 +50,7 @@ SCALES = {
         budget=2,
         rivals=("adam",),
         schedules=("linear",),
-        usage_tasks=1,
+        usage_tasks=0,
         batch_size=50,
     ),
     "cpu": Scale(

@@ -26,13 +26,13 @@ ANGLES = tuple(str(a) for a in ADAPTED)
 
 SCALES = {
     "smoke": Scale(
-        ("0", "90"),
+        ("0",),
         60,
-        steps=20,
+        steps=10,
         outer_steps=1,
-        tasks_per_step=2,
+        tasks_per_step=1,
         seeds=2,
-        budget=3,
+        budget=2,
         rivals=("sgdm", "adam"),
         usage_tasks=0,
         batch_size=20,

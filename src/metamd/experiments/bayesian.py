@@ -22,10 +22,10 @@ SCALES = {
     "smoke": Scale(
         ("45",),
         200,
-        steps=20,
+        steps=10,
         outer_steps=1,
-        tasks_per_step=2,
-        seeds=2,
+        tasks_per_step=1,
+        seeds=1,
         budget=7,  # two more than a search by Bayesian optimisation draws at random
         rivals=("adam",),
         schedules=("linear",),

@@ -14,7 +14,7 @@ from metamd.experiments.leave_one_out import Experiment, Scale, markdown
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 
 SCALES = {
-    "smoke": replace(OF_MLP["smoke"], domains=("usps",), images=100, steps=10, seeds=1),
+    "smoke": replace(OF_MLP["smoke"], domains=("usps",), images=100, steps=4),
     "cpu": Scale(("kmnist",), 10_000, outer_steps=2, tasks_per_step=4, protocol="paper", usage_tasks=4),
     "paper": LENET.scales["paper"],
 }

@@ -28,7 +28,7 @@ EVERY_FOURTH = tuple(rule for rule in rules_for_refresh(4) if rule.rule == "pola
 
 SCALES = {
     "smoke": Scale(
-        ("45",), 200, steps=20, tasks_per_step=2, seeds=2, budget=3, rivals=("adam",), schedules=("linear",), usage_tasks=0
+        ("45",), 200, steps=10, tasks_per_step=1, seeds=1, budget=2, rivals=("adam",), schedules=("linear",), usage_tasks=0
     ),
     "cpu": Scale(ANGLES, 10_000, outer_steps=2, tasks_per_step=4, rivals=CHEAP, schedules=("linear",), screen=3),
     "paper": Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20, rivals=CHEAP, schedules=("linear",)),

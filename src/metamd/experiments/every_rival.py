@@ -21,7 +21,7 @@ OTHERS = ("nesterov", "adagrad", "shampoo", "schedule-free-sgd", "dadapt")
 EVERY = ("sgd", *MODERN, *OTHERS)
 
 SCALES = {
-    "smoke": replace(BAYESIAN["smoke"], seeds=1, budget=2, rivals=("adam", *OTHERS), protocol="handicap"),
+    "smoke": replace(BAYESIAN["smoke"], budget=2, rivals=("adam", *OTHERS), protocol="handicap"),
     "cpu": Scale(("0", "45"), 10_000, outer_steps=2, tasks_per_step=4, rivals=EVERY, screen=3),
     "paper": Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20, rivals=EVERY),
 }

@@ -56,7 +56,7 @@ class Scale:
     valleys: int = 50
 
 
-SCALES = {"smoke": Scale(("customary",), 2, 1, 12, False, 3), "cpu": Scale(), "paper": Scale()}
+SCALES = {"smoke": Scale(("customary",), 1, 1, 4, False, 1), "cpu": Scale(), "paper": Scale()}
 """Of the paper's protocol no more is published than `cpu` has."""
 
 
@@ -94,7 +94,7 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
         yield Cell(f"{name}-mixture", partial(_learned, scale, seed, name, {"potential": MaxDiagonal(3)}))
         # Reverse gives Forward's gradient to rounding, in a fraction of the time
         yield Cell(f"{name}-paper", partial(_learned, scale, seed, name, paper(10.0, estimator=Reverse())))
-    counts = {"outer_steps": scale.outer_steps, "tasks_per_step": 8}
+    counts = {"outer_steps": scale.outer_steps, "tasks_per_step": min(8, scale.valleys)}
     yield from valleys.cells(scale.valleys, counts, scale.grid, RATES, scale.everything, seed)
 
 

@@ -26,7 +26,7 @@ PUBLISHED = {
 
 SCALES = {
     "smoke": Scale(
-        ("0", "45"), 200, steps=20, outer_steps=1, tasks_per_step=2, seeds=2, budget=3, rivals=("sgd", "adam"), usage_tasks=0
+        ("0", "45"), 200, steps=10, outer_steps=1, tasks_per_step=1, seeds=1, budget=2, rivals=("sgd", "adam"), usage_tasks=0
     ),
     "cpu": Scale(ANGLES, 1000, steps=1000, outer_steps=3, tasks_per_step=4, budget=9, screen=2),
     "paper": Scale(ANGLES, 1000, steps=1000, outer_steps=20, seeds=10, protocol="paper", search="grid"),

@@ -13,7 +13,7 @@ from metamd.comparison import LEAST, Comparison
 from metamd.folds import Fold, Target
 from metamd.loss_curves import has_all, panels
 from metamd.paired import Estimate, smallest_p
-from metamd.protocols import PROTOCOLS
+from metamd.protocols import PROTOCOLS, UNTUNED
 from metamd.report import Section
 from metamd.statements import HeldOutCertificate, certificates
 
@@ -181,13 +181,15 @@ def _profiles(c: Comparison, folder: Path) -> Section:
     metrics = [m for m in ("steps_to_target", "seconds_to_target") if m in c.metrics]
     found = {m: c.profiles(m) for m in metrics}
     panels = {
-        _short(m): [figures.Curve(label, p.tau, p.share) for label, p in profiles.items()] for m, profiles in found.items()
+        _short(m): [figures.Curve(label, p.tau, p.share) for label, p in profiles.items() if not label.endswith(UNTUNED)]
+        for m, profiles in found.items()
     }
     path = folder / PROFILES
     figures.curves(panels, path, xlabel="tau", ylabel="share of tasks within tau times the best", logarithmic=False)
     rows = [[label, *(f"{found[m][label].area:.3f}" for m in metrics)] for label in c.labels]
     texts = [
-        "The share of tasks on which an optimiser needs at most tau times as much as the best one, and the area under it."
+        "The share of tasks on which an optimiser needs at most tau times as much as the best one, and the area under it. "
+        "The figure leaves out those that are not tuned."
     ]
     heads = ["area, tau from 1 to 4", *(_short(m) for m in metrics)]
     return Section("Performance profiles", texts, heads, rows, [(path, texts[0])])

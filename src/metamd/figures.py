@@ -43,6 +43,9 @@ COLOURS = {
 PALETTE = ("#1f78b4", "#b15928", "#33a02c", "#6a3d9a", "#ff7f00", "#e7298a", "#17becf", "#8c6d31", "#7f7f7f", "#bcbd22")
 """For optimisers that have no colour of their own, by their name."""
 
+LEGEND_LINE = 0.2
+"""Inches that an entry of a legend beside the panels takes."""
+
 VARIANTS = (", linear decay", ", quadratic decay", ", untuned", " (all)", " (rate)")
 """Endings of labels that leave an optimiser its colour."""
 
@@ -58,9 +61,10 @@ def _colour(label: str) -> str:
 def _style(label: str, dashed: bool) -> str:
     if label.endswith(", untuned"):
         return ":"
-    if label.endswith(", quadratic decay"):
-        return "-."
-    return "--" if dashed or label.endswith(", linear decay") else "-"
+    if dashed or label.endswith(", linear decay"):
+        return "--"
+    # other ways to use what was learned have the colour of the first
+    return "-." if label.endswith(", quadratic decay") or label.startswith("MetaMD,") else "-"
 
 
 def literal(text: str) -> str:
@@ -280,7 +284,8 @@ def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, yl
     """
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    figure = blank(3.9 * columns + 1.6, 3.4 * lines)
+    entries = max(map(len, panels.values()))
+    figure = blank(3.9 * columns + 1.6, max(3.4 * lines, LEGEND_LINE * (entries + 1)))
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     for axes in grid[len(panels) :]:
         axes.set_axis_off()

@@ -35,6 +35,10 @@ ENDINGS: dict[Schedule, str] = {"constant": "", "linear": ", linear decay", "qua
 """What the label of a tuned rival says of its schedule."""
 
 
+UNTUNED = ", untuned"
+"""What the label of a rival says that has its package's setting."""
+
+
 def unscheduled(label: str) -> str:
     """The label of a tuned rival without its schedule: its title.
 
@@ -59,7 +63,7 @@ def labels(ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Se
         schedules: of the rivals' learning rates, those that a rival may have; all that it has, if it has none of them.
     """
     tuned = [r.title + ENDINGS[s] for r in rivals for s in _allowed(r, schedules)]
-    return [*ours, *tuned, *(f"{r.title}, untuned" for r in rivals)]
+    return [*ours, *tuned, *(r.title + UNTUNED for r in rivals)]
 
 
 def _allowed(rival: Rival | Learner, schedules: Sequence[Schedule]) -> list[Schedule]:
@@ -122,7 +126,7 @@ def entrants(
             found[label] = replace(contender, setting={**contender.setting, **best}, tuning=how)
         for (r, s), (best, how) in zip(pairs, tuned[len(learned) :], strict=True):
             found[r.title + ENDINGS[s]] = replace(r.with_setting(s, **best), tuning=how)
-    return found | {f"{r.title}, untuned": r.untuned() for r in rivals}
+    return found | {r.title + UNTUNED: r.untuned() for r in rivals}
 
 
 def _tuned(

@@ -8,9 +8,7 @@ import numpy as np
 from metamd import figures
 from metamd.comparison import Comparison
 from metamd.loss_curves import panels
-from metamd.protocols import unscheduled
-
-UNTUNED = ", untuned"
+from metamd.protocols import UNTUNED, unscheduled
 
 
 def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:

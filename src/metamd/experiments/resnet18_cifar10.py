@@ -43,7 +43,6 @@ SCALES = {
         budget=7,
         rivals=("sgdm", "adam", "adamw", "muon"),
         screen=1,
-        schedules=("linear",),
         usage_tasks=2,
         batch_size=25,
         width=16,

@@ -32,6 +32,9 @@ from metamd.search import SEARCHES
 from metamd.tasks.base import derive_seed
 from metamd.tasks.shared_start import SharedStart, starting_at
 from metamd.training import Measuring
+from tests.test_families import place, tiny_data
+
+__all__ = ["place", "tiny_data"]
 
 ROOT = Path(__file__).parents[1]
 WATCH = Measuring(every=5, splits=())
@@ -335,6 +338,19 @@ def test_the_search_of_a_scale_is_used(monkeypatch, tmp_path):
     monkeypatch.setattr(leave_one_out, "learn", lambda *args: {})
     with pytest.raises(StopError):
         experiment.compared("tiny", tmp_path, 0)
+
+
+def test_runs_of_a_comparison_may_be_longer_than_those_that_were_learned_on(tiny_data):
+    family = tasks.rotated_mnist(angles=[0, 45], hold_out=45.0, model="linear", images=60, batch_size=20, steps=6)
+    experiment = Experiment("x", lambda size, domain: family, {}, {}, {})
+    for size, steps in ((SIZE, 6), (replace(SIZE, test_steps=9), 9)):
+        side = experiment.held_out_sides(size, "45", family)["45"]
+        assert side.steps == drawn(side).steps == side.describe()["steps"] == steps
+        assert side.domains == ("45",)
+    assert family.steps == 6
+    for name in ("diverse-digits-lenet", "resnet18-cifar10"):
+        paper = import_module(f"metamd.experiments.{name.replace('-', '_')}").SCALES["paper"]
+        assert (paper.steps, paper.test_steps) == (500, 20_000), "T = 500 is published, and convergence"
 
 
 # adding to a comparison whose learned files are gone

@@ -95,8 +95,7 @@ class ImageFamily(TaskFamily):
         """
         if self.hold_out is None:
             raise ValueError(f"{self.name} was made with hold_out=None, so there is no held-out side. Name a domain.")
-        training = self.training if steps is None else replace(self.training, steps=steps)
-        return ImageFamily(self.name, self.collection, training, self.how, hold_out=self.hold_out, held=True)
+        return self._side(self.hold_out, held=True, steps=steps)
 
     def sample(self, generator: torch.Generator) -> Config:
         """A domain of this side, and seeds of the initialisation and of the batches."""
@@ -126,6 +125,10 @@ class ImageFamily(TaskFamily):
         which = f"{'one of the domains' if len(self.domains) > 1 else 'the domain'} {', '.join(self.domains)}"
         return Drawn(which, "all training images of the domain", "drawn anew", "drawn anew", self.domains)
 
+    def _side(self, hold_out: str, held: bool, steps: int | None = None) -> "ImageFamily":
+        training = self.training if steps is None else replace(self.training, steps=steps)
+        return ImageFamily(self.name, self.collection, training, self.how, hold_out=hold_out, held=held)
+
 
 Domains = TypeVar("Domains", ImageFamily, SharedStart)
 
@@ -140,7 +143,7 @@ def leave_one_out(family: Domains) -> Iterator[Domains]:
     if not isinstance(inner, ImageFamily):
         raise TypeError(f"leave_one_out needs a family of image domains, got {inner.name!r}.")
     for domain in inner.collection.preparations:
-        side = ImageFamily(inner.name, inner.collection, inner.training, inner.how, hold_out=domain)
+        side = inner._side(domain, held=False)
         yield SharedStart(side, family._start) if isinstance(family, SharedStart) else side
 
 

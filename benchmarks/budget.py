@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from metamd.commands.reproduce import names
-from metamd.experiments.learning import learn
+from metamd.cli.reproduce import names
+from metamd.comparison.training import train
+from metamd.experiments.declare import learn
 from metamd.rivals import rival
-from metamd.training import train
 
 OUT = Path(__file__).parent / "results" / "budget.json"
 WITHOUT = ("quadratic", "rosenbrock")

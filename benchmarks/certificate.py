@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from metamd import Diagonal, MaxDiagonal, MetaMD
-from metamd.models import LeNet
+from metamd.tasks.models import LeNet
 
 CASES = {
     "one piece": {"pieces": 1},

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from metamd import Kronecker, Measuring, Online, learn_from_reference, learned_rival, load, tasks
-from metamd.choosing import learn_scale
-from metamd.objectives import Reference
+from metamd.comparison.training import Outcome, step_seconds, train
+from metamd.files.usage import Usage
+from metamd.inner.objectives import Reference
+from metamd.learning.usage import learn_scale
 from metamd.rivals import Contender, rival
 from metamd.tasks.base import TaskFamily
-from metamd.training import Outcome, step_seconds, train
-from metamd.usage import Usage
 
 OUT = Path(__file__).parent / "results" / "coordinates.json"
 RANKS: Mapping[str, Any] = {"found by itself": "auto", "64": 64, "all": None}

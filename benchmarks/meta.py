@@ -53,8 +53,8 @@ from meta_contenders import (
 )
 from meta_report import Row, draw, markdown, show, targets
 from metamd import Diagonal
-from metamd.lockstep import run_many
-from metamd.models import MLP, LeNet
+from metamd.inner.together import run_many
+from metamd.tasks.models import MLP, LeNet
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 100

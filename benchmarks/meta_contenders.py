@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import metamd
 from metamd import ClosedForm, Diagonal, Forward, MaxDiagonal, Regret, Reverse, TrainingLoss
-from metamd.hypergrad.base import Estimator
-from metamd.hypergrad.tangents import hessian_products
-from metamd.inner import gradient, run_inner
+from metamd.inner.estimators.base import Estimator
+from metamd.inner.estimators.tangents import hessian_products
+from metamd.inner.run import gradient, run_inner
 from metamd.tasks.supervised import SupervisedTask
 
 RATE = 0.05

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from metamd import models
-from metamd.models import MLP, LeNet, ResNet18, channels_last
+from metamd.tasks import models
+from metamd.tasks.models import MLP, LeNet, ResNet18, channels_last
 
 OUT = Path(__file__).parent / "results" / "models.json"
 MODELS = {

@@ -12,8 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-from metamd.comparing import in_unit_of
-from metamd.records import read_json, write_json
+from metamd.comparison.compare import in_unit_of
+from metamd.files.store import read_json, write_json
 
 
 def main() -> None:

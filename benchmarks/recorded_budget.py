@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
-from metamd.commands.report import read
+from metamd.cli.report import read
 
 ROOT = Path(__file__).resolve().parents[1] / "results"
 LARGE = (

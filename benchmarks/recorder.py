@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from metamd import Recorder
-from metamd.models import MLP, LeNet
+from metamd.tasks.models import MLP, LeNet
 
 VARIANTS = {
     "plain": None,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import metamd
-from metamd.figures import Curve, curves
+from metamd.comparison.figures import Curve, curves
 
 LINES = {
     "Lipschitz form": lambda c: c.lipschitz,

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from metamd.experiments.pace import geometric_mean
+from metamd.comparison.pace import geometric_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"

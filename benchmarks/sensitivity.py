@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from metamd.cells import Cell, fill
+from metamd.comparison.parallel import Cell, fill
+from metamd.comparison.spread import Spread
 from metamd.experiments.quadratic import TOLERANCES, family
-from metamd.experiments.race import Problems
-from metamd.experiments.spread import Spread
-from metamd.experiments.trainings import raced, train
-from metamd.hypergrad import Reverse
-from metamd.meta import Method, paper
-from metamd.outer import GradientDescent
+from metamd.experiments.synthetic.race import Problems
+from metamd.experiments.synthetic.trainings import raced, train
+from metamd.files.store import Records, Result, read_packed
+from metamd.inner.estimators import Reverse
+from metamd.learning.meta import Method, paper
+from metamd.learning.rounds.outer import GradientDescent
 from metamd.potentials import Diagonal, MaxDiagonal
-from metamd.records import Records, Result, read_packed
 from metamd.tasks.base import derive_seed
 
 FOLDER = Path(__file__).parent / "results" / "sensitivity"

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from metamd import Comparison, cli, load, shipped
+from metamd import Comparison, load
+from metamd.cli import main as cli
+from metamd.files import shipped
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "runs" / "shipped"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from metamd.comparison import Comparison
-from metamd.folds import Fold
+from metamd.comparison.comparison import Comparison
+from metamd.comparison.fold import Fold
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 GIVEN, LEARNED = "adapt-rotated-mnist", "adapt-rotated-mnist-learned"

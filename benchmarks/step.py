@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import metamd
-from metamd.models import LeNet, ResNet18
+from metamd.tasks.models import LeNet, ResNet18
 
 RESULTS = Path(__file__).parent / "results"
 MEANS = {"dominant": (-6.0, -3.0, 0.0), "contested": (0.0, 0.0, 0.0)}

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from metamd import Certificate, MaxDiagonal, MetaMD
-from metamd.ledger import Ledger
+from metamd.optimiser.certificate.ledger import Ledger
 
 AVERAGES: list[dict[str, Any]] = [
     {},

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from metamd import Kronecker, LearnedOptimiser, MaxDiagonal, Online, Usage
-from metamd.header import Header
+from metamd.files.header import Header
 
 SHAPES = {"fc1.weight": (4, 3), "fc1.bias": (4,), "fc2.weight": (2, 4), "fc2.bias": (2,)}
 TYINGS = ("parameter", "channel", "column", "tensor", "role")

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from metamd import Forward, Journal, MaxDiagonal, Method, Refine, Stopping, container, meta_train
-from metamd.outer import Adam
+from metamd import Forward, Journal, MaxDiagonal, Method, Refine, Stopping, meta_train
+from metamd.files import container
+from metamd.learning.rounds.outer import Adam
+from metamd.learning.rounds.workers import join
 from metamd.tasks import quadratic
 from metamd.tasks.synthetic import QuadraticTask
-from metamd.workers import join
 
 OPTIONS = {
     "outer_steps": 3,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from metamd import Journal, container, meta_train
+from metamd import Journal, meta_train
+from metamd.files import container
+from metamd.learning.rounds.workers import join
 from metamd.tasks import tabular
-from metamd.workers import join
 from tests.meta_worker import Countdown
 
 

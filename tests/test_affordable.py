@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from metamd import Kronecker, learn_from_reference, meta_train, tasks
-from metamd.affordable import AFFORDED, affording, gradient_operations
-from metamd.factors import LARGEST
-from metamd.models import LeNet
-from metamd.objectives import Reference
+from metamd.inner.closed_form import LARGEST
+from metamd.inner.objectives import Reference
+from metamd.learning.rounds.affordable import AFFORDED, affording, gradient_operations
+from metamd.tasks.models import LeNet
 
 SIZES = (100, 60, 4)
 

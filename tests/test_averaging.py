@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, NegativeEntropy, PNorm
-from metamd.averaging import TAIL
+from metamd.optimiser.averaging import TAIL
 from tests.helpers import equal_parameters, random_geometry, small_model, train
 
 KINDS = [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, PNorm
-from metamd.ledger import Ledger
+from metamd.optimiser.certificate.ledger import Ledger
 from metamd.potentials.base import Move
 from tests.helpers import equal_parameters, random_geometry, small_model, train
 from tests.test_kronecker import random_basis

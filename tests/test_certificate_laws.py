@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from metamd import Diagonal, MaxDiagonal, MetaMD
-from metamd.ledger import Ledger
+from metamd.optimiser.certificate.ledger import Ledger
 from metamd.potentials import diagonal, simplex
 from metamd.potentials.simplex import Solution
 from tests.certified_runs import random_bundle, random_run

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 import metamd
-from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, certify, cli, load, meta_train, tasks
-from metamd.certification import across_domains
-from metamd.lessons import draw
-from metamd.objectives import Reference
-from metamd.scores import run_task, steps_to
-from metamd.statements import HeldOutCertificate
+from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, certify, load, meta_train, tasks
+from metamd.certification.certification import across_domains
+from metamd.certification.scores import run_task, steps_to
+from metamd.certification.statements import HeldOutCertificate
+from metamd.certification.training_tasks import displacements, measure, size_of, training_tasks
+from metamd.cli import main as cli
+from metamd.inner.objectives import Reference
+from metamd.learning.rounds.lessons import draw
 from metamd.tasks import Drawn, config_hash
 from metamd.tasks.catalogue import FAMILIES
-from metamd.training_tasks import displacements, measure, size_of, training_tasks
 from tests.meta_families import poisoned
 
 FAMILY = tasks.quadratic(steps=60)
@@ -371,8 +372,8 @@ def test_bad_commands_are_one_sentence_and_leave_the_file(file, args, message, c
 
 
 def test_a_file_of_the_package_is_not_changed_in_place(file, tmp_path, monkeypatch, capsys):
-    from metamd import shipped as home
-    from metamd.commands import certify as command
+    from metamd.cli import certify as command
+    from metamd.files import shipped as home
 
     monkeypatch.setattr(home, "FOLDER", tmp_path)
     monkeypatch.setattr(command, "FOLDER", tmp_path)
@@ -386,7 +387,7 @@ def test_a_file_of_the_package_is_not_changed_in_place(file, tmp_path, monkeypat
 
 
 def test_a_file_that_changes_meanwhile_is_left_alone(file, learned, monkeypatch, capsys):
-    from metamd.commands import certify as command
+    from metamd.cli import certify as command
 
     def slow(*args, **options):
         another = Diagonal().with_metrics({"theta": torch.zeros(1, 2, dtype=torch.float64)})
@@ -421,7 +422,7 @@ def test_what_is_no_certificate_is_refused(certificate):
 
 def test_a_file_keeps_one_certificate_for_each_family_and_domain(file, capsys, monkeypatch):
     """Another family, or the same with another domain held out, is another statement; the same again replaces it."""
-    from metamd.commands import certify as command
+    from metamd.cli import certify as command
 
     few = ["--held-out-tasks", "2"]
     assert cli.run(["certify", str(file), "quadratic", *few]) == 0

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from metamd import Diagonal, Journal, load, meta_train
-from metamd.container import read
-from metamd.state import State
+from metamd.files.container import read
+from metamd.learning.rounds.state import State
 from tests.meta_families import small
 from tests.meta_worker import STEPS, train
 

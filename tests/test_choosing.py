@@ -8,16 +8,17 @@ import pytest
 import torch
 
 import metamd
-from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, following, meta_train, tasks
-from metamd.choosing import draw_tasks, learn_usage, tuned_reference
-from metamd.following import learn_from_reference
-from metamd.journal import Journal
-from metamd.lessons import draw_config
-from metamd.objectives import Reference
-from metamd.parts import parts_of
+from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, meta_train, tasks
+from metamd.files.journal import Journal
+from metamd.files.parts import parts_of
+from metamd.inner.objectives import Reference
+from metamd.learning import reference as following
+from metamd.learning.reference import learn_from_reference
+from metamd.learning.rounds.lessons import draw_config
+from metamd.learning.trial import train
+from metamd.learning.usage import draw_tasks, learn_usage, tuned_reference
+from metamd.learning.usage_trials import LEFT, Losses, Trials, best_usage
 from metamd.tasks import quadratic, tabular
-from metamd.trial import train
-from metamd.usage_trials import LEFT, Losses, Trials, best_usage
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_digits_are_counted_to_the_end(monkeypatch):
             super().__init__(*args)
             lefts.append(self.left)
 
-    monkeypatch.setattr("metamd.choosing.Trials", Seen)
+    monkeypatch.setattr("metamd.learning.usage.Trials", Seen)
     for family in (quadratic(steps=10), tabular(steps=10)):
         found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=1)
         learn_usage(found, family, tasks=1, metrics=("learned",), momenta=(0.0,), factors=(1.0,), schedules=("constant",))
@@ -108,7 +109,7 @@ def test_the_better_of_two_rules_is_found_although_the_other_is_better_at_first(
             score = planted.get((online.beta, usage.factor), 1.0)
             return Losses(first=0.0, mean=score, end=score)
 
-    monkeypatch.setattr("metamd.usage_trials.FINALISTS", finalists)
+    monkeypatch.setattr("metamd.learning.usage_trials.FINALISTS", finalists)
     starts = [(Online("polar", beta=beta), Usage("online", factor=0.5)) for beta in (0.9, 0.7, 0.5)]
     with parts_of(None, "usage", tabular(), {}) as parts:
         trials = Planted([None] * 6, None, None, parts)
@@ -188,7 +189,7 @@ def test_a_tail_average_is_compared_with_the_iterates_on_some_batches_and_these_
 
 def test_looking_now_and_then_favours_no_average(learned, monkeypatch):
     """An average that is the iterate itself has its score, whatever the losses do between two looks."""
-    monkeypatch.setattr("metamd.trial.tail_share", lambda step: 1.0)
+    monkeypatch.setattr("metamd.learning.trial.tail_share", lambda step: 1.0)
     family = quadratic(steps=200)
     found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2)
     task = family.build(family.sample(torch.Generator().manual_seed(3)))

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from metamd import LearnedOptimiser, MaxDiagonal, __version__, cli
-from metamd.commands import HOMES, Demo
-from metamd.commands.inspect import distributions, histogram, span
+from metamd import LearnedOptimiser, MaxDiagonal, __version__
+from metamd.cli import main as cli
+from metamd.cli.inspect import distributions, histogram, span
+from metamd.cli.options import HOMES, Demo
 from tests.learned_files import SHAPES, learned
 
 HOSTILE = "\x1b[31m[bold red]\u202e\x07$\\frac$"
@@ -25,7 +26,7 @@ def file(tmp_path):
 
 
 def demo(monkeypatch, run):
-    monkeypatch.setitem(sys.modules, "metamd.commands.demo", SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "metamd.cli.demo", SimpleNamespace(run=run))
 
 
 def process(*args, code=None, **options):
@@ -36,7 +37,7 @@ def process(*args, code=None, **options):
 
 LIGHT = """
 import sys
-from metamd.cli import run
+from metamd.cli.main import run
 try:
     run(sys.argv[1:])
 except SystemExit as exit:
@@ -114,8 +115,8 @@ import sys, time, types
 def run(options):
     print("ready", flush=True)
     time.sleep(60)
-sys.modules["metamd.commands.demo"] = types.SimpleNamespace(run=run)
-from metamd.cli import main
+sys.modules["metamd.cli.demo"] = types.SimpleNamespace(run=run)
+from metamd.cli.main import main
 main(["demo"])
 """
 

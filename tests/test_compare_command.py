@@ -21,28 +21,30 @@ import numpy as np
 import pytest
 import torch
 
-from metamd import Comparison, Measuring, cli, compare, figures, load, rivals, tasks
-from metamd.cells import progress
-from metamd.commands import Compare
-from metamd.commands.compare import _ours
-from metamd.commands.report import read, summary, write_report
-from metamd.comparing import draw
-from metamd.comparison_report import expected_best, sections
-from metamd.environment import environment
+from metamd import Comparison, Measuring, compare, load, rivals, tasks
+from metamd.cli import main as cli
+from metamd.cli.compare import _ours
+from metamd.cli.options import Compare
+from metamd.cli.report import read, summary, write_report
+from metamd.comparison import figures
+from metamd.comparison.compare import draw
+from metamd.comparison.entrants import ENDINGS, PROTOCOLS, entrants, labels, unscheduled
+from metamd.comparison.fold import Candidate, Fold, cell_name
+from metamd.comparison.loss_curves import panels
+from metamd.comparison.page import Section, as_markdown, as_text
+from metamd.comparison.parallel import progress
+from metamd.comparison.search import Grid, QuasiRandom
+from metamd.comparison.sections import expected_best, sections
+from metamd.comparison.statistics import bootstrap
+from metamd.comparison.training import Outcome
 from metamd.experiments import ablation, diverse_digits_lenet, rotated_mnist_mlp
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
-from metamd.experiments.variants import Variant
-from metamd.folds import Candidate, Fold, cell_name
-from metamd.loss_curves import panels
-from metamd.paired import bootstrap
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, markdown
+from metamd.files.store import Records
+from metamd.files.usage import Usage
+from metamd.files.versions import environment
 from metamd.potentials import Diagonal
-from metamd.protocols import ENDINGS, PROTOCOLS, entrants, labels, unscheduled
-from metamd.records import Records
-from metamd.report import Section, as_markdown, as_text
 from metamd.rivals import Range, rival
-from metamd.search import Grid, QuasiRandom
-from metamd.training import Outcome
-from metamd.usage import Usage
+from metamd.tasks.variants import Variant
 from tests.data_builders import place
 from tests.test_families import tiny_data
 

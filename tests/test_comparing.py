@@ -17,15 +17,15 @@ import torch
 from scipy import stats
 
 from metamd import Comparison, Diagonal, Measuring, compare, handicap, learned_rival, meta_train, tasks
-from metamd.cells import Cell, fill
-from metamd.comparing import draw
-from metamd.experiments.pace import geometric_mean, lines, pace
-from metamd.folds import Candidate, Fold, Target
-from metamd.paired import bootstrap, holm, profiles, rank, rank_sum, resample, signed_rank_test, smallest_p
-from metamd.records import Records
+from metamd.comparison.compare import draw
+from metamd.comparison.fold import Candidate, Fold, Target
+from metamd.comparison.pace import geometric_mean, lines, pace
+from metamd.comparison.parallel import Cell, fill
+from metamd.comparison.statistics import bootstrap, holm, profiles, rank, rank_sum, resample, signed_rank_test, smallest_p
+from metamd.comparison.training import Outcome
+from metamd.files.store import Records
 from metamd.rivals import rival
 from metamd.rivals.base import Tuning
-from metamd.training import Outcome
 
 BARE = Measuring(splits=())
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=40)
@@ -639,13 +639,14 @@ from pathlib import Path
 
 import torch
 
-from metamd import Diagonal, Measuring, cli, load, tasks
-from metamd.cells import Cell, fill
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
-from metamd.protocols import entrants
-from metamd.records import Records
+from metamd import Diagonal, Measuring, load, tasks
+from metamd.cli import main as cli
+from metamd.comparison.parallel import Cell, fill
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
+from metamd.comparison.entrants import entrants
+from metamd.files.store import Records
 from metamd.rivals import rival
-from metamd.search import SEARCHES
+from metamd.comparison.search import SEARCHES
 
 folder = Path(sys.argv[1])
 small = ["--rivals", "sgd", "--schedules", "constant", "--budget", "2", "--seeds", "1", "--steps", "10"]
@@ -698,8 +699,8 @@ def test_a_local_ray_cluster_and_a_killed_actor(tmp_path):
 import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
-from metamd.cells import Cell, fill
-from metamd.records import Records
+from metamd.comparison.parallel import Cell, fill
+from metamd.files.store import Records
 
 folder = Path(sys.argv[1])
 
@@ -769,8 +770,8 @@ PROGRAM = """
 import sys, time
 from dataclasses import replace
 from pathlib import Path
-from metamd.cells import Cell, fill
-from metamd.records import Records
+from metamd.comparison.parallel import Cell, fill
+from metamd.files.store import Records
 
 def compute(i):
     with open(Path(sys.argv[1]) / "log", "a") as log:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save as encode
 
 import metamd
-from metamd import container
-from metamd import learned as module
+from metamd.files import container
+from metamd.files import learned as module
 from tests.learned_files import Parts, file_bytes, learned, same
 
 

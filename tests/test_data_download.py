@@ -19,8 +19,8 @@ import pytest
 
 from metamd.data import download as module
 from metamd.data.download import download, mismatch, partial
-from metamd.data.locks import locked
 from metamd.data.records import DataError, RemoteFile
+from metamd.files.locks import locked
 from tests.data_fixtures import (
     endless,
     in_turn,

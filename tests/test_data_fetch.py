@@ -15,8 +15,8 @@ import torch
 
 import metamd.data as data
 from metamd.data import canonical, registry, store
-from metamd.data.locks import locked
 from metamd.data.records import DataError, Form, Split
+from metamd.files.locks import locked
 from tests.data_builders import COUNT, GREY, KINDS, form_of, idx_files, place, publish, put, server, tiny
 from tests.data_fixtures import dataset, remote, slow, whole
 

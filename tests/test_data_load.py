@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import metamd.data as data
-from metamd.data import canonical, commands, registry
+from metamd.cli import data_commands as commands
+from metamd.data import canonical, registry
 from metamd.data.records import DataError, Form, Split
 from tests.data_builders import GREY, idx_files, place, put, server, tiny
 from tests.data_fixtures import dataset, pictures

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from metamd import Diagonal, Forward, Reverse, cli, load, meta_train, prepare, tasks
-from metamd.commands import Train
-from metamd.commands.train import _resolved
-from metamd.default import has_weights, learn_network, refinement
+from metamd import Diagonal, Forward, Reverse, load, meta_train, prepare, tasks
+from metamd.cli import main as cli
+from metamd.cli.options import Train
+from metamd.cli.train import _resolved
+from metamd.learning.network import has_weights, learn_network, refinement
 from tests.helpers import losses_of
 
 

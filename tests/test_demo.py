@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from metamd import Diagonal, LearnedOptimiser, MetaMD
-from metamd.commands import Demo
-from metamd.commands.demo import Size, run
+from metamd.cli.demo import Size, run
+from metamd.cli.options import Demo
+from metamd.comparison.page import Section, write_page
 from metamd.experiments import digits
-from metamd.report import Section, write_page
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")

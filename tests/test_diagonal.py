@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metamd.mirror import mirror_step
 from metamd.potentials import Active, Diagonal, MaxDiagonal
+from metamd.potentials.step import mirror_step
 from tests.helpers import SHAPES, brute_force_weights, diagonals, normal_point, randomised
 
 

@@ -11,27 +11,28 @@ import pytest
 import torch
 
 from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, learn_start, tasks
-from metamd.commands.report import read, write_report
-from metamd.commands.reproduce import names
-from metamd.comparing import handicap, in_unit_of
-from metamd.experiments import leave_one_out, out_of_distribution, pieces, rotated_mnist_mlp
-from metamd.experiments.convergence import CONVERGED, last_tenth, last_tenths
-from metamd.experiments.curves import best_schedules, learning_curves
-from metamd.experiments.learning import Geometry, Scale, alone, learn, learned_file, settings_of
-from metamd.experiments.leave_one_out import Entry, Experiment
+from metamd.cli.report import read, write_report
+from metamd.cli.reproduce import names
+from metamd.comparison.compare import handicap, in_unit_of
+from metamd.comparison.convergence import CONVERGED, last_tenth, last_tenths
+from metamd.comparison.curves import best_schedules, learning_curves
+from metamd.comparison.entrants import entrants
+from metamd.comparison.search import SEARCHES
+from metamd.comparison.standings import standings
+from metamd.comparison.training import Measuring
+from metamd.experiments import experiment as leave_one_out
+from metamd.experiments import out_of_distribution, pieces, rotated_mnist_mlp
+from metamd.experiments.declare import Geometry, Scale, alone, learn, learned_file, settings_of
+from metamd.experiments.experiment import Entry, Experiment
 from metamd.experiments.recorded import failures, standing, unlearned
 from metamd.experiments.recorded import recorded as read_off
-from metamd.experiments.standings import standings
-from metamd.experiments.variants import Variant
-from metamd.learned import load
-from metamd.objectives import PaperBound, Reference
-from metamd.protocols import entrants
-from metamd.records import Records
+from metamd.files.learned import load
+from metamd.files.store import Records
+from metamd.inner.objectives import PaperBound, Reference
 from metamd.rivals import learned_rival, rival
-from metamd.search import SEARCHES
 from metamd.tasks.base import derive_seed
 from metamd.tasks.shared_start import SharedStart, starting_at
-from metamd.training import Measuring
+from metamd.tasks.variants import Variant
 from tests.test_families import place, tiny_data
 
 __all__ = ["place", "tiny_data"]

@@ -13,16 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from metamd import Diagonal, LearnedOptimiser, cli
-from metamd.cells import Cell, fill, own_warnings
-from metamd.commands import reproduce
-from metamd.commands.reproduce import names
-from metamd.experiments import quadratic, race, rosenbrock
-from metamd.experiments.batched import DIAGONAL, RIVALS, BatchedRival
-from metamd.experiments.race import NEVER, Problems
-from metamd.experiments.spread import Spread
-from metamd.guard import OffFamilyWarning
-from metamd.records import Records, read_json, write_json
+from metamd import Diagonal, LearnedOptimiser
+from metamd.cli import main as cli
+from metamd.cli import reproduce
+from metamd.cli.reproduce import names
+from metamd.comparison.parallel import Cell, fill, own_warnings
+from metamd.comparison.spread import Spread
+from metamd.experiments import quadratic, rosenbrock
+from metamd.experiments.synthetic import race
+from metamd.experiments.synthetic.batched import DIAGONAL, RIVALS, BatchedRival
+from metamd.experiments.synthetic.race import NEVER, Problems
+from metamd.files.store import Records, read_json, write_json
+from metamd.optimiser.guard import OffFamilyWarning
 from metamd.tasks import quadratic as quadratics
 from metamd.tasks import rosenbrock as valleys
 from tests.test_families import place, tiny_data
@@ -228,8 +230,8 @@ def test_only_our_own_warnings_belong_to_a_result(recwarn):
 SLOW = """
 import sys, time
 from pathlib import Path
-from metamd.cells import Cell, fill
-from metamd.records import Records
+from metamd.comparison.parallel import Cell, fill
+from metamd.files.store import Records
 
 def cell(i):
     def compute():

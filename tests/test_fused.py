@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from metamd import MaxDiagonal, native
-from metamd.fused import MARGINS, FusedDiagonals, decided, drift
-from metamd.native import CHUNK, Passes, layout
+from metamd import MaxDiagonal
+from metamd.optimiser.fused import native
+from metamd.optimiser.fused.fused import MARGINS, FusedDiagonals, decided, drift
+from metamd.optimiser.fused.native import CHUNK, Passes, layout
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.simplex import Array
 

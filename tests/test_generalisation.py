@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from metamd.generalisation import RATIO, Displacements, Size, corrected_bound, on_grid, printed_bound
+from metamd.certification.generalisation import RATIO, Displacements, Size, corrected_bound, on_grid, printed_bound
 from tests.test_held_out import above, below
 
 DELTA = 0.05

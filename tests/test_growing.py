@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from metamd import Diagonal, Kronecker, MaxDiagonal, MetaMD, Online, growing
-from metamd.ledger import start_of
+from metamd import Diagonal, Kronecker, MaxDiagonal, MetaMD, Online
+from metamd.optimiser.certificate import growing
+from metamd.optimiser.certificate.ledger import start_of
 from tests.certified_runs import AVERAGES, Loss
 from tests.helpers import small_model, train
 

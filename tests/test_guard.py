@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from metamd import Diagonal, LearnedOptimiser, MetaMD, OffFamilyWarning
-from metamd.guard import FamilyWatch, Safeguard
+from metamd.optimiser.guard import FamilyWatch, Safeguard
 
 CURVATURE = torch.tensor([1.0, 10.0, 100.0])
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamd import LearnedOptimiser, MaxDiagonal
-from metamd.header import CHECKS, Header
+from metamd.files.header import CHECKS, Header
 from tests.learned_files import SHAPES, full_header, learned, model
 
 JSON = st.recursive(

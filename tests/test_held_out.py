@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from metamd.held_out import clopper_pearson, empirical_bernstein, hoeffding, mean_below, next_task
+from metamd.certification.statistics import clopper_pearson, empirical_bernstein, hoeffding, mean_below, next_task
 
 DELTA = 0.05
 REPEATS = 4000

@@ -21,10 +21,10 @@ from metamd import (
     Reverse,
     TrainingLoss,
 )
-from metamd.hypergrad import Moments
-from metamd.hypergrad.recursion import Recursion
-from metamd.inner import gradient, run_inner
-from metamd.objectives import Fixed, FromLipschitz, Reference
+from metamd.inner.estimators import Moments
+from metamd.inner.estimators.recursion import Recursion
+from metamd.inner.objectives import Fixed, FromLipschitz, Reference
+from metamd.inner.run import gradient, run_inner
 from tests.small_tasks import F64, BecomesNaN, ConvNet, Quadratic, Separable, TanhNet, potential_for
 
 EXACT = {"forward": Forward(), "forward in parts": Forward(tangents=2), "reverse": Reverse(), "full tape": Reverse(1)}
@@ -380,7 +380,7 @@ def test_a_fixed_comparator_does_not_follow_the_run():
 
 @pytest.mark.parametrize("task", [Quadratic(0, 12, wave=0.1), TanhNet(0, 7), ConvNet()], ids=["quadratic", "tanh", "conv"])
 def test_products_in_turn_are_those_of_all_at_once(task):
-    from metamd.hypergrad.tangents import batched, in_turn
+    from metamd.inner.estimators.tangents import batched, in_turn
 
     g = torch.Generator().manual_seed(0)
     leaves = {n: x.detach().requires_grad_() for n, x in task.init().items()}
@@ -394,7 +394,7 @@ def test_products_in_turn_are_those_of_all_at_once(task):
 
 def test_batch_norm_is_differentiated_right():
     # Forward over forward is silently wrong through batch norm: the product must agree with differences of gradients.
-    from metamd.hypergrad.tangents import hessian_products
+    from metamd.inner.estimators.tangents import hessian_products
 
     task = ConvNet()
     point = task.init()

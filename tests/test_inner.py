@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from metamd import Diagonal, Euclidean, MaxDiagonal, mirror_step
-from metamd.inner import GradientSums, gradient, local_norm, run_inner
-from metamd.objectives import Fixed, Regret
-from metamd.potentials.mixture import combine
+from metamd.inner.objectives import Fixed, Regret
+from metamd.inner.run import GradientSums, gradient, local_norm, run_inner
+from metamd.potentials.forms import combine
 from tests.small_tasks import F64, BecomesNaN, ConvNet, Logistic, Quadratic, Separable, TanhNet, potential_for
 
 SETTINGS = {

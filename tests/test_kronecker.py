@@ -16,20 +16,21 @@ import torch
 from torch import Tensor, nn
 
 import metamd
-from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, cli, meta_train, mirror_step
-from metamd.commands.inspect import distributions
-from metamd.factors import LARGEST, _raised, best_shares, learn_factors, moment_shapes
-from metamd.header import SCHEMA_VERSIONS
-from metamd.inner import run_inner
-from metamd.moments import Moments
-from metamd.objectives import Reference
-from metamd.online import Online
-from metamd.outer import Iterate
-from metamd.positive import best_metric, geometric_mean, root, towards
+from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, meta_train, mirror_step
+from metamd.cli import main as cli
+from metamd.cli.inspect import distributions
+from metamd.files.header import SCHEMA_VERSIONS
+from metamd.files.usage import Usage
+from metamd.inner.closed_form import LARGEST, _raised, best_shares, learn_factors, moment_shapes
+from metamd.inner.moments import Moments
+from metamd.inner.objectives import Reference
+from metamd.inner.positive import best_metric, geometric_mean, root, towards
+from metamd.inner.run import run_inner
+from metamd.learning.rounds.outer import Iterate
 from metamd.potentials.kronecker import Learned
+from metamd.potentials.online import Online
 from metamd.potentials.orthogonal import Orthogonal
 from metamd.tasks import TaskFamily
-from metamd.usage import Usage
 from tests.helpers import random_basis
 from tests.learned_files import SHAPES, learned, same, turned
 from tests.small_tasks import F64, Small

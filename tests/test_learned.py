@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metamd
-from metamd import LearnedOptimiser, MaxDiagonal, shipped
-from metamd.learned import fingerprint
+from metamd import LearnedOptimiser, MaxDiagonal
+from metamd.files import shipped
+from metamd.files.learned import fingerprint
 from tests.learned_files import TYINGS, learned, model, same
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

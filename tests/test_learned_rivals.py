@@ -7,11 +7,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from metamd import Measuring, cli, compare, tasks
-from metamd.rivals import LEARNERS, RIVALS, aruba, lstm, meta_sgd, schedule
-from metamd.rivals.hypergradient import HypergradientSGD
-from metamd.rivals.learners import PerCoordinate, lesson_code
-from metamd.training import train
+from metamd import Measuring, compare, tasks
+from metamd.cli import main as cli
+from metamd.comparison.training import train
+from metamd.rivals import LEARNERS, RIVALS
+from metamd.rivals.learned import aruba, lstm, meta_sgd, schedule
+from metamd.rivals.learned.hypergradient import HypergradientSGD
+from metamd.rivals.learned.learners import PerCoordinate, lesson_code
 from tests.small_tasks import Quadratic, Separable
 
 F64 = torch.float64

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import metamd
-from metamd import Diagonal, MaxDiagonal, lockstep
-from metamd.inner import run_inner
-from metamd.lockstep import run_many
-from metamd.objectives import Reference
+from metamd import Diagonal, MaxDiagonal
+from metamd.inner import together as lockstep
+from metamd.inner.objectives import Reference
+from metamd.inner.run import run_inner
+from metamd.inner.together import run_many
 from tests.small_tasks import Separable, TanhNet, potential_for
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from metamd import load
-from metamd.workers import Workers
+from metamd.learning.rounds.workers import Workers
 from tests.meta_worker import OPTIONS, STEPS
 
 ROOT = Path(__file__).parents[1]

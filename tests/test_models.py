@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metamd.models import MLP, MODELS, LeNet, Linear, ResNet18, channels_last
+from metamd.tasks.models import MLP, MODELS, LeNet, Linear, ResNet18, channels_last
 
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 SMALL = {
@@ -146,7 +146,7 @@ def test_the_faster_layout_changes_no_value_and_no_parameters_layout(name, monke
     fast.square().sum().backward()
     grads = [p.grad.clone() for p in model.parameters()]
     assert all(g.is_contiguous() for g in grads)
-    monkeypatch.setattr("metamd.models.channels_last", lambda images: images)
+    monkeypatch.setattr("metamd.tasks.models.channels_last", lambda images: images)
     model.zero_grad()
     plain = model(images)
     plain.square().sum().backward()

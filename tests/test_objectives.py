@@ -8,8 +8,8 @@ import torch
 
 import metamd
 from metamd import ClosedForm, Diagonal, LogGap, PaperBound, Regret, TrainingLoss
-from metamd.inner import run_inner
-from metamd.objectives import PRIOR, End, Fixed, FromLipschitz, Objective, Point, Reference
+from metamd.inner.objectives import PRIOR, End, Fixed, FromLipschitz, Objective, Point, Reference
+from metamd.inner.run import run_inner
 from tests.small_tasks import F64, NoisyCoordinate, Quadratic, Separable, TanhNet, potential_for
 
 ELSEWHERE = Fixed({"a": torch.tensor([1.0, 2.0], dtype=F64), "b": torch.tensor([0.3, -1.0, 2.0], dtype=F64)})

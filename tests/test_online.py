@@ -20,25 +20,25 @@ from metamd import (
     MetaMD,
     Online,
     Usage,
-    cli,
-    following,
     meta_train,
     prepare,
 )
-from metamd.choosing import draw_tasks, learn_scale, learn_start, learn_usage, tuned_reference
-from metamd.commands import Compare
-from metamd.commands import compare as compare_command
-from metamd.commands.train import _tried
-from metamd.following import learn_from_reference
-from metamd.inner import gradient
-from metamd.objectives import Reference
-from metamd.online import KEPT
-from metamd.ready import takes_polar_steps
-from metamd.starts import LearnedStart
+from metamd.cli import compare as compare_command
+from metamd.cli import main as cli
+from metamd.cli.options import Compare
+from metamd.cli.train import _tried
+from metamd.comparison.training import Measuring
+from metamd.comparison.training import train as train_rival
+from metamd.files.start import LearnedStart
+from metamd.inner.objectives import Reference
+from metamd.inner.run import gradient
+from metamd.learning import reference as following
+from metamd.learning.reference import learn_from_reference
+from metamd.learning.trial import Tally, train
+from metamd.learning.usage import draw_tasks, learn_scale, learn_start, learn_usage, tuned_reference
+from metamd.optimiser.recommended import takes_polar_steps
+from metamd.potentials.online import KEPT
 from metamd.tasks import quadratic, starting_at, tabular
-from metamd.training import Measuring
-from metamd.training import train as train_rival
-from metamd.trial import Tally, train
 from tests.helpers import equal_parameters, losses_of, small_model
 from tests.helpers import train as fit
 

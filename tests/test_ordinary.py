@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import metamd
-from metamd import ClosedForm, Diagonal, LearnedOptimiser, MetaMD, Recorder, Regret, Run, cli, learn
-from metamd import learned as learned_module
-from metamd.inner import run_inner
-from metamd.moments import Moments
-from metamd.ordinary import PRIOR, update
+from metamd import ClosedForm, Diagonal, LearnedOptimiser, MetaMD, Recorder, Regret, Run, learn
+from metamd.cli import main as cli
+from metamd.files import learned as learned_module
+from metamd.inner.moments import Moments
+from metamd.inner.run import run_inner
+from metamd.learning.recorded import PRIOR, update
 from metamd.tasks.base import Task
 from tests.helpers import small_model, train
 from tests.learned_files import Parts, learned, same

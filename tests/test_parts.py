@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from metamd import Diagonal, Journal, cli, learn_start, learn_usage, load, meta_train
-from metamd.following import learn_from_reference
-from metamd.objectives import Reference
-from metamd.parts import Parts, parts_of
+from metamd import Diagonal, Journal, learn_start, learn_usage, load, meta_train
+from metamd.cli import main as cli
+from metamd.files.parts import Parts, parts_of
+from metamd.inner.objectives import Reference
+from metamd.learning.reference import learn_from_reference
+from metamd.learning.rounds.workers import Workers
 from metamd.tasks import quadratic, starting_at, supervised, tabular
 from metamd.tasks.counted import Counted
-from metamd.workers import Workers
 from tests.network_worker import family, train
 from tests.test_train_command import process
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, prepare
+from metamd.learning.trial import train as trial
 from metamd.potentials.base import Move
 from metamd.tasks import tabular
-from metamd.trial import train as trial
 from tests.helpers import small_model, train
 
 

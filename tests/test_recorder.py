@@ -8,8 +8,8 @@ from torch import nn
 
 import metamd
 from metamd import Diagonal, MetaMD, Recorder
-from metamd.recorder import PhaseSums
-from metamd.tying import stored_shape, tied_shape
+from metamd.learning.recorder import PhaseSums
+from metamd.potentials.tying import stored_shape, tied_shape
 from tests.helpers import equal_parameters, random_geometry, small_model, train
 
 STEPS = 20

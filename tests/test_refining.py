@@ -11,13 +11,13 @@ from scipy.optimize import minimize
 
 import metamd
 from metamd import Kronecker, LearnedOptimiser, Usage, learn_usage, meta_train, prepare
-from metamd.header import Header
-from metamd.refining import SPREAD, knots, refine, refined
+from metamd.comparison.training import train as compete
+from metamd.files.header import Header
+from metamd.files.usage import interpolate
+from metamd.learning.schedule import SPREAD, knots, refine, refined
+from metamd.learning.trial import train
 from metamd.rivals import learned_rival
 from metamd.tasks import tabular
-from metamd.training import train as compete
-from metamd.trial import train
-from metamd.usage import interpolate
 from tests.certified_runs import Loss
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from metamd import Kronecker, MetaMD, Online
-from metamd.online import KEPT
+from metamd.potentials.online import KEPT
 from tests.helpers import equal_parameters, small_model, train
 
 AVERAGES = [{}, {"averaging": "anytime"}, {"averaging": "schedule-free", "momentum": 0.8}, {"averaging": "tail"}]

@@ -20,16 +20,16 @@ from metamd import (
     meta_train,
     prepare,
     tasks,
-    training,
     tune,
 )
-from metamd.models import LeNet
-from metamd.objectives import Reference
-from metamd.records import Records
+from metamd.comparison import training
+from metamd.comparison.search import sobol
+from metamd.comparison.training import Outcome, step_seconds, train
+from metamd.files.store import Records
+from metamd.inner.objectives import Reference
 from metamd.rivals import RIVALS, Contender, Range, Rival, rival
 from metamd.rivals.classical import MuonAndAdamW
-from metamd.search import sobol
-from metamd.training import Outcome, step_seconds, train
+from metamd.tasks.models import LeNet
 
 BARE = Measuring(splits=())
 

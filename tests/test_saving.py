@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import metamd
-from metamd import container
+from metamd.files import container
 from tests.learned_files import learned, same
 
 
@@ -90,7 +90,9 @@ print(metamd.load(sys.argv[1]).header.horizon)
 KILLED = """
 import os, random, signal, sys, time
 from tests.learned_files import learned
-from metamd import LearnedOptimiser, MaxDiagonal, container, learned as module, load
+from metamd import LearnedOptimiser, MaxDiagonal, load
+from metamd.files import container
+from metamd.files import learned as module
 import torch
 path, writer = sys.argv[1:]
 if writer == "plain":

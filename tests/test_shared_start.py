@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from metamd import Diagonal, meta_train, tasks
-from metamd.cli import main
-from metamd.default import refinement
-from metamd.inner import run_inner
-from metamd.lockstep import run_many
+from metamd.cli.main import main
+from metamd.inner.run import run_inner
+from metamd.inner.together import run_many
+from metamd.learning.network import refinement
 from metamd.tasks.counted import Counted
-from metamd.tasks.held_out import leave_one_out
+from metamd.tasks.images.family import leave_one_out
 from metamd.tasks.shared_start import read_parameters, starting_at
 
 real_data = pytest.mark.real_data

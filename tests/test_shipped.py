@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import metamd
-from metamd import Comparison, cli, load, models, shipped
-from metamd.shipped import card, names
-from metamd.tasks import rotated_mnist
+from metamd import Comparison, load
+from metamd.cli import main as cli
+from metamd.files import shipped
+from metamd.files.shipped import card, names
+from metamd.tasks import models, rotated_mnist
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("lenet-digits", "mlp-by-role", "quadratic")

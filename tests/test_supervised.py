@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from metamd.models import LeNet, ResNet18
 from metamd.tasks import config_hash, supervised
 from metamd.tasks.batches import Shuffle, divide
+from metamd.tasks.models import LeNet, ResNet18
 from metamd.tasks.recipe import Called, trained
 from metamd.tasks.stochastic import hashed_uniform
 from tests.helpers import dropout_model, images, labelled, norm_model, plain_model

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from metamd import cli, load
-from metamd.commands import Train
-from metamd.commands.train import tensorboard
-from metamd.default import learn_network
-from metamd.objectives import PRIOR
+from metamd import load
+from metamd.cli import main as cli
+from metamd.cli.options import Train
+from metamd.cli.train import tensorboard
+from metamd.inner.objectives import PRIOR
+from metamd.learning.network import learn_network
 
 SHORT = ["--steps", "20", "--outer-steps", "2", "--tasks", "2"]
 QUICK = [*SHORT, "--refine", "0"]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from metamd import MaxDiagonal, MetaMD
-from metamd.tying import clean_name, roles, slots, stored_shape, tied_shape
+from metamd.potentials.tying import clean_name, roles, slots, stored_shape, tied_shape
 from tests.helpers import random_geometry, small_model, train
 
 TYINGS = ["parameter", "channel", "column", "tensor", "role"]

@@ -7,100 +7,100 @@ from metamd._version import __version__
 
 if TYPE_CHECKING:
     from metamd import data as data
-    from metamd import models as models
     from metamd import rivals as rivals
     from metamd import tasks as tasks
-    from metamd.certificate import Certificate
-    from metamd.certification import certify
-    from metamd.choosing import learn_start, learn_usage, tuned_reference
-    from metamd.comparing import compare, handicap
-    from metamd.comparison import Comparison
-    from metamd.following import learn_from_reference
-    from metamd.gap import LogGap
-    from metamd.guard import OffFamilyWarning
-    from metamd.hypergrad import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
-    from metamd.journal import Journal
-    from metamd.learned import LearnedOptimiser, load
-    from metamd.meta import Method, NotConvergedWarning, meta_train, paper
-    from metamd.mirror import mirror_step
-    from metamd.objectives import PaperBound, Regret, TrainingLoss
-    from metamd.online import Online
-    from metamd.optimiser import MetaMD
-    from metamd.ordinary import learn
-    from metamd.outer import GradientDescent, TrustRegion
-    from metamd.outer_steps import Refine, Stopping
+    from metamd.certification.certification import certify
+    from metamd.certification.statements import HeldOutCertificate
+    from metamd.comparison.compare import compare, handicap
+    from metamd.comparison.comparison import Comparison
+    from metamd.comparison.search import Bayesian, Grid, QuasiRandom
+    from metamd.comparison.training import Measuring
+    from metamd.comparison.tuning import tune
+    from metamd.files.journal import Journal
+    from metamd.files.learned import LearnedOptimiser, load
+    from metamd.files.recorded_run import Run
+    from metamd.files.usage import Usage
+    from metamd.inner.estimators import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
+    from metamd.inner.gap import LogGap
+    from metamd.inner.objectives import PaperBound, Regret, TrainingLoss
+    from metamd.learning.meta import Method, NotConvergedWarning, meta_train, paper
+    from metamd.learning.recorded import learn
+    from metamd.learning.recorder import Recorder
+    from metamd.learning.reference import learn_from_reference
+    from metamd.learning.rounds.outer import GradientDescent, TrustRegion
+    from metamd.learning.rounds.outer_steps import Refine, Stopping
+    from metamd.learning.usage import learn_start, learn_usage, tuned_reference
+    from metamd.optimiser.certificate.certificate import Certificate
+    from metamd.optimiser.guard import OffFamilyWarning
+    from metamd.optimiser.optimiser import MetaMD
+    from metamd.optimiser.recommended import prepare
     from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
-    from metamd.ready import prepare
-    from metamd.recorder import Recorder
+    from metamd.potentials.online import Online
+    from metamd.potentials.step import mirror_step
     from metamd.rivals.base import Contender, Rival
     from metamd.rivals.ours import learned_rival
-    from metamd.runs import Run
-    from metamd.search import Bayesian, Grid, QuasiRandom
-    from metamd.statements import HeldOutCertificate
-    from metamd.training import Measuring
-    from metamd.tuning import tune
-    from metamd.usage import Usage
+    from metamd.tasks import models as models
 
 _HOME = {
-    "Certificate": "certificate",
+    "Certificate": "optimiser.certificate.certificate",
     "Diagonal": "potentials",
     "Euclidean": "potentials",
     "Kronecker": "potentials",
-    "LearnedOptimiser": "learned",
+    "LearnedOptimiser": "files.learned",
     "MaxDiagonal": "potentials",
     "NegativeEntropy": "potentials",
     "PNorm": "potentials",
     "Potential": "potentials",
     "bregman": "potentials",
-    "MetaMD": "optimiser",
-    "mirror_step": "mirror",
-    "OffFamilyWarning": "guard",
-    "load": "learned",
-    "GradientDescent": "outer",
-    "TrustRegion": "outer",
-    "Refine": "outer_steps",
-    "Stopping": "outer_steps",
-    "Journal": "journal",
-    "Method": "meta",
-    "NotConvergedWarning": "meta",
-    "meta_train": "meta",
-    "paper": "meta",
-    "PaperBound": "objectives",
-    "Regret": "objectives",
-    "LogGap": "gap",
-    "TrainingLoss": "objectives",
-    "ClosedForm": "hypergrad",
-    "Direct": "hypergrad",
-    "Evolution": "hypergrad",
-    "Forward": "hypergrad",
-    "ForwardDiagonal": "hypergrad",
-    "ForwardRandom": "hypergrad",
-    "Reverse": "hypergrad",
-    "Recorder": "recorder",
-    "Run": "runs",
-    "learn": "ordinary",
-    "Bayesian": "search",
-    "Comparison": "comparison",
+    "MetaMD": "optimiser.optimiser",
+    "mirror_step": "potentials.step",
+    "OffFamilyWarning": "optimiser.guard",
+    "load": "files.learned",
+    "GradientDescent": "learning.rounds.outer",
+    "TrustRegion": "learning.rounds.outer",
+    "Refine": "learning.rounds.outer_steps",
+    "Stopping": "learning.rounds.outer_steps",
+    "Journal": "files.journal",
+    "Method": "learning.meta",
+    "NotConvergedWarning": "learning.meta",
+    "meta_train": "learning.meta",
+    "paper": "learning.meta",
+    "PaperBound": "inner.objectives",
+    "Regret": "inner.objectives",
+    "LogGap": "inner.gap",
+    "TrainingLoss": "inner.objectives",
+    "ClosedForm": "inner.estimators",
+    "Direct": "inner.estimators",
+    "Evolution": "inner.estimators",
+    "Forward": "inner.estimators",
+    "ForwardDiagonal": "inner.estimators",
+    "ForwardRandom": "inner.estimators",
+    "Reverse": "inner.estimators",
+    "Recorder": "learning.recorder",
+    "Run": "files.recorded_run",
+    "learn": "learning.recorded",
+    "Bayesian": "comparison.search",
+    "Comparison": "comparison.comparison",
     "Contender": "rivals",
-    "Grid": "search",
-    "Measuring": "training",
-    "QuasiRandom": "search",
+    "Grid": "comparison.search",
+    "Measuring": "comparison.training",
+    "QuasiRandom": "comparison.search",
     "Rival": "rivals",
-    "compare": "comparing",
-    "handicap": "comparing",
+    "compare": "comparison.compare",
+    "handicap": "comparison.compare",
     "learned_rival": "rivals",
-    "tune": "tuning",
-    "Online": "online",
-    "Usage": "usage",
-    "learn_from_reference": "following",
-    "learn_start": "choosing",
-    "learn_usage": "choosing",
-    "tuned_reference": "choosing",
-    "prepare": "ready",
-    "HeldOutCertificate": "statements",
-    "certify": "certification",
+    "tune": "comparison.tuning",
+    "Online": "potentials.online",
+    "Usage": "files.usage",
+    "learn_from_reference": "learning.reference",
+    "learn_start": "learning.usage",
+    "learn_usage": "learning.usage",
+    "tuned_reference": "learning.usage",
+    "prepare": "optimiser.recommended",
+    "HeldOutCertificate": "certification.statements",
+    "certify": "certification.certification",
 }
-_SUBMODULES = ("data", "models", "rivals", "tasks")
+_SUBMODULES = {"data": "data", "models": "tasks.models", "rivals": "rivals", "tasks": "tasks"}
 
 __all__ = [
     "Bayesian",
@@ -167,7 +167,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     # torch takes seconds to import: a name is fetched when it is used, so that `metamd --help` stays instant.
     if name in _SUBMODULES:
-        return import_module(f"metamd.{name}")
+        return import_module(f"metamd.{_SUBMODULES[name]}")
     if name not in _HOME:
         raise AttributeError(f"module 'metamd' has no attribute {name!r}")
     return getattr(import_module(f"metamd.{_HOME[name]}"), name)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from metamd.data.archives import decompress
-from metamd.data.locks import locked
 from metamd.data.records import DataError, RemoteFile
+from metamd.files.locks import locked
 
 CHUNK = 2**16
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from metamd.data import canonical, recipes, registry, store
 from metamd.data.download import download
-from metamd.data.locks import locked
 from metamd.data.records import DataError, Dataset, Form, Provenance
+from metamd.files.locks import locked
 
 if TYPE_CHECKING:
     from pathlib import Path

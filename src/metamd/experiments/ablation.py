@@ -13,25 +13,25 @@ from functools import partial
 from typing import Any
 
 from metamd import tasks
-from metamd.averaging import AveragingName
-from metamd.choosing import RULES
-from metamd.experiments.curves import mean_losses
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
+from metamd.comparison.curves import mean_losses
+from metamd.comparison.standings import standings
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.experiments.paper_preset import preset
-from metamd.experiments.standings import standings
-from metamd.experiments.variants import Variant
-from metamd.hypergrad import Direct, Estimator, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
-from metamd.meta import Method
-from metamd.objectives import Objective, PaperBound, Reference, Regret, TrainingLoss
-from metamd.online import Online
-from metamd.outer import Adam
+from metamd.files.store import Result
+from metamd.files.usage import Schedule, Usage
+from metamd.inner.estimators import Direct, Estimator, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
+from metamd.inner.objectives import Objective, PaperBound, Reference, Regret, TrainingLoss
+from metamd.learning.meta import Method
+from metamd.learning.rounds.outer import Adam
+from metamd.learning.usage import RULES
+from metamd.optimiser.averaging import AveragingName
 from metamd.potentials import Diagonal, Kronecker, MaxDiagonal
-from metamd.records import Result
+from metamd.potentials.online import Online
+from metamd.potentials.tying import TyingName
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.held_out import ImageFamily
+from metamd.tasks.images.family import ImageFamily
 from metamd.tasks.shared_start import SharedStart
-from metamd.tying import TyingName
-from metamd.usage import Schedule, Usage
+from metamd.tasks.variants import Variant
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 

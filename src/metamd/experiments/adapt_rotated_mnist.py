@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from functools import partial
 
 from metamd import tasks
-from metamd.choosing import learn_start
-from metamd.experiments.learning import Family
-from metamd.experiments.leave_one_out import MODERN, Entry, Experiment, Geometry, Scale, markdown
-from metamd.objectives import Reference, Regret
+from metamd.experiments.declare import Family
+from metamd.experiments.experiment import MODERN, Entry, Experiment, Geometry, Scale, markdown
+from metamd.files.start import LearnedStart
+from metamd.files.usage import Usage
+from metamd.inner.objectives import Reference, Regret
+from metamd.learning.usage import learn_start
 from metamd.potentials import Diagonal, Kronecker
-from metamd.starts import LearnedStart
-from metamd.tasks.adaptation import ADAPTED
+from metamd.tasks.images.adaptation import ADAPTED
 from metamd.tasks.shared_start import SharedStart
-from metamd.usage import Usage
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from metamd.comparison import Comparison
-from metamd.experiments.curves import learning_curves
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
+from metamd.comparison.comparison import Comparison
+from metamd.comparison.curves import learning_curves
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
+from metamd.files.store import Result
 from metamd.potentials import Kronecker
-from metamd.records import Result
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 

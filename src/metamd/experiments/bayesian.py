@@ -7,7 +7,7 @@ process with an RBF kernel, the upper confidence bound. The paper does so for Le
 
 from functools import partial
 
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, markdown
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
 from metamd.potentials import Kronecker
 

@@ -9,7 +9,7 @@ from metamd.experiments.bayesian import GEOMETRIES
 from metamd.experiments.bayesian import SCALES as OF_MLP
 from metamd.experiments.diverse_digits_lenet import EXPERIMENT as LENET
 from metamd.experiments.diverse_digits_lenet import digits
-from metamd.experiments.leave_one_out import Experiment, Scale, markdown
+from metamd.experiments.experiment import Experiment, Scale, markdown
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 

@@ -18,14 +18,14 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from metamd import tasks
-from metamd.inner import run_inner
-from metamd.learned import LearnedOptimiser
-from metamd.meta import meta_train
-from metamd.objectives import Reference, Regret
-from metamd.optimiser import MetaMD
+from metamd.files.learned import LearnedOptimiser
+from metamd.files.store import Result
+from metamd.inner.objectives import Reference, Regret
+from metamd.inner.run import run_inner
+from metamd.learning.meta import meta_train
+from metamd.optimiser.optimiser import MetaMD
+from metamd.optimiser.recommended import prepare
 from metamd.potentials import Diagonal
-from metamd.ready import prepare
-from metamd.records import Result
 from metamd.tasks.base import Task, TaskFamily, derive_seed
 
 Named = list[tuple[str, nn.Parameter]]

@@ -6,11 +6,11 @@ Each dataset is held out in turn, T = 500. QMNIST takes part where its images ar
 from functools import partial
 
 from metamd import tasks
-from metamd.experiments.leave_one_out import MODERN, Entry, Experiment, Geometry, Scale, markdown
+from metamd.comparison.training import Measuring
+from metamd.experiments.experiment import MODERN, Entry, Experiment, Geometry, Scale, markdown
+from metamd.files.usage import Usage
 from metamd.potentials import Diagonal, Kronecker
-from metamd.tasks.held_out import ImageFamily
-from metamd.training import Measuring
-from metamd.usage import Usage
+from metamd.tasks.images.family import ImageFamily
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 

@@ -6,11 +6,11 @@ since.
 
 from dataclasses import replace
 
+from metamd.comparison.curves import mean_losses
 from metamd.experiments.averages import markdown
 from metamd.experiments.bayesian import GEOMETRIES
 from metamd.experiments.bayesian import SCALES as BAYESIAN
-from metamd.experiments.curves import mean_losses
-from metamd.experiments.leave_one_out import MODERN, Experiment, Scale
+from metamd.experiments.experiment import MODERN, Experiment, Scale
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]

@@ -6,12 +6,12 @@ for orientation.
 """
 
 from metamd import tasks
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
-from metamd.experiments.standings import standings
+from metamd.comparison.standings import standings
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
+from metamd.files.store import Result
+from metamd.files.usage import Usage
 from metamd.potentials import Kronecker
-from metamd.records import Result
-from metamd.tasks.held_out import ImageFamily
-from metamd.usage import Usage
+from metamd.tasks.images.family import ImageFamily
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 

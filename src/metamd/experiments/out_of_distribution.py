@@ -14,19 +14,20 @@ from pathlib import Path
 
 import numpy as np
 
-from metamd import figures, tasks
-from metamd.comparison import Comparison
-from metamd.experiments.curves import best_schedules
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
-from metamd.experiments.variants import Variant
-from metamd.folds import Candidate, Fold
-from metamd.guard import OffFamilyWarning
+from metamd import tasks
+from metamd.comparison import figures
+from metamd.comparison.comparison import Comparison
+from metamd.comparison.curves import best_schedules
+from metamd.comparison.fold import Candidate, Fold
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
+from metamd.files.store import Result
+from metamd.files.usage import Usage
+from metamd.optimiser.guard import OffFamilyWarning
 from metamd.potentials import Diagonal, Kronecker
-from metamd.records import Result
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.held_out import ImageFamily, Training
+from metamd.tasks.images.family import ImageFamily, Training
 from metamd.tasks.shared_start import SharedStart
-from metamd.usage import Usage
+from metamd.tasks.variants import Variant
 
 HELD_OUT = "45"
 USUAL = "as learned"

@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from metamd.experiments.declare import Family
 from metamd.experiments.diverse_digits_lenet import digits
-from metamd.experiments.learning import Family
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, markdown
 from metamd.experiments.rotated_mnist_linear import linear
 from metamd.experiments.rotated_mnist_mlp import rotated
-from metamd.experiments.variants import Variant
-from metamd.hypergrad import Reverse
-from metamd.meta import paper
-from metamd.objectives import FromLipschitz
+from metamd.files.usage import Usage
+from metamd.inner.estimators import Reverse
+from metamd.inner.objectives import FromLipschitz
+from metamd.learning.meta import paper
 from metamd.potentials import MaxDiagonal
 from metamd.tasks.base import TaskFamily
-from metamd.usage import Usage
+from metamd.tasks.variants import Variant
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 

@@ -14,22 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from metamd import figures, tasks
-from metamd.cells import Cell, fill
-from metamd.comparing import draw
-from metamd.experiments.learning import learned_file, settings_of
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale
-from metamd.experiments.standings import standings
-from metamd.hypergrad import Direct
-from metamd.inner import run_inner
-from metamd.learned import LearnedOptimiser, load
-from metamd.meta import Method
-from metamd.outer import Adam
+from metamd import tasks
+from metamd.comparison import figures
+from metamd.comparison.compare import draw
+from metamd.comparison.parallel import Cell, fill
+from metamd.comparison.standings import standings
+from metamd.experiments.declare import learned_file, settings_of
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
+from metamd.files.learned import LearnedOptimiser, load
+from metamd.files.store import Records, Result
+from metamd.files.usage import Usage
+from metamd.inner.estimators import Direct
+from metamd.inner.run import run_inner
+from metamd.learning.meta import Method
+from metamd.learning.rounds.outer import Adam
 from metamd.potentials import Diagonal, MaxDiagonal
 from metamd.potentials.base import Centre
-from metamd.records import Records, Result
-from metamd.tasks.held_out import ImageFamily
-from metamd.usage import Usage
+from metamd.tasks.images.family import ImageFamily
 
 HELD_OUT = "45"
 MOST = 5

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from metamd import tasks
-from metamd.cells import Cell, fill
-from metamd.experiments import race
-from metamd.experiments.batched import RIVALS
-from metamd.experiments.race import Entry, Problems
-from metamd.experiments.spread import Spread
-from metamd.experiments.trainings import Training, raced, train
-from metamd.hypergrad import Reverse
-from metamd.meta import Method, paper
-from metamd.outer import Adam
+from metamd.comparison.parallel import Cell, fill
+from metamd.comparison.spread import Spread
+from metamd.experiments.synthetic import race
+from metamd.experiments.synthetic.batched import RIVALS
+from metamd.experiments.synthetic.race import Entry, Problems
+from metamd.experiments.synthetic.trainings import Training, raced, train
+from metamd.files.store import Records, Result
+from metamd.inner.estimators import Reverse
+from metamd.learning.meta import Method, paper
+from metamd.learning.rounds.outer import Adam
 from metamd.potentials import Diagonal
-from metamd.records import Records, Result
 from metamd.tasks.base import TaskFamily, derive_seed
 
 ROWS = {"published": (0.3, 14.0), "ill": (0.01, 14.0)}
@@ -331,7 +331,7 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
         results: of all cells.
         folder: where the images go.
     """
-    from metamd import figures
+    from metamd.comparison import figures
 
     settings = Records.settings(folder)
     rows = {}
@@ -352,7 +352,7 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
 
 
 def _panels(results: Mapping[str, Result], row: str, problems: Problems) -> Iterator[Any]:
-    from metamd.figures import Panel
+    from metamd.comparison.figures import Panel
 
     q, b = (problems.batch[k][0].numpy() for k in ("Q", "b"))
     optimum = torch.linalg.solve(2 * problems.batch["Q"][0], problems.batch["b"][0]).tolist()

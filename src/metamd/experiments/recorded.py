@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from metamd.comparison import Comparison
-from metamd.experiments.learning import Geometry
-from metamd.records import Result
+from metamd.comparison.comparison import Comparison
+from metamd.experiments.declare import Geometry
+from metamd.files.store import Result
 from metamd.rivals.base import Contender, Named, Rival, Setting
 
 

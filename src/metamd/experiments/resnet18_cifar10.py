@@ -9,13 +9,13 @@ accuracies stand beside ours for orientation.
 from functools import partial
 
 from metamd import tasks
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
-from metamd.objectives import Reference
-from metamd.online import Online
+from metamd.comparison.training import Measuring
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, markdown
+from metamd.files.usage import Usage
+from metamd.inner.objectives import Reference
 from metamd.potentials import Kronecker
-from metamd.tasks.held_out import ImageFamily
-from metamd.training import Measuring
-from metamd.usage import Usage
+from metamd.potentials.online import Online
+from metamd.tasks.images.family import ImageFamily
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from metamd import tasks
-from metamd.cells import Cell, fill, own_warnings
-from metamd.experiments import valleys
-from metamd.experiments.batched import DIAGONAL, RIVALS, BatchedRival, Setting
-from metamd.experiments.race import NEVER, Problems, path, thinned
-from metamd.experiments.valleys import REACHED, STEPS, final_losses
-from metamd.hypergrad import Reverse
-from metamd.meta import meta_train, paper
-from metamd.optimiser import MetaMD
+from metamd.comparison.parallel import Cell, fill, own_warnings
+from metamd.experiments.synthetic import valleys
+from metamd.experiments.synthetic.batched import DIAGONAL, RIVALS, BatchedRival, Setting
+from metamd.experiments.synthetic.race import NEVER, Problems, path, thinned
+from metamd.experiments.synthetic.valleys import REACHED, STEPS, final_losses
+from metamd.files.store import Records, Result
+from metamd.inner.estimators import Reverse
+from metamd.learning.meta import meta_train, paper
+from metamd.optimiser.optimiser import MetaMD
 from metamd.potentials import Diagonal, MaxDiagonal
-from metamd.records import Records, Result
 from metamd.tasks.base import derive_seed
 
 KEPT = ("loss", "distance", "reached", "setting", "metrics", "failed")
@@ -245,7 +245,7 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
         results: of all cells.
         folder: where the images go.
     """
-    from metamd import figures
+    from metamd.comparison import figures
 
     def surface(x: Any, y: Any) -> Any:
         return 100 * (y - x**2) ** 2 + (1 - x) ** 2

@@ -7,10 +7,10 @@ published: with 1,000 a domain the accuracies are about those of the paper.
 from functools import partial
 
 from metamd import tasks
-from metamd.experiments.leave_one_out import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, markdown
+from metamd.files.usage import Usage
 from metamd.potentials import Diagonal, Kronecker
-from metamd.tasks.held_out import ImageFamily
-from metamd.usage import Usage
+from metamd.tasks.images.family import ImageFamily
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 

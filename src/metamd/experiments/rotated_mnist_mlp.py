@@ -13,11 +13,11 @@ fifty epochs; `last_tenth` in summary.json says for every optimiser whether that
 from functools import partial
 
 from metamd import tasks
-from metamd.experiments.leave_one_out import MODERN, Entry, Experiment, Geometry, Scale, markdown
+from metamd.comparison.training import Measuring
+from metamd.experiments.experiment import MODERN, Entry, Experiment, Geometry, Scale, markdown
+from metamd.files.usage import Usage
 from metamd.potentials import Diagonal, Kronecker
-from metamd.tasks.held_out import ImageFamily
-from metamd.training import Measuring
-from metamd.usage import Usage
+from metamd.tasks.images.family import ImageFamily
 
 __all__ = ["EXPERIMENT", "SCALES", "markdown"]
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from metamd.tying import Shape, Slot, TyingName, slots
+from metamd.potentials.tying import Shape, Slot, TyingName, slots
 
 
 class Basis(Protocol):

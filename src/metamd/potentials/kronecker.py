@@ -12,9 +12,9 @@ from torch import Tensor
 from metamd.potentials.base import Centre
 from metamd.potentials.basis import Identity
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.mixture import widen
+from metamd.potentials.forms import widen
 from metamd.potentials.orthogonal import Orthogonal
-from metamd.tying import Shape, Slot, TyingName, roles
+from metamd.potentials.tying import Shape, Slot, TyingName, roles
 
 Sides = Literal["right", "both"]
 Rank = int | Literal["auto"] | None

@@ -1,17 +1,17 @@
 """Optimisers to compare with, behind one interface."""
 
-from metamd.rivals.aruba import ARUBA, ARUBA_PLUS
+from metamd.files.usage import SCHEDULES, Schedule
 from metamd.rivals.averaged import averaged
 from metamd.rivals.base import Contender, Range, Rival, Setting, Stepper
 from metamd.rivals.classical import CLASSICAL
-from metamd.rivals.hypergradient import HYPERGRADIENT
-from metamd.rivals.learners import Learner
-from metamd.rivals.lstm import LSTM
-from metamd.rivals.meta_sgd import META_SGD
+from metamd.rivals.learned.aruba import ARUBA, ARUBA_PLUS
+from metamd.rivals.learned.hypergradient import HYPERGRADIENT
+from metamd.rivals.learned.learners import Learner
+from metamd.rivals.learned.lstm import LSTM
+from metamd.rivals.learned.meta_sgd import META_SGD
+from metamd.rivals.learned.schedule import SCHEDULE
 from metamd.rivals.ours import learned_rival
 from metamd.rivals.packages import PACKAGES
-from metamd.rivals.schedule import SCHEDULE
-from metamd.usage import SCHEDULES, Schedule
 
 _PLAIN: dict[str, Rival] = {r.name: r for r in [*CLASSICAL, *PACKAGES, HYPERGRADIENT]}
 

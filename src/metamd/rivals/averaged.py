@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from metamd.averaging import follow, to_averages, to_gradient_points
+from metamd.optimiser.averaging import follow, to_averages, to_gradient_points
 from metamd.rivals.base import Named, Rival, Setting, Stepper
 
 

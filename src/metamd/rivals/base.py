@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from metamd.usage import SCHEDULES, Schedule, interpolate
+from metamd.files.usage import SCHEDULES, Schedule, interpolate
 
 Setting = Mapping[str, float]
 """Hyperparameters by name."""

@@ -3,13 +3,13 @@
 import json
 from typing import Any
 
-from metamd.averaging import AveragingName
-from metamd.learned import LearnedOptimiser
-from metamd.optimiser import MetaMD
-from metamd.ready import refreshed
+from metamd.files.learned import LearnedOptimiser
+from metamd.files.usage import SCHEDULES, Usage
+from metamd.optimiser.averaging import AveragingName
+from metamd.optimiser.optimiser import MetaMD
+from metamd.optimiser.recommended import refreshed
 from metamd.rivals.base import Named, Range, Rival, Setting
 from metamd.rivals.classical import DECAY
-from metamd.usage import SCHEDULES, Usage
 
 COSTS = ("gradient_evaluations", "hessian_vector_products", "seconds")
 

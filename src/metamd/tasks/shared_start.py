@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from metamd.starts import LearnedStart
+from metamd.files.start import LearnedStart
+from metamd.potentials.tying import clean_names
 from metamd.tasks.base import Config, Drawn, Task, TaskFamily
-from metamd.tying import clean_names
 
 
 def starting_at(family: TaskFamily, start: Mapping[str, Tensor] | str | Path) -> "SharedStart":

@@ -1,0 +1,1 @@
+"""What to expect on the next task."""

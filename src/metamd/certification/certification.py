@@ -1,0 +1,279 @@
+"""certify: run a learned optimiser on held-out tasks and say what follows for the tasks to come."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from metamd.certification.generalisation import PRINTED, REASONS, Displacements, Size, corrected_bound, printed_bound
+from metamd.certification.scores import Score, run_task, solve
+from metamd.certification.statements import HeldOutCertificate, Statement
+from metamd.certification.statistics import checked, clopper_pearson, mean_below, next_task, ordinal
+from metamd.certification.training_tasks import displacements, training_tasks
+from metamd.files.learned import LearnedOptimiser
+from metamd.files.usage import Usage
+from metamd.inner.objectives import Reference
+from metamd.learning.rounds.lessons import draw_config
+from metamd.tasks.base import Config, TaskFamily, config_hash
+
+Log = Callable[[dict[str, Any], int], None]
+"""Called with the score of a task and its number, from 1."""
+
+
+def certify(
+    learned: LearnedOptimiser,
+    family: TaskFamily,
+    *,
+    held_out_tasks: int = 50,
+    delta: float = 0.05,
+    seed: int = 0,
+    target: float | None = None,
+    regret_cap: float | None = None,
+    radius: float | None = None,
+    reach: float | None = None,
+    comparator: Reference | None = None,
+    log: Log | None = None,
+) -> HeldOutCertificate:
+    """Train held-out tasks with a learned optimiser, nothing tuned, and say what follows for the next ones.
+
+    Steps, losses and distances of the next task are bounded by split conformal prediction, means of capped quantities by
+    Hoeffding's or the empirical Bernstein inequality. Everything stated beforehand must be: it is chosen without looking at
+    the held-out tasks.
+
+    Args:
+        learned: the optimiser; a task that it was learned from is refused.
+        family: where the held-out tasks and the next one come from.
+        held_out_tasks: m. A bound on the next task at 95 % needs 19 at least.
+        delta: each statement holds with probability 1 - delta.
+        seed: of the held-out tasks.
+        target: the loss to count steps to, stated beforehand; the file's `target_loss` if not given.
+        regret_cap: b, stated beforehand, for a bound on the mean of min(regret, b) and on the share of tasks above.
+        radius: r, on ||theta_* - theta_1||_2 of every task that can be drawn, for the bound from the training tasks.
+        reach: r on the largest coordinate of theta_* - theta_1 instead, for models with many.
+        comparator: finds theta_* of tasks whose optimum is not known.
+        log: called with the score of every task and its number.
+
+    Example:
+        >>> from metamd import Diagonal, meta_train, tasks
+        >>> family = tasks.quadratic(steps=50)
+        >>> learned = meta_train(family, Diagonal(), outer_steps=3, tasks_per_step=4)
+        >>> found = certify(learned, family, held_out_tasks=20)
+        >>> found.of("next task", "loss").verdict
+        'holds'
+    """
+    _check(learned, family, held_out_tasks, delta, {"regret_cap": regret_cap, "radius": radius, "reach": reach})
+    target = _target(learned, target)
+    configs = [draw_config(family, seed, "certify", i) for i in range(held_out_tasks)]
+    _refuse_overlap(configs, learned)
+    scores = []
+    for i, config in enumerate(configs):
+        scores.append(run_task(family.build(config), learned, target, comparator))
+        if log is not None:
+            log(asdict(scores[-1]) | {"task": config_hash(config)}, i + 1)
+    parts = [
+        *_about_the_next(scores, delta, target, family.steps),
+        *_about_the_mean(scores, delta, target, family.steps, regret_cap),
+        *_from_training(learned, family, scores, delta, (radius, reach), comparator),
+    ]
+    return HeldOutCertificate(
+        family=family.name,
+        fingerprint=learned.fingerprint(),
+        tasks=held_out_tasks,
+        diverged=sum(bool(s.diverged) for s in scores),
+        steps=family.steps,
+        seed=seed,
+        delta=delta,
+        target=target,
+        task=family.drawn(),
+        statements=tuple(parts),
+        assumptions=_assumptions(learned, family),
+        across_domains=across_domains(learned, family),
+    )
+
+
+def _about_the_next(scores: Sequence[Score], delta: float, target: float, steps: int) -> list[Statement]:
+    rows: dict[str, Sequence[float | None]] = {
+        f"steps to a loss of {target:.4g}": [s.steps for s in scores],
+        f"loss after {steps} steps": [s.loss for s in scores],
+        "distance sqrt(2 B(theta_*||theta_1))": [s.distance for s in scores],
+    }
+    return [_next(quantity, values, delta) for quantity, values in rows.items()]
+
+
+def _next(quantity: str, values: Sequence[float | None], delta: float) -> Statement:
+    known = [v for v in values if v is not None]
+    if len(known) < len(values):
+        return Statement("next task", quantity, None, "no bound", UNKNOWN, 1 - delta)
+    found = next_task(known, delta)
+    numbers = {"rank": found.rank, "tasks": found.tasks, "infinite": found.infinite}
+    if found.why:
+        return Statement("next task", quantity, None, "no bound", found.why, 1 - delta, numbers)
+    censored = f"; {found.infinite} not finite" if found.infinite else ""
+    basis = f"{ordinal(found.rank)} smallest of {found.tasks} scores{censored}; split conformal"
+    return Statement("next task", quantity, found.bound, "holds", basis, 1 - delta, numbers)
+
+
+UNKNOWN = (
+    "theta_* of these tasks is not known. Pass comparator=Reference(...), a longer run of another optimiser (--reference-lr)"
+)
+
+
+def _about_the_mean(
+    scores: Sequence[Score], delta: float, target: float, steps: int, regret_cap: float | None
+) -> list[Statement]:
+    counts = [s.steps for s in scores]
+    found = [_mean(f"min(steps to a loss of {target:.4g}, {steps})", counts, steps, delta)]
+    regrets = [s.regret for s in scores if s.regret is not None]
+    if len(regrets) < len(scores):
+        return [*found, Statement("mean", "regret", None, "no bound", UNKNOWN, 1 - delta)]
+    if regret_cap is None:
+        missing = "the regret has no range of its own: state one beforehand with regret_cap=b (--regret-cap)"
+        return [*found, Statement("mean", "regret", None, "no bound", missing, 1 - delta)]
+    # both together at 1 - delta
+    found.append(_mean(f"min(regret, {regret_cap:.4g})", regrets, regret_cap, delta / 2))
+    above = sum(r > regret_cap for r in regrets)
+    share = clopper_pearson(above, len(regrets), delta / 2)
+    basis = f"{above} of {len(regrets)} were above; Clopper-Pearson"
+    numbers = {"above": above, "tasks": len(regrets)}
+    quantity = f"regret above {regret_cap:.4g}"
+    return [
+        *found,
+        Statement("share", quantity, share, "holds" if share < 1 else "vacuous", basis, 1 - delta / 2, numbers),
+    ]
+
+
+def _mean(quantity: str, values: Sequence[float], cap: float, delta: float) -> Statement:
+    found = mean_below(values, cap, delta)
+    basis = f"mean {found.mean:.5g}, {100 * found.clipped:.3g} % clipped; {found.method}"
+    numbers = {"mean": found.mean, "cap": found.cap, "clipped": found.clipped, "tasks": found.tasks}
+    return Statement("mean", quantity, found.bound, "vacuous" if found.vacuous else "holds", basis, 1 - delta, numbers)
+
+
+def _from_training(
+    learned: LearnedOptimiser,
+    family: TaskFamily,
+    scores: Sequence[Score],
+    delta: float,
+    radii: tuple[float | None, float | None],
+    comparator: Reference | None,
+) -> list[Statement]:
+    """The bounds of the generalisation theorem, corrected and as printed."""
+    quantity = "B(theta_*||theta_1)"
+    try:
+        again = training_tasks(learned.header, family)
+        seen, size = displacements(learned, again.tasks, lambda task: solve(task, comparator))
+    except ValueError as error:
+        return [Statement("training tasks", quantity, None, "does not apply", str(error), 1 - delta)]
+    found = [_corrected(quantity, seen, size, again.share * delta, delta, learned.header.max_norm, radii)]
+    lipschitz = max(s.largest_gradient for s in scores)
+    value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=radii[0])
+    numbers = {"lipschitz": lipschitz, "max_norm": size.norm, "tasks": seen.tasks}
+    basis = "; ".join(REASONS)
+    return [*found, Statement("training tasks", "regret, the paper's formula", value, PRINTED, basis, 1 - delta, numbers)]
+
+
+def _corrected(
+    quantity: str,
+    seen: Displacements,
+    size: Size,
+    share: float,
+    delta: float,
+    max_norm: float | None,
+    radii: tuple[float | None, float | None],
+) -> Statement:
+    try:
+        found = corrected_bound(seen, size, delta=share, max_norm=max_norm, radius=radii[0], reach=radii[1])
+    except ValueError as error:
+        return Statement("training tasks", quantity, None, "does not apply", str(error), 1 - delta)
+    numbers = {k: v for k, v in asdict(found).items() if type(v) is float} | {"tasks": seen.tasks}
+    c = f"C = {found.max_norm:.4g} {'stated beforehand' if found.norm_fixed else 'from a grid'}"
+    r = f"r = {found.radius:.4g} {'stated beforehand' if found.radius_fixed else 'from a grid'} ({found.form})"
+    parts = f"mean {found.mean:.4g} + complexity {found.complexity:.4g} + chance {found.concentration:.4g}"
+    basis = f"{seen.tasks} training tasks; {c}, {r}; {parts}"
+    if not found.radius_fixed:
+        quantity += f" over displacements up to {found.radius:.4g}"
+        basis += f"; at most {100 * found.beyond:.3g} % of tasks lie beyond"
+    if found.vacuous:
+        basis += f"; the radius alone gives {found.trivial:.4g}"
+    return Statement(
+        "training tasks", quantity, found.bound, "vacuous" if found.vacuous else "holds", basis, 1 - delta, numbers
+    )
+
+
+def across_domains(learned: LearnedOptimiser, family: TaskFamily) -> str:
+    """What the certificate says of domains that it has no tasks of: nothing.
+
+    Args:
+        learned: with a header that may say which domains it was learned on.
+        family: of the held-out tasks.
+    """
+    domains = family.drawn().domains
+    if not domains:
+        return "no guarantee for tasks that are drawn in another way than these"
+    new = [d for d in domains if d not in learned.domains]
+    names = f": {', '.join(new)}" if new else ""
+    return (
+        f"no guarantee across domains: as a statement about a new domain this has m = {len(new)} held-out "
+        f"domain{'s' * (len(new) != 1)}{names}; its tasks differ from each other within the domain"
+        f"{'s' * (len(domains) != 1)} {', '.join(domains)} only"
+    )
+
+
+def _assumptions(learned: LearnedOptimiser, family: TaskFamily) -> tuple[str, ...]:
+    known = len(learned.header.task_hashes)
+    unseen = (
+        f"none of the tasks is one of the {known} used in learning, or to choose what to keep (checked by their hashes)"
+        if known
+        else "none of the tasks was used in learning: not checked, since the file does not say which tasks were"
+    )
+    about = learned.header.family or {}
+    now = json.loads(json.dumps(family.describe()))
+    changed = sorted(k for k in about if k != "name" and about[k] != now.get(k))
+    other = (f"the family is not the one of learning: {', '.join(changed)} differ",) if changed else ()
+    plain = () if learned.usage == Usage() else (f"the usage that the file recommends ({learned.usage}) is not certified",)
+    return (
+        "held-out tasks and the next one are independent draws of the family, and the next is trained as these were: exact "
+        f"mirror descent, lr = 1, {family.steps} steps, no momentum, no decay",
+        unseen,
+        "each statement is true with its probability by itself, over the draw of all tasks, not all of them at once; "
+        "target, caps and radius were not chosen by looking at these tasks, nor was this file chosen among others by them",
+        "steps are counted on a fixed part of the training split at equal intervals, and end at the first of two looks in a "
+        "row at or below the target",
+        *plain,
+        *other,
+    )
+
+
+def _check(learned: object, family: object, held_out_tasks: int, delta: float, stated: Mapping[str, float | None]) -> None:
+    if not isinstance(learned, LearnedOptimiser):
+        raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
+    if not isinstance(family, TaskFamily):
+        raise TypeError(f"family must be a TaskFamily, got {type(family).__name__}. See metamd.tasks for some.")
+    if held_out_tasks < 1:
+        raise ValueError(f"held_out_tasks must be at least 1, got {held_out_tasks}. 50 is usual.")
+    checked([0.0], delta)
+    for name, value in stated.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}. Leave it out to state none.")
+
+
+def _target(learned: LearnedOptimiser, target: float | None) -> float:
+    found = learned.header.target_loss if target is None else target
+    if found is None:
+        raise ValueError(
+            "there must be a loss to count steps to, and the file has none from its training tasks. State one: target=0.1 "
+            "(--target 0.1), chosen without looking at held-out tasks."
+        )
+    if not math.isfinite(found):
+        raise ValueError(f"target must be a finite loss, got {found}.")
+    return found
+
+
+def _refuse_overlap(configs: Sequence[Config], learned: LearnedOptimiser) -> None:
+    used = {config_hash(c) for c in configs} & set(learned.header.task_hashes)
+    if used:
+        raise ValueError(
+            f"{len(used)} of the {len(configs)} tasks drawn were used in learning this file, and a task that was used is "
+            f"not held out (such as {sorted(used)[0]}). Pass another seed, or a family that has other tasks."
+        )

@@ -1,0 +1,119 @@
+"""`metamd certify`: what held-out tasks guarantee about the next ones, printed and written into the file."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from metamd.certification.certification import certify
+from metamd.certification.statements import HeldOutCertificate, certificates
+from metamd.cli.families import build_family, check_place, held_out_side
+from metamd.cli.main import one_line
+from metamd.cli.options import Certify
+from metamd.comparison.page import Section, write_page
+from metamd.files.container import shown
+from metamd.files.learned import LearnedOptimiser, load
+from metamd.files.locks import locked
+from metamd.files.shipped import FOLDER, locate
+from metamd.inner.objectives import Reference
+
+
+def run(options: Certify) -> int:
+    """Carry out the command.
+
+    Args:
+        options: what was asked.
+    """
+    torch.set_num_threads(1)  # tasks are small; sums in one order give the same numbers everywhere
+    learned = load(options.file)
+    out = _place(options)
+    family = held_out_side(build_family(options, learned.header.family))
+    reference = None if options.reference_lr is None else Reference(lr=options.reference_lr)
+    with _Display(options.held_out_tasks) as display:
+        found = certify(
+            learned,
+            family,
+            held_out_tasks=options.held_out_tasks,
+            delta=options.delta,
+            seed=options.seed,
+            target=options.target,
+            regret_cap=options.regret_cap,
+            radius=options.radius,
+            reach=options.reach,
+            comparator=reference,
+            log=display.show,
+        )
+    others = _write(options.file, out, learned, found)
+    if options.report is not None:
+        command = f"metamd certify {options.file} {options.family} --seed {options.seed}"
+        write_page(
+            options.report,
+            f"Held-out certificate of {out.name}",
+            [Section("What held-out tasks guarantee", found.paragraphs())],
+            command=command,
+        )
+    if options.json:
+        print(json.dumps({"file": str(out), "certificate": found.to_dict()}, allow_nan=False))
+        return 0
+    print("\n".join(one_line(line) for line in str(found).splitlines()))
+    beside = f", beside what it says of {one_line('; '.join(others))}" if others else ""
+    print(f"Written into the header of {one_line(str(out))} for {one_line(found.place)}{beside}.")
+    return 0
+
+
+def _place(options: Certify) -> Path:
+    """Where the result goes; a file of the package is not changed in place."""
+    source = locate(options.file)
+    path = source if options.out is None else options.out
+    if options.report is not None:
+        check_place(options.report)
+        if options.report.resolve() in (source.resolve(), path.resolve()):
+            raise ValueError(f"--report must be another file than the learned one, got {options.report} for both.")
+    if options.out is None and path.parent == FOLDER:
+        raise ValueError(f"{shown(options.file)} is shipped with the package and stays as it is. Pass --out FILE.")
+    check_place(path)
+    return path
+
+
+def _write(file: str, out: Path, learned: LearnedOptimiser, found: HeldOutCertificate) -> list[str]:
+    """Put the certificate beside those of other families and domains, which are given back, in place of an earlier one."""
+    with locked(out.with_name(f".{out.name}.lock")):
+        now = load(file)
+        if now.fingerprint() != learned.fingerprint():
+            raise ValueError(f"{shown(file)} was changed while its tasks ran. Run the command again.")
+        known = {k: v for k, v in certificates(now.header.held_out).items() if k != found.place}
+        others = {k: v for k, v in now.header.held_out.items() if k != "certificate"}
+        held_out = {**others, "certificates": {**known, found.place: found.to_dict()}}
+        replace(now, header=replace(now.header, held_out=held_out)).save(out)
+    return list(known)
+
+
+class _Display:
+    """Tasks done and time left, on standard error."""
+
+    def __init__(self, tasks: int) -> None:
+        console = Console(stderr=True, markup=False, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.bar = self.progress.add_task("held-out tasks", total=tasks)
+        self.live = console.is_terminal
+        self.tasks = tasks
+
+    def __enter__(self) -> "_Display":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def show(self, record: dict[str, Any], number: int) -> None:
+        """One more task."""
+        self.progress.update(self.bar, completed=number)
+        if record["diverged"] or (not self.live and (number == self.tasks or number % 10 == 0)):
+            why = f"  {one_line(record['diverged'])}" if record["diverged"] else ""
+            print(f"held-out task {number} of {self.tasks}: loss {record['loss']:.4g}{why}", file=sys.stderr)

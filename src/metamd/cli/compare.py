@@ -1,0 +1,145 @@
+"""`metamd compare`: a learned optimiser against tuned rivals on held-out tasks; a stopped run continues."""
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from metamd.cli import report as report_command
+from metamd.cli.families import build_family, held_out_side
+from metamd.cli.main import one_line
+from metamd.cli.options import Compare, Report
+from metamd.comparison.compare import compare, records_of
+from metamd.comparison.entrants import entrants, labels
+from metamd.comparison.fold import Target
+from metamd.comparison.search import SEARCHES
+from metamd.files.learned import LearnedOptimiser, load
+from metamd.files.store import Records, write_json
+from metamd.rivals import Contender, Rival, known_rival, learned_rival
+from metamd.rivals.learned.learners import lesson_code
+from metamd.tasks.base import TaskFamily
+from metamd.tasks.shared_start import SharedStart, starting_at
+
+
+def run(options: Compare) -> int:
+    """Carry out the command.
+
+    Args:
+        options: what was asked.
+    """
+    _check(options)
+    learned = load(options.file)
+    known, family = sides(options, learned)
+    ours: dict[str, Contender] = {
+        "MetaMD": _ours(learned, options),
+    }
+    _check_fit(ours["MetaMD"], family)
+    rivals = [_rival(name, known, options) for name in options.rivals]
+    records_of(options.out, family, options.steps)
+    trials = None
+    if options.protocol == "paper":
+        about = {"family": family.describe(), "seed": options.seed, "budget": options.budget}
+        trials = Records(options.out / "tuning", about)
+    try:
+        everybody = entrants(
+            options.protocol,
+            ours,
+            rivals,
+            family,
+            budget=options.budget,
+            schedules=options.schedules,
+            steps=options.steps,
+            seed=options.seed,
+            search=SEARCHES[options.search],
+            records=trials,
+            workers=options.workers,
+            ray=options.ray,
+        )
+        compare(
+            everybody,
+            family,
+            seeds=options.seeds,
+            steps=options.steps,
+            seed=options.seed,
+            folder=options.out,
+            workers=options.workers,
+            ray=options.ray,
+            protocol=options.protocol,
+            aim=Target(options.target or options.rivals[-1]),
+        )
+    except KeyboardInterrupt:
+        print(f"Stopped; the same command continues from {one_line(str(options.out))}.", file=sys.stderr)
+        raise
+    certificate = options.out / "certificate.json"
+    if learned.header.held_out:
+        write_json(certificate, learned.header.held_out)
+    else:
+        certificate.unlink(missing_ok=True)  # that of another file, compared here before
+    return report_command.run(Report(options.out, json=options.json))
+
+
+def _check(options: Compare) -> None:
+    """Refuse what cannot be compared before anything is computed or written."""
+    if not options.rivals:
+        raise ValueError("--rivals must name at least one, got none.")
+    if not options.schedules:
+        raise ValueError("--schedules must name one of constant, linear, quadratic or more, got none. Leave it out for two.")
+    known = labels(["MetaMD"], [known_rival(name) for name in options.rivals], options.schedules)
+    if options.target is not None and options.target not in (*options.rivals, *known):
+        raise ValueError(
+            f"--target must be one of the rivals ({', '.join(options.rivals)}) or a label of the table "
+            f"({'; '.join(known)}), got {options.target!r}."
+        )
+    if options.search != Compare.search and options.protocol != "paper":
+        raise ValueError("--search would change nothing without --protocol paper. Leave it out, or add that.")
+    for name in ("budget", "seeds", "workers"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}.")
+
+
+def _check_fit(ours: Contender, family: TaskFamily) -> None:
+    """Refuse a file that does not fit the models of the family; data that are not at hand are found missing here too."""
+    ours.start([(n, nn.Parameter(x)) for n, x in family.example().items()])
+
+
+def _ours(learned: LearnedOptimiser, options: Compare) -> Contender:
+    """As the file says that it is best used, unless something else was asked."""
+    usage = learned.usage
+    made = learned_rival(learned, refresh=options.refresh, averaging="constant" if options.momentum else None)
+    momentum = usage.momentum if options.momentum is None else options.momentum
+    return made.with_setting(options.schedule or usage.schedule, momentum=momentum)
+
+
+def _rival(name: str, family: TaskFamily, options: Compare) -> Rival:
+    """A rival; one that is learned is learned on the training side, once, and kept beside the records."""
+    known = known_rival(name)
+    if isinstance(known, Rival):
+        return known
+    print(f"Learning {known.title} on {family.name}.", file=sys.stderr)
+    (options.out / "learned").mkdir(parents=True, exist_ok=True)
+    learned_on = lesson_code(family, options.seed)
+    return known.rival(family, options.seed, options.out / "learned" / f"{name}-{learned_on}.safetensors")
+
+
+def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, TaskFamily]:
+    """The family to learn rivals on and the one to compare on: its held-out side, if something is held out.
+
+    Args:
+        options: what was asked.
+        learned: the file, which says what it was not learned on.
+    """
+    known: dict[str, Any] = learned.header.family or {}
+    family = build_family(options, known)
+    if options.start is None and learned.start is not None:
+        family = starting_at(family, learned.start)
+        print("Note: everybody begins at the learned start that is in the file.", file=sys.stderr)
+    elif known.get("start") == "shared" and not isinstance(family, SharedStart):
+        raise ValueError(
+            f"{one_line(str(options.file))} was learned on tasks that begin at one model, which is not in the file. Pass "
+            "it with --start CHECKPOINT."
+        )
+    side = held_out_side(family)
+    trained = [d for d in side.drawn().domains if d in learned.domains]
+    if trained:
+        print(f"Note: the file was trained on {one_line(', '.join(trained))}: not held out.", file=sys.stderr)
+    return family, side

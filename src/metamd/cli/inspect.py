@@ -1,0 +1,211 @@
+"""`metamd inspect`: what a learned-optimiser file says about itself, and the distribution of its step sizes 1/D."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from shutil import get_terminal_size
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from metamd.certification.statements import HeldOutCertificate, certificates
+from metamd.cli.main import one_line
+from metamd.cli.options import Inspect
+from metamd.files.learned import LearnedOptimiser, load
+from metamd.files.shipped import Card, card, locate, names, outcome_lines
+
+BARS = " ▁▂▃▄▅▆▇█"
+BINS = 16
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The step sizes 1/D of one layer under one piece.
+
+    Args:
+        key: the name of the metric.
+        piece: j, from 1.
+        log_steps: their logarithms to base 10, sorted.
+    """
+
+    key: str
+    piece: int
+    log_steps: NDArray[np.float64]
+
+    def quantile(self, q: float) -> float | None:
+        """A quantile of the step sizes, or None where a layer has no parameters."""
+        return float(10 ** np.quantile(self.log_steps, q)) if self.log_steps.size else None
+
+    def summary(self) -> dict[str, Any]:
+        """The distribution in numbers, for JSON."""
+        ends = {"min": self.quantile(0), "median": self.quantile(0.5), "max": self.quantile(1)}
+        return {"key": self.key, "piece": self.piece, "count": self.log_steps.size, **ends}
+
+
+def run(options: Inspect) -> int:
+    """Carry out the command.
+
+    Args:
+        options: what was asked.
+    """
+    if options.file is None:
+        return _list(options)
+    learned = load(options.file)
+    rows = distributions(learned)
+    found = card(options.file) if options.file in names() else None
+    if options.figure is not None:
+        from metamd.cli.figure import draw
+
+        draw(rows, learned.header.pieces, options.figure)
+        print(f"wrote {one_line(str(options.figure))}", file=sys.stderr)
+    if options.json:
+        steps = [row.summary() for row in rows]
+        record = {"file": options.file, "fingerprint": learned.fingerprint(), "header": learned.header.to_dict()}
+        record |= {} if found is None else {"card": asdict(found)}
+        print(json.dumps({**record, "step_sizes": steps}))
+        return 0
+    width = max(80, get_terminal_size((120, 24)).columns)  # narrower, rich would drop the names of the layers
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
+    console.print(_header_table(options.file, learned, found))
+    console.print(_step_table(rows))
+    return 0
+
+
+def _list(options: Inspect) -> int:
+    """The learned optimisers that come with the package."""
+    if options.figure is not None:
+        raise ValueError("--figure draws the step sizes of one file. Name it: metamd inspect FILE --figure PNG.")
+    cards = [card(name) for name in names()]
+    if options.json:
+        print(json.dumps({"shipped": [asdict(c) for c in cards]}))
+        return 0
+    for c in cards:
+        print(f"{c.name}  ({locate(c.name).stat().st_size / 1000:,.0f} kB)\n  {c.about}")
+    print('metamd.load("NAME") reads one, and `metamd inspect NAME` prints its header and where it was judged.')
+    return 0
+
+
+def distributions(learned: LearnedOptimiser) -> list[Distribution]:
+    """The step sizes of every layer under every piece, in the order of the file.
+
+    Args:
+        learned: what was loaded.
+    """
+    found = []
+    for key, value in learned.potential.log_d.items():
+        logs_d, sides = value.detach().double(), [learned.header.factors.get(f"{side}/{key}") for side in ("left", "right")]
+        numbers = [None if shape is None else min(shape[1] + 1, shape[0]) for shape in sides]
+        if learned.header.basis == "both" and numbers != [None, None]:  # log D is a sum over rows and columns
+            rows = numbers[0] if numbers[0] is not None else logs_d.shape[1] - (numbers[1] or 0)
+            logs_d = logs_d[:, :rows, None] + logs_d[:, None, rows:]
+        logs = [-row.flatten().numpy() / np.log(10) for row in logs_d]
+        found += [Distribution(key, j + 1, np.sort(row)) for j, row in enumerate(logs)]
+    return found
+
+
+def histogram(values: NDArray[np.float64], low: float, high: float, bins: int = BINS) -> str:
+    """Counts as a row of Unicode bars between two ends; the fullest bin is a full bar and no occupied bin is empty.
+
+    Args:
+        values: the numbers.
+        low: the left end of the first bin.
+        high: the right end of the last.
+        bins: how many.
+
+    Example:
+        >>> histogram(np.array([0.0, 0.1, 0.9]), 0, 1, bins=4)
+        '█  ▄'
+    """
+    if not values.size:
+        return " " * bins
+    width = max(high - low, 1e-9)
+    counts = np.bincount(np.clip((values - low) / width * bins, 0, bins - 1).astype(int), minlength=bins)
+    heights = np.ceil(counts / counts.max() * (len(BARS) - 1)).astype(int)
+    return "".join(BARS[h] for h in heights)
+
+
+def span(rows: Sequence[Distribution]) -> tuple[float, float]:
+    """The ends of an axis, in powers of ten, on which all rows can be compared: whole decades around all step sizes.
+
+    Args:
+        rows: the distributions.
+    """
+    filled = [row.log_steps for row in rows if row.log_steps.size]
+    if not filled:
+        return -1.0, 1.0
+    low, high = min(v[0] for v in filled), max(v[-1] for v in filled)
+    ends = float(np.floor(low + 1e-6)), float(np.ceil(high - 1e-6))
+    return ends if ends[0] < ends[1] else (ends[0] - 1, ends[1] + 1)
+
+
+def _header_table(file: str, learned: LearnedOptimiser, found: Card | None) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    shown: dict[str, Any] = {"file": file, "fingerprint": learned.fingerprint()}
+    if found is not None:
+        judged = "\n".join(line for c in found.comparisons for line in outcome_lines(c))
+        shown |= {"shipped": found.about, "made by": found.command, "judged": judged}
+    shown |= learned.header.to_dict()
+    shown["tensors"] = f"{len(learned.header.tensors)} (below)"
+    shown["factors"] = ", ".join(f"{k} {n} x {r}" for k, (n, r) in learned.header.factors.items()) or "none: the identity"
+    shown["model"] = "\n".join(f"{one_line(n)} {s}" for n, s in learned.header.model.items()) or None
+    shown["task_hashes"] = _count(learned.header.task_hashes, "task", "used in learning")
+    shown["held_out"] = _held_out(learned.header.held_out)
+    if learned.header.usage is not None:
+        shown["usage"] = (
+            f"{learned.usage}; metamd.prepare(params, learned, steps=T) does so, MetaMD(params, learned) does not"
+        )
+    for name, value in shown.items():
+        table.add_row(Text(name), Text(_plain(name, value)))
+    return table
+
+
+def _count(found: Sequence[Any], what: str, tail: str) -> str | None:
+    return f"{len(found)} {what}{'s' * (len(found) != 1)} {tail} (--json lists them)" if found else None
+
+
+def _held_out(found: Mapping[str, Any]) -> str | None:
+    """The statements of certificates that say something, a line each; anything else as JSON."""
+    lines, rest = [], {k: v for k, v in found.items() if k not in ("certificate", "certificates")}
+    for place, plain in certificates(found).items():
+        try:
+            certificate = HeldOutCertificate.from_dict(plain)
+        except (ValueError, TypeError):
+            rest[place] = plain
+            continue
+        lines.append(f"certificate from {certificate.tasks} tasks of {place} (--json has it whole)")
+        holding = [s for s in certificate.statements if s.verdict == "holds" and s.bound is not None]
+        lines += [f"{s.about}: {s.quantity} <= {s.bound:.5g}" for s in holding]
+    lines += [json.dumps(rest, ensure_ascii=False)] if rest else []
+    return "\n".join(map(one_line, lines)) or None
+
+
+def _plain(name: str, value: Any) -> str:
+    if value is None or value in ("", [], {}):
+        return "not recorded"
+    if name in ("model", "held_out", "judged"):  # their lines were made safe one by one
+        return str(value)
+    return one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _step_table(rows: Sequence[Distribution]) -> Table:
+    low, high = span(rows)
+    table = Table(title="\nlearned step sizes 1/D", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("layer", overflow="fold")
+    for column in ("piece", "count", "min", "median", "max"):
+        table.add_column(column, justify="right", no_wrap=True, min_width={"piece": 5, "count": 8}.get(column, 8))
+    left, right = f"1e{low:+.0f}", f"1e{high:+.0f}"
+    table.add_column(left + right.rjust(BINS - len(left)), no_wrap=True, min_width=BINS)
+    for row in rows:
+        ends = ["-" if v is None else f"{v:.3g}" for v in (row.quantile(0), row.quantile(0.5), row.quantile(1))]
+        name = one_line(row.key) if row.piece == 1 else ""
+        cells = (name, str(row.piece), f"{row.log_steps.size:,}", *ends, histogram(row.log_steps, low, high))
+        table.add_row(*(Text(cell) for cell in cells))
+    return table

@@ -1,0 +1,119 @@
+"""The `metamd` command: reads the options, imports what carries them out, and turns errors into one sentence."""
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from io import TextIOWrapper
+from typing import NoReturn
+
+from metamd._version import __version__
+from metamd.cli.options import HOMES, Options
+
+SUCCESS, FAILED_PIPE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+DESCRIPTION = (
+    "Learn an optimiser for a family of training problems and use it in PyTorch. `metamd COMMAND --help` lists the "
+    "options of a command, `metamd --version` prints the version."
+)
+
+_UNDER_A_FILE = "a folder is required where {} is or lies under a file. Choose another path, or move the file away."
+_FORBIDDEN = "{} may not be read or written by this user. Choose another path, or change its permissions."
+ADVICE = {
+    errno.ENOTDIR: _UNDER_A_FILE,
+    errno.EEXIST: _UNDER_A_FILE,
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.EROFS: "{} is on a file system that cannot be written. Choose another path.",
+    errno.EISDIR: "a file is required, and {} is a folder. Name a file inside it.",
+    errno.ENOENT: "there is no {}. Give the path of one that is there.",
+    errno.ENAMETOOLONG: "the path {} is longer than the system allows. Choose a shorter one.",
+    errno.ENOSPC: "no space is left where {} is. Finished parts are kept: make space, and run the command again.",
+}
+"""Errors of the system in words."""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 on success, 2 on bad input, 130 on Ctrl-C.
+
+    Args:
+        argv: the words after `metamd`; those of the process if not given.
+    """
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Carry out a command and return its exit code.
+
+    Args:
+        argv: the words after `metamd`.
+
+    Example:
+        >>> run(["--version"])
+        metamd 0.1.0
+        0
+    """
+    if list(argv) == ["--version"]:
+        print(f"metamd {__version__}")
+        return SUCCESS
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 gets escapes, not an error
+    try:
+        options = parse(argv)
+        code: int = import_module(HOMES[type(options)]).run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("metamd: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        with suppress(OSError):  # `metamd ... | head` stopped reading; nothing may be flushed at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED_PIPE
+    except (ValueError, OSError) as error:
+        print(f"metamd: {one_line(sentence(error))}", file=sys.stderr)
+        return BAD_INPUT
+    return code
+
+
+def sentence(error: ValueError | OSError) -> str:
+    """What an error says; one of the system in words, with what to do.
+
+    Args:
+        error: of this package, or of a call to the system.
+
+    Example:
+        >>> sentence(NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"))
+        "a folder is required where 'a/b' is or lies under a file. Choose another path, or move the file away."
+    """
+    if not isinstance(error, OSError) or error.errno not in ADVICE or error.filename is None:
+        return str(error)
+    return ADVICE[error.errno].format(repr(os.fspath(error.filename)))
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options that the words stand for; a word that is none exits with tyro's message and code 2.
+
+    Args:
+        argv: the words after `metamd`.
+    """
+    import tyro
+
+    return tyro.cli(
+        Options,
+        prog="metamd",
+        description=DESCRIPTION,
+        args=list(argv),
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+    )
+
+
+def one_line(text: str) -> str:
+    """An untrusted text that is safe to print: control characters, escapes and text-direction marks are spelled out.
+
+    Example:
+        >>> print(one_line("a\\nb\\x1b[31m"))
+        a\\nb\\x1b[31m
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

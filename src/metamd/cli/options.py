@@ -1,0 +1,400 @@
+"""The options of each `metamd` command, free of torch; the module named beside each computes when it is called."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg, subcommand
+
+
+@dataclass(frozen=True)
+class Certify:
+    """Run a learned optimiser on held-out tasks, print what follows for the next ones, and write it into the file.
+
+    Args:
+        file: a path, or the name of a learned optimiser shipped with the package.
+        family: as for `metamd train`; settings that the file records are used again.
+        held_out_tasks: how many tasks are run; a bound on the next one at 95 percent needs 19 at least.
+        delta: each statement holds with probability 1 - delta.
+        target: the loss to count steps to, stated beforehand; the one in the file, from its training tasks, if not given.
+        regret_cap: what the regret is clipped at, stated beforehand, for a bound on its mean.
+        radius: on the distance from start to solution of any task, stated beforehand, for the bound from training tasks.
+        reach: the same on the largest coordinate of that distance.
+        reference_lr: rate of the runs of Adam, twice as long, that find solutions where the family does not know them.
+        steps: training steps of one run; those in the file, or the family's own, if not given.
+        model: of a family of images.
+        hold_out: the domain that the held-out tasks are from, in a family of images.
+        images: per domain, at most.
+        width: of a resnet18, or of an mlp on rotated-mnist.
+        start: a checkpoint with the parameters that every task begins at.
+        out: write the file here instead, and leave FILE as it is.
+        report: write a page here too, such as certificate.html.
+        seed: of the held-out tasks.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    file: Annotated[Positional[str], arg(metavar="FILE")]
+    family: Annotated[Positional[str], arg(metavar="FAMILY")]
+    held_out_tasks: int = 50
+    delta: float = 0.05
+    target: float | None = None
+    regret_cap: float | None = None
+    radius: float | None = None
+    reach: float | None = None
+    reference_lr: float | None = None
+    steps: int | None = None
+    model: str | None = None
+    hold_out: str | None = None
+    images: int | None = None
+    width: int | None = None
+    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    report: Annotated[Path | None, arg(metavar="HTML")] = None
+    seed: int = 0
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Learn an optimiser on a small family, use it on a new task and compare it with its rivals.
+
+    Args:
+        out: directory for what it writes.
+        seed: of everything random.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    out: Annotated[Path, arg(metavar="DIR")] = Path("runs/demo")
+    seed: int = 0
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Print what a learned-optimiser file says about itself and the distribution of its step sizes.
+
+    Args:
+        file: a path, or the name of a learned optimiser shipped with the package; without one, those are listed.
+        json: print one JSON object on standard output instead of text.
+        figure: draw the distributions into this image, such as steps.png.
+    """
+
+    file: Annotated[Positional[str | None], arg(metavar="[FILE]")] = None
+    json: bool = False
+    figure: Annotated[Path | None, arg(metavar="PNG")] = None
+
+
+@dataclass(frozen=True)
+class DataList:
+    """List the datasets: what is here, where it came from, its licence.
+
+    Args:
+        json: print one JSON object on standard output instead of text.
+    """
+
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class DataFetch:
+    """Download a dataset, check it, and keep it decoded.
+
+    Args:
+        name: of the dataset.
+        split: train or test; both if not given.
+        force: download again what is there.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[str]
+    split: str | None = None
+    force: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class DataVerify:
+    """Read what is here and hold it against the recorded checksums.
+
+    Args:
+        name: of the dataset; all of them if not given.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[str | None] = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class DataPath:
+    """Print where a dataset is, or where all of them are kept.
+
+    Args:
+        name: of the dataset.
+        split: train or test.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[str | None] = None
+    split: str = "train"
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Data:
+    """List, download and check the datasets.
+
+    Args:
+        action: what to do.
+    """
+
+    action: (
+        Annotated[DataList, subcommand("list")]
+        | Annotated[DataFetch, subcommand("fetch")]
+        | Annotated[DataVerify, subcommand("verify")]
+        | Annotated[DataPath, subcommand("path")]
+    )
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Run one of the experiments, or all; what is computed stays in records, and the same command continues it.
+
+    Args:
+        name: which experiment; all runs one after another, each in a folder of its own.
+        scale: smoke takes minutes for all, cpu minutes to hours each on two cores; paper is what was published, for a GPU.
+        out: directory for records and figures; runs/NAME-SCALE if not given. Of all, the directory of their folders.
+        workers: processes.
+        ray: address of a Ray cluster to compute on, for the experiments with networks; local starts one on this machine.
+        only: domains to hold out now, and to make the tables of; the others can follow. All if not given.
+        pack: put the records of every folder into one file, cells.jsonl, when all is done; the command continues from it.
+        seed: of everything random.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    name: Positional[
+        Literal[
+            "quadratic",
+            "rosenbrock",
+            "rotated-mnist-linear",
+            "rotated-mnist-mlp",
+            "every-rival",
+            "bayesian",
+            "averages",
+            "by-the-clock",
+            "diverse-digits-lenet",
+            "bayesian-lenet",
+            "resnet18-cifar10",
+            "adapt-rotated-mnist",
+            "adapt-rotated-mnist-learned",
+            "pieces",
+            "ablation",
+            "out-of-distribution",
+            "learned-rivals",
+            "paper-preset",
+            "all",
+        ]
+    ]
+    scale: Literal["smoke", "cpu", "paper"] = "cpu"
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    workers: int = 1
+    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
+    only: Annotated[tuple[str, ...], arg(metavar="DOMAIN [DOMAIN ...]")] = ()
+    pack: bool = False
+    seed: int = 0
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Train:
+    """Learn an optimiser for a family of tasks; the same command continues a run that was stopped.
+
+    Args:
+        family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images
+            or adapt-rotated-mnist.
+        out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
+        potential: diagonal, or kronecker for metrics in a learned basis of every weight matrix. If no option of how to learn
+            is given, networks are learned by kronecker --follow --usage --rank auto, all other families by diagonal.
+        pieces: metrics in the mixture.
+        tying: which coordinates share a metric: parameter (if not given), channel, column, tensor or role; with kronecker
+            tensor (if not given) or role.
+        sides: of a kronecker potential: right, or both.
+        rank: leading directions of a learned basis that are kept: a number, auto, or all.
+        steps: training steps of one run; the family's own if not given.
+        model: of a family of images: linear, mlp, lenet or resnet18.
+        hold_out: the domain of a family of images that is left out: an angle, or a dataset.
+        images: per domain, at most.
+        width: of a resnet18 (64 is the published one, 16 runs on a small CPU), or of an mlp on rotated-mnist.
+        start: a checkpoint with the parameters that every task begins at; otherwise each has its own initialisation.
+        learn_start: begin at the mean of the tasks' solutions, which is kept in the file; for tasks with a shared start.
+        follow: learn from runs of Adam alone, twice as many as --tasks says, in closed form and without rounds.
+        usage: try metrics, momenta, schedules and factors on training tasks at the end, and keep the best in the file.
+        judged_on: train, or validation to choose the usage by the validation data of the training tasks.
+        refresh: choose the usage for cheaper polar steps, with directions found every so many steps; in all if not given.
+        outer_steps: rounds of training tasks and setting the metrics, at most; 10 if not given, 300 for the paper's.
+        tasks: tasks in each of them.
+        reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.003 for
+            kronecker and 0 for diagonal, if not given.
+        step_scale: try the learned steps times 0.5, 0.7, 1 and 1.4 at the end, and keep the best.
+        prior: strength of the prior that keeps coordinates from starving that move little.
+        max_norm: keep the norm of the metrics, sqrt(sum D), below this.
+        tolerance: stop when the objective changes by less than this; 0 never stops early.
+        refine: outer steps along the hypergradient, afterwards; 12 for quadratics and none for others, if not given.
+        estimator: of that hypergradient: reverse, forward, forward-diagonal or forward-random.
+        preset: default, or paper for the published algorithm, for which quadratics start at (0.1, 0.1) and not at (3, 3).
+        k: the constant of the paper's objective.
+        rho: the outer learning rate of the paper's algorithm; scaled to the tasks if not given.
+        every: outer steps between checkpoints.
+        seed: of everything random.
+        tensorboard: write event files beside the log.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    family: Annotated[Positional[str], arg(metavar="FAMILY")]
+    out: Annotated[Path, arg(metavar="FILE")] = Path("learned.safetensors")
+    potential: str | None = None
+    pieces: int = 1
+    tying: str | None = None
+    sides: str = "right"
+    rank: str = "all"
+    steps: int | None = None
+    model: str | None = None
+    hold_out: str | None = None
+    images: int | None = None
+    width: int | None = None
+    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
+    learn_start: bool = False
+    follow: bool = False
+    usage: bool = False
+    judged_on: str = "train"
+    refresh: int = 0
+    outer_steps: int | None = None
+    tasks: int = 8
+    reference: float | None = None
+    step_scale: bool = False
+    prior: float = 1e-7  # metamd.objectives.PRIOR, which would import torch
+    max_norm: float | None = None
+    tolerance: float = 1e-3
+    refine: int | None = None
+    estimator: str = "reverse"
+    preset: str = "default"
+    k: float = 7.0
+    rho: float | None = None
+    every: int = 1
+    seed: int = 0
+    tensorboard: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    """Add recorded runs to those that a file was learned from, and learn it anew.
+
+    Args:
+        file: what metamd.learn(runs).save(...) or an earlier update wrote; it is replaced, whole or not at all.
+        runs: files of recorder.finish().save(...).
+        decay: the factor on the weights of the earlier runs: 1 keeps all nights alike, 0.9 forgets slowly.
+        weight: of each new run.
+        out: write here instead, and leave FILE as it is.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    file: Annotated[Positional[Path], arg(metavar="FILE")]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]")]
+    decay: float = 1.0
+    weight: float = 1.0
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train tasks of a family with a learned optimiser and with tuned rivals; the same command continues a stopped run.
+
+    Args:
+        file: a path, or the name of a learned optimiser shipped with the package.
+        family: as for metamd train.
+        rivals: sgd, sgdm, nesterov, adam, adamw, rmsprop, adagrad, muon, soap, shampoo, schedule-free, schedule-free-sgd,
+            prodigy, dadapt or hypergradient; judged by a tail average: sgdm-averaged, adam-averaged, adamw-averaged,
+            muon-averaged or soap-averaged; learned first: meta-sgd, aruba, aruba-plus, learned-schedule or lstm.
+        protocol: handicap gives rivals the best rate on the very tasks, and MetaMD nothing; paper tunes everybody alike.
+        budget: settings tried per rival and schedule.
+        search: of the protocol paper: bayes, random or grid.
+        schedules: of the rivals' rates: constant, linear or quadratic decay to zero.
+        momentum: of MetaMD; as FILE has it if not given. One above 0 takes the place of a tail average that FILE has, too.
+        schedule: of MetaMD's rate; as FILE has it if not given.
+        refresh: of MetaMD, how often polar steps find their directions: 4 makes a step of a small network half as long.
+        target: the rival that sets the target, by its name or its label in the table; the last one if not given.
+        hold_out: the domain to compare on; that of FILE if not given.
+        seeds: tasks, or tasks per domain.
+        steps: training steps of one run; the family's own if not given.
+        model: of a family of images: linear, mlp, lenet or resnet18.
+        images: per domain, at most.
+        width: of a resnet18, or of an mlp on rotated-mnist.
+        start: a checkpoint whose parameters every task begins at, safetensors or torch.save.
+        workers: processes.
+        ray: address of a Ray cluster to train on, with so many workers; local starts one on this machine.
+        out: directory for records and the report.
+        seed: of everything random.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    file: Annotated[Positional[str], arg(metavar="FILE")]
+    family: Annotated[Positional[str], arg(metavar="FAMILY")]
+    rivals: tuple[str, ...] = ("sgd", "sgdm", "adam")
+    protocol: Literal["handicap", "paper"] = "handicap"
+    budget: int = 25
+    search: Literal["bayes", "random", "grid"] = "bayes"
+    schedules: tuple[Literal["constant", "linear", "quadratic"], ...] = ("constant", "linear")
+    momentum: float | None = None
+    schedule: Literal["constant", "linear", "quadratic"] | None = None
+    refresh: int | None = None
+    target: str | None = None
+    hold_out: str | None = None
+    seeds: int = 3
+    steps: int | None = None
+    model: str | None = None
+    images: int | None = None
+    width: int | None = None
+    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
+    workers: int = 1
+    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
+    out: Annotated[Path, arg(metavar="DIR")] = Path("runs/comparison")
+    seed: int = 0
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write the page of a comparison, HTML and Markdown, from its records.
+
+    Args:
+        folder: what metamd compare or metamd reproduce wrote; comparisons in its folders are joined, and what compares in a
+            way of its own, as quadratic and rosenbrock do, is shown with its tables and figures.
+        target: the optimiser that sets the target, by its name or its label; that of the records if not given.
+        share: of the steps after which its loss is the target; that of the records, 0.75 as a rule, if not given.
+        out: directory for the pages; that of the records if not given.
+        json: print one JSON object on standard output instead of text.
+    """
+
+    folder: Annotated[Positional[Path], arg(metavar="DIR")]
+    target: str | None = None
+    share: float | None = None
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    json: bool = False
+
+
+Options = Certify | Compare | Data | Demo | Inspect | Report | Reproduce | Train | Update
+
+HOMES: dict[type, str] = {
+    Certify: "metamd.cli.certify",
+    Compare: "metamd.cli.compare",
+    Report: "metamd.cli.report",
+    Data: "metamd.cli.data",
+    Demo: "metamd.cli.demo",
+    Inspect: "metamd.cli.inspect",
+    Update: "metamd.cli.update",
+    Reproduce: "metamd.cli.reproduce",
+    Train: "metamd.cli.train",
+}
+"""Where each command is carried out: a module with `run(options) -> int`, imported when the command is called."""

@@ -1,0 +1,328 @@
+"""`metamd train`: meta-training from the command line, with live progress and a run that Ctrl-C leaves resumable."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from metamd.cli.families import build_family, check_place
+from metamd.cli.main import one_line
+from metamd.cli.options import Train
+from metamd.files.journal import Journal, Log
+from metamd.files.learned import LearnedOptimiser, load
+from metamd.files.usage import Usage
+from metamd.inner.estimators import Forward, ForwardDiagonal, ForwardRandom, Reverse
+from metamd.inner.estimators.base import Estimator
+from metamd.inner.objectives import End, Reference, Regret
+from metamd.learning.meta import Method, meta_train, paper
+from metamd.learning.network import has_weights, learn_network, refinement
+from metamd.learning.rounds.outer_steps import Refine, Stopping
+from metamd.learning.rounds.workers import join
+from metamd.learning.usage import learn_start, learn_usage, rules_for_refresh
+from metamd.learning.usage_trials import JudgedOn
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.kronecker import Kronecker
+from metamd.potentials.online import Online
+from metamd.tasks.base import TaskFamily
+from metamd.tasks.shared_start import starting_at
+
+ESTIMATORS: dict[str, Callable[[], Estimator]] = {
+    "forward": Forward,
+    "forward-diagonal": ForwardDiagonal,
+    "forward-random": ForwardRandom,
+    "reverse": Reverse,
+}
+
+STEP_SCALES = (0.5, 0.7, 1.0, 1.4)
+
+MATTER = (
+    *("family", "out", "steps", "model", "hold_out", "images", "width", "start", "learn_start", "tasks", "seed"),
+    *("follow", "usage", "judged_on", "refresh", "tensorboard", "json", "every"),
+)
+"""Options that say what to learn for, and not how; or that the way for networks has anyway."""
+
+
+def run(options: Train) -> int:
+    """Carry out the command.
+
+    Args:
+        options: what was asked.
+    """
+    _refuse_ignored(options)
+    if not abs(options.seed) < 2**64:
+        raise ValueError(f"--seed must lie between -2^64 and 2^64, got {options.seed}.")
+    family = build_family(options)
+    options = _resolved(options, family)
+    _check_usage(options)
+    check_place(options.out)
+    folder = options.out.with_name(options.out.name + ".run")
+    if options.out.exists() and not folder.exists():
+        raise ValueError(
+            f"{options.out} is there already, and {folder.name}, which tells that this command made it, is not. Choose "
+            "another --out, or move the file away."
+        )
+    method = _method(options, family)
+    with _processes() as rank:
+        refine = method.get("refine")
+        display = _Display(method["outer_steps"] + (refine.steps if refine else 0) + 1, rank)
+        log = _also(display.show, tensorboard(folder / "tensorboard") if options.tensorboard and rank == 0 else None)
+        try:
+            with display:
+                learned = _learn(options, family, Journal(folder, every=options.every), log, display)
+        except KeyboardInterrupt:
+            if rank == 0:
+                print(f"Stopped; the same command continues from {one_line(str(folder))}.", file=sys.stderr)
+            raise
+        if rank == 0:
+            _save(learned, options.out)
+            _report(options, learned.header.to_dict(), learned.fingerprint(), display.notes)
+    return 0
+
+
+def _save(learned: LearnedOptimiser, out: Path) -> None:
+    """Write the file, unless the same one is there: it may have been certified since."""
+    if not out.exists() or load(out).fingerprint() != learned.fingerprint():
+        learned.save(out)
+
+
+def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, display: "_Display") -> LearnedOptimiser:
+    start = None
+    choice: dict[str, Any] = {"judged_on": cast(JudgedOn, options.judged_on), "rules": rules_for_refresh(options.refresh)}
+    if options.learn_start:
+        display.say("the mean of the tasks' solutions, as a start")
+        start = learn_start(family, tasks=options.tasks, seed=options.seed, journal=journal)
+        family = starting_at(family, start)
+    method = _method(options, family)
+
+    def watch(usage: Usage, online: Online | None, score: float) -> None:
+        display.say(_tried(usage, online, score))
+
+    if options.follow:
+        display.say("runs of Adam to learn from")
+        learned = learn_network(
+            family,
+            potential=method["potential"],
+            reference=Reference(lr=options.reference) if options.reference else None,
+            prior=options.prior,
+            tasks=options.tasks,
+            seed=options.seed,
+            usage=options.usage,
+            watch=watch,
+            journal=journal,
+            **choice,
+        )
+    else:
+        learned = meta_train(
+            family,
+            **method,
+            tasks_per_step=options.tasks,
+            seed=options.seed,
+            max_norm=options.max_norm,
+            journal=journal,
+            log=log,
+        )
+    if options.usage and not options.follow:
+        learned = learn_usage(learned, family, seed=options.seed, watch=watch, journal=journal, **choice)
+    return learned if start is None else learned.with_start(start)
+
+
+def _tried(usage: Usage, online: Online | None, score: float) -> str:
+    """A usage and its score, in a line that no other usage has."""
+    return f"{usage}{'' if online is None else f' ({online})'}: score {score:.4g}"
+
+
+def tensorboard(folder: Path) -> Log:
+    """A log that writes every number of a record as a scalar.
+
+    Args:
+        folder: of the event files.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("--tensorboard needs the tensorboard package: pip install metamd[tensorboard].") from None
+    writer: Any = SummaryWriter(str(folder))
+
+    def log(record: dict[str, Any], step: int) -> None:
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                writer.add_scalar(f"{record['stage']}/{name}", value, step)
+        writer.flush()
+
+    return log
+
+
+def _resolved(options: Train, family: TaskFamily) -> Train:
+    """With a potential: where nothing is said of how to learn, that of `meta_train` with a family alone."""
+    if options.potential is not None:
+        return options
+    usual, free = Train(options.family), {*MATTER, "potential"}
+    plain = all(getattr(options, f.name) == getattr(usual, f.name) for f in fields(Train) if f.name not in free)
+    if plain and has_weights(family):
+        return replace(options, potential="kronecker", rank="auto", follow=True, usage=True)
+    return replace(options, potential="diagonal")
+
+
+def _check_usage(options: Train) -> None:
+    if options.judged_on not in get_args(JudgedOn):
+        raise ValueError(f"--judged-on must be {' or '.join(get_args(JudgedOn))}, got {options.judged_on!r}.")
+    if options.refresh < 0:
+        raise ValueError(f"--refresh must be a number of steps, got {options.refresh}. Leave it out for every step.")
+    for name in ("judged_on", "refresh"):
+        if getattr(options, name) != getattr(Train(options.family), name) and not options.usage:
+            raise ValueError(f"--{name.replace('_', '-')} would change nothing without --usage. Leave it out, or add that.")
+
+
+def _refuse_ignored(options: Train) -> None:
+    """Options that would change nothing beside others are a mistake, not a wish."""
+    usual = Train(options.family)
+    rounds = ("refine", "estimator", "step_scale", "max_norm", "tolerance")
+    shape = ("potential", "pieces", "tying", "sides", "rank", "reference", "prior", "follow")
+    for why, names in {
+        "with --follow": ("outer_steps", *rounds) if options.follow else (),
+        "with --preset paper": (*shape, *rounds[:3], "tolerance") if options.preset == "paper" else (),
+        "without --preset paper": ("k", "rho") if options.preset != "paper" else (),
+        "without --refine": ("estimator",) if not options.refine and options.preset != "paper" else (),
+    }.items():
+        given = [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(usual, n)]
+        if given:
+            advice = "Leave one of them out." if why.startswith("with ") else "Leave it out, or add that."
+            raise ValueError(f"{', '.join(given)} would change nothing {why}. {advice}")
+
+
+def _method(options: Train, family: TaskFamily) -> dict[str, Any]:
+    if options.preset == "paper":
+        preset = paper(options.k, rho=options.rho)
+        return preset if options.outer_steps is None else preset | {"outer_steps": options.outer_steps}
+    if options.preset != "default":
+        raise ValueError(f'preset must be "default" or "paper", got {options.preset!r}.')
+    if options.estimator not in ESTIMATORS:
+        raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}; got {options.estimator!r}.")
+    if options.refine is not None and options.refine < 0:
+        raise ValueError(f"--refine must be a number of outer steps, got {options.refine}. Pass 0 for none.")
+    refine = Refine(options.refine, ESTIMATORS[options.estimator]()) if options.refine else None
+    if options.refine is None and options.potential == "diagonal":
+        refine = refinement(family)
+    lr = options.reference if options.reference is not None else 3e-3 * (options.potential == "kronecker")
+    comparator = Reference(lr=lr) if lr else End()
+    return {
+        "potential": _potential(options),
+        "objective": Regret(comparator, prior=options.prior),
+        "method": Method(stopping=Stopping(options.tolerance), step_scales=STEP_SCALES if options.step_scale else ()),
+        "refine": refine,
+        "outer_steps": 10 if options.outer_steps is None else options.outer_steps,
+    }
+
+
+def _potential(options: Train) -> MaxDiagonal:
+    named: dict[str, Any] = {"tying": options.tying} if options.tying is not None else {}
+    if options.potential == "kronecker":
+        if not options.rank.isdecimal() and options.rank not in ("all", "auto"):
+            raise ValueError(f"--rank must be a number of directions, auto or all; got {options.rank!r}.")
+        rank: Any = {"all": None, "auto": "auto"}.get(options.rank) if not options.rank.isdecimal() else int(options.rank)
+        return Kronecker(options.pieces, sides=options.sides, rank=rank, **named)  # type: ignore[arg-type]
+    if options.potential != "diagonal":
+        raise ValueError(f"--potential must be diagonal or kronecker, got {options.potential!r}.")
+    if options.rank != "all" or options.sides != "right":
+        raise ValueError("--rank and --sides are for --potential kronecker. Leave them out, or choose it.")
+    return MaxDiagonal(options.pieces, **named)
+
+
+@contextmanager
+def _processes() -> Iterator[int]:
+    """Join the other processes that torchrun started, if it did; the rank of this one."""
+    started = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not started or dist.is_initialized():
+        yield dist.get_rank() if started else 0
+        return
+    join("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+def _also(first: Log, second: Log | None) -> Log:
+    def log(record: dict[str, Any], step: int) -> None:
+        first(record, step)
+        if second is not None:
+            second(record, step)
+
+    return log
+
+
+class _Display:
+    """Outer step, tasks done, objective, bound and time left, on standard error."""
+
+    def __init__(self, total: int, rank: int) -> None:
+        self.notes: list[str] = []
+        self.done, self.began = 0, time.monotonic()
+        console = Console(stderr=True, markup=False, highlight=False)
+        self.quiet = rank > 0
+        self.live = console.is_terminal and not self.quiet
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not self.live,
+        )
+        self.bar = self.progress.add_task("meta-training", total=total)
+
+    def __enter__(self) -> "_Display":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def say(self, line: str) -> None:
+        """What is being done beside the outer steps."""
+        if not self.quiet:
+            self.progress.console.print(one_line(line), soft_wrap=True)
+
+    def show(self, record: dict[str, Any], step: int) -> None:
+        """One more outer step."""
+        self.done += record["tasks"]
+        parts = [f"{record['stage']} {step}", f"{self.done} tasks"]
+        parts += [f"{n} {record[n]:.4g}" for n in ("objective", "bound", "loss") if record[n] is not None]
+        if record["diverged"]:
+            parts.append(f"{len(record['diverged'])} diverged")
+        line = "  ".join(parts)
+        self.progress.update(self.bar, completed=step, description=line)
+        if record["note"]:
+            self.notes.append(record["note"])
+        if self.quiet:
+            return
+        out = self.progress.console
+        if not self.live:
+            out.print(line, soft_wrap=True)
+        for sentence in (*record["diverged"][:3], record["note"]):
+            if sentence:
+                out.print(f"  {one_line(sentence)}", soft_wrap=True)
+
+
+def _report(options: Train, header: dict[str, Any], fingerprint: str, notes: list[str]) -> None:
+    if options.json:
+        print(json.dumps({"file": str(options.out), "fingerprint": fingerprint, "notes": notes, "header": header}))
+        return
+    cost = header["cost"]
+    for note in (n for n in notes if n.startswith("kept one piece")):
+        print(f"{note[0].upper()}{note[1:]}.")
+    print(
+        f"Learned {header['pieces']} piece{'s' * (header['pieces'] > 1)} from {len(header['task_hashes'])} tasks in "
+        f"{cost['outer_steps']} outer steps, {cost['gradient_evaluations']:,} gradients, {cost['seconds']:.1f} s.\n"
+        f"Written to {one_line(str(options.out))}: `metamd inspect` prints it, metamd.load reads it."
+    )

@@ -1,0 +1,1 @@
+"""The same tasks for everybody: training, tuning, statistics, figures, pages."""

@@ -1,0 +1,310 @@
+"""Figures from records: nothing is computed here. matplotlib is imported when a figure is drawn."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metamd.comparison.statistics import Array, bootstrap
+
+COLOURS = {
+    "MetaMD": "#c1272d",
+    "MetaMD, paper": "#e08214",
+    "MetaMD, diagonal": "#f4a582",
+    "MetaMD, one number per tensor": "#67001f",
+    "MetaMD, judged on validation data": "#e08214",
+    "MetaMD, refresh 2": "#fdb863",
+    "MetaMD, refresh 4": "#e08214",
+    "MetaMD, refresh 8": "#7f3b08",
+    "SGD": "#555555",
+    "SGD-M": "#1b7837",
+    "Adam": "#2166ac",
+    "RMSprop": "#7b3294",
+    "AdamW": "#7f7f7f",
+    "Muon + AdamW": "#17a2b8",
+    "SOAP": "#8c510a",
+    "Schedule-Free AdamW": "#ff7f00",
+    "Prodigy": "#e7298a",
+    "best diagonal": "#000000",
+    "Adam, untuned": "#92c5de",
+    "MetaMD (3 pieces)": "#f4a582",
+    "MetaMD, paper (Adam on log D)": "#fdb863",
+    "bound": "#c1272d",
+    "realised": "#000000",
+    "losses": "#1b7837",
+    "Theorem 1": "#2166ac",
+    "Lipschitz form": "#92c5de",
+}
+"""One colour per optimiser, and per line of a certificate, in all figures."""
+
+
+PALETTE = ("#1f78b4", "#b15928", "#33a02c", "#6a3d9a", "#ff7f00", "#e7298a", "#17becf", "#8c6d31", "#7f7f7f", "#bcbd22")
+"""For optimisers that have no colour of their own, by their name."""
+
+LEGEND_LINE = 0.2
+"""Inches that an entry of a legend beside the panels takes."""
+
+VARIANTS = (", linear decay", ", quadratic decay", ", untuned", " (all)", " (rate)")
+"""Endings of labels that leave an optimiser its colour."""
+
+
+def _colour(label: str) -> str:
+    bare = label
+    for ending in VARIANTS:
+        bare = bare.removesuffix(ending)
+    known = COLOURS.get(label) or COLOURS.get(bare) or COLOURS.get(bare.split(" (")[0])
+    return known or (COLOURS["MetaMD"] if bare.startswith("MetaMD") else PALETTE[sum(bare.encode()) % len(PALETTE)])
+
+
+def _style(label: str, dashed: bool) -> str:
+    if label.endswith(", untuned"):
+        return ":"
+    if dashed or label.endswith(", linear decay"):
+        return "--"
+    # other ways to use what was learned have the colour of the first
+    return "-." if label.endswith(", quadratic decay") or label.startswith("MetaMD,") else "-"
+
+
+def literal(text: str) -> str:
+    """A text from a record as matplotlib shows it: no mathematics is read into it, and it is not too long.
+
+    Args:
+        text: anything.
+    """
+    shown = "".join(c if c.isprintable() else "?" for c in text[:60])
+    return shown.replace("\\", "/").replace("$", "\\$")
+
+
+def blank(width: float, height: float) -> Any:
+    """An empty figure that needs no display.
+
+    Args:
+        width: in inches.
+        height: in inches.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError("figures need matplotlib, which is not installed. Run: pip install 'metamd[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; the ending chooses the format.
+
+    Args:
+        figure: as `blank` makes it.
+        path: where.
+    """
+    # no creation date and no version, so that the same records give the same bytes
+    figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A run in the plane.
+
+    Args:
+        title: above it; its first line is the optimiser's name.
+        surface: the function of (x, y), on arrays.
+        path: the points of the run, (points, 2).
+        optimum: where it should end.
+    """
+
+    title: str
+    surface: Callable[[Array, Array], Array]
+    path: Sequence[Sequence[float]]
+    optimum: Sequence[float]
+
+
+def trajectories(rows: Mapping[str, Sequence[Panel]], path: Path) -> None:
+    """Runs over the contours of what they minimise, a column per optimiser; all panels of a row show the same region.
+
+    Args:
+        rows: the panels of each row by its label.
+        path: the image to write.
+    """
+    columns = max(len(panels) for panels in rows.values())
+    figure = blank(2.15 * columns + 0.3, 2.35 * len(rows) + 0.2)
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    for axes_row, (label, panels) in zip(grid, rows.items(), strict=True):
+        box = _box(panels)
+        for axes in axes_row[len(panels) :]:
+            axes.set_axis_off()
+        for axes, panel in zip(axes_row, panels, strict=False):
+            _contours(axes, panel, box)
+            points = np.asarray(panel.path, dtype=np.float64)
+            colour = _colour(panel.title.split("\n")[0])
+            axes.plot(points[:, 0], points[:, 1], "-", color=colour, linewidth=1.1)
+            axes.plot(points[:, 0], points[:, 1], ".", color=colour, markersize=2.6)
+            axes.plot(*points[0], "o", color="#2ca02c", markersize=6, markeredgecolor="white")
+            axes.plot(*panel.optimum, "*", color="#ff9900", markersize=11, markeredgecolor="black", markeredgewidth=0.5)
+            axes.set_xlim(box[0], box[1])
+            axes.set_ylim(box[2], box[3])
+            axes.set_title(panel.title, fontsize=8)
+            axes.tick_params(labelsize=6)
+        axes_row[0].set_ylabel(label, fontsize=8)
+    save(figure, path)
+
+
+def _box(panels: Sequence[Panel]) -> tuple[float, float, float, float]:
+    """Around start, optimum and the runs; one that shoots out of the picture does not decide its size."""
+    ends = np.array([p for panel in panels for p in (panel.path[0], panel.optimum)], dtype=np.float64)
+    low, high = ends.min(0), ends.max(0)
+    size, longest = high - low, float((high - low).max())
+    size = np.where(size > 0.02 * longest, size, max(0.5, 0.5 * longest))  # start and optimum at one height say nothing
+    points = np.concatenate([np.asarray(panel.path, dtype=np.float64) for panel in panels])
+    low = np.maximum(points.min(0), low - size)
+    high = np.minimum(points.max(0), high + 0.6 * size)
+    margin = 0.08 * np.maximum(high - low, 0.5)
+    (x0, y0), (x1, y1) = low - margin, high + margin
+    return float(x0), float(x1), float(y0), float(y1)
+
+
+def _contours(axes: Any, panel: Panel, box: tuple[float, float, float, float]) -> None:
+    x, y = np.meshgrid(np.linspace(box[0], box[1], 160), np.linspace(box[2], box[3], 160))
+    z = panel.surface(x, y)
+    bottom = panel.surface(*(np.array([v], dtype=np.float64) for v in panel.optimum))[0]
+    height = np.log10(np.maximum(z - bottom, 1e-6))  # a linear scale shows nothing of a flat valley
+    levels = np.linspace(np.quantile(height, 0.02), height.max(), 12)
+    axes.contourf(x, y, height, levels=levels, cmap="Blues_r", alpha=0.45, extend="min")
+    axes.contour(x, y, height, levels=levels, colors="0.6", linewidths=0.4)
+
+
+@dataclass(frozen=True)
+class Strip:
+    """The counts of one optimiser.
+
+    Args:
+        label: on the axis.
+        counts: one per problem, None for a run that never arrived.
+        filled: whether the dots are full.
+    """
+
+    label: str
+    counts: Sequence[float | None]
+    filled: bool = True
+
+
+def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str, missed: str = "never") -> None:
+    """One row of dots per optimiser on a logarithmic axis, a bar at the median; one panel per group.
+
+    Args:
+        groups: the strips of each panel by its title.
+        path: the image to write.
+        xlabel: what is counted.
+        missed: the word for runs without a number.
+    """
+    tallest = max(len(s) for s in groups.values())
+    figure = blank(4.2 * len(groups) + 0.6, 0.27 * tallest + 1.1)
+    grid = figure.subplots(1, len(groups), squeeze=False, sharey=False)[0]
+    for axes, (title, members) in zip(grid, groups.items(), strict=True):
+        labels = []
+        least = min([0.8, *(c for s in members for c in s.counts if c)])  # a logarithmic axis has no zero
+        for place, strip in enumerate(members):
+            values = np.array([np.nan if c is None else max(c, least) for c in strip.counts], dtype=np.float64)
+            colour = _colour(strip.label)
+            offsets = place + 0.28 * (np.arange(len(values)) % 7 - 3) / 3
+            face = colour if strip.filled else "none"
+            axes.scatter(values, offsets, s=9, facecolors=face, edgecolors=colour, linewidths=0.6, alpha=0.7)
+            missing = int(np.isnan(values).sum())
+            if missing < len(values) / 2:
+                middle = float(np.median(np.where(np.isnan(values), np.inf, values)))
+                axes.vlines(middle, place - 0.42, place + 0.42, color="black", linewidth=1.6)
+            labels.append(strip.label + (f", {missing} {missed}" if missing else ""))
+        axes.set_yticks(range(len(labels)), labels, fontsize=8)
+        axes.set_ylim(len(labels) - 0.4, -0.6)
+        axes.set_xscale("log")
+        axes.set_xlabel(xlabel, fontsize=8)
+        axes.tick_params(axis="x", which="both", labelsize=7)
+        axes.set_title(title, fontsize=9)
+        axes.grid(axis="x", color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity over the steps.
+
+    Args:
+        label: in the legend; the colour goes by what stands before " (".
+        x: the steps.
+        y: the values.
+        low: lower edge of a band, if there is one.
+        high: its upper edge.
+        dashed: how the line is drawn.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    dashed: bool = False
+
+
+def banded(
+    label: str, x: Sequence[float], runs: Array, groups: Sequence[int] | None = None, *, dashed: bool = False
+) -> list[Curve]:
+    """The mean of several runs with a band: from the smallest to the largest, or the 95 % interval of the mean over groups.
+
+    It ends where one of the runs has no finite value; a curve of which fewer than two points are left is none.
+
+    Args:
+        label: in the legend.
+        x: the steps.
+        runs: one in each row.
+        groups: the group of each, for the interval.
+        dashed: how the line is drawn.
+    """
+    kept = np.isfinite(runs).all(0)
+    if kept.sum() < 2:
+        return []
+    y = runs[:, kept]
+    if groups is None:
+        low, high = y.min(0), y.max(0)
+    else:
+        low, high = np.transpose([(e.low, e.high) for e in (bootstrap(column, groups) for column in y.T)])
+    return [Curve(label, np.array(x)[kept].tolist(), y.mean(0).tolist(), low.tolist(), high.tolist(), dashed)]
+
+
+def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, ylabel: str, logarithmic: bool = True) -> None:
+    """Lines with bands; one panel per group.
+
+    Args:
+        panels: the curves of each panel by its title.
+        path: the image to write.
+        xlabel: of all panels.
+        ylabel: of the first.
+        logarithmic: whether the vertical axis is.
+    """
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    entries = max(map(len, panels.values()))
+    figure = blank(3.9 * columns + 1.6, max(3.4 * lines, LEGEND_LINE * (entries + 1)))
+    grid = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (title, members) in zip(grid, panels.items(), strict=False):
+        for curve in members:
+            colour = _colour(curve.label)
+            style = _style(curve.label, curve.dashed)
+            axes.plot(curve.x, curve.y, style, color=colour, linewidth=1.4, label=literal(curve.label))
+            if curve.low is not None and curve.high is not None:
+                axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+        if logarithmic and any(0 < y < np.inf for curve in members for y in curve.y):
+            axes.set_yscale("log")
+        axes.set_title(literal(title), fontsize=9)
+        axes.set_xlabel(xlabel, fontsize=8)
+        axes.tick_params(which="both", labelsize=7)  # a short axis has minor labels alone
+        axes.grid(color="0.92")
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel(ylabel, fontsize=8)
+    most = max(panels, key=lambda title: len(panels[title]))
+    handles, labels = grid[list(panels).index(most)].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    save(figure, path)

@@ -1,0 +1,346 @@
+"""One training of one task by one contender, and what is measured of it: the cell that every comparison is made of."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from metamd.inner.layout import laid_out_like
+from metamd.inner.run import BLOW_UP
+from metamd.rivals.base import Contender, Stepper
+from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed
+from metamd.tasks.stochastic import seeded
+
+LARGEST = 1e300
+"""What a loss may be in a record: the sum of some is a number still."""
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How a training is watched, the same for all contenders of a comparison.
+
+    Args:
+        every: steps between two evaluations of the training loss.
+        examples: of the training split that it is evaluated on, fixed.
+        splits: on which loss and accuracy are taken at the end.
+    """
+
+    every: int = 10
+    examples: int = 2000
+    splits: tuple[Split, ...] = ("validation", "test")
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.examples < 1:
+            raise ValueError(f"every and examples must be at least 1, got {self.every} and {self.examples}.")
+
+    def places(self, steps: int) -> list[int]:
+        """The numbers of steps after which the loss is evaluated, 0 and the last among them.
+
+        Args:
+            steps: of the training.
+        """
+        return sorted({*range(0, steps + 1, self.every), steps})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one training gave.
+
+    Args:
+        config: of the task.
+        contender: what `Contender.describe` says.
+        places: after how many steps the loss was evaluated, from 0 to the last.
+        losses: the training loss on the fixed examples there; infinite from the place where the run was given up.
+        batch_loss: the mean loss of the batches over the run, before each step.
+        ends: loss and accuracy at the end by split; the accuracy is None where there is none.
+        gradients: gradient evaluations.
+        failed: why the run was given up; empty if it was not.
+    """
+
+    config: Config
+    contender: Mapping[str, Any]
+    places: tuple[int, ...]
+    losses: tuple[float, ...]
+    batch_loss: float
+    ends: Mapping[str, tuple[float, float | None]]
+    gradients: int
+    failed: str = ""
+
+    @property
+    def mean_loss(self) -> float:
+        """The training loss averaged over the evaluations after the first step."""
+        return math.fsum(self.losses[1:]) / len(self.losses[1:])
+
+    @property
+    def final_loss(self) -> float:
+        """The training loss at the end."""
+        return self.losses[-1]
+
+    def loss_after(self, share: float) -> float:
+        """The training loss after a share of the steps, at the last evaluation until then.
+
+        Args:
+            share: of the run.
+        """
+        last = max(i for i, place in enumerate(self.places) if place <= share * self.places[-1])
+        return self.losses[last]
+
+    def accuracy(self, split: str) -> float:
+        """The share of right answers on a split; 0 for a run that was given up.
+
+        Args:
+            split: one of those that were measured.
+        """
+        found = self.ends.get(split, (math.inf, None))[1]
+        if found is None and not self.failed:
+            raise ValueError(
+                f"the accuracy on {split!r} was not measured, or the task has none. The protocol paper tunes by it; use "
+                "handicap, which compares losses."
+            )
+        return found or 0.0
+
+    def steps_to(self, target: float) -> float:
+        """The first evaluation at or below a target whose successor is too; infinite if there is none.
+
+        Args:
+            target: a training loss.
+        """
+        for place, here, after in zip(self.places, self.losses, self.losses[1:], strict=False):
+            if here <= target and after <= target:
+                return float(place)
+        return math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON's types, with None for what is infinite."""
+        return {
+            "config": dict(self.config),
+            "contender": dict(self.contender),
+            "places": list(self.places),
+            "losses": [_finite(x) for x in self.losses],
+            "batch_loss": _finite(self.batch_loss),
+            "ends": {split: [_finite(loss), accuracy] for split, (loss, accuracy) in self.ends.items()},
+            "gradients": self.gradients,
+            "failed": self.failed,
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "Outcome":
+        """Read a record; one that does not hold together is refused in a sentence.
+
+        Args:
+            found: as `to_json` made it, or anything else.
+        """
+        try:
+            places, losses = [int(x) for x in found["places"]], [_number(x) for x in found["losses"]]
+            ends = {str(s): (_number(v[0]), None if v[1] is None else float(v[1])) for s, v in found["ends"].items()}
+            outcome = cls(
+                dict(found["config"]),
+                dict(found["contender"]),
+                tuple(places),
+                tuple(losses),
+                _number(found["batch_loss"]),
+                ends,
+                int(found["gradients"]),
+                str(found["failed"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            raise ValueError(f"this is not the record of a training: {error!r}. Delete it, and it is made again.") from None
+        if max([*places, outcome.gradients], default=0) > 2**53:
+            raise ValueError("the record of a training must have places and counts below 2^53.")
+        if any(abs(x) > LARGEST for x in losses if math.isfinite(x)):
+            raise ValueError(f"the record of a training must have losses below {LARGEST:g}, or none where it failed.")
+        if len(places) != len(losses) or len(places) < 2 or places != sorted(set(places)) or places[0] != 0:
+            raise ValueError("the record of a training must have one loss for each of at least two places, counted from 0.")
+        if outcome.gradients < 0 or any(a is not None and not 0 <= a <= 1 for _, a in ends.values()):
+            raise ValueError("the record of a training must have accuracies between 0 and 1 and no negative count.")
+        return outcome
+
+
+def train(task: Task, contender: Contender, *, steps: int | None = None, measuring: Measuring | None = None) -> Outcome:
+    """Train a task with a contender.
+
+    The same task, contender and number of steps give the same outcome, bit for bit: batches and initialisation are in the
+    task's config, one thread computes, and torch's global generator is seeded by the config meanwhile.
+
+    Args:
+        task: the problem.
+        contender: the optimiser with its setting.
+        steps: T, the horizon of the schedule; the task's own if not given.
+        measuring: how the run is watched.
+
+    Example:
+        >>> from metamd import tasks
+        >>> from metamd.rivals import rival
+        >>> family = tasks.quadratic((1.0, 2.0))
+        >>> task = family.build(family.sample(torch.Generator().manual_seed(0)))
+        >>> outcome = train(task, rival("sgd").with_setting(lr=0.1), steps=50, measuring=Measuring(splits=()))
+        >>> outcome.final_loss < outcome.losses[0]
+        True
+    """
+    measuring, steps = measuring or Measuring(), task.steps if steps is None else steps
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}.")
+    places = measuring.places(steps)
+    if contender.rival.unlearned:
+        lost = (math.inf,) * len(places)
+        return Outcome(
+            task.config, contender.describe(), tuple(places), lost, math.inf, {}, 0, failed=contender.rival.unlearned
+        )
+    with one_thread(), seeded(derive_seed(config_hash(task.config), "optimiser")):
+        params = {n: nn.Parameter(x) for n, x in task.init().items()}
+        run = _Run(task, contender, params, steps)
+        losses = list(run.watched(task.monitor(measuring.examples), places))
+        end = {n: p.detach() for n, p in params.items()}
+        ends = {} if run.failed else {s: task.evaluate(end, s) for s in measuring.splits}
+    losses += [math.inf] * (len(places) - len(losses))
+    return Outcome(
+        task.config,
+        contender.describe(),
+        tuple(places),
+        tuple(_rounded(x) for x in losses),
+        math.inf if run.failed else _rounded(run.total / steps),
+        {s: (_rounded(e.loss), e.accuracy) for s, e in ends.items()},
+        run.taken * contender.rival.gradients,
+        run.failed,
+    )
+
+
+class _Run:
+    """The loop itself."""
+
+    def __init__(self, task: Task, contender: Contender, params: Mapping[str, nn.Parameter], steps: int) -> None:
+        self.task, self.params, self.steps = task, params, steps
+        self.optimiser: Stepper = contender.start(list(params.items()))
+        self.factor = None if contender.schedule == "constant" else contender.share
+        self.rates = [group["lr"] for group in self.optimiser.param_groups]
+        self.taken, self.total, self.failed = 0, 0.0, ""
+        self._switch("train")
+
+    def watched(self, monitor: Any, places: Sequence[int]) -> Iterator[float]:
+        """Train to each of the places and give the loss there, until the end or until the run fails."""
+        first: float | None = None
+        for place in places:
+            if not self.advance(place):
+                return
+            self._switch("eval")
+            loss = monitor({n: p.detach() for n, p in self.params.items()})
+            first = loss if first is None else first
+            if not loss - first <= BLOW_UP * (1 + abs(first)):
+                self.failed = f"The training loss rose from {first:g} to {loss:g} by step {place}."
+                return
+            yield loss
+            self._switch("train")
+        self._switch("eval")
+
+    def advance(self, place: int) -> bool:
+        """Train until so many steps are taken; whether that was possible."""
+        leaves = list(self.params.values())
+        while self.taken < place:
+            loss = self.task.loss(self.params, self.task.batch(self.taken))
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                self.failed = f"The loss of the batch became {value} at step {self.taken}."
+                return False
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            for p, g in zip(leaves, grads, strict=True):
+                p.grad = laid_out_like(p, g)
+            if self.factor is not None:
+                factor = self.factor(self.taken / self.steps)
+                for group, rate in zip(self.optimiser.param_groups, self.rates, strict=True):
+                    group["lr"] = rate * factor
+            try:
+                self.optimiser.step()
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # statistics that are no longer finite
+                self.failed = f"The optimiser gave up at step {self.taken}: {error}"
+                return False
+            self.total, self.taken = self.total + value, self.taken + 1
+        return True
+
+    def _switch(self, mode: str) -> None:
+        if hasattr(self.optimiser, mode):
+            getattr(self.optimiser, mode)()
+
+
+ROUNDS, WARM_UP = 15, 3
+"""Blocks of steps that are timed of each contender, and those before that are not."""
+
+
+def step_seconds(
+    task: Task,
+    contenders: Mapping[str, Contender],
+    *,
+    steps: int | None = None,
+    rounds: int = ROUNDS,
+    block: int = 10,
+    warm_up: int = WARM_UP,
+    advance: Callable[[str], None] | None = None,
+) -> dict[str, float]:
+    """The seconds that one step of each contender takes: the median over blocks of steps that take turns.
+
+    Whatever else the machine does slows all of them alike; the order within a round changes from round to round.
+
+    Args:
+        task: what is trained.
+        contenders: by label.
+        steps: T; a run that has reached it begins again, and so does one that failed.
+        rounds: blocks of each.
+        block: steps in a block; those of SOAP and Shampoo differ in cost with a period of 10.
+        warm_up: blocks that are not counted.
+        advance: called with the label after each block, outside of what is timed; so often as there are blocks.
+    """
+    found: dict[str, list[float]] = {label: [] for label in contenders}
+    with one_thread(), seeded(derive_seed(config_hash(task.config), "seconds")):
+        horizon = task.steps if steps is None else steps
+        block = min(block, horizon)
+        runs: dict[str, _Run] = {}
+        for turn in range(rounds + warm_up):
+            order = list(contenders)
+            shift = turn % len(order)
+            for label in order[shift:] + order[:shift]:
+                if label not in runs or runs[label].taken + block > horizon:
+                    params = {n: nn.Parameter(x) for n, x in task.init().items()}
+                    runs[label] = _Run(task, contenders[label], params, horizon)
+                before, began = runs[label].taken, perf_counter()
+                runs[label].advance(before + block)
+                steps_taken = runs[label].taken - before
+                if turn >= warm_up and steps_taken:
+                    found[label].append((perf_counter() - began) / steps_taken)
+                if runs[label].failed:
+                    del runs[label]
+                if advance is not None:
+                    advance(label)
+    return {label: median(times) if times else math.nan for label, times in found.items()}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes on one thread: the same sums everywhere, and no quarrel between processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _rounded(value: float) -> float:
+    """To the seven digits that single precision has: records need no more."""
+    return float(f"{value:.7g}")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: Any) -> float:
+    if value is None:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"a number is required, got {type(value).__name__}")
+    return float(cast(float, value))

@@ -1,0 +1,1 @@
+"""The paper's experiments on quadratics and the Rosenbrock function."""

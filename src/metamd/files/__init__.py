@@ -1,0 +1,1 @@
+"""What lies on disk: one container, learned optimisers, recorded runs, starts, results."""

@@ -1,0 +1,113 @@
+"""The learned optimisers inside the package: where they lie, and the card of each, which says how it was made and judged."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(str(files("metamd.files"))) / "pretrained"
+NAME = re.compile("[a-z0-9-]+")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is said of a shipped file beside what its header says.
+
+    Args:
+        name: what `metamd.load` takes.
+        about: what it is for, in a sentence.
+        command: what made it.
+        sha256: of the file.
+        comparisons: one for each place it was judged at: the `command` that did it, `family` and `where` in words, the
+            `protocol`, `seeds`, `steps`, the label that set the `target`, and `rows`: a `label` with its `mean_loss`,
+            `final_loss`, `steps_to_target` and `test_accuracy`, None for what is infinite or was not measured.
+    """
+
+    name: str
+    about: str
+    command: str
+    sha256: str
+    comparisons: tuple[Mapping[str, Any], ...]
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return FOLDER / f"{self.name}.safetensors"
+
+    def is_intact(self) -> bool:
+        """Whether the file is the one that the card was written for."""
+        return sha256(self.path.read_bytes()).hexdigest() == self.sha256
+
+
+def names() -> list[str]:
+    """The names that `metamd.load` takes."""
+    return sorted(p.stem for p in FOLDER.glob("*.safetensors"))
+
+
+def card(name: str) -> Card:
+    """The card of a shipped file.
+
+    Args:
+        name: one of `names()`.
+
+    Example:
+        >>> card("quadratic").comparisons[0]["family"]
+        'quadratic'
+    """
+    from metamd.files.store import read_json
+
+    found = read_json(FOLDER / f"{name}.json")
+    return Card(**{**found, "comparisons": tuple(found["comparisons"])})
+
+
+def outcome_lines(comparison: Mapping[str, Any]) -> list[str]:
+    """A comparison of a card in words: where it was made, then a line for each optimiser.
+
+    Args:
+        comparison: one of `Card.comparisons`.
+
+    Example:
+        >>> row = {"label": "Adam", "mean_loss": 0.25, "final_loss": 0.125, "steps_to_target": None, "test_accuracy": 0.9}
+        >>> about = {"where": "held-out domain 30", "family": "rotated-mnist", "protocol": "paper", "seeds": 3, "steps": 100}
+        >>> print(*outcome_lines({**about, "target": "Adam", "rows": [row]}), sep="\\n")
+        rotated-mnist, held-out domain 30: 3 seeds, 100 steps, protocol paper, target of Adam
+          Adam: mean loss 0.25, final 0.125, never at the target, test 90.00 %
+    """
+    c = comparison
+    how = f"{c['seeds']} seeds, {c['steps']} steps, protocol {c['protocol']}, target of {c['target']}"
+    lines = [f"{c['family']}, {c['where']}: {how}"]
+    for row in c["rows"]:
+        steps = row["steps_to_target"]
+        parts = [f"{what} {_number(row[key])}" for key, what in (("mean_loss", "mean loss"), ("final_loss", "final"))]
+        parts.append("never at the target" if steps is None else f"{steps:g} steps to the target")
+        if row["test_accuracy"] is not None:
+            parts.append(f"test {100 * row['test_accuracy']:.2f} %")
+        lines.append(f"  {row['label']}: {', '.join(parts)}")
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "infinite" if value is None else f"{value:.4g}"
+
+
+def locate(path_or_name: str | PathLike[str]) -> Path:
+    """The path of a file, or of one shipped with the package.
+
+    Args:
+        path_or_name: a text of lower-case letters, digits and hyphens is a name; anything else is a path.
+    """
+    if not isinstance(path_or_name, str) or not NAME.fullmatch(path_or_name):
+        return Path(path_or_name)
+    path = FOLDER / f"{path_or_name}.safetensors"
+    if path.is_file():
+        return path
+    shipped = ", ".join(names()) or "none so far"
+    here = [n for n in (path_or_name, f"{path_or_name}.safetensors") if Path(n).exists()]
+    hint = (
+        f'To read the file in this directory, write "./{here[0]}".' if here else 'To read a file, write its path: "./name".'
+    )
+    raise FileNotFoundError(f"no learned optimiser {path_or_name!r} is shipped with metamd (shipped: {shipped}). {hint}")

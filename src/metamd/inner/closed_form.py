@@ -1,0 +1,292 @@
+"""How a learned basis is found: the best metric of every weight matrix in closed form, and the basis it is diagonal in."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from metamd.inner.moments import Moments
+from metamd.inner.positive import best_metric, geometric_mean, towards
+from metamd.potentials.basis import Basis
+from metamd.potentials.kronecker import Learned, Rank
+from metamd.potentials.orthogonal import Orthogonal
+
+if TYPE_CHECKING:
+    from metamd.learning.rounds.outer import Iterate
+
+TOLERATED = 0.05
+"""The share of the bound that `rank="auto"` gives away at most, if `LARGEST` allows it."""
+
+LARGEST = 24
+"""The largest rank that `rank="auto"` takes where it does not keep all directions. Two products with r columns take 2r/(3b)
+of the operations of a gradient from b examples; at b = 100 this is a sixth, and of the time about a quarter, since thin
+products are slower."""
+
+DEFAULT = (0.1, 0.001)
+CANDIDATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 1e-1)
+"""Shares of X and of Y that `shrinkage="auto"` tries; those of X first, with the default of Y."""
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Metrics in a new basis.
+
+    Args:
+        log_d: of the weight matrices, by key.
+        basis: the new basis.
+        changes: root mean square change of log D along the way, by "side/key".
+        before: the bound of the matrices with the metrics before.
+        after: and with those now.
+    """
+
+    log_d: dict[str, Tensor]
+    basis: Basis
+    changes: dict[str, float]
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Metric:
+    """D = Q diag(d) Q' of one side of a matrix.
+
+    Args:
+        vectors: Q, (n, n).
+        d: (n,).
+    """
+
+    vectors: Tensor
+    d: Tensor
+
+    @property
+    def matrix(self) -> Tensor:
+        """D."""
+        return (self.vectors * self.d) @ self.vectors.mT
+
+    def bound(self, x: Tensor, y: Tensor) -> float:
+        """(tr D X + tr D^-1 Y) / 2."""
+        a, b = (((m @ self.vectors) * self.vectors).sum(0) for m in (x, y))
+        return 0.5 * float((self.d * a + b / self.d).sum())
+
+
+def moment_shapes(iterate: "Iterate") -> dict[str, tuple[int, ...]]:
+    """The shapes of what runs say about these metrics: (n, n) by "side/key" where a basis is learned, (n,) by its side."""
+    shapes = {k: tuple(v.shape[1:]) for k, v in iterate.log_d.items()}
+    if isinstance(iterate.basis, Learned):
+        for dimensions, found in ((2, iterate.basis.turning()), (1, iterate.basis.scaling())):
+            for name, sides in found.items():
+                place = iterate.basis.places[name]
+                for side in sides:
+                    shapes.pop(place.key, None)
+                    shapes[f"{side}/{place.key}"] = (place.sizes[side],) * dimensions
+    return shapes
+
+
+def compared(iterate: "Iterate") -> list[str]:
+    """The keys of the matrices of which half of the tasks are held against the others: all, for `shrinkage="auto"`."""
+    auto = isinstance(iterate.basis, Learned) and iterate.basis.shrinkage == "auto"
+    return [k for k in moment_shapes(iterate) if k not in iterate.log_d] if auto else []
+
+
+def learn_factors(now: "Iterate", moments: Moments, reach: float, half: Moments | None = None) -> Turned:
+    """To the minimisers X^-1 # Y of all matrices, or as far as the trust region reaches, in the bases they are diagonal in.
+
+    With factors on both sides, each minimiser is for the other side as it was, and the side that gains more is taken: the
+    bound cannot rise, and since it is convex along geodesics jointly, taking turns leads to its minimum.
+
+    Args:
+        now: the metrics so far.
+        moments: what the runs say.
+        reach: the largest change of log D in any direction.
+        half: what every other run says, which `shrinkage="auto"` needs.
+    """
+    basis = now.basis
+    if not isinstance(basis, Learned):
+        return Turned({}, basis, {}, 0.0, 0.0)
+    log_d: dict[str, Tensor] = {}
+    changes: dict[str, float] = {}
+    factors, before, after = basis.factors(), 0.0, 0.0
+    for key, (turning, scaling) in _by_key(basis).items():
+        steps, stored = {}, _stored(now, key)
+        for side in turning:
+            steps[side] = _side_step(basis, _side(now, key, side), moments, f"{side}/{key}", reach, half)
+        for side in scaling:
+            steps[side] = _scale_step(stored[side], moments, f"{side}/{key}", reach)
+        taken = max(steps, key=lambda side: steps[side].before - steps[side].after)
+        step = steps[taken]
+        if step.columns is not None:
+            factors[f"{taken}/{key}"] = step.columns
+        stored[taken] = step.logs
+        # the moments of one side depend on the metric of the other
+        changes |= {f"{side}/{key}": step.change for side in steps}
+        before, after = before + step.before, after + step.after
+        log_d[key] = torch.cat(list(stored.values())).to(now.log_d[key].dtype).unsqueeze(0)
+    return Turned(log_d, basis.with_factors(factors), changes, before, after)
+
+
+@dataclass(frozen=True)
+class _SideStep:
+    """A new metric of one side: its columns, if it has some, and logarithms as stored, and the bound before and after."""
+
+    columns: Tensor | None
+    logs: Tensor
+    change: float
+    before: float
+    after: float
+
+
+def _side_step(
+    basis: Learned, present: Metric, moments: Moments, factor: str, reach: float, half: Moments | None
+) -> _SideStep:
+    x, y = moments.x[factor], moments.y[factor]
+    shares = basis.shrinkage
+    if shares == "auto":
+        halved = half is not None and factor in half.x
+        shares = best_shares(x, y, half.x[factor], half.y[factor]) if half is not None and halved else DEFAULT
+    raised = _raised(x, shares[0]), _raised(y, shares[1])
+    known = float(x.trace()) > 0 and float(y.trace()) > 0
+    new, change = _step(present, *raised, reach) if known else (present, 0.0)  # where nothing moved, nothing is said
+    columns, numbers = _truncated(new, *raised, basis.rank_of(factor))
+    after = _whole(columns, numbers).bound(x, y)
+    return _SideStep(columns.float().contiguous(), numbers.log(), change, present.bound(x, y), after)
+
+
+def _scale_step(present: Tensor, moments: Moments, factor: str, reach: float) -> _SideStep:
+    """To the best number for every column, sqrt(y/x), or as far as the trust region reaches; kept where nothing is known."""
+    x, y = moments.x[factor].cpu(), moments.y[factor].cpu()
+    known = (x > 0) & (y > 0)
+    best = torch.where(known, 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log()), present)
+    logs = present + (best - present).clamp(-reach, reach)
+    before, after = (0.5 * float((v.exp() * x + y / v.exp()).sum()) for v in (present, logs))
+    return _SideStep(None, logs, float((logs - present).square().mean().sqrt()), before, after)
+
+
+def halfway(a: "Iterate", b: "Iterate") -> tuple[dict[str, Tensor], Basis]:
+    """The geometric means of the metrics of two iterates, where they have learned bases, and the basis of these."""
+    basis = a.basis
+    if not isinstance(basis, Learned):
+        return {}, basis
+    log_d, factors = {}, basis.factors()
+    for key, (turning, _) in _by_key(basis).items():
+        here, there = _stored(a, key), _stored(b, key)
+        found = {side: torch.lerp(here[side], there[side], 0.5) for side in here if side not in turning}
+        for side in turning:
+            d, vectors = torch.linalg.eigh(geometric_mean(_side(a, key, side).matrix, _side(b, key, side).matrix))
+            middle = Metric(vectors, d)
+            # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
+            rank = basis.rank_of(f"{side}/{key}")
+            columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, rank)
+            factors[f"{side}/{key}"], found[side] = columns.float().contiguous(), numbers.log()
+        old = a.log_d[key]
+        log_d[key] = torch.cat([found[s] for s in ("left", "right") if s in found]).to(old.dtype).unsqueeze(0)
+    return log_d, basis.with_factors(factors)
+
+
+def best_shares(x: Tensor, y: Tensor, x_half: Tensor, y_half: Tensor) -> tuple[float, float]:
+    """The shares of their mean diagonals that X and Y are to be given: those of the lowest bound on tasks not learned from.
+
+    D is computed from half of the tasks and its bound tr(D X) + tr(D^-1 Y) from the other half, both ways.
+
+    Args:
+        x: X, summed over tasks.
+        y: Y.
+        x_half: X of half of the tasks.
+        y_half: their Y.
+    """
+    halves = [(x_half, y_half), (x - x_half, y - y_half)]
+    if any(not float(m.trace()) > 0 for half in halves for m in half):
+        return DEFAULT
+
+    def bound(shares: tuple[float, float]) -> float:
+        total = 0.0
+        for here, there in (halves, halves[::-1]):
+            d = best_metric(_raised(here[0], shares[0]), _raised(here[1], shares[1]))
+            total += float((d * there[0]).sum() + torch.trace(torch.linalg.solve(d, there[1])))
+        return total
+
+    first = min(((share, DEFAULT[1]) for share in CANDIDATES[0]), key=bound)
+    return min(((first[0], share) for share in CANDIDATES[1]), key=bound)
+
+
+def _raised(m: Tensor, share: float) -> Tensor:
+    level = max(float(m.diagonal().mean()) * share, torch.finfo(torch.float64).tiny)
+    return m + level * torch.eye(len(m), dtype=m.dtype, device=m.device)
+
+
+def _step(now: Metric, x: Tensor, y: Tensor, reach: float) -> tuple[Metric, float]:
+    new, logs = towards((now.vectors, now.d), best_metric(x, y), reach)
+    d, vectors = torch.linalg.eigh(new)
+    return Metric(vectors, d.clamp_min(d.max() * torch.finfo(torch.float64).eps)), float(logs.square().mean().sqrt())
+
+
+def _truncated(metric: Metric, x: Tensor, y: Tensor, rank: Rank) -> tuple[Tensor, Tensor]:
+    """The leading columns, and their d with the one number for all the rest behind them; all columns if rank is None.
+
+    A direction leads if the bound grows much when it shares its number with the rest: by c x + y/c - 2 sqrt(x y), x and y
+    the moments along it. Which directions share, and their c, are found in turn.
+    """
+    n = len(metric.d)
+    if rank is None or (rank != "auto" and rank >= n):
+        return metric.vectors, metric.d
+    a, b = (((m @ metric.vectors) * metric.vectors).sum(0).clamp_min(0) for m in (x, y))
+    for r in range(min(n, LARGEST) + 1) if rank == "auto" else [rank]:
+        order, c, lost = _leading(metric.d, a, b, r)
+        if rank == "auto" and lost <= TOLERATED * float((metric.d * a + b / metric.d).sum()):
+            break
+    kept = order[:r]
+    if r == n:
+        return metric.vectors, metric.d
+    return metric.vectors[:, kept], torch.cat([metric.d[kept], c.reshape(1)])
+
+
+def _leading(d: Tensor, a: Tensor, b: Tensor, r: int) -> tuple[Tensor, Tensor, float]:
+    """The directions in the order in which they lead, the number c of all but the first r, and what sharing it loses."""
+    own = d * a + b / d
+    rest = torch.arange(len(d), device=d.device)
+    order, c, lost = rest, d.mean(), math.inf
+    for _ in range(10):
+        total = a[rest].sum(), b[rest].sum()
+        level = (total[1] / total[0]).sqrt() if total[0] > 0 and total[1] > 0 else d[rest].log().mean().exp()
+        level = level.clamp(d[rest].min(), d[rest].max())
+        excess = level * a + b / level - own
+        trial = excess.argsort(descending=True)
+        left = float(excess[trial[r:]].sum())
+        if left >= lost:
+            break
+        order, c, lost, rest = trial, level, left, trial[r:]
+    return order, c, lost
+
+
+def _whole(columns: Tensor, numbers: Tensor) -> Metric:
+    """The metric that leading columns and numbers stand for."""
+    n, r = columns.shape
+    q = Orthogonal(columns).into(torch.eye(n, dtype=columns.dtype, device=columns.device))
+    d = torch.cat([numbers[:r], numbers[-1:].expand(n - r)])
+    return Metric(q, d)
+
+
+def _by_key(basis: Learned) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The sides that can turn, and those that are scaled only, by key."""
+    turning, scaling = basis.turning(), basis.scaling()
+    return {p.key: (turning[n], scaling[n]) for n, p in basis.places.items() if turning[n] or scaling[n]}
+
+
+def _stored(iterate: "Iterate", key: str) -> dict[str, Tensor]:
+    """The logarithms of each side as they are stored."""
+    basis, row = iterate.basis, iterate.log_d[key][0].detach().double().cpu()
+    assert isinstance(basis, Learned)
+    place = next(p for p in basis.places.values() if p.key == key)
+    if basis.sides == "right":
+        return {"right": row}
+    left = basis.numbers(f"left/{key}", place.sizes["left"])
+    return {"left": row[:left], "right": row[left:]}
+
+
+def _side(iterate: "Iterate", key: str, side: str) -> Metric:
+    """The metric of one side in float64."""
+    logs, columns = _stored(iterate, key)[side], iterate.basis.factors().get(f"{side}/{key}")
+    if columns is None:
+        return Metric(torch.eye(len(logs), dtype=torch.float64), logs.exp())
+    return _whole(columns.double().cpu(), logs.exp())

@@ -1,0 +1,383 @@
+"""What meta-learning minimises: functions of a run and of the potential it was made with.
+
+An objective is a sum over the steps of a run plus a term at its end,
+
+    E = sum_t running(loss_t, g_t, D, w_t) + final(theta_{T+1}, D),
+
+and every estimator of its gradient works from these two parts. `value` evaluates both from the record of a run, as a
+function of the metrics alone: its gradient is the direct one, without the dependence of the run on the metrics.
+"""
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from metamd.inner.layout import laid_out_like
+from metamd.inner.run import Cost, Trajectory, gradient, local_norm
+from metamd.potentials.base import Params
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.tasks.base import Task
+
+PRIOR = 1e-7
+"""The strength of the prior of `Regret` if nothing else is asked, a safety net: no step size falls below 0.02 % of its
+tensor's or of the model's. Networks gain from 1e-4; where curvatures differ by a thousand, that is ruinous."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step of a run as a differentiable function sees it.
+
+    Args:
+        loss: the loss at theta_t.
+        energy: g_t' D(w_t)^-1 g_t, evaluated when asked for.
+        lr: eta.
+        steps: T.
+    """
+
+    loss: Tensor
+    energy: Callable[[], Tensor]
+    lr: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """The derivatives of what a step adds.
+
+    Args:
+        loss: by the loss.
+        energy: by g'D(w)^-1 g.
+    """
+
+    loss: float = 0.0
+    energy: float = 0.0
+
+
+class Objective(ABC):
+    """A meta-objective; see the module's docstring for its two parts."""
+
+    reference: ClassVar["Reference | None"] = None
+    """What finds the comparator of a run, if it is not a part of the run."""
+
+    runs: ClassVar[bool] = True
+    """Whether there is a sum over the steps at all."""
+
+    steady: ClassVar[bool] = False
+    """Whether the slopes are the same at every step of a run."""
+
+    looks_ahead: ClassVar[bool] = False
+    """Whether what a step adds depends on constants that only the end of the run shows: it is then to be `held`."""
+
+    @abstractmethod
+    def running(self, point: Point) -> Tensor:
+        """What step t adds."""
+
+    def slopes(self, point: Point) -> Slopes:
+        """The derivatives of `running`, for objectives that can say them in less time than autograd takes to find them.
+
+        Args:
+            point: without graphs.
+        """
+        leaves = [point.loss.detach().double().requires_grad_()]
+
+        def energy() -> Tensor:
+            if len(leaves) == 1:
+                leaves.append(point.energy().detach().requires_grad_())
+            return leaves[1]
+
+        with torch.enable_grad():
+            term = self.running(replace(point, loss=leaves[0], energy=energy))
+            found = torch.autograd.grad(term, leaves, allow_unused=True, materialize_grads=True)
+        return Slopes(*(float(f) for f in found))
+
+    @abstractmethod
+    def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
+        """The sum over all steps from the record, as a function of the metrics."""
+
+    @abstractmethod
+    def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
+        """The term at the end, as a function of the metrics and of theta_{T+1}."""
+
+    def value(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
+        """E of a run; its derivative by `log_d` and `offsets` is the direct gradient.
+
+        Args:
+            run: the record.
+            potential: phi, bound; it is centred at the run's start here.
+        """
+        potential = potential.centred_at(run.start)
+        return self.recorded(run, potential) + self.final(run, potential, run.end)
+
+    def held(self, run: Trajectory) -> "Objective":
+        """The same objective with all that its gradient does not see put to the value it has in this run."""
+        return self
+
+
+# the comparator of the regret
+
+Pseudo = Mapping[str, tuple[Tensor, Tensor]]
+"""Squared displacements and squared gradients that nobody saw, by tensor, over coordinates that share a metric."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of the run itself, held fixed: free, but coordinates that move little starve round after round."""
+
+    def of(self, run: Trajectory) -> Params:
+        """theta_{T+1}, without its dependence on the metrics."""
+        return run.end
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The end of a longer run of another optimiser, from the same start: what D was used cannot move it.
+
+    The rate falls linearly to zero, so that the end is not noise.
+
+    Args:
+        optimiser: a torch optimiser; called as optimiser(params, lr=lr).
+        lr: its first learning rate.
+        factor: how many times longer than the run it is.
+        chosen_on: hashes of the tasks that lr was chosen on, if it was.
+
+    Example:
+        >>> Regret(comparator=Reference(torch.optim.Adam, lr=1e-3, factor=2))
+        Regret(comparator=Reference(Adam, lr=0.001, factor=2), prior=0.0)
+    """
+
+    optimiser: Callable[..., Optimizer] = torch.optim.Adam
+    lr: float = 1e-3
+    factor: float = 2.0
+    chosen_on: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or not self.factor > 0:
+            raise ValueError(f"Reference needs a positive lr and factor, got lr={self.lr}, factor={self.factor}.")
+
+    def __repr__(self) -> str:
+        name = getattr(self.optimiser, "__name__", repr(self.optimiser))
+        return f"Reference({name}, lr={self.lr:g}, factor={self.factor:g})"
+
+    def of(self, run: Trajectory) -> Params:
+        """theta_* of the record."""
+        if run.reference is None:
+            raise ValueError("this run has no reference point. Run it with run_inner(..., reference=objective.reference).")
+        return run.reference
+
+    def run(
+        self, task: Task, start: Params, steps: int, *, watch: Callable[[Tensor, Params], None] | None = None
+    ) -> tuple[dict[str, Tensor], Cost]:
+        """Train the task from its start; the batches of steps beyond T are those that follow.
+
+        Args:
+            task: the problem.
+            start: theta_1.
+            steps: T.
+            watch: is given the loss and the gradients of every step.
+        """
+        began = time.perf_counter()
+        params = {n: x.detach().clone().requires_grad_() for n, x in start.items()}
+        optimiser = self.optimiser(list(params.values()), lr=self.lr)
+        total = max(1, round(self.factor * steps))
+        for t in range(total):
+            for group in optimiser.param_groups:
+                group["lr"] = self.lr * (1 - t / total)
+            loss, grads = gradient(task, params, task.batch(t))
+            if watch is not None:
+                watch(loss, grads)
+            for n, g in grads.items():
+                params[n].grad = laid_out_like(params[n], g)
+            optimiser.step()
+        best = {n: x.detach() for n, x in params.items()}
+        return best, Cost(gradients=total, seconds=time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A known point.
+
+    Args:
+        point: u.
+        pseudo: what a prior adds, as `Regret.pseudo` has it; that of the run at hand if not given.
+    """
+
+    point: Params
+    pseudo: "Pseudo | None" = None
+
+    def of(self, run: Trajectory) -> Params:
+        """The point."""
+        return self.point
+
+
+# the objectives
+
+
+@dataclass(frozen=True)
+class Regret(Objective):
+    """The local-norm bound on the regret, with a comparator u that is held fixed.
+
+    E = B(u||theta_1)/eta + eta/2 sum_t g_t' D(w_t)^-1 g_t  >=  sum_t <g_t, theta_t - u> for exact steps.
+
+    Args:
+        comparator: u: `End()`, `Reference(...)`, or `Fixed(point)` where the solution is known.
+        prior: strength s of a prior: the squared step sizes 1/D^2 of the closed form are averaged, with the weights 1 and s,
+            with those of their tensor and of the model. However little its coordinate moves, no step size is then below
+            sqrt(s/2 / (1 + s)) times either. See `pseudo`.
+
+    Where u lies on a kink of a mixture, B has no derivative by D, and the gradient is that of one of the active forms.
+    """
+
+    steady: ClassVar[bool] = True
+    comparator: End | Reference | Fixed = End()
+    prior: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prior < float("inf"):
+            raise ValueError(f"prior must be finite and not negative, got {self.prior}. Pass prior=0.0 for none.")
+
+    @property
+    def reference(self) -> Reference | None:  # type: ignore[override]
+        """The comparator's run."""
+        return self.comparator if isinstance(self.comparator, Reference) else None
+
+    def running(self, point: Point) -> Tensor:
+        """eta/2 g'D(w)^-1 g."""
+        return 0.5 * point.lr * point.energy()
+
+    def slopes(self, point: Point) -> Slopes:
+        """Of the energy alone."""
+        return Slopes(energy=0.5 * point.lr)
+
+    def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
+        """eta/2 times the local-norm sum."""
+        return 0.5 * run.lr * local_norm(run.shares, potential)
+
+    def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
+        """B(u||theta_1)/eta, and the prior."""
+        u = {n: x.detach() for n, x in self.comparator.of(run).items()}
+        bound = potential.divergence(u, run.start) / run.lr
+        return bound + self._penalty(run, potential, u) if self.prior else bound
+
+    def held(self, run: Trajectory) -> "Regret":
+        """With the comparator of this run, and its prior."""
+        u = self.comparator.of(run)
+        return replace(self, comparator=Fixed(u, self.pseudo(run, u)))
+
+    def pseudo(self, run: Trajectory, u: Params) -> Pseudo:
+        """What the prior adds to every metric's squared displacement and squared gradients, by tensor.
+
+        A coordinate with squared gradients y_i is given s y_i more of them, with the displacement s y_i / D^2 that they
+        would have led to with D, 1/D^2 = (q_n + q) / 2, where q = sum delta^2 / sum g^2 over the tensor, and over the model.
+        """
+        if isinstance(self.comparator, Fixed) and self.comparator.pseudo is not None:
+            return self.comparator.pseudo
+        s, typical = self.prior, typical_rates(run, u)
+        y = {n: v.double().sum(0) for n, v in run.squares.items()}
+        return {n: (s * typical[n] * v, s * v) for n, v in y.items()}
+
+    def _penalty(self, run: Trajectory, potential: MaxDiagonal, u: Params) -> Tensor:
+        """sum_i mean_j [D_ji x_i / (2 eta) + eta y_i / (2 D_ji)] with the x and y of `pseudo`."""
+        terms = []
+        for n, (x, y) in self.pseudo(run, u).items():
+            d = potential.metric(n).double()
+            terms.append((0.5 / run.lr * x * d + 0.5 * run.lr * y / d).sum() / potential.pieces)
+        return torch.stack(terms).sum()
+
+
+def typical_rates(run: Trajectory, u: Params) -> dict[str, float]:
+    """The squared step size that a prior averages with, by tensor: (q_n + q) / 2, see `Regret.pseudo`."""
+    felt = {n: float(v.sum(dtype=torch.float64)) for n, v in run.squares.items()}
+    moved = {n: float((u[n] - run.start[n]).square().sum(dtype=torch.float64)) for n in felt}
+    model = sum(moved.values()) / max(sum(felt.values()), sys.float_info.min)
+    return {n: (moved[n] / max(felt[n], sys.float_info.min) + model) / 2 for n in felt}
+
+
+@dataclass(frozen=True)
+class FromLipschitz:
+    """k = eta^2 T L^2 / 2, which the regret of mirror descent has in front of 1/lambda; L is the largest gradient seen."""
+
+    def of(self, run: Trajectory) -> float:
+        """K of one run."""
+        return run.lr**2 * run.steps * run.largest_gradient**2 / 2
+
+
+@dataclass(frozen=True)
+class PaperBound(Objective):
+    """The meta-objective as published [GaoMetaMD2022]: E = B(theta_{T+1}||theta_1) + k/lambda.
+
+    The end of the run stands for the solution, and its dependence on the metrics counts (the paper's "indirect" gradient),
+    so that not moving at all has the value k/lambda -> 0: it needs runs that converge, see docs/limits.md.
+
+    Args:
+        k: a number, or `FromLipschitz()`.
+        strong_convexity: lambda is min |M| ("paper") or min M^2 = min D ("exact", in the Euclidean norm). Of several
+            smallest entries each gets an equal part of the gradient, as torch.amin has it.
+    """
+
+    runs: ClassVar[bool] = False
+    steady: ClassVar[bool] = True
+    k: float | FromLipschitz = 10.0
+    strong_convexity: Literal["paper", "exact"] = "paper"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, FromLipschitz) and not self.k >= 0:
+            raise ValueError(f"k must not be negative, got {self.k}. Pass k=FromLipschitz() for the value of the theory.")
+        if self.strong_convexity not in ("paper", "exact"):
+            raise ValueError(f'strong_convexity must be "paper" or "exact", got {self.strong_convexity!r}.')
+
+    def held(self, run: Trajectory) -> "PaperBound":
+        """With the k of this run."""
+        return replace(self, k=self._k(run))
+
+    def _k(self, run: Trajectory) -> float:
+        return self.k.of(run) if isinstance(self.k, FromLipschitz) else self.k
+
+    def running(self, point: Point) -> Tensor:
+        """Nothing."""
+        return 0.0 * point.loss
+
+    def slopes(self, point: Point) -> Slopes:
+        """None."""
+        return Slopes()
+
+    def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
+        """Nothing."""
+        return torch.zeros((), dtype=torch.float64)
+
+    def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
+        """The whole of it."""
+        k = self._k(run)
+        # one amin over everything: smallest entries that tie share the gradient equally across tensors too
+        smallest = torch.cat([v.double().reshape(-1) for v in potential.logarithms()]).amin()
+        strength = (0.5 * smallest).exp() if self.strong_convexity == "paper" else smallest.exp()
+        return potential.divergence(end, run.start) + k / strength
+
+
+@dataclass(frozen=True)
+class TrainingLoss(Objective):
+    """The mean loss over the run, what most learned optimisers minimise. It has no direct gradient."""
+
+    steady: ClassVar[bool] = True
+
+    def running(self, point: Point) -> Tensor:
+        """loss / T."""
+        return point.loss / point.steps
+
+    def slopes(self, point: Point) -> Slopes:
+        """Of the loss alone."""
+        return Slopes(loss=1 / point.steps)
+
+    def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
+        """The mean of the recorded losses."""
+        return run.losses.sum() / run.steps
+
+    def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
+        """Nothing."""
+        return torch.zeros((), dtype=torch.float64)

@@ -1,0 +1,339 @@
+"""One training run by mirror descent, and the record of it that meta-learning works from."""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from metamd.inner.sums import GradientSums
+from metamd.potentials.base import Active, Params, Potential
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.simplex import gap_of
+from metamd.potentials.step import Stepping
+from metamd.tasks.base import Task
+
+Array = NDArray[np.float64]
+
+BLOW_UP = 1e3
+"""A run has exploded once its loss has risen by this many times 1 + |first loss|."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a computation took.
+
+    Args:
+        gradients: gradient evaluations.
+        hvps: Hessian-vector products.
+        seconds: wall-clock time.
+    """
+
+    gradients: int = 0
+    hvps: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.gradients + other.gradients, self.hvps + other.hvps, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The record of one run: theta_1 .. theta_{T+1} under theta_{t+1} = argmin <g_t, theta> + B(theta||theta_t)/lr.
+
+    Sums of squares are by tensor name, in the coordinates of the potential's basis, summed over coordinates that share
+    a metric: they broadcast against `potential.metric(name)`.
+
+    Args:
+        losses: loss of theta_t on the batch of step t; shorter than `steps` if the run diverged.
+        start: theta_1.
+        end: theta_{T+1}, the last finite point if the run diverged.
+        reference: theta_*, the best known point, if one was asked for.
+        squares: sum_t g_t^2 by phase, (phases, ...).
+        shares: the same by piece, (N, ...): a gradient at D(w) counts w_j D_j^2 / D(w)^2 for piece j. See `local_norm`.
+        weights: w_t, (T, N).
+        gaps: by how much w_t misses the largest form at theta_t; they enter a certificate as gap / lr.
+        switches: how often the set of active pieces changed.
+        largest_gradient: max_t |g_t|.
+        local_norm: sum_t g_t' D(w_t)^-1 g_t.
+        gradient_sum: sum_t g_t, if `certify` asked for it.
+        linear: sum_t <g_t, theta_t - theta_1>, if `certify` asked for it.
+        lr: eta.
+        steps: T as asked for.
+        diverged: why the run was given up, in a sentence; empty if it was not.
+        cost: gradients and time, those of a reference run included.
+        products: for a learned basis, if asked for: sum_t G_t'G_t of the weight matrices by phase, (phases, n, n), under
+            "right/name"; with factors on both sides L^-1 or R^-1 stands between, and "left/name" has G R^-1 G'.
+    """
+
+    losses: Tensor
+    start: dict[str, Tensor]
+    end: dict[str, Tensor]
+    reference: dict[str, Tensor] | None
+    squares: dict[str, Tensor]
+    shares: dict[str, Tensor]
+    weights: Array
+    gaps: Array
+    switches: int
+    largest_gradient: float
+    local_norm: float
+    gradient_sum: dict[str, Tensor] | None
+    linear: float | None
+    lr: float
+    steps: int
+    diverged: str
+    cost: Cost
+    products: dict[str, Tensor] = field(default_factory=dict)
+
+    def regret(self, u: Params) -> float:
+        """sum_t <g_t, theta_t - u>: the linearised regret against u, which bounds that of convex losses."""
+        if self.gradient_sum is None or self.linear is None:
+            raise ValueError("the regret needs the sum of the gradients. Run with run_inner(..., certify=True).")
+        away = sum(float((g * (u[n] - self.start[n])).sum(dtype=torch.float64)) for n, g in self.gradient_sum.items())
+        return self.linear - away
+
+
+class ReferenceRun(Protocol):
+    """What finds a comparator theta_* for a task."""
+
+    def run(self, task: Task, start: Params, steps: int) -> tuple[dict[str, Tensor], Cost]:
+        """A point that is better than the end of a run of so many steps, and what it cost to find."""
+        ...
+
+
+def run_inner(
+    task: Task,
+    potential: Potential,
+    *,
+    lr: float = 1.0,
+    exact: bool = True,
+    steps: int | None = None,
+    phases: int = 3,
+    reference: ReferenceRun | Params | None = None,
+    certify: bool = False,
+    products: bool = False,
+) -> Trajectory:
+    """Train a task by mirror descent and record what meta-learning needs.
+
+    Args:
+        task: the problem; its own `steps` are taken unless others are given.
+        potential: phi, a `MaxDiagonal`; bound to the task's tensors if it is not yet, and centred at the run's start.
+        lr: eta.
+        exact: False takes the paper's step.
+        steps: T.
+        phases: into how many parts of equal length the sums of squared gradients are divided.
+        reference: a point to compare with, or what finds one.
+        certify: whether to record the sum of the gradients, from which the regret against any point follows.
+        products: whether to record what a learned basis is computed from.
+
+    Example:
+        >>> from metamd import Diagonal
+        >>> from metamd.tasks import Task
+        >>> class Parabola(Task):
+        ...     def init(self): return {"x": torch.tensor([3.0])}
+        ...     def batch(self, step): return None
+        ...     def loss(self, params, batch): return (params["x"] ** 2).sum()
+        ...     def evaluate(self, params, split="test"): ...
+        >>> run_inner(Parabola({}, steps=3), Diagonal(), lr=0.25).losses
+        tensor([9.0000, 2.2500, 0.5625], dtype=torch.float64)
+    """
+    walk = Walk(task, potential, lr=lr, exact=exact, steps=steps, phases=phases, certify=certify, products=products)
+    while walk.going:
+        walk.advance(*gradient(task, walk.params, task.batch(walk.step)))
+    return walk.finish(reference)
+
+
+class Walk:
+    """A run under way. Whoever drives it brings the gradients, with whatever else they computed alongside.
+
+    Args:
+        task: as for `run_inner`, and so are the options.
+        potential: phi.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        potential: Potential,
+        *,
+        lr: float = 1.0,
+        exact: bool = True,
+        steps: int | None = None,
+        phases: int = 3,
+        certify: bool = False,
+        products: bool = False,
+    ) -> None:
+        self._began = time.perf_counter()
+        self.steps = task.steps if steps is None else steps
+        check_run(potential, lr, self.steps, phases)
+        self.task, self.lr, self.exact, self.phases = task, lr, exact, phases
+        self.start = {n: x.detach() for n, x in task.init().items()}
+        self.potential = bound(potential, self.start)
+        self.take = Stepping(self.potential, self.start, lr, exact=exact)
+        self.params = self._before = dict(self.start)
+        self.active = self.potential.activate(self.params)
+        self.step, self.diverged = 0, ""
+        self._losses: list[float] = []
+        self._weights: list[Array] = []
+        self._gaps: list[float] = [max(gap_of(self.active.weights, self.active.forms), 0.0)]
+        self._largest = 0.0
+        self._sums = GradientSums(self.potential, phases, products=products)
+        self._gradient_sum = {n: torch.zeros_like(x) for n, x in self.start.items()} if certify else None
+        self._linear = 0.0
+
+    @property
+    def going(self) -> bool:
+        """Whether there are steps left, and the run has not diverged."""
+        return self.step < self.steps and not self.diverged
+
+    @torch.no_grad()
+    def advance(self, loss: Tensor, grads: Params) -> None:
+        """Take one step along these gradients; a loss or gradient that is not finite, or an explosion, ends the run."""
+        norms = torch.stack(torch._foreach_norm(list(grads.values()))).tolist()
+        value, norm = loss.item(), math.hypot(*norms)
+        self.diverged = trouble(self.step, self._losses[0] if self._losses else value, value, norm)
+        if self.diverged:
+            return
+        self._losses.append(value)
+        self._weights.append(self.active.weights)
+        self._largest = max(self._largest, norm)
+        phase = self.step * self.phases // self.steps
+        self._sums.add(grads, self.active.weights, phase, norms)
+        if self._gradient_sum is not None:
+            for n, g in grads.items():
+                self._linear += float((g * (self.params[n] - self.start[n])).sum(dtype=torch.float64))
+                self._gradient_sum[n] += g
+        taken = self.take(self.params, grads, self.active)
+        self._before, self.params, self.active = self.params, taken.params, taken.active or self.active
+        self._gaps.append(taken.gap)
+        self.step += 1
+
+    def finish(self, reference: ReferenceRun | Params | None = None) -> Trajectory:
+        """The record of the run so far.
+
+        Args:
+            reference: as for `run_inner`.
+        """
+        finite = _finite(self.params)
+        if not self.diverged and not finite:
+            self.diverged = "The last step led to parameters that are not finite. Lower lr or start from larger metrics."
+        cost = Cost(gradients=len(self._losses), seconds=time.perf_counter() - self._began)
+        best: dict[str, Tensor] | None = None
+        if isinstance(reference, Mapping):
+            best = {n: x.detach() for n, x in reference.items()}
+        elif reference is not None and not self.diverged:
+            best, extra = reference.run(self.task, self.start, self.steps)
+            cost, self.diverged = cost + extra, reference_trouble(best)
+        supports = [tuple(w > 0) for w in (*self._weights, self.active.weights)]
+        squares, shares = self._sums.by_phase(), self._sums.by_piece()
+        return Trajectory(
+            losses=torch.tensor(self._losses, dtype=torch.float64),
+            start=self.start,
+            end=self.params if finite else self._before,
+            reference=best,
+            squares=squares,
+            shares=shares,
+            weights=np.array(self._weights).reshape(-1, self.potential.pieces),
+            gaps=np.array(self._gaps[: len(self._losses)]),
+            switches=sum(a != b for a, b in pairwise(supports)),
+            largest_gradient=self._largest,
+            local_norm=float(local_norm(shares, self.potential)),
+            gradient_sum=self._gradient_sum,
+            linear=None if self._gradient_sum is None else self._linear,
+            lr=self.lr,
+            steps=self.steps,
+            diverged=self.diverged,
+            cost=cost,
+            products=self._sums.products(),
+        )
+
+
+def local_norm(shares: Params, potential: MaxDiagonal) -> Tensor:
+    r"""sum_t g_t' D(w_t)^-1 g_t from the shares of the pieces, as a function of the metrics.
+
+    The shares S_j turn the sum into sum_j S_j / D_j. With one active piece at a time this is the sum itself; on kinks it is
+    an upper bound (1/x is convex) that touches at the metrics of the run, with the right derivative there.
+    """
+    return torch.stack([(s / potential.metric(n)).sum(dtype=torch.float64) for n, s in shares.items()]).sum()
+
+
+def gradient(task: Task, params: Params, batch: Any, *, graph: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss on a batch and its gradient; a parameter that the loss ignores has a gradient of zero.
+
+    Args:
+        task: the problem.
+        params: where.
+        batch: on what.
+        graph: whether the gradient can be differentiated again; `params` must then require gradients.
+    """
+    with torch.enable_grad():
+        leaves = dict(params) if graph else {n: x.detach().requires_grad_() for n, x in params.items()}
+        loss = task.loss(leaves, batch)
+        if loss.ndim or not loss.requires_grad:
+            problem = f"has shape {tuple(loss.shape)}" if loss.ndim else "does not depend on the parameters"
+            raise ValueError(f"task.loss must return a scalar that depends on the parameters, but it {problem}.")
+        found = torch.autograd.grad(loss, list(leaves.values()), create_graph=graph, allow_unused=True)
+    grads = {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
+    return (loss if graph else loss.detach()), grads
+
+
+def bound(potential: Potential, start: Params) -> MaxDiagonal:
+    """The potential for one run: bound to its tensors, centred at its start, the metrics evaluated once."""
+    assert isinstance(potential, MaxDiagonal)
+    fit = (potential if potential.slots else potential.bind(start)).centred_at(start)
+    with torch.no_grad():
+        return fit.fixed({n: fit.metric(n) for n in start})
+
+
+def reference_trouble(end: Params) -> str:
+    """What is wrong with the end of a reference run; empty if it is finite."""
+    return "" if _finite(end) else "The reference run diverged. Give the comparator a lower lr."
+
+
+def trouble(step: int, first: float, loss: float, norm: float) -> str:
+    """Why a run cannot go on, in a sentence; empty if it can.
+
+    Args:
+        step: t, counted from 0.
+        first: the loss at the start.
+        loss: the loss now.
+        norm: the gradient's norm now.
+    """
+    advice = "Lower lr or start from larger metrics."
+    if not math.isfinite(loss):
+        where = f"at step {step}" if step else "at the start, before any step was taken"
+        return f"The loss became {loss} {where}. {advice if step else 'Check the data and the initialisation.'}"
+    if not math.isfinite(norm):
+        return f"The gradient became {norm} at step {step}. {advice}"
+    if loss - first > BLOW_UP * (1 + abs(first)):
+        return f"The loss rose from {first:g} to {loss:g} by step {step}. {advice}"
+    return ""
+
+
+def _finite(params: Params) -> bool:
+    return all(bool(x.isfinite().all()) for x in params.values())
+
+
+def check_run(potential: Potential, lr: float, steps: int, phases: int) -> None:
+    """Refuse, with a sentence, what no run can be made with."""
+    if not isinstance(potential, MaxDiagonal):
+        raise ValueError(
+            f"run_inner needs a potential with metrics to learn, got {type(potential).__name__}. "
+            "Pass Diagonal() or MaxDiagonal(pieces=3); Diagonal() with metrics of one is plain gradient descent."
+        )
+    if not (lr > 0 and np.isfinite(lr)):
+        raise ValueError(f"lr must be positive, got {lr}. Pass lr=1.0 to use the learned step sizes as they are.")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of one run.")
+    if phases < 1:
+        raise ValueError(f"phases must be at least 1, got {phases}. One phase is the whole run.")
+
+
+State = tuple[dict[str, Tensor], Active]
+"""What a step starts from: the parameters, and the active pieces there."""

@@ -1,0 +1,349 @@
+"""meta_train: learn the geometry of a family of tasks."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from metamd.files.identity import identity_of
+from metamd.files.journal import Journal, Log
+from metamd.files.learned import LearnedOptimiser, fingerprint
+from metamd.inner.estimators import ClosedForm, Estimator, Forward
+from metamd.inner.objectives import PRIOR, FromLipschitz, Objective, PaperBound, Regret
+from metamd.learning.network import has_weights, learn_network, refinement
+from metamd.learning.rounds.ball import Ball
+from metamd.learning.rounds.first_look import Findings, probe
+from metamd.learning.rounds.lessons import Lecture
+from metamd.learning.rounds.outer import Adam, GradientDescent, Iterate, Outer, TrustRegion
+from metamd.learning.rounds.outer_steps import OuterStep, Refine, Stopping
+from metamd.learning.rounds.stages import Plan, StageName
+from metamd.learning.rounds.state import State
+from metamd.learning.rounds.workers import Workers
+from metamd.potentials.base import Potential
+from metamd.potentials.diagonal import Diagonal, MaxDiagonal
+from metamd.tasks.base import TaskFamily, derive_seed
+
+SETTLED = 1e-2
+"""A run has converged, for `PaperBound`, when its gradient has fallen to this share of the first."""
+
+
+class NotConvergedWarning(UserWarning):
+    """Runs end before they have converged, where the objective takes their ends for solutions."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the outer steps are made.
+
+    Args:
+        outer: the rule: `TrustRegion` for the closed form and `Adam` for gradients, if not given.
+        exact: False takes the paper's inner step.
+        keep: "best" judges the last metrics and the best of those before on fresh tasks; "last" does not.
+        stopping: when it has converged.
+        start: fresh metrics begin at "one", or at the largest "curvature" of the first tasks where they start, D =
+            lambda_max, with which no first step is too long in any direction.
+        spread: of the logarithms of M_j at the start, so that several pieces are not all the same.
+        step_scales: factors such as (0.5, 0.7, 1.0, 1.4) that the learned steps are tried with at the end, on tasks of the
+            family; the one with the lowest mean training loss becomes part of the metrics. None are tried if empty.
+    """
+
+    outer: Outer | None = None
+    exact: bool = True
+    keep: Literal["best", "last"] = "best"
+    stopping: Stopping = field(default_factory=Stopping)
+    start: Literal["one", "curvature"] = "one"
+    spread: float = 0.1
+    step_scales: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(0 < scale < math.inf for scale in self.step_scales):
+            raise ValueError(f"step_scales must be positive numbers, got {self.step_scales}. Pass () to try none.")
+
+
+def meta_train(
+    family: TaskFamily,
+    potential: Potential | None = None,
+    *,
+    objective: Objective = Regret(prior=PRIOR),  # noqa: B008
+    estimator: Estimator = ClosedForm(),  # noqa: B008
+    outer_steps: int = 10,
+    tasks_per_step: int = 8,
+    seed: int = 0,
+    method: Method = Method(),  # noqa: B008
+    refine: Refine | None = None,
+    max_norm: float | None = None,
+    journal: Journal | None = None,
+    log: Log | None = None,
+) -> LearnedOptimiser:
+    """Learn metrics with which the tasks of a family are trained in fewer steps.
+
+    With `ClosedForm`, train the tasks and set D_i = sqrt(E sum_t g_ti^2 / E delta_i^2), in turn, within a trust region in
+    log D; then, for several pieces, build them from early, middle and late phases of the runs and keep them if the regret
+    falls on the same tasks. With any other estimator, follow the gradient. No validation data is used.
+
+    Under torchrun the tasks are spread over the processes, which all return the same.
+
+    Args:
+        family: the tasks; every outer step samples new ones, initialisations included.
+        potential: `Diagonal()`, `MaxDiagonal(pieces)` or `Kronecker()`; learned metrics that it has are where the search
+            starts. If not given: what docs/results.md speaks for, `Diagonal()` for tasks of vectors alone, refined by
+            `LogGap` where digits count as for quadratics, and for networks `Kronecker()` from runs of a tuned Adam, twice
+            as many as `tasks_per_step`, with `learn_usage` after it. That way has no other options than these, the seed and
+            the journal, and under torchrun every process does all of it.
+        objective: what is minimised.
+        estimator: how its gradient is had; `ClosedForm` goes to the minimum itself.
+        outer_steps: how many at most.
+        tasks_per_step: n.
+        seed: of everything random.
+        method: the rule of the outer step, and what is kept.
+        refine: outer steps along the hypergradient, afterwards.
+        max_norm: C: metrics are kept at ||m_j||_2 = sqrt(sum_i D_ji) <= C by projection, for a bound on new tasks that has
+            its C from the start (docs/concepts/held-out.md). Too small a C makes steps too long.
+        journal: where to keep checkpoints and a log, or the finished parts where the potential is not given and networks
+            are learned, so that the same call continues a run that was stopped.
+        log: called with the record of every outer step and its number.
+
+    Example:
+        >>> from metamd import Diagonal, tasks
+        >>> meta_train(tasks.quadratic(steps=50), Diagonal(), outer_steps=3, tasks_per_step=4)
+        LearnedOptimiser(max-diagonal, 1 piece, tying='parameter', centre='start', 1 tensor, 2 numbers, horizon=50)
+    """
+    if potential is None and has_weights(family):
+        _refuse_options(locals())
+        return learn_network(family, tasks=tasks_per_step, seed=seed, journal=journal)
+    if potential is None:
+        potential = Diagonal()
+        refine = refinement(family) if refine is None and isinstance(estimator, ClosedForm) else refine
+    learnable = _check(potential, objective, estimator, method, outer_steps, tasks_per_step)
+    workers = Workers.present()
+    with _opened(journal, workers):
+        curved = method.start == "curvature"
+        found = probe(family, learnable, seed, tasks_per_step, workers, curvature=curved)
+        lecture = Lecture(found.bound, objective, estimator, method.exact, family.shared_loss)
+        closed = isinstance(estimator, ClosedForm)
+        stages = _stages(closed, learnable.pieces, outer_steps, method, refine)
+        outer = method.outer or (TrustRegion() if closed else Adam())
+        shared = (tasks_per_step, seed, method.stopping, refine, workers, method.step_scales)
+        ball = Ball(max_norm, found.bound, found.shapes)
+        plan = Plan(family, lecture, outer, stages, learnable.pieces, *shared, ball)
+        state = _train(plan, _begin(found, plan, method), journal, log)
+        return _result(plan, state)
+
+
+def _refuse_options(given: Mapping[str, Any]) -> None:
+    """Say which options the way for networks does not have."""
+    usual = dict(meta_train.__kwdefaults__ or {})
+    foreign = [n for n in usual if n not in ("tasks_per_step", "seed", "journal") and given[n] is not usual[n]]
+    if foreign:
+        raise ValueError(
+            f"{', '.join(foreign)} can be given together with a potential, such as Kronecker() or Diagonal(). Without one, "
+            "networks are learned from runs of Adam, which has no such option."
+        )
+
+
+def paper(
+    k: float | FromLipschitz = 7.0,
+    *,
+    rho: float | None = None,
+    pieces: int = 3,
+    estimator: Estimator | None = None,
+    outer_steps: int = 300,
+) -> dict[str, Any]:
+    """The options that make `meta_train` Algorithm 1 of the paper [GaoMetaMD2022].
+
+    M <- M - rho/n sum_i dE_i/dM with E = B(theta_{T+1}||theta_1) + k/lambda, N = 3 diagonals centred at the origin, the
+    paper's inner step, forward-mode gradients; the last M is kept. What the paper leaves open is chosen from the data: M
+    starts at the square root of the largest curvature, and rho is a share of M^2 / E. It needs runs that converge, and
+    that start near the origin: see docs/limits.md.
+
+    Args:
+        k: of `PaperBound`; the paper leaves it open. On its quadratics, D = (k / E delta^2)^(2/3) is where the flat
+            coordinate comes to rest: 7 comes near the published number of iterations, see docs/results.md.
+        rho: the outer learning rate; None scales it, see `GradientDescent`.
+        pieces: N.
+        estimator: of the gradient, if not `Forward()`.
+        outer_steps: plain gradient descent needs hundreds.
+
+    Example:
+        >>> sorted(paper())
+        ['estimator', 'method', 'objective', 'outer_steps', 'potential']
+    """
+    return {
+        "potential": MaxDiagonal(pieces, centre="origin"),
+        "objective": PaperBound(k),
+        "estimator": estimator or Forward(),
+        "method": Method(GradientDescent(rho), exact=False, keep="last", start="curvature"),
+        "outer_steps": outer_steps,
+    }
+
+
+def _check(
+    potential: Potential, objective: Objective, estimator: Estimator, method: Method, outer_steps: int, tasks: int
+) -> MaxDiagonal:
+    if not isinstance(potential, MaxDiagonal):
+        raise ValueError(
+            f"meta_train needs a potential with metrics to learn, got {type(potential).__name__}. "
+            "Pass Diagonal() or MaxDiagonal(pieces=3)."
+        )
+    if outer_steps < 1:
+        raise ValueError(f"outer_steps must be at least 1, got {outer_steps}. Nothing is learned without one.")
+    if tasks < 1:
+        raise ValueError(f"tasks_per_step must be at least 1, got {tasks}. Every outer step trains that many tasks.")
+    closed = isinstance(estimator, ClosedForm)
+    if closed and not isinstance(objective, Regret):
+        name = type(objective).__name__
+        raise ValueError(f"ClosedForm minimises Regret, got {name}. Use estimator=Forward() or Reverse() for it.")
+    if method.outer is not None and isinstance(method.outer, TrustRegion) != closed:
+        raise ValueError(
+            f"{type(estimator).__name__} does not go with the outer rule {type(method.outer).__name__}. "
+            "TrustRegion is for ClosedForm, Adam and GradientDescent are for gradients."
+        )
+    return potential
+
+
+def _stages(
+    closed: bool, pieces: int, steps: int, method: Method, refine: Refine | None
+) -> tuple[tuple[StageName, int], ...]:
+    stages: list[tuple[StageName, int]] = [("learn", steps)]
+    keep = method.keep
+    if keep == "best":
+        stages.append(("judge", 1))
+    if closed and pieces > 1:
+        stages.append(("pieces", 1))
+    if refine is not None:
+        stages.append(("refine", refine.steps))
+        if keep == "best":
+            stages.append(("judge", 1))
+    if method.step_scales:
+        stages.append(("scale", 1))
+    return tuple(stages)
+
+
+def _begin(found: Findings, plan: Plan, method: Method) -> State:
+    """The first state: one piece for the closed form, pieces that differ a little for gradients."""
+    now = Iterate.of(found.bound)
+    if found.curvature and not any(bool(v.any()) for v in now.log_d.values()):
+        now = now.shifted(math.log(found.curvature))
+    if isinstance(plan.lecture.estimator, ClosedForm):
+        # of several metrics, the geometric mean
+        now = now.moved({k: v.mean(0, keepdim=True) for k, v in now.log_d.items()}, torch.zeros(1, dtype=torch.float64))
+    elif plan.pieces > 1 and all(bool((v == v[:1]).all()) for v in now.log_d.values()):
+        generator = torch.Generator().manual_seed(derive_seed(plan.seed, "pieces"))
+        noise = {k: torch.randn(v.shape, generator=generator, dtype=torch.float64) for k, v in now.log_d.items()}
+        now = now.moved({k: v + 2 * method.spread * noise[k].to(v) for k, v in now.log_d.items()})
+    return State(plan.ball.project(now), cost=found.cost, scale=found.scale, shapes=found.shapes)
+
+
+def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -> State:
+    """All outer steps that are left, with a checkpoint after every few and when something interrupts."""
+    writes = journal is not None and plan.workers.rank == 0
+    identity, saved = {} if journal is None else _identity(plan, state), -1
+    state = _resumed(plan, state, journal, identity)
+    saved = state.step
+    try:
+        while not plan.finished(state):
+            state, record = plan.advance(state)
+            _warn(plan, record)
+            if journal is not None and writes:
+                journal.note(record.to_dict(), record.step)
+                if record.step - saved >= journal.every or plan.finished(state):
+                    journal.save(state, identity)
+                    saved = state.step
+            if log is not None and plan.workers.rank == 0:
+                log(record.to_dict(), record.step)
+    except BaseException:
+        if journal is not None and writes and state.step > saved:
+            with suppress(OSError):  # a full disk may be why we are here
+                journal.save(state, identity)
+        raise
+    return state
+
+
+def _resumed(plan: Plan, state: State, journal: Journal | None, identity: Mapping[str, Any]) -> State:
+    """The state of the checkpoint on all processes, or the one given; what refuses it on one is raised on all."""
+    if journal is None:
+        return state
+    found: Any = None
+    if plan.workers.rank == 0:
+        try:
+            found = journal.resume(identity, state.now.basis)
+        except (ValueError, OSError) as error:
+            found = error
+    found = plan.workers.share(found)
+    if isinstance(found, Exception):
+        raise found
+    return state if found is None else found
+
+
+def _opened(journal: Journal | None, workers: Workers) -> AbstractContextManager[None]:
+    return journal.opened() if journal is not None and workers.rank == 0 else nullcontext()
+
+
+def _identity(plan: Plan, state: State) -> dict[str, Any]:
+    """What two runs must have in common for one to continue the other."""
+    basis = plan.lecture.potential.basis
+    return {
+        **({} if basis.kind == "identity" else {"basis": repr(basis)}),
+        "family": identity_of(plan.family),
+        "potential": fingerprint(plan.lecture.potential),
+        "start": fingerprint(state.now.apply(plan.lecture.potential)),
+        "objective": repr(plan.lecture.objective),
+        "estimator": repr(plan.lecture.estimator),
+        "outer": repr(plan.outer),
+        "exact": plan.lecture.exact,
+        "stages": [list(s) for s in plan.stages],
+        "tasks_per_step": plan.tasks_per_step,
+        "seed": plan.seed,
+        "stopping": repr(plan.stopping),
+        "refine": repr(plan.refine),
+        **({"step_scales": list(plan.step_scales)} if plan.step_scales else {}),
+        **({} if plan.ball.radius is None else {"max_norm": plan.ball.radius}),
+    }
+
+
+def _warn(plan: Plan, record: OuterStep) -> None:
+    if isinstance(plan.lecture.objective, PaperBound) and record.unsettled > SETTLED:
+        warnings.warn(
+            f"under PaperBound the end of a run stands for the solution, but in outer step {record.step} the gradients at "
+            f"the ends are still {record.unsettled:.2g} times the first ones: the objective then rewards not moving at "
+            "all. Give the tasks more steps, or use objective=Regret().",
+            NotConvergedWarning,
+            stacklevel=4,
+        )
+
+
+def _result(plan: Plan, state: State) -> LearnedOptimiser:
+    described = plan.family.describe()
+    size = described.get("batch_size")
+    cost: dict[str, float] = {
+        "gradient_evaluations": state.cost.gradients,
+        "hessian_vector_products": state.cost.hvps,
+        "outer_steps": state.step,
+        "seconds": state.cost.seconds,
+    }
+    potential = state.now.apply(plan.lecture.potential)
+    return LearnedOptimiser.from_potential(
+        potential.requires_grad_(True),
+        model=dict(state.shapes),
+        family={"name": plan.family.name, **described},
+        horizon=plan.family.steps,
+        batch_size=size if isinstance(size, int) and size > 0 else None,
+        gradient_scale={k: v for k, v in state.scale.items() if math.isfinite(v)},
+        objective=repr(plan.lecture.objective),
+        estimator=_said(plan, potential.pieces),
+        seeds=(plan.seed,),
+        cost=cost,
+        task_hashes=state.tasks,
+        max_norm=plan.ball.radius,
+        target_loss=state.target,
+    )
+
+
+def _said(plan: Plan, pieces: int) -> str:
+    """How it was learned, in words where the result has fewer pieces than were asked for."""
+    said = repr(plan.lecture.estimator) + (f", then {plan.refine!r}" if plan.refine else "")
+    return said if pieces == plan.pieces else f"{said}; kept one piece, of {plan.pieces} that were tried"

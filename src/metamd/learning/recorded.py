@@ -1,0 +1,233 @@
+"""Learning from ordinary runs: recorded runs in, a learned optimiser out; and later runs added to it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from metamd.files.container import shown
+from metamd.files.learned import LearnedOptimiser
+from metamd.files.learned import versions as library_versions
+from metamd.files.recorded_run import Run
+from metamd.inner.moments import Moments
+from metamd.inner.objectives import Regret
+from metamd.potentials.diagonal import Diagonal, MaxDiagonal
+from metamd.potentials.tying import Shape, TyingName
+
+PRIOR = 0.1
+"""The default strength s of the prior: a coordinate that stands still has a step size of at least sqrt(s/2 / (1 + s)), here
+0.21, of its tensor's and of the model's; without a prior, zero."""
+
+
+def learn(
+    runs: Sequence[Run],
+    *,
+    weights: Sequence[float] | None = None,
+    tying: TyingName | None = None,
+    prior: float = PRIOR,
+    pieces: int = 1,
+) -> LearnedOptimiser:
+    """Learn a geometry from recorded runs, the closed form D_i = sqrt(E sum_t g_ti^2 / E delta_i^2) [Khodak2019].
+
+    The comparator is the end of each run. A coordinate that hardly moved would be given a step size near zero, move less in
+    the next run, and so on; the prior prevents it: squared step sizes are averaged with their tensor's, see `Regret`.
+
+    Args:
+        runs: of models with the same tensors; by role, of any widths and depths.
+        weights: one for each run; equal if not given.
+        tying: which coordinates share a metric; as recorded if not given.
+        prior: its strength; 0 for none.
+        pieces: 1. (A mixture has to be run to be judged: `meta_train` learns those.)
+
+    Example:
+        >>> start, end = {"x": torch.tensor([0.0])}, {"x": torch.tensor([2.0])}
+        >>> run = Run(start, end, {"x": torch.tensor([[16.0]])}, {"x": 4.0}, steps=1)
+        >>> learn([run]).potential.log_d["x"].exp()
+        tensor([[2.]], grad_fn=<ExpBackward0>)
+    """
+    if pieces != 1:
+        raise ValueError(
+            f"learn makes geometries of one piece, got pieces={pieces}: whether a mixture is better shows only when it is "
+            "run. Use metamd.meta_train(family, metamd.MaxDiagonal(pieces=...)) for those."
+        )
+    runs = list(runs)
+    shares = _weights(runs, weights)
+    tying = _common_tying(runs) if tying is None else tying
+    _check_runs(runs, tying)
+    moments, bound = zip(*(_moments(run, tying, prior) for run in runs), strict=True)
+    return _solve(
+        Moments.total(moments, shares),
+        bound,
+        [_row(run, w) for run, w in zip(runs, shares, strict=True)],
+        prior=prior,
+        model=runs[0].model if all(run.model == runs[0].model for run in runs) else {},
+        scale=_scale([(w, _squared_scale(run, p)) for w, run, p in zip(shares, runs, bound, strict=True)]),
+        cost={"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)},
+    )
+
+
+def update(
+    learned: LearnedOptimiser, runs: Sequence[Run], *, weights: Sequence[float] | None = None, decay: float = 1.0
+) -> LearnedOptimiser:
+    """Add runs to those that a geometry was learned from; with decay 1 the result is that of `learn` on all of them.
+
+    Args:
+        learned: what `learn` or `update` gave, or its file.
+        runs: the new ones.
+        weights: one for each new run; 1 if not given.
+        decay: the factor on the weights of the earlier runs, at most 1.
+    """
+    if not 0 < decay <= 1:
+        raise ValueError(f"decay must be above 0 and at most 1, got {decay}. Pass 1 to keep all runs alike.")
+    header, earlier = learned.header, learned.header.learned_from
+    if earlier is None or learned.moments is None:
+        raise ValueError(
+            "this learned optimiser does not hold the sums of the runs it was learned from, so that nothing can be added to "
+            "them. Learn one from recorded runs with metamd.learn(runs), and keep its moments."
+        )
+    runs = list(runs)
+    shares = _weights(runs, weights)
+    _check_runs(runs, header.tying, header.model, {row["fingerprint"] for row in earlier["runs"]})
+    prior, old = earlier["prior"], sum(row["weight"] for row in earlier["runs"]) * decay
+    moments, bound = zip(*(_moments(run, header.tying, prior) for run in runs), strict=True)
+    kept = Moments(*({k: v.double() for k, v in part.items()} for part in (learned.moments.x, learned.moments.y)))
+    scales = [(w, _squared_scale(run, p)) for w, run, p in zip(shares, runs, bound, strict=True)]
+    before = {k: v**2 for k, v in header.gradient_scale.items()}
+    rows = [{**row, "weight": row["weight"] * decay} for row in earlier["runs"]]
+    known = {"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)}
+    found = _solve(
+        Moments.total([kept, *moments], [decay, *shares]),
+        (learned.potential, *bound),
+        rows + [_row(run, w) for run, w in zip(runs, shares, strict=True)],
+        prior=prior,
+        model=header.model if all(run.model == header.model for run in runs) else {},
+        scale=_scale([(old, before), *scales]),
+        cost=header.cost | {k: header.cost.get(k, 0) + v for k, v in known.items()},
+    )
+    return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
+
+
+def _moments(run: Run, tying: TyingName, prior: float) -> tuple[Moments, MaxDiagonal]:
+    bound = Diagonal(tying=tying).bind(run.start)
+    return Moments.of(run.trajectory(tying), bound, Regret(prior=prior)), bound
+
+
+def _solve(
+    total: Moments,
+    bound: Sequence[MaxDiagonal],
+    rows: list[dict[str, Any]],
+    *,
+    prior: float,
+    model: Mapping[str, Shape],
+    scale: Mapping[str, float],
+    cost: Mapping[str, float],
+) -> LearnedOptimiser:
+    """The closed form for these sums, and the header that says where they come from."""
+    present: dict[str, Tensor] = {}
+    for potential in bound:  # metrics to keep where the runs say nothing, and their types
+        present = {**{k: v.detach() for k, v in potential.log_d.items()}, **present}
+    potential = Diagonal(tying=bound[0].tying).with_metrics(total.minimiser(present))
+    weight = sum(row["weight"] for row in rows)
+    sizes = {row["batch_size"] for row in rows}
+    header = LearnedOptimiser.from_potential(
+        potential,
+        model=dict(model),
+        horizon=max(1, round(sum(row["weight"] * row["steps"] for row in rows) / weight)),
+        batch_size=sizes.pop() if len(sizes) == 1 else None,
+        gradient_scale={k: s for k, s in scale.items() if math.isfinite(s)},
+        objective=repr(Regret(prior=prior)),
+        estimator="ClosedForm()",
+        versions=library_versions(),
+        cost=dict(cost),
+        learned_from={"prior": prior, "runs": rows},
+    ).header
+    # in the type of the metrics: what a file gives back is what was saved
+    x, y = ({k: v.to(present[k].dtype) for k, v in part.items()} for part in (total.x, total.y))
+    return LearnedOptimiser(header, potential, Moments(x, y))
+
+
+def _row(run: Run, weight: float) -> dict[str, Any]:
+    said = {"name": run.name, "fingerprint": run.fingerprint(), "steps": run.steps}
+    return {**said, "batch_size": run.batch_size, "weight": weight}
+
+
+def _squared_scale(run: Run, bound: MaxDiagonal) -> dict[str, float]:
+    """The mean square of the first gradients by key."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for n, slot in bound.slots.items():
+        count = run.start[n].numel()
+        sums[slot.key] = sums.get(slot.key, 0.0) + count * run.gradient_rms[n] ** 2
+        counts[slot.key] = counts.get(slot.key, 0) + count
+    return {k: sums[k] / max(counts[k], 1) for k in sums}
+
+
+def _scale(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Root mean squares over runs, for the keys that each has."""
+    keys = dict.fromkeys(k for _, squares in parts for k in squares)
+    found = {}
+    for key in keys:
+        here = [(w, squares[key]) for w, squares in parts if key in squares]
+        found[key] = math.sqrt(sum(w * s for w, s in here) / sum(w for w, _ in here))
+    return found
+
+
+# the door
+
+
+def _weights(runs: Sequence[Run], weights: Sequence[float] | None) -> list[float]:
+    if not runs:
+        raise ValueError(
+            "there must be at least one run to learn from, got none. Record one with metamd.Recorder(optimiser)."
+        )
+    if weights is None:
+        return [1.0] * len(runs)
+    if len(weights) != len(runs):
+        raise ValueError(f"there must be one weight for every run, got {len(weights)} for {len(runs)} runs.")
+    if not all(0 < w < math.inf for w in weights):
+        raise ValueError(
+            f"weights must be positive and finite, got {shown(list(weights))}. Leave out a run that shall not count."
+        )
+    return [float(w) for w in weights]
+
+
+def _common_tying(runs: Sequence[Run]) -> TyingName:
+    found = sorted({run.tying for run in runs})
+    if len(found) > 1:
+        raise ValueError(
+            f'the runs were recorded with the tyings {", ".join(map(repr, found))}. Pass one, such as tying="tensor".'
+        )
+    return found[0]
+
+
+def _check_runs(
+    runs: Sequence[Run], tying: TyingName, model: Mapping[str, Shape] | None = None, seen: set[str] | None = None
+) -> None:
+    """Refuse runs that diverged, that are there already, or that are of another model."""
+    model, seen = model or runs[0].model, set(seen or ())
+    for i, run in enumerate(runs):
+        called = f"{run.label} ({i + 1} of {len(runs)})"
+        if run.diverged:
+            raise ValueError(f"{called} diverged: {run.diverged} Leave it out, and lower the learning rate of the next.")
+        mark = run.fingerprint()
+        if mark in seen:
+            raise ValueError(f"{called} is there already: the same record counts once. Give it a larger weight instead.")
+        seen.add(mark)
+        if tying != "role":
+            _check_model(called, run.model, model)
+        run.trajectory(tying)  # says whether its sums can be tied so
+
+
+def _check_model(called: str, model: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    names = [n for n in (*wanted, *model) if model.get(n) != wanted.get(n)]
+    if not names:
+        return
+    has, needs = (
+        f"has {names[0]!r} of shape {m[names[0]]}" if names[0] in m else f"has no {names[0]!r}" for m in (model, wanted)
+    )
+    raise ValueError(
+        f"{called} is of another model: it {has}, where the others {needs.replace('has', 'have', 1)}. Runs of different "
+        'models can be combined by role: tying="role".'
+    )

@@ -1,0 +1,319 @@
+"""Recording ordinary training: hooks on any torch optimiser collect what a geometry can be learned from."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from metamd.files.recorded_run import Run
+from metamd.potentials.forms import grouped_squares, widen
+from metamd.potentials.sharding import is_sharded
+from metamd.potentials.tying import TyingName, clean_names, some, stored_shape, tied_shape
+
+STATE_VERSION = 1
+
+
+class Recorder:
+    """Watches an optimiser through its public hooks and records one training run.
+
+    It keeps theta_1 and sum_t g_t^2, the gradients being those that the optimiser saw: clipped, unscaled, averaged over
+    processes. Steps that a GradScaler skips or that raise are not counted. Training is not changed.
+
+    Args:
+        optimiser: any torch optimiser whose parameters have names.
+        tying: which coordinates will share a metric; coarser ones can still be chosen by `learn`.
+        phases: into how many parts of equal length the sums are divided.
+        steps: T, if it is known. Otherwise sums are kept in 2 `phases` buckets whose length doubles, and the bucket on the
+            border of two phases is shared between them.
+        named: `model.named_parameters()`, for an optimiser that was built without names.
+        batch_size: examples per gradient, for the record.
+        name: what sentences and files call the run.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> adam = torch.optim.Adam(model.named_parameters(), lr=0.1)
+        >>> recorder = Recorder(adam, name="monday")
+        >>> for _ in range(5):
+        ...     adam.zero_grad()
+        ...     model(torch.ones(4, 2)).square().mean().backward()
+        ...     adam.step()
+        >>> recorder.finish()
+        Run('monday', Adam, 5 steps, 2 tensors, 3 numbers)
+    """
+
+    def __init__(
+        self,
+        optimiser: Optimizer,
+        *,
+        tying: TyingName = "parameter",
+        phases: int = 3,
+        steps: int | None = None,
+        named: Iterable[tuple[str, Tensor]] | None = None,
+        batch_size: int | None = None,
+        name: str = "",
+    ) -> None:
+        _check(optimiser, tying, phases, steps, batch_size)
+        self.optimiser, self.tying, self.batch_size, self.name = optimiser, tying, batch_size, name
+        self._given = None if named is None else {id(p): n for n, p in named}
+        self._names: dict[int, str] = {}
+        self._params: dict[str, Tensor] = {}
+        self._start: dict[str, Tensor] = {}
+        self._rms: dict[str, float] = {}
+        self._sums = PhaseSums(phases, steps)
+        self._pending: dict[str, Tensor] | None = None
+        self._finished = False
+        self._scan()
+        self._hooks = [
+            optimiser.register_step_pre_hook(self._before),
+            optimiser.register_step_post_hook(self._after),
+        ]
+
+    @property
+    def steps(self) -> int:
+        """How many steps were recorded so far."""
+        return self._sums.steps
+
+    def detach(self) -> None:
+        """Stop recording and leave the optimiser as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def finish(self) -> Run:
+        """Stop recording and return the record, once; the end of the run is where the parameters are now."""
+        if self._finished:
+            raise ValueError("this recording was finished already. Make a new Recorder for what comes after.")
+        self.detach()
+        if not self.steps:
+            raise ValueError(
+                "nothing was recorded: no step with gradients was taken. Make the Recorder before training, with the "
+                "optimiser that trains."
+            )
+        self._finished = True
+        squares = {n: s.cpu() for n, s in self._sums.by_phase().items()}
+        for n, x in self._start.items():
+            if n not in squares:
+                squares[n] = torch.zeros(self._sums.phases, *stored_shape(self.tying, tuple(x.shape)))
+        return Run(
+            start={n: x.cpu() for n, x in self._start.items()},
+            end={n: self._params[n].detach().clone().cpu() for n in self._start},
+            squares={n: squares[n] for n in self._start},
+            gradient_rms={n: self._rms.get(n, 0.0) for n in self._start},
+            steps=self.steps,
+            tying=self.tying,
+            batch_size=self.batch_size,
+            name=self.name,
+            optimiser=type(self.optimiser).__name__,
+        )
+
+    # the hooks
+
+    @torch.no_grad()
+    def _before(self, optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._pending = None
+        if self._names.keys() != {id(p) for group in optimiser.param_groups for p in group["params"]}:
+            self._scan()
+        for n, p in self._params.items():
+            if n not in self._start:
+                self._start[n] = p.detach().clone(memory_format=torch.contiguous_format)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._stage()
+            return None
+        return (args[0], *args[2:]), {**kwargs, "closure": self._watched(closure)}
+
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, followed by a look at the gradients of its first evaluation: those at theta_t."""
+
+        def evaluate() -> Any:
+            loss = closure()
+            if self._pending is None:
+                self._stage()
+            return loss
+
+        return evaluate
+
+    @torch.no_grad()
+    def _stage(self) -> None:
+        """The squares of this step's gradients. They count only once the step has been taken."""
+        found_inf = getattr(self.optimiser, "found_inf", None)
+        if found_inf is not None and bool(found_inf > 0):  # a fused optimiser is called by GradScaler, and skips by itself
+            return
+        names = [n for n, p in self._params.items() if p.grad is not None]
+        grads = [_dense(n, self._params[n].grad) for n in names]
+        if self.tying == "parameter":
+            squares: Iterable[Tensor] = torch._foreach_mul(grads, grads) if grads else ()
+        else:
+            shapes = [tuple(g.shape) for g in grads]
+            tied = [grouped_squares(g, tied_shape(self.tying, s)) for g, s in zip(grads, shapes, strict=True)]
+            squares = [t.reshape(stored_shape(self.tying, s)) for t, s in zip(tied, shapes, strict=True)]
+        scale = getattr(self.optimiser, "grad_scale", None)
+        if scale is not None:  # and unscales by itself
+            squares = [s / scale.to(s.device, s.dtype).square() for s in squares]
+        self._pending = dict(zip(names, squares, strict=True))
+
+    @torch.no_grad()
+    def _after(self, optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        staged, self._pending = self._pending, None
+        if not staged:
+            return
+        for n in staged:
+            if n not in self._rms:
+                self._rms[n] = float(staged[n].sum(dtype=torch.float64) / max(self._params[n].numel(), 1)) ** 0.5
+        self._sums.add(staged)
+
+    def _scan(self) -> None:
+        """Find the names of all parameters; those that are added during a run start where they are then."""
+        pairs: list[tuple[str, Tensor]] = []
+        for group in self.optimiser.param_groups:
+            names = group.get("param_names")
+            if self._given is not None:
+                names = [self._given.get(id(p)) for p in group["params"]]
+            if names is None or None in names:
+                kind = type(self.optimiser).__name__
+                raise ValueError(
+                    f"runs are combined by the names of the parameters, but not all of these have one. Build the optimiser "
+                    f"with {kind}(model.named_parameters(), ...), or call "
+                    "Recorder(optimiser, named=model.named_parameters())."
+                )
+            pairs += zip(names, group["params"], strict=True)
+        if self._given is not None:  # the model's order of layers, by which roles are told
+            place = {n: i for i, n in enumerate(self._given.values())}
+            pairs.sort(key=lambda pair: place[pair[0]])
+        self._params = clean_names(pairs)
+        self._names = {id(p): n for n, p in self._params.items()}
+        for n, p in self._params.items():
+            if is_sharded(p) or p.is_complex():
+                raise ValueError(
+                    f"Recorder needs whole real tensors, but {n!r} is {'complex' if p.is_complex() else 'sharded'}. "
+                    "Record a run without sharding, such as one with DistributedDataParallel."
+                )
+
+    # saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record so far, in tensors and plain types: save it in the checkpoint, beside the optimiser's."""
+        return {
+            "version": STATE_VERSION,
+            "tying": self.tying,
+            "start": {n: x.clone() for n, x in self._start.items()},
+            "gradient_rms": dict(self._rms),
+            **self._sums.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a record.
+
+        Args:
+            state: what `state_dict` gave, of a recorder with the same options on an optimiser of the same parameters.
+        """
+        mine = {"version": STATE_VERSION, "tying": self.tying, "phases": self._sums.phases, "planned": self._sums.planned}
+        for key, value in mine.items():
+            if state.get(key) != value:
+                raise ValueError(
+                    f"this record was made with {key} = {state.get(key)!r}, but this Recorder has {value!r}. "
+                    "Make the Recorder with the options of the run that is continued."
+                )
+        for n, x in state["start"].items():
+            if n not in self._params or x.shape != self._params[n].shape:
+                raise ValueError(
+                    f"this record is of a model with {n!r} of shape {tuple(x.shape)}, but this optimiser has "
+                    f"{some(self._params)}. Load it where the same model is trained."
+                )
+        devices = {n: p.device for n, p in self._params.items()}
+        self._start = {n: x.to(devices[n], copy=True) for n, x in state["start"].items()}
+        self._rms = dict(state["gradient_rms"])
+        self._sums.load_state_dict(state, devices)
+
+
+class PhaseSums:
+    """Sums over the steps of a run by phase, also when nobody knows beforehand how long the run will be.
+
+    Unknown lengths are kept in 2 `phases` buckets; when all are full, neighbours are merged and buckets hold twice as many
+    steps. The total is exact; a phase is off by no more than what one bucket at each of its borders holds.
+
+    Args:
+        phases: how many parts of equal length.
+        planned: T, if it is known; what comes after it belongs to the last phase.
+    """
+
+    def __init__(self, phases: int, planned: int | None = None) -> None:
+        self.phases, self.planned, self.steps, self.width = phases, planned, 0, 1
+        self.buckets = 2 * phases if planned is None and phases > 1 else phases
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, terms: Mapping[str, Tensor]) -> None:
+        """Count one step.
+
+        Args:
+            terms: what to add, by name.
+        """
+        for n, x in terms.items():
+            if n not in self._sums:
+                self._sums[n] = x.new_zeros(self.buckets, *x.shape)
+        bucket = self._bucket()
+        torch._foreach_add_([self._sums[n][bucket] for n in terms], list(terms.values()))
+        self.steps += 1
+
+    def _bucket(self) -> int:
+        if self.phases == 1:
+            return 0
+        if self.planned is not None:
+            return min(self.steps * self.phases // self.planned, self.phases - 1)
+        if self.steps == self.width * self.buckets:
+            for s in self._sums.values():
+                s[: self.phases] = s[::2] + s[1::2]
+                s[self.phases :] = 0
+            self.width *= 2
+        return self.steps // self.width
+
+    def by_phase(self) -> dict[str, Tensor]:
+        """The sums, (phases, ...) by name."""
+        if self.buckets == self.phases:
+            return {n: s.clone() for n, s in self._sums.items()}
+        parts = self._parts()
+        return {n: torch.tensordot(parts.to(s.device, s.dtype), s, dims=1) for n, s in self._sums.items()}
+
+    def _parts(self) -> Tensor:
+        """Which part of every bucket belongs to which phase, (phases, buckets)."""
+        parts = torch.zeros(self.phases, self.buckets, dtype=torch.float64)
+        borders = [-(-p * self.steps // self.phases) for p in range(self.phases + 1)]
+        for b in range(self.buckets):
+            low, high = b * self.width, min((b + 1) * self.width, self.steps)
+            for p in range(self.phases):
+                shared = min(high, borders[p + 1]) - max(low, borders[p])
+                parts[p, b] = max(shared, 0) / max(high - low, 1)
+        return parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, in tensors and plain types."""
+        kept = {"phases": self.phases, "planned": self.planned, "steps": self.steps, "width": self.width}
+        return {**kept, "sums": {n: s.clone() for n, s in self._sums.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any], devices: Mapping[str, torch.device]) -> None:
+        """Continue with the sums of a `state_dict`, on these devices."""
+        self.steps, self.width = state["steps"], state["width"]
+        self._sums = {n: s.to(devices[n], copy=True) for n, s in state["sums"].items()}
+
+
+def _dense(name: str, grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"Recorder needs dense gradients, but that of {name!r} is sparse. Build the layer without sparse=True, or leave "
+            "its parameters to an optimiser of their own."
+        )
+    return widen(grad)
+
+
+def _check(optimiser: Optimizer, tying: str, phases: int, steps: int | None, batch_size: int | None) -> None:
+    if not isinstance(optimiser, Optimizer):
+        raise TypeError(f"Recorder needs a torch optimiser, got {type(optimiser).__name__}. Pass the one that trains.")
+    if tying not in get_args(TyingName):
+        raise ValueError(f"tying must be one of {', '.join(get_args(TyingName))}; got {tying!r}.")
+    if phases < 1:
+        raise ValueError(f"phases must be at least 1, got {phases}. One phase is the whole run.")
+    for name, value in (("steps", steps), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}. Leave it out if it is not known.")

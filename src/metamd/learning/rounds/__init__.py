@@ -1,0 +1,1 @@
+"""Algorithm 1: outer steps over the tasks of a family."""

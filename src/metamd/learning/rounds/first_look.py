@@ -1,0 +1,178 @@
+"""A look at the tasks before any long work: what would fail later is a sentence now."""
+
+import math
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from metamd.inner.estimators.tangents import hessian_products
+from metamd.inner.run import Cost
+from metamd.learning.rounds.affordable import affording
+from metamd.learning.rounds.lessons import draw
+from metamd.learning.rounds.workers import Workers
+from metamd.potentials.base import Params
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.tying import Slot, some
+from metamd.tasks.base import Task, TaskFamily, derive_seed
+
+POWERS = 20
+"""Products with the Hessian that the power method takes."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the first gradients of a family's tasks say.
+
+    Args:
+        bound: the potential, bound to the first task.
+        shapes: of the first task's tensors.
+        scale: root mean square of the first gradient, by key of the metric.
+        curvature: the largest of the tasks' Hessians at the start, if it was asked for.
+        cost: of looking.
+    """
+
+    bound: MaxDiagonal
+    shapes: dict[str, tuple[int, ...]]
+    scale: dict[str, float]
+    curvature: float | None
+    cost: Cost
+
+
+def probe(
+    family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, workers: Workers, *, curvature: bool = False
+) -> Findings:
+    """Look at the start of so many tasks, spread over the processes; all of them raise what one of them finds.
+
+    Args:
+        family: the tasks.
+        potential: to be bound.
+        seed: of the meta-training; the tasks are those of its first outer step.
+        count: how many.
+        workers: the processes.
+        curvature: whether to measure it.
+    """
+    first = _first(family, seed)
+    start = first.init()
+    bound = affording(potential.bind(start), first)
+    shapes = {n: tuple(x.shape) for n, x in start.items()}
+    seen: dict[int, dict[str, Any]] = {}
+    for i in workers.mine(count):
+        try:
+            task = draw(family, seed, "train", 1, i)
+            seen[i] = look(task, bound, shapes) | ({"curvature": largest_curvature(task, seed)} if curvature else {})
+        except ValueError as error:
+            seen[i] = {"error": f"{error}"}
+    found = workers.gather(seen, count)
+    for i, row in enumerate(found):
+        if "error" in row:
+            raise ValueError(f"task {i + 1} of the first {count}: {row['error']}")
+    finite = [row for row in found if all(map(math.isfinite, (row["loss"], *(s for s, _ in row["squares"].values()))))]
+    if not finite:
+        raise ValueError(
+            f"the loss or its gradient is not finite (loss {found[0]['loss']}) at the start of all {count} tasks that were "
+            "tried, before any step was taken. Check the data and the initialisation."
+        )
+    scale = gradient_scale([row["squares"] for row in finite], bound)
+    bends = [row["curvature"] for row in finite if math.isfinite(row.get("curvature", math.nan))]
+    cost = Cost(gradients=count * (1 + curvature), hvps=POWERS * count * curvature)
+    return Findings(bound, shapes, scale, max(bends, default=None), cost)
+
+
+def squares_by_key(grads: Params, slots: Mapping[str, Slot]) -> dict[str, list[float]]:
+    """The sum and the number of the squares of a gradient, by key of the metric.
+
+    Args:
+        grads: by name.
+        slots: of a potential that is bound to these tensors.
+    """
+    squares: dict[str, list[float]] = {}
+    for n, g in grads.items():
+        pair = squares.setdefault(slots[n].key, [0.0, 0.0])
+        pair[0] += float(g.square().sum(dtype=torch.float64))
+        pair[1] += g.numel()
+    return squares
+
+
+def gradient_scale(rows: Sequence[Mapping[str, Sequence[float]]], bound: MaxDiagonal) -> dict[str, float]:
+    """The root mean square of the first gradients of several tasks, by key of the metric.
+
+    Args:
+        rows: as `squares_by_key` has them, one for each task.
+        bound: the potential.
+    """
+    totals = {k: [sum(row[k][j] for row in rows if k in row) for j in (0, 1)] for k in bound.log_d}
+    return {k: math.sqrt(s / n) for k, (s, n) in totals.items() if n}
+
+
+def largest_curvature(task: Task, seed: int) -> float:
+    """|lambda|, the largest eigenvalue of the Hessian at the start, by the power method.
+
+    Args:
+        task: the problem; its first batch is taken.
+        seed: of the first direction.
+    """
+    start = task.init()
+    generator = torch.Generator().manual_seed(derive_seed(seed, "curvature"))
+    tangents = {n: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for n, x in start.items()}
+    found = 0.0
+    for _ in range(POWERS):
+        length = math.sqrt(sum(float(v.square().sum(dtype=torch.float64)) for v in tangents.values()))
+        if not 0 < length < math.inf:
+            break
+        units = {n: (v / length).unsqueeze(0) for n, v in tangents.items()}
+        _, _, products = hessian_products(task, start, task.batch(0), units)
+        tangents = {n: h[0] for n, h in products.items()}
+        found = math.sqrt(sum(float(h.square().sum(dtype=torch.float64)) for h in tangents.values()))
+    return found
+
+
+def _first(family: TaskFamily, seed: int) -> Task:
+    if not isinstance(family, TaskFamily):
+        raise TypeError(f"family must be a TaskFamily, got {type(family).__name__}. See metamd.tasks for some.")
+    if isinstance(family, Sized) and not len(family):
+        raise ValueError(f"the family {family.name!r} is empty. Give it at least one task to sample.")
+    try:
+        task = draw(family, seed, "train", 1, 0)
+    except (LookupError, StopIteration, RuntimeError) as error:
+        raise ValueError(f"the family {family.name!r} has no task to sample ({error!r}). Give it at least one.") from error
+    if not task.init():
+        raise ValueError(f"the tasks of {family.name!r} have no parameters. task.init() must return at least one tensor.")
+    return task
+
+
+def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The loss at the start, and by key the sum and the number of the squares of the first gradient.
+
+    Args:
+        task: what cannot be learned from is refused.
+        bound: the potential.
+        shapes: that its tensors must have, if no metric is shared.
+    """
+    start = {n: x.detach().requires_grad_() for n, x in task.init().items()}
+    if bound.tying == "parameter":
+        _alike({n: tuple(x.shape) for n, x in start.items()}, shapes)
+    slots = bound.bind(start).slots
+    loss = task.loss(start, task.batch(0))
+    if loss.ndim or not loss.requires_grad:
+        problem = f"has shape {tuple(loss.shape)}" if loss.ndim else "does not depend on the parameters"
+        raise ValueError(f"task.loss must return a scalar that depends on the parameters, but it {problem}.")
+    grads = torch.autograd.grad(loss, list(start.values()), allow_unused=True)
+    ignored = {n: None for n, g in zip(start, grads, strict=True) if g is None}
+    if ignored:
+        raise ValueError(
+            f"the loss ignores {some(ignored)}, so that nothing can be learned about it. Leave such parameters out of "
+            "task.init()."
+        )
+    squares = squares_by_key(dict(zip(start, grads, strict=True)), slots)
+    return {"loss": float(loss.detach()), "squares": squares}
+
+
+def _alike(here: dict[str, tuple[int, ...]], first: dict[str, tuple[int, ...]]) -> None:
+    for n in sorted(set(here) | set(first)):
+        if here.get(n) != first.get(n):
+            raise ValueError(
+                f"its tensor {n!r} has the shape {here.get(n)} where the first task's has {first.get(n)}, and the tying "
+                '"parameter" learns one metric for each entry. Use tying="role" or "tensor" for tasks of different shapes.'
+            )

@@ -1,0 +1,1 @@
+"""The regret certificate of a run."""

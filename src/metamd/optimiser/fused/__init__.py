@@ -1,0 +1,1 @@
+"""The steps of diagonal metrics in single passes over memory."""

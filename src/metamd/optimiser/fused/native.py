@@ -1,0 +1,318 @@
+"""Passes over the memory of named tensors, in C (fused.c): compiled at first use, called with addresses."""
+
+import ctypes
+import functools
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from metamd.potentials.base import Move, Params
+from metamd.potentials.simplex import Array
+
+CHUNK, GROUP, MOST = 1024, 8, 8  # as in fused.c
+DTYPES = (torch.float32, torch.float64)
+
+# No -ffast-math: the step rounds as torch's own does, and NaN and infinity stay what they are.
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", "-fPIC", "-shared")
+EXTRAS = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
+INSTEAD = "Leave fused=False; on CUDA, wrap opt.step in torch.compile."
+
+ROW = np.dtype(
+    [(n, np.uintp) for n in ("theta", "grad", "centre", "metric")]
+    + [(n, np.int64) for n in ("stride", "period", "cols", "wide", "skip")]
+    + [(n, np.float64) for n in ("keep", "lr")]
+)
+
+
+class Job(ctypes.Structure):
+    """What a pass needs; the same struct is in fused.c."""
+
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = (
+        *((n, ctypes.c_void_p) for n in ("tensors", "chunks")),
+        *((n, ctypes.c_int64) for n in ("count", "pieces", "threads")),
+        *((n, ctypes.c_void_p) for n in ("before", "after")),
+        ("piece", ctypes.c_int64),
+        *((n, ctypes.c_void_p) for n in ("kappa", "rho")),
+        ("width", ctypes.c_int64),
+    )
+
+
+@functools.cache
+def build() -> ctypes.CDLL:
+    """Compile fused.c for this machine in a private directory, and load it."""
+    command = shlex.split(os.environ.get("CC", ""))
+    found = [command[0]] if command else ["cc", "gcc", "clang"]
+    compiler = next((path for name in found if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise RuntimeError(
+            f"fused=True needs a C compiler, and there is no {' or '.join(found)} to call. Install one, point the "
+            f"environment variable CC to it, or leave fused=False."
+        )
+    said = ""
+    with (
+        tempfile.TemporaryDirectory(prefix="metamd-") as folder,
+        resources.as_file(resources.files("metamd.optimiser.fused")) as package,
+    ):
+        for number, extra in enumerate(EXTRAS):
+            target = Path(folder) / f"fused{number}.so"
+            line = [compiler, *command[1:], *FLAGS, *extra, str(package / "fused.c"), "-o", str(target), "-lm"]
+            done = subprocess.run(line, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                try:
+                    return ctypes.CDLL(str(target))
+                except OSError as error:  # an OpenMP library that is there to link, but not to load
+                    said = str(error)
+            else:
+                said = done.stderr
+    raise RuntimeError(
+        f"fused=True needs a C compiler, and {found[0] if command else Path(compiler).name} could not compile fused.c: "
+        f"{said.strip()[-500:]}. Point the environment variable CC to another compiler, or leave fused=False."
+    )
+
+
+def check(what: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Refuse a tensor that a pass cannot read."""
+    if x.device.type != "cpu":
+        raise ValueError(f"fused=True needs tensors on the CPU, but {what} is on {x.device}. {INSTEAD}")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"fused=True needs float32 or float64, but {what} has {x.dtype}. {INSTEAD}")
+    if dtype is not None and x.dtype != dtype:
+        raise ValueError(
+            f"fused=True needs metrics in the dtype of their tensor, {dtype}, but {what} has {x.dtype}. {INSTEAD}"
+        )
+    if x.layout != torch.strided or not x.is_contiguous():
+        raise ValueError(
+            f"fused=True needs contiguous tensors, but {what} of shape {tuple(x.shape)} is not. Leave fused=False, or make "
+            "it contiguous before the optimiser is built."
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the elements of a contiguous tensor find their metrics.
+
+    Args:
+        shape: the tensor's.
+        metric: (N, stored numbers), contiguous.
+        period: element i has the metric of element i mod period.
+        cols: how many consecutive elements share a metric.
+    """
+
+    shape: torch.Size
+    metric: Tensor
+    period: int
+    cols: int
+
+    def chunks(self, index: int) -> list[tuple[int, int, int]]:
+        """(tensor, first element, length) of parts of at most CHUNK elements, of whole rows and periods where they fit."""
+        size = self.shape.numel()
+        block = max(1, self.cols if self.cols > 1 else self.period)
+        run = block if block > CHUNK else CHUNK // block * block
+        even = math.ceil(run / math.ceil(run / CHUNK))
+        length = min(run, math.ceil(even / 16) * 16)  # whole cache lines
+        return [
+            (index, at, min(length, start + run - at, size - at))
+            for start in range(0, size, run)
+            for at in range(start, min(start + run, size), length)
+        ]
+
+
+def layout(shape: torch.Size, d: Tensor) -> Layout:
+    """The layout for a metric of shape (N, ...) that broadcasts against a tensor of the given shape."""
+    tied = (1,) * (len(shape) + 1 - d.ndim) + tuple(d.shape[1:])
+    size, flat = shape.numel(), d.reshape(len(d), -1)
+    if size == 0:
+        return Layout(shape, flat, 1, 1)
+    leading = next(i for i in range(len(shape), -1, -1) if tied[:i] == shape[:i])
+    if math.prod(tied[leading:]) == 1:
+        return Layout(shape, flat, size, math.prod(shape[leading:]))
+    trailing = next(i for i in range(len(shape) + 1) if tied[i:] == shape[i:])
+    if math.prod(tied[:trailing]) == 1:
+        period = math.prod(shape[trailing:])
+        times = min(math.ceil(CHUNK / period), size // period)  # short columns side by side
+        return Layout(shape, flat.repeat(1, times), period * times, 1)
+    return Layout(shape, d.expand(len(d), *shape).reshape(len(d), -1), size, 1)  # neither rows nor columns
+
+
+class Passes:
+    """The passes of fused.c over tensors with given metrics and centre; each returns the sums that it accumulates.
+
+    Args:
+        metrics: D_1 .. D_N by tensor, (N, ...) each and broadcastable against it.
+        start: c by tensor; empty where the centre is the origin.
+        pieces: N.
+    """
+
+    def __init__(self, metrics: Params, start: Params, pieces: int) -> None:
+        if pieces > MOST:
+            raise ValueError(f"fused=True serves up to {MOST} pieces, got {pieces}. Leave fused=False.")
+        for name, d in metrics.items():
+            check(f"the metric of {name!r}", d)
+        for name, c in start.items():
+            check(f"the centre of {name!r}", c, metrics[name].dtype)
+        self.metrics, self.start, self.pieces = dict(metrics), dict(start), pieces
+        self._library = build()
+        self._layouts: dict[str, Layout] = {}
+        self._rows = np.zeros(0, dtype=ROW)
+        self._chunks = np.zeros((0, 3), dtype=np.int64)
+        self._tables = (0, 0)  # the addresses of both
+        self._ratios: dict[int, Array] = {}
+
+    def follow(self, params: Params, moves: Mapping[str, Move], piece: int) -> Array:
+        """theta <- (1 - decay) theta - lr g / D_j, in place.
+
+        Returns:
+            Upper bounds of sum D_k d^2 for the move d, by piece; that of piece j is tight.
+        """
+        return self._write("follow", params, moves, moves, self.pieces, np.eye(self.pieces)[piece], piece)
+
+    def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, piece: int) -> tuple[Array, Array, Array]:
+        """theta <- (1 - decay) theta - lr g / D(w), in place.
+
+        Args:
+            params: theta.
+            moves: gradients, step sizes, decays.
+            weights: w.
+            piece: j where w is a vertex, else -1.
+
+        Returns:
+            Sum D_k x^2 and sum D_k D_l x^2 / D(w) after the step, x = theta - c, over all parameters; and what `follow`
+            returns, or zeros off a vertex.
+        """
+        n = self.pieces
+        sums = self._write("advance", params, params, moves, 2 * n + n * n, weights, piece)
+        return sums[:n], sums[n : n + n * n].reshape(n, n), sums[n + n * n :]
+
+    def _write(
+        self,
+        name: str,
+        params: Params,
+        names: Collection[str],
+        moves: Mapping[str, Move],
+        width: int,
+        weights: Array,
+        piece: int,
+    ) -> Array:
+        self._lay_out(params)
+        ratios = self.ratios(params, piece) if piece >= 0 else None
+        alive = self._point_to(params, names, moves)
+        sums = self._run(name, width, weights, weights, piece=piece, ratios=ratios)
+        del alive
+        torch.autograd.graph.increment_version([params[n] for n in moves])
+        return sums
+
+    def evaluate(self, params: Params, names: Collection[str], before: Array, after: Array) -> tuple[Array, Array]:
+        """Sum D_k x^2 and sum D_k D_l x^2 / D(w+) over the named tensors, x = D(w)/D(w+) (theta - c)."""
+        n = self.pieces
+        self._lay_out(params)
+        self._point_to(params, names)
+        sums = self._run("evaluate", n + n * n, before, after)
+        return sums[:n], sums[n:].reshape(n, n)
+
+    def rescale(self, params: Params, names: Collection[str], before: Array, after: Array) -> None:
+        """theta <- D(w)/D(w+) (theta - c) + c for the named tensors, in place."""
+        self._lay_out(params)
+        self._point_to(params, names)
+        self._run("rescale", 0, before, after)
+        torch.autograd.graph.increment_version([params[name] for name in names])
+
+    def ratios(self, params: Params, piece: int) -> Array:
+        """Max D_k/D_j and |D_k/D_j|_2 of every chunk whose elements have metrics of their own: (2, chunks, N)."""
+        if piece not in self._ratios:
+            self._ratios[piece] = np.zeros((2, len(self._chunks), self.pieces))
+            self._point_to(params, params)
+            self._run("ratios", 0, piece=piece, ratios=self._ratios[piece])
+        return self._ratios[piece]
+
+    def _lay_out(self, params: Params) -> None:
+        """Divide the tensors into chunks, unless that was done and they have not changed in kind."""
+        if self._layouts.keys() == params.keys() and all(_same(x, self._layouts[n]) for n, x in params.items()):
+            return
+        for name, x in params.items():
+            check(f"the tensor {name!r}", x, self.metrics[name].dtype)
+            if self.start and self.start[name].shape != x.shape:
+                raise ValueError(
+                    f"the centre of {name!r} must have the shape of its tensor, {tuple(x.shape)}, got "
+                    f"{tuple(self.start[name].shape)}. Build the optimiser anew after a change of shape."
+                )
+        self._layouts = {n: layout(x.shape, self.metrics[n]) for n, x in params.items()}
+        chunks = [c for i, a in enumerate(self._layouts.values()) for c in a.chunks(i)]
+        self._chunks = np.array(chunks, dtype=np.int64).reshape(-1, 3)
+        self._ratios = {}
+        self._rows = np.zeros(len(params), dtype=ROW)
+        layouts = self._layouts.values()
+        self._rows["metric"] = [a.metric.data_ptr() for a in layouts]
+        self._rows["stride"] = [a.metric.shape[1] for a in layouts]
+        self._rows["period"] = [a.period for a in layouts]
+        self._rows["cols"] = [a.cols for a in layouts]
+        self._rows["wide"] = [a.metric.dtype == torch.float64 for a in layouts]
+        self._tables = self._rows.ctypes.data, self._chunks.ctypes.data
+        self._rows["centre"] = [self.start[n].data_ptr() if self.start else 0 for n in self._layouts]
+
+    def _point_to(self, params: Params, names: Collection[str], moves: Mapping[str, Move] | None = None) -> list[Tensor]:
+        """Note where the tensors of a pass are. The gradients returned must live until it is over."""
+        rows, moves = self._rows, moves or {}
+        grads = {n: _readable(n, m.grad, params[n]) for n, m in moves.items()}
+        rows["theta"] = [params[n].data_ptr() for n in self._layouts]
+        rows["grad"] = [grads[n].data_ptr() if n in grads else 0 for n in self._layouts]
+        rows["skip"] = [n not in names for n in self._layouts]
+        rows["keep"] = [float(1 - moves[n].decay) if n in moves else 1.0 for n in self._layouts]
+        rows["lr"] = [float(moves[n].lr) if n in moves else 0.0 for n in self._layouts]
+        return list(grads.values())
+
+    def _run(
+        self,
+        name: str,
+        width: int,
+        before: Array | None = None,
+        after: Array | None = None,
+        *,
+        piece: int = -1,
+        ratios: Array | None = None,
+    ) -> Array:
+        job = Job(
+            tensors=self._tables[0],
+            chunks=self._tables[1],
+            count=len(self._chunks),
+            pieces=self.pieces,
+            threads=torch.get_num_threads(),
+            before=_address(before),
+            after=_address(after),
+            piece=piece,
+            kappa=None if ratios is None else _address(ratios[0]),
+            rho=None if ratios is None else _address(ratios[1]),
+            width=width,
+        )
+        partial, out = np.empty((len(self._chunks) // GROUP + 1) * width), np.empty(width)
+        getattr(self._library, name)(ctypes.byref(job), ctypes.c_void_p(_address(partial)), ctypes.c_void_p(_address(out)))
+        return out
+
+
+def _same(x: Tensor, known: Layout) -> bool:
+    return x.shape == known.shape and x.dtype == known.metric.dtype and x.is_cpu and x.is_contiguous()
+
+
+def _readable(name: str, grad: Tensor, x: Tensor) -> Tensor:
+    if grad.shape != x.shape or grad.layout != torch.strided or not grad.is_cpu:
+        raise ValueError(
+            f"the gradient of {name!r} must be a dense tensor of shape {tuple(x.shape)} on the CPU, got "
+            f"{tuple(grad.shape)}, {grad.layout}, on {grad.device}. {INSTEAD}"
+        )
+    return grad if grad.dtype == x.dtype and grad.is_contiguous() else grad.to(x.dtype).contiguous()
+
+
+def _address(array: NDArray[Any] | None) -> int | None:
+    return None if array is None else array.__array_interface__["data"][0]  # .ctypes.data takes four times as long

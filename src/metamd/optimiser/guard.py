@@ -1,0 +1,120 @@
+"""Safety off the family: a warning when a run leaves what a geometry was learned for, and smaller steps when it blows up."""
+
+import math
+import statistics
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from metamd.potentials.base import Active, Params, Potential
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.forms import combine
+
+_SCALE_FACTOR = 5.0
+_HORIZON_FACTOR = 2
+
+
+class OffFamilyWarning(UserWarning):
+    """A run has left what its learned geometry was made for."""
+
+
+@dataclass
+class FamilyWatch:
+    """Compares a run with the family its geometry was learned on, and warns once for each way it leaves it.
+
+    Args:
+        horizon: the number of steps T that the geometry was learned for.
+        gradient_scale: root mean square of the gradients at the start of a run, by metric key.
+    """
+
+    horizon: int | None
+    gradient_scale: Mapping[str, float]
+    _late: bool = False
+
+    def observe(self, step: int, grads: Mapping[str, Tensor], keys: Mapping[str, str], *, online: bool = False) -> None:
+        """Look at one step.
+
+        Args:
+            step: counted from 1; only the first one's gradients are compared, before the steps shape them.
+            grads: the gradients by tensor name.
+            keys: the metric key of each tensor.
+            online: whether the metric follows the run, so that steps do not depend on how large gradients are.
+        """
+        if step == 1:
+            self._compare(grads, keys, online=online)
+        if self.horizon is not None and step > _HORIZON_FACTOR * self.horizon and not self._late:
+            self._late = True
+            _warn(
+                f"this run is at step {step}, but its geometry was learned for runs of {self.horizon} steps. "
+                "Learn it again with the longer horizon, or lower lr as the run goes on."
+            )
+
+    def _compare(self, grads: Mapping[str, Tensor], keys: Mapping[str, str], *, online: bool) -> None:
+        logs = []
+        for name, grad in grads.items():
+            expected = self.gradient_scale.get(keys.get(name, name), 0.0)
+            seen = float(grad.float().square().mean().sqrt()) if grad.numel() else 0.0
+            if expected > 0 and seen > 0:
+                logs.append(math.log(seen / expected))
+        ratio = math.exp(statistics.median(logs)) if logs else 1.0
+        if not 1 / _SCALE_FACTOR <= ratio <= _SCALE_FACTOR:
+            advice = (
+                "Steps of an online metric do not depend on that: a loss that is merely scaled needs nothing, a task of "
+                "another kind another geometry."
+                if online
+                else f"Scale the loss back, multiply lr by {1 / ratio:.2g}, or use safeguard=True."
+            )
+            _warn(
+                f"the first gradients of this run are {ratio:.2g} times those of the family its geometry was learned on "
+                f"(median over tensors). Is the loss summed instead of averaged, or the task of another kind? {advice}"
+            )
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, OffFamilyWarning, stacklevel=6)
+
+
+@dataclass
+class Safeguard:
+    """Halves the step while a run blows up, and lets it grow back while it is calm.
+
+    The signal is the energy g'D^-1 g, the squared length of the gradient that the step itself sees; a loss, when the
+    closure returned one, is a second. An ordinary batch varies by a few times, a diverging run multiplies every step.
+
+    Args:
+        damping: the factor on lr, at most 1.
+        log_reference: a slow average of the log energy; NaN before the first step.
+    """
+
+    damping: float = 1.0
+    log_reference: float = math.nan
+
+    def update(self, energy: float, loss: float | None) -> float:
+        """The factor for this step.
+
+        Args:
+            energy: g'D^-1 g at the present point.
+            loss: the loss there, if it is known.
+        """
+        log_energy = math.log(max(energy, 1e-300)) if math.isfinite(energy) else math.inf
+        if math.isnan(self.log_reference):
+            self.log_reference = log_energy
+            return self.damping
+        excess = log_energy - self.log_reference
+        blown = excess > math.log(10.0) or (loss is not None and not math.isfinite(loss))
+        self.damping = self.damping / 2 if blown else min(1.0, self.damping * 1.02)
+        self.log_reference += 0.05 * min(excess, math.log(10.0))
+        return self.damping
+
+
+def energy(potential: Potential, active: Active | None, grads: Params) -> float:
+    """g'D^-1 g; |g|^2 without metrics."""
+    if not isinstance(potential, MaxDiagonal):
+        return float(sum(g.double().square().sum() for g in grads.values()))
+    weights = active.weights if active is not None else np.eye(potential.pieces)[0]
+    turned = {n: potential.basis.into(n, g) for n, g in grads.items()}
+    parts = {n: (g.square() / combine(potential.metric(n), weights)).sum().double().reshape(1) for n, g in turned.items()}
+    return float(potential.add_up(parts)[0])

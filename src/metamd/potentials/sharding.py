@@ -1,0 +1,141 @@
+"""Parameters that are spread over processes (DTensor, FSDP2): local pieces of tensors, and sums over processes."""
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metamd.potentials.forms import Total, local_total
+from metamd.potentials.simplex import Array
+
+WHOLE = (Tensor, torch.nn.Parameter)
+"""What is certainly no DTensor: the answer is needed dozens of times in every step."""
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether a tensor is a DTensor. If its module was never imported, there is none."""
+    if type(x) in WHOLE:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def shard_dims(x: Tensor) -> set[int]:
+    """The dimensions along which a tensor is cut over processes."""
+    return {p.dim for p in x.placements if p.is_shard()} if is_sharded(x) else set()  # type: ignore[attr-defined]
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of a tensor on this process, as a view of it; the tensor itself if it is not spread."""
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
+
+
+def local_metric(d: Tensor, like: Tensor) -> Tensor:
+    """The part of a metric (N, ...) that belongs to this process's part of the tensor it is for, on its device."""
+    d = d.to(like.device)
+    if not is_sharded(like):
+        return d
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor.placement_types import Shard
+
+    placements = [
+        Shard(p.dim + 1) if isinstance(p, Shard) and d.shape[p.dim + 1] == like.shape[p.dim] > 1 else Replicate()
+        for p in like.placements  # type: ignore[attr-defined]
+    ]
+    return distribute_tensor(d, like.device_mesh, placements).to_local()  # type: ignore[attr-defined]
+
+
+def local_part(x: Tensor, like: Tensor) -> Tensor:
+    """The part of a tensor that this process has of a parameter, on its device.
+
+    Args:
+        x: whole, or sharded as the parameter is.
+        like: the parameter.
+    """
+    if is_sharded(x) or not is_sharded(like):
+        return local(x).to(local(like).device)
+    return local_metric(x[None], like)[0]
+
+
+def spread_like(part: Tensor, param: Tensor) -> Tensor:
+    """This process's part of a tensor as a shard of one that is spread as a parameter is, so that checkpoints know the rest.
+
+    Args:
+        part: in the shape of this process's part of the parameter, or of its matrix (rows, columns).
+        param: the parameter, sharded.
+    """
+    from torch.distributed.tensor import DTensor
+
+    shape = param.shape if part.ndim == param.ndim else torch.Size((param.shape[0], math.prod(param.shape[1:])))
+    stride = torch.empty(shape, device="meta").stride()
+    placed = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(part.contiguous(), *placed, run_check=False, shape=shape, stride=stride)
+
+
+def total_for(params: Mapping[str, Tensor]) -> Total:
+    """How contributions by tensor name are added: shards over their processes, the rest here."""
+    groups = {n: _shard_groups(x) for n, x in params.items() if is_sharded(x)}
+    groups = {n: g for n, g in groups.items() if g}
+    if not groups:
+        return local_total
+
+    def over_processes(contributions: Mapping[str, Tensor]) -> Array:
+        first = next(iter(contributions.values()))
+        here = torch.zeros_like(first)
+        shared: dict[tuple[Any, ...], Tensor] = {}
+        for name, part in contributions.items():
+            if name in groups:
+                shared[groups[name]] = shared.get(groups[name], torch.zeros_like(part)) + part
+            else:
+                here = here + part
+        for key in sorted(shared, key=str):
+            here = here + _all_reduce(shared[key], key)
+        return here.cpu().numpy()
+
+    return over_processes
+
+
+def sum_shards(parts: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What each tensor contributes, added over the processes that hold its shards.
+
+    Args:
+        parts: contributions by tensor name, all of one shape.
+        params: the tensors.
+    """
+    groups = {n: _shard_groups(params[n]) for n in parts if is_sharded(params[n])}
+    whole = dict(parts)
+    for key in sorted(set(groups.values()) - {()}, key=str):
+        names = [n for n in parts if groups.get(n) == key]
+        device = local(params[names[0]]).device
+        rows = _all_reduce(torch.stack([parts[n] for n in names]).to(device), key)
+        whole.update(zip(names, rows.to(parts[names[0]].device), strict=True))
+    return whole
+
+
+def any_process(flag: bool, params: Mapping[str, Tensor]) -> bool:
+    """Whether the flag is up on any process that holds a part of the parameters."""
+    sharded = [x for x in params.values() if is_sharded(x)]
+    if not sharded:
+        return flag
+    groups = {g for x in sharded for g in [_shard_groups(x)] if g}
+    raised = torch.tensor(float(flag), device=sharded[0].device)
+    for key in sorted(groups, key=str):
+        raised = _all_reduce(raised, key)
+    return bool(raised > 0)
+
+
+def _shard_groups(x: Tensor) -> tuple[Any, ...]:
+    from torch.distributed.tensor.placement_types import Shard
+
+    mesh = x.device_mesh  # type: ignore[attr-defined]
+    dims = [i for i, p in enumerate(x.placements) if isinstance(p, Shard)]  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(i) for i in dims)
+
+
+def _all_reduce(x: Tensor, groups: tuple[Any, ...]) -> Tensor:
+    for group in groups:
+        torch.distributed.all_reduce(x, group=group)
+    return x

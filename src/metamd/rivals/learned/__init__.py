@@ -1,0 +1,1 @@
+"""Rivals that are themselves learned on the family."""

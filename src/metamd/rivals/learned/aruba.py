@@ -1,0 +1,110 @@
+"""ARUBA and ARUBA++: rates from the distances and the squared gradients of earlier tasks [Khodak2019].
+
+    rate_i = sqrt(b_i / G_i),  b_i = sum_s (eps^2/s + 1/2 delta_si^2),  G_i = sum_s (zeta^2/s + sum_t g_sti^2)
+
+over tasks s, each trained with the rates so far. ARUBA++ adds the squared gradients of the present run to G. The scales eps
+and zeta are not published for runs of this length: zeta^2 is the mean of the first task's sums, and eps the zeta times the
+first rate, so that it starts as SGD with that rate.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metamd.inner.run import Cost, gradient
+from metamd.rivals.base import Named, Setting
+from metamd.rivals.learned.learners import Learner, PerCoordinate, sampled
+from metamd.tasks.base import Task, TaskFamily
+
+TASKS, FIRST_RATE = 10, 0.05
+
+
+def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
+    """b and G, as `b/<name>` and `G/<name>`.
+
+    Args:
+        family: what to learn on.
+        seed: of the tasks.
+    """
+    began, gradients, counted = time.perf_counter(), 0, 0
+    b: dict[str, Tensor] = {}
+    g: dict[str, Tensor] = {}
+    rate, zeta = FIRST_RATE, 0.0
+    for task in sampled(family, TASKS, seed, "aruba"):
+        start = task.init()
+        rates = {n: (b[n] / g[n]).sqrt() if b else torch.full_like(x, rate) for n, x in start.items()}
+        end, squares, taken = run(task, start, rates)
+        gradients += taken
+        if not all(bool(x.isfinite().all()) for x in end.values()):
+            rate /= 4  # a run that diverged says nothing but this
+            b = {n: x / 16 for n, x in b.items()}
+            continue
+        counted += 1
+        if not b:
+            numbers = sum(x.numel() for x in squares.values())
+            zeta = float(sum(x.sum() for x in squares.values())) / numbers
+            b, g = ({n: torch.zeros_like(x) for n, x in start.items()} for _ in range(2))
+        for n in b:
+            b[n] += rate**2 * zeta / counted + 0.5 * (end[n] - start[n]).square()
+            g[n] += zeta / counted + squares[n]
+    if not b:
+        raise ValueError(f"ARUBA diverged on all {TASKS} tasks, with rates down to {rate:g}.")
+    found = {f"b/{n}": x for n, x in b.items()} | {f"G/{n}": x for n, x in g.items()}
+    return found, Cost(gradients=gradients, seconds=time.perf_counter() - began)
+
+
+def run(
+    task: Task, start: Mapping[str, Tensor], rates: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """The end of a training with fixed rates, its sums of squared gradients, and how many gradients it took.
+
+    Args:
+        task: what is trained.
+        start: where.
+        rates: by name.
+    """
+    params = dict(start)
+    squares = {n: torch.zeros_like(x) for n, x in start.items()}
+    for t in range(task.steps):
+        loss, grads = gradient(task, params, task.batch(t))
+        if not bool(loss.isfinite()):
+            return {n: torch.full_like(x, torch.nan) for n, x in params.items()}, squares, t + 1
+        params = {n: x - rates[n] * grads[n] for n, x in params.items()}
+        for n, s in squares.items():
+            s.addcmul_(grads[n], grads[n])
+    return params, squares, task.steps
+
+
+def _fixed(named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> PerCoordinate:
+    rates = {n: (tensors[f"b/{n}"] / tensors[f"G/{n}"]).sqrt() for n, _ in named if f"b/{n}" in tensors}
+    return PerCoordinate(named, rates, setting)
+
+
+class RunningRates:
+    """ARUBA++: rate_i = sqrt(b_i / (G_i + squared gradients of this run)).
+
+    Args:
+        named: the parameters.
+        tensors: as `learn` makes them.
+        setting: `lr`, a factor.
+    """
+
+    def __init__(self, named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> None:
+        _fixed(named, tensors, setting)  # refuses what does not fit
+        self.parts = [(p, tensors[f"b/{n}"].to(p).sqrt(), tensors[f"G/{n}"].to(p).clone()) for n, p in named]
+        self.param_groups: list[dict[str, Any]] = [{"lr": setting["lr"], "params": [p for _, p in named]}]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step."""
+        for p, root, squares in self.parts:
+            assert p.grad is not None
+            squares.addcmul_(p.grad, p.grad)
+            p.addcdiv_(root * p.grad, squares.sqrt(), value=-self.param_groups[0]["lr"])
+
+
+ARUBA = Learner("aruba", "ARUBA", learn, _fixed)
+ARUBA_PLUS = Learner("aruba-plus", "ARUBA++", learn, RunningRates)

@@ -1,0 +1,148 @@
+"""A small LSTM as optimiser, the same for every coordinate, trained through its own steps [Andrychowicz2016].
+
+The gradient is given as its logarithm and sign, the LSTM's output is the step. One layer of 8 units, where the paper has
+two of 20, and windows of 10 steps, where it has 20: on a CPU.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from metamd.inner.run import Cost, gradient
+from metamd.rivals.base import Named, Setting
+from metamd.rivals.learned.learners import Learner, sampled
+from metamd.tasks.base import TaskFamily, derive_seed
+from metamd.tasks.stochastic import seeded
+
+UNITS, WINDOW, WINDOWS, TASKS = 8, 10, 10, 15
+OUTER_RATE, OUTPUT, SHARPNESS = 3e-3, 0.1, 10.0
+
+Memory = tuple[Tensor, Tensor]
+
+
+class Rule(nn.Module):
+    """From gradients to steps, one row for each coordinate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(2, UNITS)
+        self.output = nn.Linear(UNITS, 1)
+
+    def forward(self, grads: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        """The steps and the new memory.
+
+        Args:
+            grads: (coordinates,).
+            memory: of the cell.
+        """
+        hidden, state = self.cell(prepared(grads), memory)
+        return OUTPUT * self.output(hidden)[:, 0], (hidden, state)
+
+
+def prepared(grads: Tensor) -> Tensor:
+    """(log|g| / p, sign g) where |g| >= exp(-p), else (-1, exp(p) g), with p = 10.
+
+    Args:
+        grads: (coordinates,).
+    """
+    size = grads.abs()
+    large = size >= math.exp(-SHARPNESS)
+    logs = torch.where(large, size.clamp_min(math.exp(-SHARPNESS)).log() / SHARPNESS, -1.0)
+    return torch.stack([logs, torch.where(large, grads.sign(), math.exp(SHARPNESS) * grads)], 1)
+
+
+def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
+    """The weights of the rule.
+
+    Args:
+        family: what to learn on.
+        seed: of the weights and the tasks.
+    """
+    began, taken = time.perf_counter(), 0
+    with seeded(derive_seed(seed, "lstm")):
+        rule = Rule()
+    nn.init.zeros_(rule.output.bias)
+    with torch.no_grad():
+        rule.output.weight.mul_(0.1)
+    outer = torch.optim.Adam(rule.parameters(), lr=OUTER_RATE)
+    for task in sampled(family, TASKS, seed, "lstm"):
+        params: dict[str, Tensor] = task.init()
+        memory = blank(sum(x.numel() for x in params.values()))
+        for window in range(min(WINDOWS, max(1, task.steps // WINDOW))):
+            losses = []
+            for t in range(window * WINDOW, (window + 1) * WINDOW):
+                # gradients as inputs are not differentiated, as in the paper
+                _, grads = gradient(task, {n: x.detach() for n, x in params.items()}, task.batch(t))
+                steps, memory = rule(flat(grads).float(), memory)
+                params = moved(params, steps)
+                losses.append(task.loss(params, task.batch(t + 1)))
+                taken += 2
+            loss = torch.stack(losses).mean()
+            if not bool(loss.isfinite()):
+                break
+            outer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(rule.parameters(), 1.0)
+            outer.step()
+            params = {n: x.detach() for n, x in params.items()}
+            memory = (memory[0].detach(), memory[1].detach())
+    weights = {n: p.detach().clone() for n, p in rule.named_parameters()}
+    return weights, Cost(gradients=taken, seconds=time.perf_counter() - began)
+
+
+def blank(coordinates: int) -> Memory:
+    """The memory before the first step.
+
+    Args:
+        coordinates: of all parameters.
+    """
+    return torch.zeros(coordinates, UNITS), torch.zeros(coordinates, UNITS)
+
+
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    """All coordinates in a row."""
+    return torch.cat([x.reshape(-1) for x in tensors.values()])
+
+
+def moved(params: Mapping[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
+    """The parameters after a step.
+
+    Args:
+        params: by name.
+        steps: (coordinates,), in their order.
+    """
+    parts = torch.split(steps, [x.numel() for x in params.values()])
+    return {n: x + d.view_as(x).to(x.dtype) for (n, x), d in zip(params.items(), parts, strict=True)}
+
+
+class LearnedRule:
+    """The trained LSTM as an optimiser.
+
+    Args:
+        named: the parameters.
+        tensors: the weights.
+        setting: `lr`, a factor.
+    """
+
+    def __init__(self, named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> None:
+        self.named, self.weights = dict(named), dict(tensors)
+        self.param_groups: list[dict[str, Any]] = [{"lr": setting["lr"], "params": [p for _, p in named]}]
+        with seeded(0):
+            self.rule = Rule()
+        self.memory = blank(sum(p.numel() for _, p in named))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step."""
+        grads = {n: p.grad for n, p in self.named.items() if p.grad is not None}
+        steps, self.memory = functional_call(self.rule, self.weights, (flat(grads).float(), self.memory))
+        for n, x in moved(self.named, self.param_groups[0]["lr"] * steps).items():
+            self.named[n].copy_(x)
+
+
+LSTM = Learner("lstm", "LSTM optimiser", learn, LearnedRule)

@@ -35,7 +35,7 @@ from tests.helpers import random_basis
 from tests.learned_files import SHAPES, learned, same, turned
 from tests.small_tasks import F64, Small
 
-FILES = Path(__file__).parent / "files"
+FILES = Path(__file__).parents[1] / "files"
 
 
 def spd(n: int, seed: int, condition: float = 1e2) -> Tensor:

@@ -20,7 +20,7 @@ from metamd.files import shipped
 from metamd.files.shipped import card, names
 from metamd.tasks import models, rotated_mnist
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMES = ("lenet-digits", "mlp-by-role", "quadratic")
 
 

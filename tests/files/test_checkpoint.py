@@ -17,7 +17,7 @@ from metamd.learning.rounds.state import State
 from tests.meta_families import small
 from tests.meta_worker import STEPS, train
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def worker(folder, point="", **options):

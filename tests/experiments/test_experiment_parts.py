@@ -33,11 +33,11 @@ from metamd.rivals import learned_rival, rival
 from metamd.tasks.base import derive_seed
 from metamd.tasks.shared_start import SharedStart, starting_at
 from metamd.tasks.variants import Variant
-from tests.test_families import place, tiny_data
+from tests.tasks.test_families import place, tiny_data
 
 __all__ = ["place", "tiny_data"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WATCH = Measuring(every=5, splits=())
 FLAT, STEEP = tasks.quadratic((0.5, 1.0), steps=30), tasks.quadratic((8.0, 10.0), steps=30)
 

@@ -120,7 +120,7 @@ def test_two_processes_that_load_at_once_share_one_download(place, server):
     files, images, _ = idx_files("train")
     for key, body in files.items():
         server.serve(key, slow(body, pieces=5, pause=0.05))
-    command = [sys.executable, "-c", CHILD, str(Path(__file__).parents[1]), server.url]
+    command = [sys.executable, "-c", CHILD, str(Path(__file__).parents[2]), server.url]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [p.communicate(timeout=60)[0].strip() for p in both] == [canonical.digest(images)] * 2
     assert sorted(server.asked) == ["/train-images.gz", "/train-labels.gz"]
@@ -132,7 +132,7 @@ def test_a_process_waits_while_another_one_makes_the_dataset(place, server):
     files, images, _ = idx_files("train")
     for key, body in files.items():
         server.serve(key, whole(body))
-    command = [sys.executable, "-c", CHILD, str(Path(__file__).parents[1]), server.url]
+    command = [sys.executable, "-c", CHILD, str(Path(__file__).parents[2]), server.url]
     with locked(place / "cache" / "locks" / "mnist.lock"):
         other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         with pytest.raises(subprocess.TimeoutExpired):

@@ -623,7 +623,7 @@ def run_with_ray(program, *arguments):
     """In a process of its own, which leaves no cluster behind."""
     pytest.importorskip("ray")
     ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # others are being tested beside it
-    env = {**os.environ, **ray, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    env = {**os.environ, **ray, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -787,7 +787,7 @@ fill(Records(Path(sys.argv[1]) / "r", {}), cells, title="t", workers=2)
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL])
 def test_filling_survives_ctrl_c_and_kill(tmp_path, blow):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     first = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True)
     while len(list(tmp_path.glob("r/cells/*.json"))) < 3:
         time.sleep(0.02)

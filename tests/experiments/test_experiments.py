@@ -27,7 +27,7 @@ from metamd.files.store import Records, read_json, write_json
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.tasks import quadratic as quadratics
 from metamd.tasks import rosenbrock as valleys
-from tests.test_families import place, tiny_data
+from tests.tasks.test_families import place, tiny_data
 
 __all__ = ["place", "tiny_data"]
 
@@ -301,7 +301,7 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
 IMAGES = [name for name in names() if name not in ("quadratic", "rosenbrock")]
 
 
-@pytest.mark.filterwarnings("ignore::metamd.guard.OffFamilyWarning")
+@pytest.mark.filterwarnings("ignore::metamd.OffFamilyWarning")
 @pytest.mark.parametrize("name", IMAGES)
 def test_every_experiment_with_images_runs_at_its_smallest_scale(name, tmp_path, capsys, tiny_data):
     args = ["reproduce", name, "--scale", "smoke", "--out", str(tmp_path), "--json"]
@@ -380,7 +380,7 @@ KEYS = ("best-diagonal", "sgd-rate", "sgd-m-rate", "adam-rate")
 
 @pytest.mark.parametrize("experiment", [quadratic, rosenbrock], ids=["quadratic", "rosenbrock"])
 def test_the_results_page_shows_what_the_records_say(experiment):
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     folder = root / "results" / experiment.__name__.rpartition(".")[2]
     results = {p.stem: read_json(p) for p in sorted((folder / "cells").glob("*.json"))}
     assert experiment.markdown(experiment.table(results)).strip() in (root / "docs" / "results.md").read_text()

@@ -21,9 +21,9 @@ from metamd.learning.rounds.workers import Workers
 from metamd.tasks import quadratic, starting_at, supervised, tabular
 from metamd.tasks.counted import Counted
 from tests.network_worker import family, train
-from tests.test_train_command import process
+from tests.cli.test_train_command import process
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
 

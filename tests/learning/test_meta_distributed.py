@@ -14,7 +14,7 @@ from metamd import load
 from metamd.learning.rounds.workers import Workers
 from tests.meta_worker import OPTIONS, STEPS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def launch(folder, point="", restarts=0, processes=2):

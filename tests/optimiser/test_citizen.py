@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from metamd import Euclidean, MetaMD
 from tests.helpers import equal_parameters, random_geometry, small_model, train
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCHEDULERS = {
     "LambdaLR": {"lr_lambda": lambda t: 0.9**t},
     "MultiplicativeLR": {"lr_lambda": lambda t: 0.9},

@@ -23,7 +23,7 @@ from metamd.tasks.base import Task
 from tests.helpers import small_model, train
 from tests.learned_files import Parts, learned, same
 
-VERSION_1 = Path(__file__).parent / "files" / "version-1.safetensors"
+VERSION_1 = Path(__file__).parents[1] / "files" / "version-1.safetensors"
 TYINGS = ("parameter", "channel", "column", "tensor", "role")
 
 

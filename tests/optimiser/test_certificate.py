@@ -13,7 +13,7 @@ from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, PNorm
 from metamd.optimiser.certificate.ledger import Ledger
 from metamd.potentials.base import Move
 from tests.helpers import equal_parameters, random_geometry, small_model, train
-from tests.test_kronecker import random_basis
+from tests.potentials.test_kronecker import random_basis
 
 
 def recorded(model, optimiser):

@@ -19,7 +19,7 @@ def launch(case, folder, world=2):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
         )
         for rank in range(world)
     ]

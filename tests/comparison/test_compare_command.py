@@ -46,7 +46,7 @@ from metamd.potentials import Diagonal
 from metamd.rivals import Range, rival
 from metamd.tasks.variants import Variant
 from tests.data_builders import place
-from tests.test_families import tiny_data
+from tests.tasks.test_families import tiny_data
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")

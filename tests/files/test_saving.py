@@ -96,7 +96,7 @@ from metamd.files import learned as module
 import torch
 path, writer = sys.argv[1:]
 if writer == "plain":
-    from tests.test_saving import plain_write
+    from tests.files.test_saving import plain_write
     module.write_atomically = plain_write
 both = [LearnedOptimiser.from_potential(MaxDiagonal(2).with_metrics({"x": torch.zeros(2, n)}), horizon=n)
         for n in (300_000, 200_000)]
@@ -121,7 +121,7 @@ print(broken)
 
 
 def in_process(script, *args):
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     paths = os.pathsep.join([here, *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script, *map(str, args)], env=environment, capture_output=True, text=True)

@@ -1,6 +1,5 @@
 """Documentation that is run: every Python block of every page, every docstring's example, every key and link."""
 
-import ast
 import doctest
 import importlib.util
 import inspect
@@ -136,16 +135,6 @@ def test_functions_named_by_the_paper_page_exist():
                 thing = getattr(thing, part)
             break
         assert thing is not None, f"{module}.{attribute}"
-
-
-def test_source_layout():
-    """No file of the package is longer than 400 lines, no function longer than 70."""
-    for path in (ROOT / "src").rglob("*.py"):
-        text = path.read_text()
-        assert text.count("\n") <= 400, path.name
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno - node.lineno <= 70, f"{path.name}: {node.name}"
 
 
 def benchmark(name):

@@ -20,8 +20,8 @@ from metamd.learning.reference import learn_from_reference
 from metamd.learning.rounds.workers import Workers
 from metamd.tasks import quadratic, starting_at, supervised, tabular
 from metamd.tasks.counted import Counted
-from tests.network_worker import family, train
 from tests.cli.test_train_command import process
+from tests.network_worker import family, train
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,99 @@
+"""The twelve packages: each imports only from those before it, and the optimiser needs three of them alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "metamd"
+ORDER = (
+    "potentials",
+    "files",
+    "optimiser",
+    "data",
+    "tasks",
+    "inner",
+    "learning",
+    "certification",
+    "rivals",
+    "comparison",
+    "experiments",
+    "cli",
+)
+KNOWN: set[str] = {
+    "files/identity.py -> inner",
+    "files/identity.py -> tasks",
+    "files/journal.py -> learning",
+    "files/learned.py -> inner",
+    "files/parts.py -> learning",
+    "files/parts.py -> tasks",
+    "files/recorded_run.py -> inner",
+    "files/usage.py -> optimiser",
+    "inner/closed_form.py -> learning",
+}
+"""Upward imports that are not repaired yet: this set only shrinks."""
+
+
+def imported(node: ast.AST, inside: tuple[str, ...]) -> list[str]:
+    """The full names of the modules that one statement imports, `inside` being the package of the file."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = node.module or ""
+    if node.level:
+        base = ".".join([*inside[: len(inside) - node.level + 1], *base.split(".")]).rstrip(".")
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+def upward(source: Path) -> set[str]:
+    """The imports from later packages, also those inside functions, as "file -> package"."""
+    found = set()
+    for path in source.rglob("*.py"):
+        place = path.relative_to(source)
+        if len(place.parts) == 1:
+            continue
+        allowed = ORDER[: ORDER.index(place.parts[0]) + 1]
+        for node in ast.walk(ast.parse(path.read_text())):
+            for name in imported(node, ("metamd", *place.parts[:-1])):
+                top, _, rest = name.partition(".")
+                package = rest.split(".")[0] or "metamd"
+                # `import metamd` and its public names are refused too: they could come from any package.
+                if top == "metamd" and package not in (*allowed, "_version"):
+                    found.add(f"{place.as_posix()} -> {package}")
+    return found
+
+
+def test_packages_import_only_from_those_before_them():
+    assert upward(SOURCE) <= KNOWN
+
+
+def test_the_law_rejects_upward_imports(tmp_path):
+    for package in ORDER:
+        (tmp_path / package).mkdir()
+    (tmp_path / "__init__.py").write_text("from metamd.cli import main\n")
+    (tmp_path / "optimiser" / "fine.py").write_text("import torch\nfrom metamd.files import learned\nfrom . import other\n")
+    assert upward(tmp_path) == set()
+    broken = {
+        "potentials/direct.py": ("from metamd.files.learned import load\n", "files"),
+        "inner/hidden.py": ("def f():\n    from metamd.learning import meta\n    return meta\n", "learning"),
+        "rivals/whole.py": ("import metamd.comparison.compare\n", "comparison"),
+        "tasks/relative.py": ("from ..experiments import pieces\n", "experiments"),
+        "data/public.py": ("from metamd import meta_train\n", "meta_train"),
+        "comparison/everything.py": ("import metamd\n", "metamd"),
+    }
+    for file, (text, _) in broken.items():
+        (tmp_path / file).write_text(text)
+    assert upward(tmp_path) == {f"{file} -> {package}" for file, (_, package) in broken.items()}
+
+
+def test_only_the_packages_lie_directly_under_the_source_folder():
+    files = {"__init__.py", "__main__.py", "_version.py", "py.typed"}
+    assert {p.name for p in SOURCE.iterdir() if p.name != "__pycache__"} == files | set(ORDER)
+
+
+def test_the_optimiser_reaches_potentials_files_and_optimiser_alone():
+    program = "import sys, metamd.optimiser.optimiser; print(*{m.split('.')[1] for m in sys.modules if 'metamd.' in m})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    late = {"inner"} if any(known.startswith("files/") for known in KNOWN) else set()
+    assert set(done.stdout.split()) - {"_version"} - late == {"potentials", "files", "optimiser"}

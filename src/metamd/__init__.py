@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from metamd.files.recorded_run import Run
     from metamd.files.usage import Usage
     from metamd.inner.estimators import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
-    from metamd.inner.gap import LogGap
-    from metamd.inner.objectives import PaperBound, Regret, TrainingLoss
+    from metamd.inner.objectives import LogGap, PaperBound, Regret, TrainingLoss
     from metamd.learning.meta import Method, NotConvergedWarning, meta_train, paper
     from metamd.learning.recorded import learn
     from metamd.learning.recorder import Recorder
@@ -67,7 +66,7 @@ _HOME = {
     "paper": "learning.meta",
     "PaperBound": "inner.objectives",
     "Regret": "inner.objectives",
-    "LogGap": "inner.gap",
+    "LogGap": "inner.objectives",
     "TrainingLoss": "inner.objectives",
     "ClosedForm": "inner.estimators",
     "Direct": "inner.estimators",

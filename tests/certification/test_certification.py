@@ -15,7 +15,7 @@ from metamd.certification.scores import run_task, steps_to
 from metamd.certification.statements import HeldOutCertificate
 from metamd.certification.training_tasks import displacements, measure, size_of, training_tasks
 from metamd.cli import main as cli
-from metamd.inner.objectives import Reference
+from metamd.inner.comparators import Reference
 from metamd.learning.rounds.lessons import draw
 from metamd.tasks import Drawn, config_hash
 from metamd.tasks.catalogue import FAMILIES

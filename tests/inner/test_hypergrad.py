@@ -21,9 +21,10 @@ from metamd import (
     Reverse,
     TrainingLoss,
 )
+from metamd.inner.comparators import Fixed, Reference
 from metamd.inner.estimators import Moments
 from metamd.inner.estimators.recursion import Recursion
-from metamd.inner.objectives import Fixed, FromLipschitz, Reference
+from metamd.inner.objectives import FromLipschitz
 from metamd.inner.run import gradient, run_inner
 from tests.small_tasks import F64, BecomesNaN, ConvNet, Quadratic, Separable, TanhNet, potential_for
 

@@ -8,7 +8,8 @@ import torch
 
 import metamd
 from metamd import ClosedForm, Diagonal, LogGap, PaperBound, Regret, TrainingLoss
-from metamd.inner.objectives import PRIOR, End, Fixed, FromLipschitz, Objective, Point, Reference
+from metamd.inner.comparators import End, Fixed, Reference
+from metamd.inner.objectives import PRIOR, FromLipschitz, Objective, Point
 from metamd.inner.run import run_inner
 from tests.small_tasks import F64, NoisyCoordinate, Quadratic, Separable, TanhNet, potential_for
 

@@ -25,13 +25,14 @@ from metamd import (
     paper,
     tasks,
 )
+from metamd.inner.closed_form import Iterate
 from metamd.inner.estimators import Moments
 from metamd.inner.objectives import PRIOR
 from metamd.inner.run import run_inner
 from metamd.learning.phases import build_pieces, rising, run_phases
 from metamd.learning.rounds.first_look import largest_curvature
 from metamd.learning.rounds.lessons import draw
-from metamd.learning.rounds.outer import Adam, GradientDescent, Iterate, Update
+from metamd.learning.rounds.outer import Adam, GradientDescent, Update
 from tests.meta_families import Mixed, Noisy, jealous, poisoned, small
 
 SMALL = {"outer_steps": 6, "tasks_per_step": 4, "seed": 0}

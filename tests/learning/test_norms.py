@@ -9,9 +9,9 @@ from scipy.optimize import minimize
 
 from metamd import Diagonal, Journal, Kronecker, MaxDiagonal, Refine, Regret, load, meta_train, tasks
 from metamd.cli import main as cli
+from metamd.inner.closed_form import Iterate
 from metamd.learning.rounds.ball import Ball, metric_norms
 from metamd.learning.rounds.lessons import Lecture
-from metamd.learning.rounds.outer import Iterate
 from metamd.potentials.kronecker import Learned
 
 SHAPES = {"first.weight": (4, 3), "first.bias": (4,), "last.weight": (2, 4), "scale": ()}

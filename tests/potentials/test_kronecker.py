@@ -21,12 +21,21 @@ from metamd.cli import main as cli
 from metamd.cli.inspect import distributions
 from metamd.files.header import SCHEMA_VERSIONS
 from metamd.files.usage import Usage
-from metamd.inner.closed_form import LARGEST, _raised, best_shares, learn_factors, moment_shapes
+from metamd.inner.closed_form import (
+    LARGEST,
+    Iterate,
+    _raised,
+    best_metric,
+    best_shares,
+    geometric_mean,
+    learn_factors,
+    moment_shapes,
+    root,
+    towards,
+)
+from metamd.inner.comparators import Reference
 from metamd.inner.moments import Moments
-from metamd.inner.objectives import Reference
-from metamd.inner.positive import best_metric, geometric_mean, root, towards
 from metamd.inner.run import run_inner
-from metamd.learning.rounds.outer import Iterate
 from metamd.potentials.kronecker import Learned
 from metamd.potentials.online import Online
 from metamd.potentials.orthogonal import Orthogonal

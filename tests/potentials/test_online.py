@@ -30,7 +30,7 @@ from metamd.cli.train import _tried
 from metamd.comparison.training import Measuring
 from metamd.comparison.training import train as train_rival
 from metamd.files.start import LearnedStart
-from metamd.inner.objectives import Reference
+from metamd.inner.comparators import Reference
 from metamd.inner.run import gradient
 from metamd.learning import reference as following
 from metamd.learning.reference import learn_from_reference

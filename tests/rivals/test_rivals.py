@@ -26,7 +26,7 @@ from metamd.comparison import training
 from metamd.comparison.search import sobol
 from metamd.comparison.training import Outcome, step_seconds, train
 from metamd.files.store import Records
-from metamd.inner.objectives import Reference
+from metamd.inner.comparators import Reference
 from metamd.rivals import RIVALS, Contender, Range, Rival, rival
 from metamd.rivals.classical import MuonAndAdamW
 from metamd.tasks.models import LeNet

@@ -13,7 +13,7 @@ from metamd.certification.statistics import checked, clopper_pearson, mean_below
 from metamd.certification.training_tasks import displacements, training_tasks
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import Usage
-from metamd.inner.objectives import Reference
+from metamd.inner.comparators import Reference
 from metamd.learning.rounds.lessons import draw_config
 from metamd.tasks.base import Config, TaskFamily, config_hash
 

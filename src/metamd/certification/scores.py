@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metamd.certification.training_tasks import measure
 from metamd.files.learned import LearnedOptimiser
-from metamd.inner.objectives import Reference
+from metamd.inner.comparators import Reference
 from metamd.inner.run import Walk, gradient
 from metamd.tasks.base import SolvedTask, Task
 

@@ -20,7 +20,7 @@ from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.locks import locked
 from metamd.files.shipped import FOLDER, locate
-from metamd.inner.objectives import Reference
+from metamd.inner.comparators import Reference
 
 
 def run(options: Certify) -> int:

@@ -21,9 +21,10 @@ from metamd.cli.options import Train
 from metamd.files.journal import Journal, Log
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.usage import Usage
+from metamd.inner.comparators import End, Reference
 from metamd.inner.estimators import Forward, ForwardDiagonal, ForwardRandom, Reverse
 from metamd.inner.estimators.base import Estimator
-from metamd.inner.objectives import End, Reference, Regret
+from metamd.inner.objectives import Regret
 from metamd.learning.meta import Method, meta_train, paper
 from metamd.learning.network import has_weights, learn_network, refinement
 from metamd.learning.rounds.outer_steps import Refine, Stopping

@@ -11,8 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from metamd.inner.layout import laid_out_like
-from metamd.inner.run import BLOW_UP
+from metamd.inner.run import BLOW_UP, laid_out_like
 from metamd.rivals.base import Contender, Stepper
 from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed
 from metamd.tasks.stochastic import seeded

@@ -14,7 +14,8 @@ from metamd.experiments.declare import Family
 from metamd.experiments.experiment import MODERN, Entry, Experiment, Geometry, Scale, markdown
 from metamd.files.start import LearnedStart
 from metamd.files.usage import Usage
-from metamd.inner.objectives import Reference, Regret
+from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Regret
 from metamd.learning.usage import learn_start
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.images.adaptation import ADAPTED

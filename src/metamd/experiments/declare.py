@@ -17,7 +17,8 @@ from metamd.files.learned import LearnedOptimiser
 from metamd.files.start import LearnedStart
 from metamd.files.store import Result
 from metamd.files.usage import Usage
-from metamd.inner.objectives import Objective, Reference, Regret
+from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Objective, Regret
 from metamd.learning.reference import learn_from_reference
 from metamd.learning.usage import learn_usage, tuned_reference
 from metamd.optimiser.averaging import AveragingName

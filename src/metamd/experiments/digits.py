@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from metamd import tasks
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Result
-from metamd.inner.objectives import Reference, Regret
+from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Regret
 from metamd.inner.run import run_inner
 from metamd.learning.meta import meta_train
 from metamd.optimiser.optimiser import MetaMD

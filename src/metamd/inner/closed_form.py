@@ -1,20 +1,16 @@
 """How a learned basis is found: the best metric of every weight matrix in closed form, and the basis it is diagonal in."""
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from metamd.inner.moments import Moments
-from metamd.inner.positive import best_metric, geometric_mean, towards
-from metamd.potentials.basis import Basis
+from metamd.potentials.basis import Basis, Identity
+from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Learned, Rank
 from metamd.potentials.orthogonal import Orthogonal
-
-if TYPE_CHECKING:
-    from metamd.learning.rounds.outer import Iterate
 
 TOLERATED = 0.05
 """The share of the bound that `rank="auto"` gives away at most, if `LARGEST` allows it."""
@@ -27,6 +23,51 @@ products are slower."""
 DEFAULT = (0.1, 0.001)
 CANDIDATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 1e-1)
 """Shares of X and of Y that `shrinkage="auto"` tries; those of X first, with the default of Y."""
+
+
+@dataclass(frozen=True)
+class Iterate:
+    """Metrics on the way, and how they did on the tasks they were first tried on.
+
+    Args:
+        log_d: logarithms of the metrics by key, (N, ...) each.
+        offsets: b.
+        step: the outer step that tried them; 0 before that.
+        loss: mean training loss over its runs, infinite if some of them diverged.
+        basis: the coordinates in which they are metrics.
+    """
+
+    log_d: dict[str, Tensor]
+    offsets: Tensor
+    step: int = 0
+    loss: float = math.inf
+    basis: Basis = field(default_factory=Identity)
+
+    @classmethod
+    def of(cls, potential: MaxDiagonal) -> "Iterate":
+        """The metrics of a potential."""
+        log_d = {k: v.detach().clone() for k, v in potential.log_d.items()}
+        return cls(log_d, potential.offsets.detach().clone(), basis=potential.basis)
+
+    def apply(self, potential: MaxDiagonal) -> MaxDiagonal:
+        """The potential with these metrics, and as many pieces as they have; not bound yet."""
+        new = MaxDiagonal(len(self.offsets), tying=potential.tying, centre=potential.centre, basis=self.basis)
+        return new.with_metrics(self.log_d, self.offsets).requires_grad_(False)
+
+    def moved(self, log_d: dict[str, Tensor], offsets: Tensor | None = None, basis: Basis | None = None) -> "Iterate":
+        """Other metrics, not tried yet, with the same offsets and in the same basis unless others are given."""
+        return Iterate(log_d, self.offsets if offsets is None else offsets, basis=basis or self.basis)
+
+    def shifted(self, by: float) -> "Iterate":
+        """All metrics, and the offsets with them, multiplied by exp(by): the same potential times a number."""
+        return self.moved({k: v + by / self.basis.terms(k) for k, v in self.log_d.items()}, self.offsets * math.exp(by))
+
+    def halfway(self, other: "Iterate") -> "Iterate":
+        """The geometric mean of two metrics."""
+        offsets = torch.lerp(self.offsets, other.offsets, 0.5)
+        log_d = {k: torch.lerp(v, other.log_d[k], 0.5) for k, v in self.log_d.items() if v.shape == other.log_d[k].shape}
+        turned, basis = halfway(self, other)
+        return self.moved(log_d | turned, offsets, basis)
 
 
 @dataclass(frozen=True)
@@ -71,7 +112,7 @@ class Metric:
         return 0.5 * float((self.d * a + b / self.d).sum())
 
 
-def moment_shapes(iterate: "Iterate") -> dict[str, tuple[int, ...]]:
+def moment_shapes(iterate: Iterate) -> dict[str, tuple[int, ...]]:
     """The shapes of what runs say about these metrics: (n, n) by "side/key" where a basis is learned, (n,) by its side."""
     shapes = {k: tuple(v.shape[1:]) for k, v in iterate.log_d.items()}
     if isinstance(iterate.basis, Learned):
@@ -84,13 +125,13 @@ def moment_shapes(iterate: "Iterate") -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def compared(iterate: "Iterate") -> list[str]:
+def compared(iterate: Iterate) -> list[str]:
     """The keys of the matrices of which half of the tasks are held against the others: all, for `shrinkage="auto"`."""
     auto = isinstance(iterate.basis, Learned) and iterate.basis.shrinkage == "auto"
     return [k for k in moment_shapes(iterate) if k not in iterate.log_d] if auto else []
 
 
-def learn_factors(now: "Iterate", moments: Moments, reach: float, half: Moments | None = None) -> Turned:
+def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments | None = None) -> Turned:
     """To the minimisers X^-1 # Y of all matrices, or as far as the trust region reaches, in the bases they are diagonal in.
 
     With factors on both sides, each minimiser is for the other side as it was, and the side that gains more is taken: the
@@ -163,7 +204,7 @@ def _scale_step(present: Tensor, moments: Moments, factor: str, reach: float) ->
     return _SideStep(None, logs, float((logs - present).square().mean().sqrt()), before, after)
 
 
-def halfway(a: "Iterate", b: "Iterate") -> tuple[dict[str, Tensor], Basis]:
+def halfway(a: Iterate, b: Iterate) -> tuple[dict[str, Tensor], Basis]:
     """The geometric means of the metrics of two iterates, where they have learned bases, and the basis of these."""
     basis = a.basis
     if not isinstance(basis, Learned):
@@ -273,7 +314,7 @@ def _by_key(basis: Learned) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]
     return {p.key: (turning[n], scaling[n]) for n, p in basis.places.items() if turning[n] or scaling[n]}
 
 
-def _stored(iterate: "Iterate", key: str) -> dict[str, Tensor]:
+def _stored(iterate: Iterate, key: str) -> dict[str, Tensor]:
     """The logarithms of each side as they are stored."""
     basis, row = iterate.basis, iterate.log_d[key][0].detach().double().cpu()
     assert isinstance(basis, Learned)
@@ -284,9 +325,81 @@ def _stored(iterate: "Iterate", key: str) -> dict[str, Tensor]:
     return {"left": row[:left], "right": row[left:]}
 
 
-def _side(iterate: "Iterate", key: str, side: str) -> Metric:
+def _side(iterate: Iterate, key: str, side: str) -> Metric:
     """The metric of one side in float64."""
     logs, columns = _stored(iterate, key)[side], iterate.basis.factors().get(f"{side}/{key}")
     if columns is None:
         return Metric(torch.eye(len(logs), dtype=torch.float64), logs.exp())
     return _whole(columns.double().cpu(), logs.exp())
+
+
+# symmetric positive definite matrices: geometric means, and the geodesics on which the regret bound is convex
+
+
+def geometric_mean(a: Tensor, b: Tensor) -> Tensor:
+    """A # B = A^1/2 (A^-1/2 B A^-1/2)^1/2 A^1/2, the middle of the geodesic between two positive definite matrices.
+
+    Args:
+        a: A.
+        b: B.
+
+    Example:
+        >>> geometric_mean(torch.eye(2).double() * 4, torch.eye(2).double() * 9)
+        tensor([[6., 0.],
+                [0., 6.]], dtype=torch.float64)
+    """
+    # A = C C': A # B = C (C^-1 B C^-T)^1/2 C'
+    c = torch.linalg.cholesky(a)
+    inner = torch.linalg.solve_triangular(c, torch.linalg.solve_triangular(c, b, upper=False).mT, upper=False)
+    return symmetric(c @ root(inner) @ c.mT)
+
+
+def best_metric(x: Tensor, y: Tensor) -> Tensor:
+    """X^-1 # Y, the minimiser D of tr(D X) + tr(D^-1 Y): the positive definite solution of D X D = Y.
+
+    Args:
+        x: X, positive definite.
+        y: Y, positive semi-definite.
+
+    Example:
+        >>> best_metric(torch.eye(2).double() * 4, torch.eye(2).double() * 9)
+        tensor([[1.5000, 0.0000],
+                [0.0000, 1.5000]], dtype=torch.float64)
+    """
+    # X = C C': D = C^-T (C' Y C)^1/2 C^-1, so that X is never inverted
+    c = torch.linalg.cholesky(x)
+    half = torch.linalg.solve_triangular(c.mT, root(c.mT @ y @ c), upper=True)
+    return symmetric(torch.linalg.solve_triangular(c.mT, half.mT, upper=True))
+
+
+def root(a: Tensor) -> Tensor:
+    """The positive semi-definite square root; eigenvalues that rounding made negative count as zero."""
+    values, vectors = torch.linalg.eigh(symmetric(a))
+    return symmetric((vectors * values.clamp_min(0).sqrt()) @ vectors.mT)
+
+
+def symmetric(a: Tensor) -> Tensor:
+    """Without what rounding left of asymmetry."""
+    return 0.5 * (a + a.mT)
+
+
+def towards(now: tuple[Tensor, Tensor], best: Tensor, reach: float) -> tuple[Tensor, Tensor]:
+    """The way from D to another metric along the geodesic, every direction's logarithm by at most `reach`.
+
+    With D^-1/2 B D^-1/2 = Q diag(e) Q' the result is D^1/2 Q diag(clamp(log e)) Q' D^1/2; between metrics that commute
+    this limits the change of each log d on its own.
+
+    Args:
+        now: V and d of D = V diag(d) V'.
+        best: B.
+        reach: the largest change of a logarithm.
+
+    Returns:
+        The metric, and the changes of logarithms that were made.
+    """
+    vectors, d = now
+    half, back = vectors * d.sqrt(), vectors / d.sqrt()
+    values, turned = torch.linalg.eigh(symmetric(back.mT @ best @ back))
+    logs = values.clamp_min(torch.finfo(values.dtype).tiny).log().clamp(-reach, reach)
+    spanned = half @ turned
+    return symmetric((spanned * logs.exp()) @ spanned.mT), logs

@@ -8,22 +8,23 @@ and every estimator of its gradient works from these two parts. `value` evaluate
 function of the metrics alone: its gradient is the direct one, without the dependence of the run on the metrics.
 """
 
+import math
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from metamd.inner.layout import laid_out_like
-from metamd.inner.run import Cost, Trajectory, gradient, local_norm
+from metamd.inner.comparators import End as End
+from metamd.inner.comparators import Fixed as Fixed
+from metamd.inner.comparators import Pseudo
+from metamd.inner.comparators import Reference as Reference
+from metamd.inner.run import Trajectory, local_norm
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import Task
 
 PRIOR = 1e-7
 """The strength of the prior of `Regret` if nothing else is asked, a safety net: no step size falls below 0.02 % of its
@@ -120,105 +121,6 @@ class Objective(ABC):
         return self
 
 
-# the comparator of the regret
-
-Pseudo = Mapping[str, tuple[Tensor, Tensor]]
-"""Squared displacements and squared gradients that nobody saw, by tensor, over coordinates that share a metric."""
-
-
-@dataclass(frozen=True)
-class End:
-    """The end of the run itself, held fixed: free, but coordinates that move little starve round after round."""
-
-    def of(self, run: Trajectory) -> Params:
-        """theta_{T+1}, without its dependence on the metrics."""
-        return run.end
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The end of a longer run of another optimiser, from the same start: what D was used cannot move it.
-
-    The rate falls linearly to zero, so that the end is not noise.
-
-    Args:
-        optimiser: a torch optimiser; called as optimiser(params, lr=lr).
-        lr: its first learning rate.
-        factor: how many times longer than the run it is.
-        chosen_on: hashes of the tasks that lr was chosen on, if it was.
-
-    Example:
-        >>> Regret(comparator=Reference(torch.optim.Adam, lr=1e-3, factor=2))
-        Regret(comparator=Reference(Adam, lr=0.001, factor=2), prior=0.0)
-    """
-
-    optimiser: Callable[..., Optimizer] = torch.optim.Adam
-    lr: float = 1e-3
-    factor: float = 2.0
-    chosen_on: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0 or not self.factor > 0:
-            raise ValueError(f"Reference needs a positive lr and factor, got lr={self.lr}, factor={self.factor}.")
-
-    def __repr__(self) -> str:
-        name = getattr(self.optimiser, "__name__", repr(self.optimiser))
-        return f"Reference({name}, lr={self.lr:g}, factor={self.factor:g})"
-
-    def of(self, run: Trajectory) -> Params:
-        """theta_* of the record."""
-        if run.reference is None:
-            raise ValueError("this run has no reference point. Run it with run_inner(..., reference=objective.reference).")
-        return run.reference
-
-    def run(
-        self, task: Task, start: Params, steps: int, *, watch: Callable[[Tensor, Params], None] | None = None
-    ) -> tuple[dict[str, Tensor], Cost]:
-        """Train the task from its start; the batches of steps beyond T are those that follow.
-
-        Args:
-            task: the problem.
-            start: theta_1.
-            steps: T.
-            watch: is given the loss and the gradients of every step.
-        """
-        began = time.perf_counter()
-        params = {n: x.detach().clone().requires_grad_() for n, x in start.items()}
-        optimiser = self.optimiser(list(params.values()), lr=self.lr)
-        total = max(1, round(self.factor * steps))
-        for t in range(total):
-            for group in optimiser.param_groups:
-                group["lr"] = self.lr * (1 - t / total)
-            loss, grads = gradient(task, params, task.batch(t))
-            if watch is not None:
-                watch(loss, grads)
-            for n, g in grads.items():
-                params[n].grad = laid_out_like(params[n], g)
-            optimiser.step()
-        best = {n: x.detach() for n, x in params.items()}
-        return best, Cost(gradients=total, seconds=time.perf_counter() - began)
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A known point.
-
-    Args:
-        point: u.
-        pseudo: what a prior adds, as `Regret.pseudo` has it; that of the run at hand if not given.
-    """
-
-    point: Params
-    pseudo: "Pseudo | None" = None
-
-    def of(self, run: Trajectory) -> Params:
-        """The point."""
-        return self.point
-
-
-# the objectives
-
-
 @dataclass(frozen=True)
 class Regret(Objective):
     """The local-norm bound on the regret, with a comparator u that is held fixed.
@@ -235,7 +137,7 @@ class Regret(Objective):
     """
 
     steady: ClassVar[bool] = True
-    comparator: End | Reference | Fixed = End()
+    comparator: End | Reference | Fixed = field(default_factory=End)
     prior: float = 0.0
 
     def __post_init__(self) -> None:
@@ -377,6 +279,75 @@ class TrainingLoss(Objective):
     def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
         """The mean of the recorded losses."""
         return run.losses.sum() / run.steps
+
+    def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
+        """Nothing."""
+        return torch.zeros((), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class LogGap(Objective):
+    """The mean over the run of asinh(gap_t / (tolerance gap_1)), gap_t the loss at step t above the lowest of the run.
+
+    asinh(r) is log(2r) for large r, and r for small.
+
+    `Regret` and `TrainingLoss` count losses, so that the first steps decide; here every digit of the gap counts alike, as
+    it does for who waits until the gap is below a tolerance. A run that closes the gap by a constant factor in each of
+    its first n steps adds about n log(1/tolerance) / 2, in T steps: E falls with the number of steps to the tolerance.
+
+    The lowest loss and the first gap are held fixed (stop-gradient), so that not moving is no way out. It has no direct
+    gradient and no closed form: for `Refine` and gradient estimators. With noisy losses the gap to the luckiest batch says
+    little; take a tolerance above the noise.
+
+    Args:
+        tolerance: the share of the first gap below which digits do not count any more.
+        constants: the lowest loss and the first gap, if they are not those of the run.
+
+    Example:
+        >>> LogGap(1e-6)
+        LogGap(tolerance=1e-06)
+    """
+
+    looks_ahead: ClassVar[bool] = True
+    tolerance: float = 1e-3
+    constants: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance < 1:
+            raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}. It is a share of the first gap.")
+
+    def __repr__(self) -> str:
+        return f"LogGap(tolerance={self.tolerance:g})"
+
+    def held(self, run: Trajectory) -> "LogGap":
+        """With the lowest loss and the first gap of this run."""
+        return replace(self, constants=self._constants(run))
+
+    def _constants(self, run: Trajectory) -> tuple[float, float]:
+        if self.constants is not None:
+            return self.constants
+        lowest = float(run.losses.min())
+        return lowest, max(float(run.losses[0]) - lowest, math.ulp(abs(lowest)) + 1e-300)
+
+    def running(self, point: Point) -> Tensor:
+        """asinh(gap_t / (tolerance gap_1)) / T."""
+        if self.constants is None:
+            raise ValueError("LogGap needs the lowest loss of the run while it is running. Pass objective.held(run).")
+        return self._term(point.loss, self.constants) / point.steps
+
+    def _term(self, loss: Tensor, constants: tuple[float, float]) -> Tensor:
+        lowest, first = constants
+        ratio = (loss - lowest) / (self.tolerance * first)
+        return ratio.asinh()  # not log(1 + ratio): other runs may go below the lowest loss of the one that is held
+
+    def slopes(self, point: Point) -> Slopes:
+        """Of the loss alone."""
+        lowest, first = self.constants or (math.nan, math.nan)
+        return Slopes(loss=1 / math.hypot(self.tolerance * first, float(point.loss) - lowest) / point.steps)
+
+    def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
+        """The mean over the recorded losses."""
+        return self._term(run.losses.double(), self._constants(run)).sum() / run.steps
 
     def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
         """Nothing."""

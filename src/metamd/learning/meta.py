@@ -12,13 +12,14 @@ import torch
 from metamd.files.identity import identity_of
 from metamd.files.journal import Journal, Log
 from metamd.files.learned import LearnedOptimiser, fingerprint
+from metamd.inner.closed_form import Iterate
 from metamd.inner.estimators import ClosedForm, Estimator, Forward
 from metamd.inner.objectives import PRIOR, FromLipschitz, Objective, PaperBound, Regret
 from metamd.learning.network import has_weights, learn_network, refinement
 from metamd.learning.rounds.ball import Ball
 from metamd.learning.rounds.first_look import Findings, probe
 from metamd.learning.rounds.lessons import Lecture
-from metamd.learning.rounds.outer import Adam, GradientDescent, Iterate, Outer, TrustRegion
+from metamd.learning.rounds.outer import Adam, GradientDescent, Outer, TrustRegion
 from metamd.learning.rounds.outer_steps import OuterStep, Refine, Stopping
 from metamd.learning.rounds.stages import Plan, StageName
 from metamd.learning.rounds.state import State

@@ -8,9 +8,9 @@ from typing import Any
 from metamd.files.costs import total_cost
 from metamd.files.journal import Journal
 from metamd.files.learned import LearnedOptimiser
+from metamd.inner.comparators import Reference
 from metamd.inner.estimators import Forward, Reverse
-from metamd.inner.gap import LogGap
-from metamd.inner.objectives import PRIOR, Reference
+from metamd.inner.objectives import PRIOR, LogGap
 from metamd.learning.reference import learn_from_reference
 from metamd.learning.rounds.outer import Adam
 from metamd.learning.rounds.outer_steps import Refine

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metamd.inner.closed_form import Iterate
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Array, Cost, Trajectory, Walk, gradient
-from metamd.learning.rounds.outer import Iterate
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import grouped_squares

@@ -18,15 +18,15 @@ from metamd.files.journal import Journal
 from metamd.files.learned import LearnedOptimiser, fingerprint, load
 from metamd.files.parts import parts_of
 from metamd.files.usage import Usage
-from metamd.inner.closed_form import learn_factors
+from metamd.inner.closed_form import Iterate, learn_factors
+from metamd.inner.comparators import Reference
 from metamd.inner.moments import Moments
-from metamd.inner.objectives import Reference, Regret
+from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost, Trajectory
 from metamd.inner.sums import GradientSums
 from metamd.learning.rounds.affordable import affording
 from metamd.learning.rounds.first_look import gradient_scale, look, squares_by_key
 from metamd.learning.rounds.lessons import ends_of, within_reach
-from metamd.learning.rounds.outer import Iterate
 from metamd.learning.trial import train
 from metamd.learning.usage import draw_tasks, said_reference, tuned_reference
 from metamd.potentials.base import Params

@@ -22,7 +22,7 @@ from metamd.experiments.synthetic.race import Problems, start
 from metamd.experiments.synthetic.trainings import metrics_of, train
 from metamd.files.store import Result
 from metamd.inner.estimators import Reverse
-from metamd.inner.gap import LogGap
+from metamd.inner.objectives import LogGap
 from metamd.learning.meta import paper
 from metamd.learning.rounds.outer_steps import Refine
 from metamd.optimiser.optimiser import MetaMD

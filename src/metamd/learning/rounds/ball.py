@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from metamd.learning.rounds.outer import Iterate
+from metamd.inner.closed_form import Iterate
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Shape
 

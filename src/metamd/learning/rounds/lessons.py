@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.inner.closed_form import compared, moment_shapes
+from metamd.inner.closed_form import Iterate, compared, moment_shapes
 from metamd.inner.estimators import ClosedForm, Estimator, Moments
 from metamd.inner.objectives import Objective, PaperBound, Regret, TrainingLoss
 from metamd.inner.run import Cost, Trajectory, gradient, run_inner
 from metamd.inner.together import run_many
-from metamd.learning.rounds.outer import Iterate
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
 

@@ -8,58 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from metamd.inner.closed_form import halfway, learn_factors
+from metamd.inner.closed_form import Iterate, learn_factors
 from metamd.inner.estimators import Moments
-from metamd.potentials.basis import Basis, Identity
 from metamd.potentials.diagonal import MaxDiagonal
 
 Sums = Mapping[str, Tensor]
 """Tensors by name, summed over tasks and processes."""
-
-
-@dataclass(frozen=True)
-class Iterate:
-    """Metrics on the way, and how they did on the tasks they were first tried on.
-
-    Args:
-        log_d: logarithms of the metrics by key, (N, ...) each.
-        offsets: b.
-        step: the outer step that tried them; 0 before that.
-        loss: mean training loss over its runs, infinite if some of them diverged.
-        basis: the coordinates in which they are metrics.
-    """
-
-    log_d: dict[str, Tensor]
-    offsets: Tensor
-    step: int = 0
-    loss: float = math.inf
-    basis: Basis = field(default_factory=Identity)
-
-    @classmethod
-    def of(cls, potential: MaxDiagonal) -> "Iterate":
-        """The metrics of a potential."""
-        log_d = {k: v.detach().clone() for k, v in potential.log_d.items()}
-        return cls(log_d, potential.offsets.detach().clone(), basis=potential.basis)
-
-    def apply(self, potential: MaxDiagonal) -> MaxDiagonal:
-        """The potential with these metrics, and as many pieces as they have; not bound yet."""
-        new = MaxDiagonal(len(self.offsets), tying=potential.tying, centre=potential.centre, basis=self.basis)
-        return new.with_metrics(self.log_d, self.offsets).requires_grad_(False)
-
-    def moved(self, log_d: dict[str, Tensor], offsets: Tensor | None = None, basis: Basis | None = None) -> "Iterate":
-        """Other metrics, not tried yet, with the same offsets and in the same basis unless others are given."""
-        return Iterate(log_d, self.offsets if offsets is None else offsets, basis=basis or self.basis)
-
-    def shifted(self, by: float) -> "Iterate":
-        """All metrics, and the offsets with them, multiplied by exp(by): the same potential times a number."""
-        return self.moved({k: v + by / self.basis.terms(k) for k, v in self.log_d.items()}, self.offsets * math.exp(by))
-
-    def halfway(self, other: "Iterate") -> "Iterate":
-        """The geometric mean of two metrics."""
-        offsets = torch.lerp(self.offsets, other.offsets, 0.5)
-        log_d = {k: torch.lerp(v, other.log_d[k], 0.5) for k, v in self.log_d.items() if v.shape == other.log_d[k].shape}
-        turned, basis = halfway(self, other)
-        return self.moved(log_d | turned, offsets, basis)
 
 
 @dataclass(frozen=True)

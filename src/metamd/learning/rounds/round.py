@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from metamd.inner.closed_form import Iterate
 from metamd.inner.estimators import ClosedForm
 from metamd.inner.run import Cost
 from metamd.learning.rounds.ball import Ball
 from metamd.learning.rounds.lessons import Attempt, Lecture, Lesson, draw
-from metamd.learning.rounds.outer import Iterate
 from metamd.learning.rounds.state import State
 from metamd.learning.rounds.workers import Workers
 from metamd.tasks.base import Task, TaskFamily, derive_seed

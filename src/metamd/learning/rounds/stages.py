@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from metamd.inner.closed_form import Iterate
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost
 from metamd.learning.phases import blank, build_pieces, run_phases
 from metamd.learning.rounds.ball import Ball
 from metamd.learning.rounds.lessons import Lecture, contest, within_reach
-from metamd.learning.rounds.outer import Iterate, Outer
+from metamd.learning.rounds.outer import Outer
 from metamd.learning.rounds.outer_steps import OuterStep, Refine, Stopping
 from metamd.learning.rounds.round import Class, Round, hold
 from metamd.learning.rounds.state import State

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metamd.inner.closed_form import Iterate
 from metamd.inner.run import Cost
-from metamd.learning.rounds.outer import Iterate
 from metamd.potentials.basis import Basis, Identity
 
 

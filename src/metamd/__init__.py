@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from metamd.files.learned import LearnedOptimiser, load
     from metamd.files.recorded_run import Run
     from metamd.files.usage import Usage
-    from metamd.inner.estimators import ClosedForm, Direct, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
+    from metamd.inner.estimators import ClosedForm, Direct, Evolution, Forward, Reverse
     from metamd.inner.objectives import LogGap, PaperBound, Regret, TrainingLoss
     from metamd.learning.meta import Method, NotConvergedWarning, meta_train, paper
     from metamd.learning.recorded import learn
@@ -72,8 +72,6 @@ _HOME = {
     "Direct": "inner.estimators",
     "Evolution": "inner.estimators",
     "Forward": "inner.estimators",
-    "ForwardDiagonal": "inner.estimators",
-    "ForwardRandom": "inner.estimators",
     "Reverse": "inner.estimators",
     "Recorder": "learning.recorder",
     "Run": "files.recorded_run",
@@ -112,8 +110,6 @@ __all__ = [
     "Euclidean",
     "Evolution",
     "Forward",
-    "ForwardDiagonal",
-    "ForwardRandom",
     "GradientDescent",
     "Grid",
     "HeldOutCertificate",

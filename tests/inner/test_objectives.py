@@ -228,7 +228,7 @@ def test_a_prior_or_a_reference_prevents_starving(objective):
 
 
 def test_the_names_are_exported():
-    for name in ("Regret", "PaperBound", "TrainingLoss", "ClosedForm", "Direct", "Forward", "ForwardDiagonal"):
+    for name in ("Regret", "PaperBound", "TrainingLoss", "ClosedForm", "Direct", "Forward"):
         assert name in metamd.__all__
         assert getattr(metamd, name).__name__ == name
 

@@ -240,7 +240,7 @@ class Train:
         max_norm: keep the norm of the metrics, sqrt(sum D), below this.
         tolerance: stop when the objective changes by less than this; 0 never stops early.
         refine: outer steps along the hypergradient, afterwards; 12 for quadratics and none for others, if not given.
-        estimator: of that hypergradient: reverse, forward, forward-diagonal or forward-random.
+        estimator: of that hypergradient: reverse or forward.
         preset: default, or paper for the published algorithm, for which quadratics start at (0.1, 0.1) and not at (3, 3).
         k: the constant of the paper's objective.
         rho: the outer learning rate of the paper's algorithm; scaled to the tasks if not given.

@@ -22,7 +22,7 @@ from metamd.files.journal import Journal, Log
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.usage import Usage
 from metamd.inner.comparators import End, Reference
-from metamd.inner.estimators import Forward, ForwardDiagonal, ForwardRandom, Reverse
+from metamd.inner.estimators import Forward, Reverse
 from metamd.inner.estimators.base import Estimator
 from metamd.inner.objectives import Regret
 from metamd.learning.meta import Method, meta_train, paper
@@ -39,8 +39,6 @@ from metamd.tasks.shared_start import starting_at
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward": Forward,
-    "forward-diagonal": ForwardDiagonal,
-    "forward-random": ForwardRandom,
     "reverse": Reverse,
 }
 

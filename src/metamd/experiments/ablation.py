@@ -20,7 +20,7 @@ from metamd.experiments.paper_preset import preset
 from metamd.files.store import Result
 from metamd.files.usage import Schedule, Usage
 from metamd.inner.comparators import Reference
-from metamd.inner.estimators import Direct, Estimator, Evolution, Forward, ForwardDiagonal, ForwardRandom, Reverse
+from metamd.inner.estimators import Direct, Estimator, Evolution, Forward, Reverse
 from metamd.inner.objectives import Objective, PaperBound, Regret, TrainingLoss
 from metamd.learning.meta import Method
 from metamd.learning.rounds.outer import Adam
@@ -175,8 +175,6 @@ EXPERIMENT = Experiment(
         "paper-reverse": _gradient("paper's bound, Reverse", PaperBound(), Reverse()),
         "paper-preset": preset("paper's preset", rounds=FOLLOWED),
         "paper-short": preset("paper's preset, a fifth of the outer steps"),
-        "loss-diagonal": _gradient("training loss, ForwardDiagonal", TrainingLoss(), ForwardDiagonal()),
-        "loss-random": _gradient("training loss, ForwardRandom(4)", TrainingLoss(), ForwardRandom(4)),
         "tensor-reverse": _gradient("by tensor, training loss, Reverse", TrainingLoss(), Reverse(), "tensor"),
         "tensor-forward": _gradient("by tensor, training loss, Forward", TrainingLoss(), Forward(), "tensor"),
         "tensor-evolution": _gradient(

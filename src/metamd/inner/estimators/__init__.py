@@ -5,8 +5,6 @@ from metamd.inner.estimators.closed_form import ClosedForm
 from metamd.inner.estimators.direct import Direct
 from metamd.inner.estimators.evolution import Evolution
 from metamd.inner.estimators.forward import Forward
-from metamd.inner.estimators.forward_diagonal import ForwardDiagonal
-from metamd.inner.estimators.forward_random import ForwardRandom
 from metamd.inner.estimators.reverse import Reverse
 from metamd.inner.moments import Moments
 
@@ -16,8 +14,6 @@ __all__ = [
     "Estimator",
     "Evolution",
     "Forward",
-    "ForwardDiagonal",
-    "ForwardRandom",
     "Hypergradient",
     "Moments",
     "Reverse",

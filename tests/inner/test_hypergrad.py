@@ -20,8 +20,8 @@ from metamd import (
     TrainingLoss,
 )
 from metamd.inner.comparators import Fixed, Reference
-from metamd.inner.estimators import Moments
 from metamd.inner.estimators.recursion import Recursion
+from metamd.inner.moments import moments_of
 from metamd.inner.objectives import FromLipschitz
 from metamd.inner.run import gradient, run_inner
 from tests.small_tasks import F64, BecomesNaN, ConvNet, Quadratic, Separable, TanhNet, potential_for
@@ -264,7 +264,7 @@ def test_moments_carry_the_objective():
     phi = potential_for(task, tying="role")
     run = run_inner(task, phi, lr=0.5)
     objective = Regret(prior=0.3)
-    m = Moments.of(run, phi, objective)
+    m = moments_of(run, phi, objective)
     value = sum(0.5 * (phi.log_d[k].detach().exp() * m.x[k] + m.y[k] / phi.log_d[k].detach().exp()).sum() for k in m.x)
     assert float(value) == pytest.approx(float(objective.value(run, phi).detach()))
 

@@ -10,9 +10,9 @@ import torch
 import metamd
 from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, meta_train, tasks
 from metamd.files.journal import Journal
-from metamd.files.parts import parts_of
 from metamd.inner.comparators import Reference
 from metamd.learning import reference as following
+from metamd.learning.parts import parts_of
 from metamd.learning.reference import learn_from_reference
 from metamd.learning.rounds.lessons import draw_config
 from metamd.learning.trial import train

@@ -26,7 +26,7 @@ from metamd import (
     tasks,
 )
 from metamd.inner.closed_form import Iterate
-from metamd.inner.estimators import Moments
+from metamd.inner.moments import moments_of
 from metamd.inner.objectives import PRIOR
 from metamd.inner.run import run_inner
 from metamd.learning.phases import build_pieces, rising, run_phases
@@ -439,7 +439,7 @@ def test_phase_sums_agree_with_the_closed_forms_moments():
     task = draw(small(), 0)
     phi = Diagonal().with_metrics({"theta": torch.tensor([[2.0, 30.0]]).double().log()}).bind(task.init())
     sums = run_phases(task, phi, Regret(), 3, True).sums
-    moments = Moments.of(run_inner(task, phi), phi, Regret())
+    moments = moments_of(run_inner(task, phi), phi, Regret())
     d = phi.metric("theta")[0].detach()
     torch.testing.assert_close(sums["y/theta"].sum(), (moments.y["theta"] / d).sum())
     torch.testing.assert_close(sums["r/theta"][-1], (d * moments.x["theta"]).sum())

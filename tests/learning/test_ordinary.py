@@ -16,7 +16,7 @@ import metamd
 from metamd import ClosedForm, Diagonal, LearnedOptimiser, MetaMD, Recorder, Regret, Run, learn
 from metamd.cli import main as cli
 from metamd.files import learned as learned_module
-from metamd.inner.moments import Moments
+from metamd.files.learned import Moments
 from metamd.inner.run import run_inner
 from metamd.learning.recorded import PRIOR, update
 from metamd.tasks.base import Task
@@ -98,7 +98,7 @@ def test_learn_equals_the_closed_form_on_the_same_trajectories(tying, weights, p
     for key, value in wanted.items():
         assert torch.allclose(found[key], value, rtol=0, atol=1e-10)
     for run, trajectory in zip(runs, trajectories, strict=True):  # not only the totals: every phase
-        tied = run.trajectory(tying).squares
+        tied = run.tied_squares(tying)
         assert all(torch.allclose(tied[n], s, rtol=1e-10, atol=0) for n, s in trajectory.squares.items())
 
 

@@ -99,9 +99,9 @@ def test_a_tied_record_is_the_full_one_added_up(tying):
         assert tied.squares[n].shape == (3, *stored_shape(tying, shape))
         summed = full.squares[n].sum_to_size(3, *tied_shape(tying, shape)).reshape(tied.squares[n].shape)
         assert torch.allclose(tied.squares[n], summed, rtol=1e-12)
-    assert close(full.trajectory(tying).squares, tied.trajectory().squares)
+    assert close(full.tied_squares(tying), tied.tied_squares(tied.tying))
     with pytest.raises(ValueError, match=f"recorded with the tying '{tying}', from which 'parameter' cannot be computed"):
-        tied.trajectory("parameter")
+        tied.tied_squares("parameter")
 
 
 # phases
@@ -237,7 +237,7 @@ def scaled(kind, fused, *, unscale_first=False, **options):
         scaler.step(optimiser)
         scaler.update()
     run = recorder.finish()
-    total = {n: s.sum(0) for n, s in run.trajectory("parameter").squares.items()}
+    total = {n: s.sum(0) for n, s in run.tied_squares("parameter").items()}
     return run.steps == 5 and close(total, sums, 1e-5)
 
 

@@ -20,6 +20,7 @@ from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, meta
 from metamd.cli import main as cli
 from metamd.cli.inspect import distributions
 from metamd.files.header import SCHEMA_VERSIONS
+from metamd.files.learned import Moments
 from metamd.files.usage import Usage
 from metamd.inner.closed_form import (
     LARGEST,
@@ -34,7 +35,7 @@ from metamd.inner.closed_form import (
     towards,
 )
 from metamd.inner.comparators import Reference
-from metamd.inner.moments import Moments
+from metamd.inner.moments import moments_of
 from metamd.inner.run import run_inner
 from metamd.potentials.kronecker import Learned
 from metamd.potentials.online import Online
@@ -306,7 +307,7 @@ def test_all_directions_but_one_are_all_of_them(sides):
     again = MaxDiagonal(1, tying="tensor", basis=basis).with_metrics(full.log_d).bind(start)
     torch.testing.assert_close(stepped(again), stepped(full))
     blank = Kronecker(sides=sides).bind(start)
-    moments = Moments.of(run_inner(task, blank, lr=0.2, products=True), blank, Regret())
+    moments = moments_of(run_inner(task, blank, lr=0.2, products=True), blank, Regret())
     results = {}
     for rank in (None, 4, 3, 5, 50):
         now = Iterate.of(Kronecker(sides=sides, rank=rank).bind(start))
@@ -448,7 +449,7 @@ def test_the_moments_of_runs_are_their_sums_of_products_and_no_step_increases_th
             inverse = torch.linalg.inv(right)
             y["left/fc.weight"] = lr * sum(g @ inverse @ g.T for _, grads in data for g in grads)
         if not values[1:]:  # the runs were made with D = 1
-            parts = [Moments.of(run_inner(Regression(s, 20), phi, lr=lr, products=True), phi, Regret()) for s in range(3)]
+            parts = [moments_of(run_inner(Regression(s, 20), phi, lr=lr, products=True), phi, Regret()) for s in range(3)]
             found = Moments.total(parts, [1.0] * 3)
             assert all(torch.allclose(found.x[k], x[k]) and torch.allclose(found.y[k], y[k]) for k in x)
         turned_now = learn_factors(now, Moments(x, y), 100.0)
@@ -474,7 +475,7 @@ def test_a_right_side_beyond_the_limit_learns_a_number_per_column_beside_the_lef
             x["left/fc.weight"] = sum(d @ right @ d.T for d, _ in data) / lr
             y["left/fc.weight"] = lr * sum(g @ back[1] @ g.T for _, grads in data for g in grads)
         if not values[1:]:
-            parts = [Moments.of(run_inner(Regression(s, 20), phi, lr=lr, products=True), phi, Regret()) for s in range(3)]
+            parts = [moments_of(run_inner(Regression(s, 20), phi, lr=lr, products=True), phi, Regret()) for s in range(3)]
             found = Moments.total(parts, [1.0] * 3)
             assert {k for k in found.x if "weight" in k} == set(x)
             assert {k: tuple(v.shape) for k, v in found.x.items()} == moment_shapes(now)

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from metamd.files.container import pack, read, shown, strict_json, write_atomically
 from metamd.files.locks import locked
-from metamd.learning.rounds.state import State
-from metamd.potentials.basis import Basis
 
 CHECKPOINT_VERSION = 2
 FACTS_KEY, CHECKSUM_KEY = "metamd.checkpoint", "metamd.checksum"
@@ -76,36 +74,30 @@ class Journal:
                     left.unlink()
             yield
 
-    def save(self, state: State, identity: Mapping[str, Any]) -> None:
-        """Write a checkpoint.
-
-        Args:
-            state: where the run is.
-            identity: the configuration that it belongs to.
-        """
-        facts = {"version": CHECKPOINT_VERSION, "identity": dict(identity), "state": state.facts()}
-        text, tensors = json.dumps(facts, allow_nan=False), state.tensors()
+    def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+        """Write a checkpoint: the tensors and the facts of a state, and the configuration that it belongs to."""
+        facts = {"version": CHECKPOINT_VERSION, "identity": dict(identity), "state": dict(state)}
+        text, tensors = json.dumps(facts, allow_nan=False), dict(tensors)
         write_atomically(self.checkpoint, pack(tensors, {FACTS_KEY: text, CHECKSUM_KEY: _checksum(text, tensors)}))
 
-    def resume(self, identity: Mapping[str, Any], basis: Basis) -> State | None:
-        """The state of the last checkpoint, if there is one; the log is cut to it.
+    def resume(self, identity: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The tensors and facts of the last checkpoint, if there is one; the log is cut to it.
 
         Args:
             identity: the present configuration; a checkpoint of another one is refused.
-            basis: that of the run.
         """
-        state = self._read(identity, basis) if self.checkpoint.exists() else None
+        found = self._read(identity) if self.checkpoint.exists() else None
         if self.log.exists():
-            kept = [line for line in _lines(self.log) if state is not None and line["step"] <= state.step]
+            kept = [line for line in _lines(self.log) if found is not None and line["step"] <= found[1]["step"]]
             write_atomically(self.log, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        return state
+        return found
 
     def note(self, record: dict[str, Any], step: int) -> None:
         """Append one record to the log."""
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | record) + "\n")
 
-    def _read(self, identity: Mapping[str, Any], basis: Basis) -> State:
+    def _read(self, identity: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         where = shown(str(self.checkpoint))
         try:
             container = read(self.checkpoint)
@@ -115,11 +107,11 @@ class Journal:
             facts = strict_json(text, "its record")
             if facts["version"] != CHECKPOINT_VERSION:
                 raise ValueError(f"it has the version {facts['version']}, and this metamd reads {CHECKPOINT_VERSION}.")
-            state = State.restore(container.tensors, facts["state"], basis)
+            found = container.tensors, {"step": int(facts["state"]["step"]), **facts["state"]}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"the checkpoint {where} cannot be used: {error} Delete it to begin again.") from None
         _same(facts["identity"], identity, where)
-        return state
+        return found
 
 
 def _same(there: Mapping[str, Any], here: Mapping[str, Any], where: str) -> None:

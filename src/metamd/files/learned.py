@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +20,6 @@ from metamd.files.header import SCHEMA_VERSIONS, Header
 from metamd.files.shipped import locate
 from metamd.files.start import LearnedStart
 from metamd.files.usage import Usage
-from metamd.inner.moments import Moments
 from metamd.potentials.base import Named
 from metamd.potentials.basis import Identity
 from metamd.potentials.diagonal import MaxDiagonal, Missing
@@ -34,6 +33,33 @@ ORTHONORMAL = 1e-3
 """How far the products of a basis's columns may be from those of orthonormal ones; float32 leaves about 1e-6."""
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What one run says about every metric: E = sum_i (D_i x_i + y_i / D_i) / 2.
+
+    In a learned basis, weight matrices have matrices: E = (tr D X + tr D^-1 Y) / 2 under "right/key" with X = delta' delta /
+    eta and Y = eta sum_t G_t'G_t; with factors on both sides L or L^-1 stands between, and "left/key" has those of L. Of a
+    side without a factor they are the diagonals.
+
+    Args:
+        x: the squared displacements delta_i^2 / eta, by key, summed over tied coordinates.
+        y: the squared gradients eta sum_t g_ti^2, likewise.
+    """
+
+    x: dict[str, Tensor]
+    y: dict[str, Tensor]
+
+    @classmethod
+    def total(cls, moments: "Sequence[Moments]", weights: Sequence[float]) -> "Moments":
+        """The weighted sum, over every key that any of them has."""
+        sums: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        for weight, one in zip(weights, moments, strict=True):
+            for into, part in zip(sums, (one.x, one.y), strict=True):
+                for key, value in part.items():
+                    into[key] = into[key] + weight * value if key in into else weight * value
+        return cls(*sums)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

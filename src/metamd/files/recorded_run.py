@@ -9,14 +9,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from metamd.files.container import AGAIN, Container, pack, read_checked, shown, strict_json, write_atomically
 from metamd.files.header import CHECKS
 from metamd.files.learned import DTYPES, absorb, versions
-from metamd.inner.run import Cost, Trajectory
 from metamd.potentials.tying import Shape, TyingName, stored_shape, tied_shape
 
 RUN_KEY, CHECKSUM_KEY = "metamd.run", "metamd.run.checksum"
@@ -81,44 +79,19 @@ class Run:
                     return f"The {what} of {name!r} is not finite."
         return ""
 
-    def trajectory(self, tying: TyingName | None = None) -> Trajectory:
-        """The run as meta-learning sees one, at eta = 1. Losses, pieces and weights were not recorded.
-
-        Args:
-            tying: another one, if the recorded sums can be added up to it.
-        """
-        tying = tying or self.tying
-        squares = {n: self._tied(n, tying) for n in self.squares}
-        return Trajectory(
-            losses=torch.zeros(0, dtype=torch.float64),
-            start=self.start,
-            end=self.end,
-            reference=None,
-            squares=squares,
-            shares={n: s.sum(0, keepdim=True) for n, s in squares.items()},
-            weights=np.ones((0, 1)),
-            gaps=np.zeros(0),
-            switches=0,
-            largest_gradient=float("nan"),
-            local_norm=float("nan"),
-            gradient_sum=None,
-            linear=None,
-            lr=1.0,
-            steps=self.steps,
-            diverged=self.diverged,
-            cost=Cost(gradients=self.steps),
-        )
-
-    def _tied(self, name: str, tying: TyingName) -> Tensor:
-        """The sums of one tensor in the broadcastable shape of a tying at least as coarse as the recorded one."""
-        shape, sums = self.model[name], self.squares[name]
+    def tied_squares(self, tying: TyingName) -> dict[str, Tensor]:
+        """The sums in the broadcastable shapes of a tying at least as coarse as the recorded one."""
         if tying not in COARSER[self.tying]:
             raise ValueError(
                 f"{self.label} was recorded with the tying {self.tying!r}, from which {tying!r} cannot be computed. Pass "
                 f"tying={self.tying!r}, or record with Recorder(optimiser, tying={tying!r})."
             )
-        whole = sums.reshape(len(sums), *tied_shape(self.tying, shape))
-        return whole.sum_to_size(len(sums), *tied_shape(tying, shape))
+        found = {}
+        for name, sums in self.squares.items():
+            shape = self.model[name]
+            whole = sums.reshape(len(sums), *tied_shape(self.tying, shape))
+            found[name] = whole.sum_to_size(len(sums), *tied_shape(tying, shape))
+        return found
 
     @property
     def label(self) -> str:

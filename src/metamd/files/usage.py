@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from metamd.optimiser.averaging import check_averaging
-
 Metric = Literal["learned", "online"]
 Schedule = Literal["constant", "linear", "quadratic", "learned"]
 Average = Literal["constant", "tail"]
@@ -55,7 +53,12 @@ class Usage:
             check_knots(self.schedule, self.knots)
         if self.averaging not in get_args(Average):
             raise ValueError(f'averaging must be "constant" or "tail", got {self.averaging!r}.')
-        check_averaging(self.averaging, self.momentum)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"Invalid momentum value: it must be in [0, 1), got {self.momentum}. Pass momentum=0.0 for none."
+            )
+        if self.averaging == "tail" and self.momentum != 0:
+            raise ValueError(f'averaging="tail" has no momentum, got momentum={self.momentum}. Pass momentum=0.0.')
         if not 0 < self.factor < math.inf:
             raise ValueError(f"factor must be positive, got {self.factor}. Pass 1.0 for the learned steps as they are.")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from metamd.inner.moments import Moments
+from metamd.files.learned import Moments
 from metamd.potentials.basis import Basis, Identity
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Learned, Rank

@@ -1,12 +1,12 @@
 """What runs say about one diagonal metric, as two sums that can be added up over runs, nights and files."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from metamd.files.learned import Moments
 from metamd.inner.sums import side_metrics
 from metamd.potentials.forms import grouped_squares
 from metamd.potentials.kronecker import Learned
@@ -17,76 +17,46 @@ if TYPE_CHECKING:
     from metamd.potentials.diagonal import MaxDiagonal
 
 
-@dataclass(frozen=True)
-class Moments:
-    """What one run says about every metric: E = sum_i (D_i x_i + y_i / D_i) / 2.
+def moments_of(run: "Trajectory", potential: "MaxDiagonal", objective: "Regret") -> Moments:
+    """The moments of a run against the objective's comparator, with its prior."""
+    u = objective.comparator.of(run)
+    pseudo = objective.pseudo(run, u) if objective.prior else {}
+    rates = {n: float(a.sum() / b.sum()) if bool(b.any()) else 0.0 for n, (a, b) in pseudo.items()}
+    x: dict[str, Tensor] = {}
+    y: dict[str, Tensor] = {}
+    matrices = MatrixMoments(potential) if run.products else None
+    for n, slot in potential.slots.items():
+        start = run.start[n]
+        if matrices is not None and matrices.knows(n):
+            matrices.add(n, run, (u[n] - start).double(), objective.prior, rates[n] if rates else 0.0)
+            continue
+        delta = potential.basis.into(n, (u[n] - start).double())
+        more = pseudo.get(n, (0.0, 0.0))
+        here = (grouped_squares(delta, slot.shape) + more[0]) / run.lr
+        there = (run.squares[n].double().sum(0) + more[1]) * run.lr
+        x[slot.key] = x.get(slot.key, 0) + slot.gather(here)
+        y[slot.key] = y.get(slot.key, 0) + slot.gather(there)
+    return Moments(x, y) if matrices is None else Moments(x | matrices.x, y | matrices.y)
 
-    In a learned basis, weight matrices have matrices: E = (tr D X + tr D^-1 Y) / 2 under "right/key" with X = delta' delta /
-    eta and Y = eta sum_t G_t'G_t; with factors on both sides L or L^-1 stands between, and "left/key" has those of L. Of a
-    side without a factor they are the diagonals.
+
+def minimiser(moments: Moments, present: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """log D_i = (log y_i - log x_i) / 2, by key, one piece each.
+
+    Where nothing moved or no gradient arrived the ratio says nothing, and the present metric is kept.
 
     Args:
-        x: the squared displacements delta_i^2 / eta, by key, summed over tied coordinates.
-        y: the squared gradients eta sum_t g_ti^2, likewise.
+        moments: summed over runs.
+        present: the logarithms of the metrics to keep there, (1, ...) each; their types are those of the result.
     """
-
-    x: dict[str, Tensor]
-    y: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, run: "Trajectory", potential: "MaxDiagonal", objective: "Regret") -> "Moments":
-        """The moments of a run against the objective's comparator, with its prior."""
-        u = objective.comparator.of(run)
-        pseudo = objective.pseudo(run, u) if objective.prior else {}
-        rates = {n: float(a.sum() / b.sum()) if bool(b.any()) else 0.0 for n, (a, b) in pseudo.items()}
-        x: dict[str, Tensor] = {}
-        y: dict[str, Tensor] = {}
-        matrices = MatrixMoments(potential) if run.products else None
-        for n, slot in potential.slots.items():
-            start = run.start[n]
-            if matrices is not None and matrices.knows(n):
-                matrices.add(n, run, (u[n] - start).double(), objective.prior, rates[n] if rates else 0.0)
-                continue
-            delta = potential.basis.into(n, (u[n] - start).double())
-            more = pseudo.get(n, (0.0, 0.0))
-            here = (grouped_squares(delta, slot.shape) + more[0]) / run.lr
-            there = (run.squares[n].double().sum(0) + more[1]) * run.lr
-            x[slot.key] = x.get(slot.key, 0) + slot.gather(here)
-            y[slot.key] = y.get(slot.key, 0) + slot.gather(there)
-        return cls(x, y) if matrices is None else cls(x | matrices.x, y | matrices.y)
-
-    @classmethod
-    def total(cls, moments: "Sequence[Moments]", weights: Sequence[float]) -> "Moments":
-        """The weighted sum, over every key that any of them has.
-
-        Args:
-            moments: of the runs.
-            weights: one for each.
-        """
-        sums: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        for weight, one in zip(weights, moments, strict=True):
-            for into, part in zip(sums, (one.x, one.y), strict=True):
-                for key, value in part.items():
-                    into[key] = into[key] + weight * value if key in into else weight * value
-        return cls(*sums)
-
-    def minimiser(self, present: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """log D_i = (log y_i - log x_i) / 2, by key, one piece each.
-
-        Where nothing moved or no gradient arrived the ratio says nothing, and the present metric is kept.
-
-        Args:
-            present: the logarithms of the metrics to keep there, (1, ...) each; their types are those of the result.
-        """
-        found = {}
-        for key, kept in present.items():
-            if key not in self.x:  # it has a matrix
-                continue
-            x, y = self.x[key], self.y[key]
-            known = (x > 0) & (y > 0)
-            logs = 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log())
-            found[key] = torch.where(known, logs, kept.detach()[0].to(logs.dtype)).to(kept.dtype).unsqueeze(0)
-        return found
+    found = {}
+    for key, kept in present.items():
+        if key not in moments.x:  # it has a matrix
+            continue
+        x, y = moments.x[key], moments.y[key]
+        known = (x > 0) & (y > 0)
+        logs = 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log())
+        found[key] = torch.where(known, logs, kept.detach()[0].to(logs.dtype)).to(kept.dtype).unsqueeze(0)
+    return found
 
 
 class MatrixMoments:

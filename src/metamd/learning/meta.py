@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import torch
 
-from metamd.files.identity import identity_of
 from metamd.files.journal import Journal, Log
 from metamd.files.learned import LearnedOptimiser, fingerprint
 from metamd.inner.closed_form import Iterate
 from metamd.inner.estimators import ClosedForm, Estimator, Forward
 from metamd.inner.objectives import PRIOR, FromLipschitz, Objective, PaperBound, Regret
 from metamd.learning.network import has_weights, learn_network, refinement
+from metamd.learning.parts import identity_of
 from metamd.learning.rounds.ball import Ball
 from metamd.learning.rounds.first_look import Findings, probe
 from metamd.learning.rounds.lessons import Lecture
@@ -252,14 +252,14 @@ def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -
             if journal is not None and writes:
                 journal.note(record.to_dict(), record.step)
                 if record.step - saved >= journal.every or plan.finished(state):
-                    journal.save(state, identity)
+                    journal.save(state.tensors(), state.facts(), identity)
                     saved = state.step
             if log is not None and plan.workers.rank == 0:
                 log(record.to_dict(), record.step)
     except BaseException:
         if journal is not None and writes and state.step > saved:
             with suppress(OSError):  # a full disk may be why we are here
-                journal.save(state, identity)
+                journal.save(state.tensors(), state.facts(), identity)
         raise
     return state
 
@@ -271,7 +271,8 @@ def _resumed(plan: Plan, state: State, journal: Journal | None, identity: Mappin
     found: Any = None
     if plan.workers.rank == 0:
         try:
-            found = journal.resume(identity, state.now.basis)
+            kept = journal.resume(identity)
+            found = None if kept is None else State.restore(*kept, state.now.basis)
         except (ValueError, OSError) as error:
             found = error
     found = plan.workers.share(found)

@@ -5,14 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from metamd.files.container import shown
-from metamd.files.learned import LearnedOptimiser
+from metamd.files.learned import LearnedOptimiser, Moments
 from metamd.files.learned import versions as library_versions
 from metamd.files.recorded_run import Run
-from metamd.inner.moments import Moments
+from metamd.inner.moments import minimiser, moments_of
 from metamd.inner.objectives import Regret
+from metamd.inner.run import Cost, Trajectory
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.potentials.tying import Shape, TyingName
 
@@ -109,9 +112,33 @@ def update(
     return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
 
 
+def as_trajectory(run: Run, tying: TyingName | None = None) -> Trajectory:
+    """A recorded run as meta-learning sees one, at eta = 1. Losses, pieces and weights were not recorded."""
+    squares = run.tied_squares(tying or run.tying)
+    return Trajectory(
+        losses=torch.zeros(0, dtype=torch.float64),
+        start=run.start,
+        end=run.end,
+        reference=None,
+        squares=squares,
+        shares={n: s.sum(0, keepdim=True) for n, s in squares.items()},
+        weights=np.ones((0, 1)),
+        gaps=np.zeros(0),
+        switches=0,
+        largest_gradient=float("nan"),
+        local_norm=float("nan"),
+        gradient_sum=None,
+        linear=None,
+        lr=1.0,
+        steps=run.steps,
+        diverged=run.diverged,
+        cost=Cost(gradients=run.steps),
+    )
+
+
 def _moments(run: Run, tying: TyingName, prior: float) -> tuple[Moments, MaxDiagonal]:
     bound = Diagonal(tying=tying).bind(run.start)
-    return Moments.of(run.trajectory(tying), bound, Regret(prior=prior)), bound
+    return moments_of(as_trajectory(run, tying), bound, Regret(prior=prior)), bound
 
 
 def _solve(
@@ -128,7 +155,7 @@ def _solve(
     present: dict[str, Tensor] = {}
     for potential in bound:  # metrics to keep where the runs say nothing, and their types
         present = {**{k: v.detach() for k, v in potential.log_d.items()}, **present}
-    potential = Diagonal(tying=bound[0].tying).with_metrics(total.minimiser(present))
+    potential = Diagonal(tying=bound[0].tying).with_metrics(minimiser(total, present))
     weight = sum(row["weight"] for row in rows)
     sizes = {row["batch_size"] for row in rows}
     header = LearnedOptimiser.from_potential(
@@ -217,7 +244,7 @@ def _check_runs(
         seen.add(mark)
         if tying != "role":
             _check_model(called, run.model, model)
-        run.trajectory(tying)  # says whether its sums can be tied so
+        run.tied_squares(tying)  # says whether its sums can be tied so
 
 
 def _check_model(called: str, model: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:

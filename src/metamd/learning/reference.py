@@ -15,15 +15,15 @@ from torch import Tensor
 
 from metamd.files.costs import total_cost
 from metamd.files.journal import Journal
-from metamd.files.learned import LearnedOptimiser, fingerprint, load
-from metamd.files.parts import parts_of
+from metamd.files.learned import LearnedOptimiser, Moments, fingerprint, load
 from metamd.files.usage import Usage
 from metamd.inner.closed_form import Iterate, learn_factors
 from metamd.inner.comparators import Reference
-from metamd.inner.moments import Moments
+from metamd.inner.moments import minimiser, moments_of
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost, Trajectory
 from metamd.inner.sums import GradientSums
+from metamd.learning.parts import parts_of
 from metamd.learning.rounds.affordable import affording
 from metamd.learning.rounds.first_look import gradient_scale, look, squares_by_key
 from metamd.learning.rounds.lessons import ends_of, within_reach
@@ -119,9 +119,9 @@ def _metrics(
     used = [run for run in runs if not run.diverged]
     if not used:
         raise ValueError(f"all {len(tasks)} reference runs diverged. Give a reference with a lower lr than {reference.lr}.")
-    moments = Moments.total([Moments.of(run, phi, objective) for run in used], [1.0] * len(used))
+    moments = Moments.total([moments_of(run, phi, objective) for run in used], [1.0] * len(used))
     turned = learn_factors(Iterate.of(phi), moments, math.inf)
-    log_d = moments.minimiser({k: v for k, v in phi.log_d.items() if k not in turned.log_d})
+    log_d = minimiser(moments, {k: v for k, v in phi.log_d.items() if k not in turned.log_d})
     ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in phi.log_d}
     finished = [task for task, run in zip(tasks, runs, strict=True) if not run.diverged]
     found = _steady(Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi), finished[:CHECKED])

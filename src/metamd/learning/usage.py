@@ -18,11 +18,11 @@ from metamd.files.costs import total_cost
 from metamd.files.header import SCHEMA_VERSIONS
 from metamd.files.journal import Journal
 from metamd.files.learned import LearnedOptimiser
-from metamd.files.parts import Parts, parts_of
 from metamd.files.start import LearnedStart
 from metamd.files.store import Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
 from metamd.inner.comparators import Reference
+from metamd.learning.parts import Parts, parts_of
 from metamd.learning.rounds.lessons import draw_config
 from metamd.learning.trial import train
 from metamd.learning.usage_trials import LEFT, JudgedOn, Trials, Watch, best_usage, first_usages, tail_loss

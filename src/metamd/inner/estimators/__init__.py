@@ -6,7 +6,6 @@ from metamd.inner.estimators.direct import Direct
 from metamd.inner.estimators.evolution import Evolution
 from metamd.inner.estimators.forward import Forward
 from metamd.inner.estimators.reverse import Reverse
-from metamd.inner.moments import Moments
 
 __all__ = [
     "ClosedForm",
@@ -15,6 +14,5 @@ __all__ = [
     "Evolution",
     "Forward",
     "Hypergradient",
-    "Moments",
     "Reverse",
 ]

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metamd.files.learned import Moments
 from metamd.inner.estimators.base import Estimator, Hypergradient
 from metamd.inner.estimators.direct import Direct
-from metamd.inner.moments import Moments
+from metamd.inner.moments import minimiser, moments_of
 from metamd.inner.objectives import Objective, Regret
 from metamd.inner.run import Trajectory
 from metamd.potentials.diagonal import MaxDiagonal
@@ -70,13 +71,13 @@ class ClosedForm(Estimator):
                 "in a basis of both sides the best metric is not known coordinate by coordinate. Learn it by meta_train."
             )
         shares = [1.0] * len(runs) if weights is None else list(weights)
-        used = [(s, Moments.of(r, potential, regret)) for s, r in zip(shares, runs, strict=True) if not r.diverged]
+        used = [(s, moments_of(r, potential, regret)) for s, r in zip(shares, runs, strict=True) if not r.diverged]
         if not used:
             raise ValueError(
                 f"there is no run to learn from: all {len(runs)} diverged. Start from larger metrics or lower lr."
             )
         total = Moments.total([m for _, m in used], [s for s, _ in used])
-        return total.minimiser(potential.log_d)
+        return minimiser(total, potential.log_d)
 
 
 def _regret(objective: Objective, potential: MaxDiagonal) -> Regret:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from metamd.inner.closed_form import Iterate, compared, moment_shapes
-from metamd.inner.estimators import ClosedForm, Estimator, Moments
+from metamd.inner.estimators import ClosedForm, Estimator
+from metamd.inner.moments import moments_of
 from metamd.inner.objectives import Objective, PaperBound, Regret, TrainingLoss
 from metamd.inner.run import Cost, Trajectory, gradient, run_inner
 from metamd.inner.together import run_many
@@ -104,7 +105,7 @@ class Lecture:
             lesson, sums = self._lesson(task, fit, run), {}
             if not run.diverged:
                 assert isinstance(self.objective, Regret)
-                moments = Moments.of(run, fit, self.objective)
+                moments = moments_of(run, fit, self.objective)
                 sums = {f"x/{k}": v for k, v in moments.x.items()} | {f"y/{k}": v for k, v in moments.y.items()}
                 if i % 2:  # half of the tasks, against which the others can be held
                     sums |= {f"u/{k}": moments.x[k] for k in compared(iterate)}

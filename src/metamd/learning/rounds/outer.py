@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from metamd.files.learned import Moments
 from metamd.inner.closed_form import Iterate, learn_factors
-from metamd.inner.estimators import Moments
+from metamd.inner.moments import minimiser
 from metamd.potentials.diagonal import MaxDiagonal
 
 Sums = Mapping[str, Tensor]
@@ -75,7 +76,7 @@ class TrustRegion(Outer):
         moments, half = (Moments(*({n[2:]: v for n, v in kept.items() if n[0] == s} for s in pair)) for pair in ("xy", "uv"))
         reach = factor * self.radius
         turned = learn_factors(now, moments, reach, half)
-        best = moments.minimiser({k: v for k, v in potential.log_d.items() if k not in turned.log_d})
+        best = minimiser(moments, {k: v for k, v in potential.log_d.items() if k not in turned.log_d})
         log_d = {k: v + (best[k] - v).clamp(-reach, reach) for k, v in now.log_d.items() if k in best}
         before, after = _bound(now.log_d, moments) + turned.before, _bound(log_d, moments) + turned.after
         change = (before - after) / before if before > 0 else 0.0

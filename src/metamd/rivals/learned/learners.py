@@ -13,9 +13,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from metamd.files.container import write_atomically
-from metamd.files.identity import identity_of
 from metamd.files.usage import SCHEDULES, Schedule
 from metamd.inner.run import Cost
+from metamd.learning.parts import identity_of
 from metamd.rivals.base import Named, Range, Rival, Setting, Stepper
 from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
 

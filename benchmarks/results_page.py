@@ -11,7 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from metamd.cli.report import tables
 from metamd.comparison.pace import geometric_mean
+from metamd.comparison.page import as_markdown, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -30,11 +32,12 @@ LINES = {
 
 def shown(name: str) -> str:
     """The tables of an experiment that the page has."""
-    text = (ROOT / "results" / name / "tables.md").read_text()
-    if text.startswith("Protocol: paper."):  # which is about accuracy
-        return text.split("\n\n")[1] + "\n"
-    at = text.find("| against ")
-    return text[at:] if at >= 0 else text
+    result = json.loads((ROOT / "results" / name / "summary.json").read_text())
+    parts = tables(result)
+    if result.get("protocol") == "paper":  # which is about accuracy
+        return as_markdown(parts[1:2])
+    judged = [i for i, part in enumerate(parts) if part.columns and part.columns[0].startswith("against ")]
+    return as_markdown(parts[judged[0] :] if judged else parts)
 
 
 def written(page: str) -> str:
@@ -47,15 +50,15 @@ def written(page: str) -> str:
 def overview() -> str:
     """A line for each experiment: means over what was held out, geometric ones of ratios."""
     heads = ["", "steps, Adam & co.", "seconds", "mean loss, best of all", "steps", "seconds", "test accuracy, %"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines = []
     for name, said in LINES.items():
         rows = json.loads((ROOT / "results" / name / "summary.json").read_text())["rows"]
         papers, best = rows[0]["pace"][PAPERS], rows[0]["pace"][ALL]
         cells = [f"{said} (`{name}`, {len(best)} held out)", *(_ratio(papers, k) for k in ("steps", "seconds"))]
         cells += [_ratio(best, k) for k in ("mean_loss", "steps", "seconds")]
         ours, theirs = (sum(row[k] for row in best) / len(best) for k in ("accuracy", "best_accuracy"))
-        lines.append("| " + " | ".join([*cells, f"{ours:.2f} (best rival {theirs:.2f})"]) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([*cells, f"{ours:.2f} (best rival {theirs:.2f})"])
+    return markdown_table(heads, lines)
 
 
 def _ratio(rows: list[dict[str, Any]], key: str) -> str:
@@ -84,7 +87,7 @@ def aims() -> str:
     """MetaMD against each of the paper's rivals under its better schedule: steps to the target, and errors at the end."""
     rivals = ("SGD", "SGD-M", "Adam")
     heads = ["", *(f"steps, {r}" for r in rivals), "test error, best rival", "final loss, best rival"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines = []
     for name, said in COMPARED.items():
         tuned = _tuned(name)
         cells = []
@@ -94,8 +97,8 @@ def aims() -> str:
         for metric in ("test_error", "final_loss"):
             best = min((row for row in tuned if row[metric]["value"] is not None), key=lambda row: row[metric]["value"])
             cells.append(f"{_verdict(best[metric])} ({best['label']})")
-        lines.append(f"| {' | '.join([said, *cells])} |")
-    return "\n".join(lines) + "\n"
+        lines.append([said, *cells])
+    return markdown_table(heads, lines)
 
 
 def _tuned(name: str) -> list[dict[str, Any]]:
@@ -116,7 +119,7 @@ def _verdict(found: dict[str, Any]) -> str:
 def published() -> str:
     """Test accuracies here and in the paper, in the mean over the domains that both have."""
     heads = ["test accuracy, %", "here", "in the paper", "difference", "best of the paper's rivals here", "in the paper"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines = []
     for name in list(COMPARED)[:4]:
         rows = json.loads((ROOT / "results" / name / "summary.json").read_text())["rows"]
         ours, others = rows[0], {r["label"].split(",")[0]: r for r in rows if r["published"]}
@@ -129,8 +132,8 @@ def published() -> str:
         said = [f"{mine:.2f}", f"{papers:.2f}", f"{mine - papers:+.2f}"]
         said += [f"{_mean(best['accuracy'], domains):.2f} ({best['label']})"]
         said += [f"{_mean(others[their]['published'], domains):.2f} ({their})"]
-        lines.append(f"| {' | '.join([COMPARED[name], *said])} |")
-    return "\n".join(lines) + "\n"
+        lines.append([COMPARED[name], *said])
+    return markdown_table(heads, lines)
 
 
 def _mean(values: dict[str, float], domains: list[str]) -> float:

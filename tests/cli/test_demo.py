@@ -10,7 +10,8 @@ import torch
 from metamd import Diagonal, LearnedOptimiser, MetaMD
 from metamd.cli.demo import Size, run
 from metamd.cli.options import Demo
-from metamd.comparison.page import Section, write_page
+from metamd.comparison.page import write_page
+from metamd.comparison.sections import Section
 from metamd.experiments import digits
 
 pytest.importorskip("sklearn")

@@ -31,14 +31,15 @@ from metamd.comparison.compare import draw
 from metamd.comparison.entrants import ENDINGS, PROTOCOLS, entrants, labels, unscheduled
 from metamd.comparison.fold import Candidate, Fold, cell_name
 from metamd.comparison.loss_curves import panels
-from metamd.comparison.page import Section, as_markdown, as_text
+from metamd.comparison.page import as_markdown, as_text
 from metamd.comparison.parallel import progress
 from metamd.comparison.search import Grid, QuasiRandom
-from metamd.comparison.sections import expected_best, sections
+from metamd.comparison.sections import Section, expected_best, sections
 from metamd.comparison.statistics import bootstrap
 from metamd.comparison.training import Outcome
 from metamd.experiments import ablation, diverse_digits_lenet, rotated_mnist_mlp
-from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
+from metamd.experiments.experiment import sections as tables_of
 from metamd.files.store import Records
 from metamd.files.usage import Usage
 from metamd.files.versions import environment
@@ -368,27 +369,39 @@ def test_a_report_without_a_certificate_says_so(compared, capsys):
     assert "None lies beside these records" in (compared / "report.html").read_text()
 
 
+def own_summary(folder, who="Adam"):
+    """The summary of an experiment that compares in a way of its own."""
+    row = {"start": "customary", "optimiser": who, "loss": 0.5, "distance": 0.25, "reached": True, "setting": {}}
+    (folder / "summary.json").write_text(json.dumps({"experiment": "rosenbrock", "rows": [row]}))
+
+
 def test_what_compares_in_a_way_of_its_own_is_shown_with_its_tables_and_figures(tmp_path, capsys):
-    table = "| who | steps |\n|---|---|\n| MetaMD | 11 |\n| <b>Adam</b> | 294 |\n"
-    ragged = "| who | steps |\n|---|---|\n| MetaMD | 11 | 12 |\n"
-    (tmp_path / "tables.md").write_text(f"**Start <i>(3, 3)</i>**\n\n{table}\nIn the mean.\n\n**Damaged**\n\n{ragged}")
+    own_summary(tmp_path, "<b>Adam</b>")
     (tmp_path / "iterations.png").write_bytes(b"not looked at")
     assert cli.run(["report", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["page"] == str(tmp_path / "report.html")
     page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
-    assert "<td>294</td>" in page
+    assert "<td>5.0e-01</td>" in page
     assert "&lt;b&gt;Adam" in page
     assert "<b>" not in page
     assert "data:image/png;base64," in page
-    assert "| MetaMD | 11 |" in text
-    assert "\\| MetaMD \\| 11 \\| 12 \\|" in text, "what is no table is shown as it is"
+    assert "| 5.0e-01 | 2.5e-01 | yes |" in text
     assert cli.run(["report", str(tmp_path), "--share", "0.5"]) == 2
     assert "Leave out --target and --share" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "summary", [{}, {"experiment": "os"}, {"experiment": "rosenbrock"}, {"experiment": "quadratic", "rows": [1]}]
+)
+def test_a_summary_that_is_none_is_refused_in_a_sentence(summary, tmp_path, capsys):
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert cli.run(["report", str(tmp_path)]) == 2
+    assert "summary" in capsys.readouterr().err
+
+
 def test_settings_and_costs_of_an_experiment_of_its_own_are_shown_as_text(tmp_path, capsys):
     """From records that try to be markup, packed or not; a cost that is none is left out, settings that are none refused."""
-    (tmp_path / "tables.md").write_text("| who | steps |\n|---|---|\n| MetaMD | 11 |\n")
+    own_summary(tmp_path)
     Records(tmp_path, {"scale": NASTY, NASTY: [1, 2]}).cell("one", lambda: {"cost": {"outer_steps": 20}})
     Records(tmp_path, {"scale": NASTY, NASTY: [1, 2]}).pack()
     for name, cost in {"two": {NASTY: NASTY}, "three": 7, "four": None}.items():
@@ -646,7 +659,7 @@ def test_hostile_records_are_shown_as_text(tmp_path):
 
 def test_text_and_markdown_escape_what_they_show():
     hostile = [Section("a|b", ["*x* <i>"], ["h"], [["r\nr"]])]
-    text = as_markdown("# t", hostile, command="c")
+    text = as_markdown(hostile, title="# t", command="c")
     assert "a\\|b" in text
     assert "\\*x\\* &lt;i&gt;" in text
     assert "| r r |" in text
@@ -748,7 +761,9 @@ def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatc
     assert {p: p.stat().st_mtime_ns for p in files} == files, "something was run twice"
     assert again == json.loads((out / "summary.json").read_text())
     assert [r["label"] for r in again["rows"]][:3] == ["MetaMD", "MetaMD, linear decay", "Adam"]
-    assert (out / "tables.md").read_text() == f"Protocol: handicap. {PROTOCOLS['handicap']}\n\n{markdown(again['rows'])}"
+    assert (
+        out / "tables.md"
+    ).read_text() == f"Protocol: handicap. {PROTOCOLS['handicap']}\n\n{as_markdown(tables_of(again['rows']))}"
     for row in again["rows"]:
         assert set(row["accuracy"]) == {"0", "45"}
     # some domains alone, and everything in one file a folder

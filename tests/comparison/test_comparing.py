@@ -19,7 +19,8 @@ from scipy import stats
 from metamd import Comparison, Diagonal, Measuring, compare, handicap, learned_rival, meta_train, tasks
 from metamd.comparison.compare import draw
 from metamd.comparison.fold import Candidate, Fold, Target
-from metamd.comparison.pace import geometric_mean, lines, pace
+from metamd.comparison.pace import geometric_mean, pace, pace_section
+from metamd.comparison.page import as_markdown
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.statistics import bootstrap, holm, profiles, rank, rank_sum, resample, signed_rank_test, smallest_p
 from metamd.comparison.training import Outcome
@@ -315,7 +316,7 @@ def test_the_pace_against_the_best_rival_by_hand():
     assert paid["paid_by_the_clock"] == math.ceil(1000 * 3 / ((200 + 90) * 2 - 50 * 3))
     (dear,) = pace(Comparison((replace(known, seconds={"ours": 30.0, "early": 2.0, "late": 1.0}),), {}), ["early", "late"])
     assert (dear["paid_after"], dear["paid_by_the_clock"]) == (paid["paid_after"], None)
-    assert lines("the best", [dear], 1.0)[2].endswith("| 5 tasks, never |")
+    assert pace_section("the best", [dear], 1.0).rows[0][-1] == "5 tasks, never"
     (half,) = pace(Comparison((fold,), {}), ["early", "late"], 0.5)
     assert half["steps"] == pytest.approx(30 / 10)  # 0.4 is what the best rival has at half of the run, and after a tenth
     (other,) = pace(Comparison((fold,), {}), ["early", "late"], ours="late")
@@ -337,8 +338,8 @@ def test_the_pace_against_the_best_rival_by_hand():
     costly = replace(slow, costs={"ours": {"gradient_evaluations": 1000.0}})
     (unpaid,) = pace(Comparison((costly,), {}), ["late"])
     assert unpaid["paid_after"] is None, "what never arrives pays for nothing"
-    assert lines("the best", [unpaid], 1.0)[2].endswith("| never |")
-    table = "\n".join(lines("the best", [row, never], 1.0))
+    assert pace_section("the best", [unpaid], 1.0).rows[0][-1] == "never"
+    table = as_markdown([pace_section("the best", [row, never], 1.0)])
     assert "0.56 x (late)" in table
     assert "| 0 of 1 runs (late: 1) | never |" in table
     half_way = Candidate({}, (invented(ours), invented([2.0] * 11)))
@@ -346,7 +347,7 @@ def test_the_pace_against_the_best_rival_by_hand():
     (row,) = pace(Comparison((some,), {}), ["late"])
     assert row["steps"] is None
     assert row["arrived"] == {"ours": 1, "rival": 2, "runs": 2}
-    assert "| 1 of 2 runs (late: 2) |  |" in lines("the best", [row], 1.0)[2]
+    assert pace_section("the best", [row], 1.0).rows[0][2:4] == ["1 of 2 runs (late: 2)", ""]
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
     assert geometric_mean([0.5, None]) is None
 
@@ -533,7 +534,7 @@ def test_a_failed_run_sets_no_pace():
         (row,) = pace(Comparison((fold,), {}), ["rival"])
         assert row["mean_loss"] is None, "a mean with an infinite loss is none to be a part of"
         assert row["arrived"]["rival"] == arrived
-        assert "| diverged (rival) |" in lines("the best", [row], 1.0)[2]
+        assert pace_section("the best", [row], 1.0).rows[0][1] == "diverged (rival)"
     low_with_failure = Candidate({}, (invented([2.0] + [0.1] * 10), broken))
     whole = Candidate({}, (invented([2.0] + [1.0] * 10),) * 2)
     fold = Fold("d", {"ours": (ours,), "rival": (low_with_failure, whole)}, {}, {})

@@ -17,6 +17,7 @@ from metamd.comparison.compare import handicap, in_unit_of
 from metamd.comparison.convergence import CONVERGED, last_tenth, last_tenths
 from metamd.comparison.curves import best_schedules, learning_curves
 from metamd.comparison.entrants import entrants
+from metamd.comparison.page import as_markdown
 from metamd.comparison.search import SEARCHES
 from metamd.comparison.standings import standings
 from metamd.comparison.training import Measuring
@@ -511,6 +512,6 @@ def test_the_last_tenth_of_a_run_over_the_one_before(losses, share):
 def test_the_table_says_what_diverged_and_what_learning_cost():
     number = {"value": 0.5, "low": 0.25, "high": 0.75}
     row = {"label": "one", "mean_loss": number, "final_loss": dict.fromkeys(number), "test_error": number}
-    text = standings([row | {"learning": {"gradients": 1234.0, "seconds": 2.0}, "failed": {"two": "it broke"}}])
+    text = as_markdown(standings([row | {"learning": {"gradients": 1234.0, "seconds": 2.0}, "failed": {"two": "it broke"}}]))
     assert "| one | 0.5 (0.25 to 0.75) | diverged | 50.00 (25.00 to 75.00) | 1,234 | 2 |" in text
     assert "two could not be learned everywhere, and its runs count as diverged there: it broke." in text

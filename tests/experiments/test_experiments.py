@@ -17,6 +17,7 @@ from metamd import Diagonal, LearnedOptimiser
 from metamd.cli import main as cli
 from metamd.cli import reproduce
 from metamd.cli.reproduce import names
+from metamd.comparison.page import as_markdown
 from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.spread import Spread
 from metamd.experiments import quadratic, rosenbrock
@@ -364,7 +365,7 @@ def test_every_published_number_is_in_the_table_from_far_whatever_was_run():
     one = {"iterations": [3], "setting": {}}
     places = [(row, start) for row in quadratic.ROWS for start in quadratic.STARTS]
     results = {f"{row}-{start}-{name}-{key}": one for row, start in places for name in quadratic.TOLERANCES for key in KEYS}
-    parts = quadratic.markdown(quadratic.table(results)).split("**Means")[1:]
+    parts = as_markdown(quadratic.sections(quadratic.table(results))).split("**Means")[1:]
     for (row, start), part in zip(places, parts, strict=True):
         lines = [line.split(" | ") for line in part.splitlines() if line.startswith("| ")][1:]
         shown = {line[0].removeprefix("| "): line[-1].removesuffix(" |") for line in lines}
@@ -383,4 +384,4 @@ def test_the_results_page_shows_what_the_records_say(experiment):
     root = Path(__file__).parents[2]
     folder = root / "results" / experiment.__name__.rpartition(".")[2]
     results = {p.stem: read_json(p) for p in sorted((folder / "cells").glob("*.json"))}
-    assert experiment.markdown(experiment.table(results)).strip() in (root / "docs" / "results.md").read_text()
+    assert as_markdown(experiment.sections(experiment.table(results))).strip() in (root / "docs" / "results.md").read_text()

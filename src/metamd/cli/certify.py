@@ -15,7 +15,8 @@ from metamd.certification.statements import HeldOutCertificate, certificates
 from metamd.cli.families import build_family, check_place, held_out_side
 from metamd.cli.main import one_line
 from metamd.cli.options import Certify
-from metamd.comparison.page import Section, write_page
+from metamd.comparison.page import write_page
+from metamd.comparison.sections import Section
 from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.locks import locked

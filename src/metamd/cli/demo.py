@@ -13,7 +13,8 @@ from rich.console import Console
 
 from metamd.cli.options import Demo
 from metamd.comparison import figures
-from metamd.comparison.page import Section, as_text, write_page
+from metamd.comparison.page import as_text, write_page
+from metamd.comparison.sections import Section
 from metamd.comparison.spread import Spread
 from metamd.experiments import digits
 from metamd.experiments.synthetic import race

@@ -3,16 +3,19 @@
 import json
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from metamd.cli.options import Report
+from metamd.cli.options import Report, Reproduce
 from metamd.comparison.comparison import Comparison
+from metamd.comparison.entrants import PROTOCOLS
 from metamd.comparison.fold import Target
-from metamd.comparison.page import Section, as_markdown, as_text, table_sections, write_page
+from metamd.comparison.page import as_markdown, as_text, write_page
 from metamd.comparison.sections import (
     CONFIGURATION,
+    Section,
     certificate_sections,
     configuration,
     kept_figures,
@@ -21,7 +24,7 @@ from metamd.comparison.sections import (
     training_costs,
 )
 from metamd.files.container import write_atomically
-from metamd.files.store import Records, read_json, read_loose, read_packed
+from metamd.files.store import Records, Result, read_json, read_loose, read_packed
 from metamd.files.versions import joined
 
 
@@ -86,10 +89,10 @@ def write_tables(folder: Path, out: Path) -> list[Section]:
     """The same pages of an experiment that compares in a way of its own: its tables, figures, costs and configuration.
 
     Args:
-        folder: where `tables.md` lies, with the figures and the records beside it, if there are any.
+        folder: where `summary.json` lies, with the figures and the records beside it, if there are any.
         out: of the pages.
     """
-    parts = table_sections((folder / "tables.md").read_text())
+    parts = tables(read_json(folder / "summary.json"))
     figures = [(path, path.stem.replace("-", " ").capitalize()) for path in sorted(folder.glob("*.png"))]
     parts += [Section("Figures", figures=figures)] if figures else []
     costs = training_costs(read_packed(folder) | read_loose(folder))
@@ -103,11 +106,37 @@ def write_tables(folder: Path, out: Path) -> list[Section]:
 def _write(out: Path, title: str, parts: list[Section], folder: Path) -> None:
     command = f"metamd report {folder}"
     write_page(out / "report.html", title, parts, command=command)
-    write_atomically(out / "report.md", as_markdown(title, parts, command=command).encode())
+    write_atomically(out / "report.md", as_markdown(parts, title=title, command=command).encode())
 
 
 def _has_tables_alone(folder: Path) -> bool:
-    return (folder / "tables.md").is_file() and not any((*folder.glob("comparison.json"), *folder.glob("*/comparison.json")))
+    alone = not any((*folder.glob("comparison.json"), *folder.glob("*/comparison.json")))
+    return alone and (folder / "summary.json").is_file()
+
+
+def names() -> tuple[str, ...]:
+    """The names of all experiments, in the order in which `all` runs them."""
+    return tuple(name for name in get_args(get_type_hints(Reproduce)["name"]) if name != "all")
+
+
+def module_of(name: str) -> Any:
+    """The module that declares an experiment."""
+    return import_module(f"metamd.experiments.{name.replace('-', '_')}")
+
+
+def tables(result: Result) -> list[Section]:
+    """The tables of an experiment from its summary, below the protocol by which settings were chosen."""
+    name, protocol = result.get("experiment"), result.get("protocol")
+    if name not in names():
+        raise ValueError(f"the summary of an experiment must name one of {', '.join(names())}; got {name!r}.")
+    try:
+        parts: list[Section] = module_of(name).sections(result["rows"])
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"the summary does not hold the rows of {name}: {error!r}. Run the experiment again.") from None
+    if protocol not in PROTOCOLS:
+        return parts
+    rule = f"Protocol: {protocol}. {PROTOCOLS[protocol]} {result.get('screening', '')}".rstrip()
+    return [Section(texts=[rule]), *parts]
 
 
 def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison, dict[str, Any]]:

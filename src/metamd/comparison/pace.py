@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.fold import Candidate, Fold
+from metamd.comparison.sections import Section
 from metamd.files.store import Result
 
 
@@ -62,8 +63,8 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
     return found
 
 
-def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
-    """As a table of Markdown, with the geometric means of the ratios.
+def pace_section(title: str, rows: Sequence[Result], share: float) -> Section:
+    """What `pace` found as a table, with the geometric means of the ratios.
 
     Args:
         title: who the rivals are.
@@ -71,9 +72,9 @@ def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
         share: of the run.
     """
     where = "its final loss" if share == 1 else f"its loss at {share:.0%} of the run"
-    heads = [f"against {title}", "mean loss", f"steps to {where}", "seconds", "test accuracy, %"]
-    heads += ["paid for after, in gradients and in seconds"]
-    out = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    columns = [f"against {title}", "mean loss", f"steps to {where}", "seconds", "test accuracy, %"]
+    columns += ["paid for after, in gradients and in seconds"]
+    found = []
     for row in rows:
         there = row["arrived"]
         missing = "" if there["ours"] else "never"
@@ -84,12 +85,12 @@ def lines(title: str, rows: Sequence[Result], share: float) -> list[str]:
         seconds = missing if row["seconds"] is None else f"{row['seconds']:.2f} x ({row['seconds_of']})"
         accuracy = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
         paid = missing if row["paid_after"] is None else f"{row['paid_after']} tasks, {_tasks(row['paid_by_the_clock'])}"
-        cells = [f"{loss} ({row['mean_loss_of']})", steps, seconds, accuracy, paid]
-        out.append(f"| {row['domain']} | " + " | ".join(cells) + " |")
+        found.append([row["domain"], f"{loss} ({row['mean_loss_of']})", steps, seconds, accuracy, paid])
     means = [geometric_mean([row[k] for row in rows]) for k in ("mean_loss", "steps", "seconds")]
     accuracies = [_mean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy")]
-    shown = ["" if m is None else f"{m:.2f} x" for m in means]
-    return [*out, "| mean | " + " | ".join([*shown, f"{accuracies[0]:.2f} ({accuracies[1]:.2f})"]) + " | |"]
+    ratios = ["" if m is None else f"{m:.2f} x" for m in means]
+    found.append(["mean", *ratios, f"{accuracies[0]:.2f} ({accuracies[1]:.2f})", ""])
+    return Section(columns=columns, rows=found)
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:

@@ -1,12 +1,12 @@
-"""A report page: one HTML file with its figures inside, that needs nothing beside it. Nothing is computed here."""
+"""Sections as text, as Markdown, and as one HTML file with its figures inside. Nothing is computed here."""
 
 import base64
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
 
+from metamd.comparison.sections import Section
 from metamd.files.container import write_atomically
 
 TEMPLATE = """<!doctype html>
@@ -29,11 +29,11 @@ code { background: #f4f4f4; padding: .1rem .3rem; }
 <body>
 <h1>{{ title }}</h1>
 {% for section in sections %}
-<h2>{{ section.title }}</h2>
+{% if section.title %}<h2>{{ section.title }}</h2>{% endif %}
 {% for text in section.texts %}<p>{{ text }}</p>
 {% endfor %}
 {% if section.rows %}<table>
-<tr>{% for head in section.heads %}<th>{{ head }}</th>{% endfor %}</tr>
+<tr>{% for column in section.columns %}<th>{{ column }}</th>{% endfor %}</tr>
 {% for row in section.rows %}<tr{% if row[0].startswith("MetaMD") %} class="ours"{% endif %}>
 {%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>
 {% endfor %}</table>{% endif %}
@@ -48,25 +48,6 @@ code { background: #f4f4f4; padding: .1rem .3rem; }
 """
 
 
-@dataclass(frozen=True)
-class Section:
-    """One part of a page.
-
-    Args:
-        title: its heading.
-        texts: its paragraphs.
-        heads: the table's header.
-        rows: the table's rows, as text; rows whose first field begins with MetaMD stand out.
-        figures: the images, PNG, each with its caption.
-    """
-
-    title: str
-    texts: Sequence[str] = ()
-    heads: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    figures: Sequence[tuple[Path, str]] = field(default_factory=tuple)
-
-
 def as_text(sections: Sequence[Section]) -> str:
     """The same page for a terminal, without its figures and without what would be empty then; only printable characters.
 
@@ -77,11 +58,12 @@ def as_text(sections: Sequence[Section]) -> str:
     for section in sections:
         if not section.rows and not section.texts:
             continue
-        title = _printable(section.title)
-        lines += ["", title, "-" * len(title), *(fill(_printable(text), 110) for text in section.texts), ""]
+        if title := _printable(section.title):
+            lines += ["", title, "-" * len(title)]
+        lines += [*(fill(_printable(text), 110) for text in section.texts), ""]
         if not section.rows:
             continue
-        table = [[_printable(f) for f in row] for row in (section.heads, *section.rows)]
+        table = [[_printable(cell) for cell in row] for row in (section.columns, *section.cells())]
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         for row in table:
             first, rest = row[0].ljust(widths[0]), [v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True)]
@@ -93,28 +75,40 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def as_markdown(title: str, sections: Sequence[Section], *, command: str) -> str:
+def as_markdown(sections: Iterable[Section], *, title: str = "", command: str = "") -> str:
     """The same page as Markdown, with the captions of its figures.
 
     Args:
-        title: of the page.
         sections: its parts.
+        title: of the page. Without one the parts are a fragment, and their titles bold lines.
         command: what made it, for the last line.
+
+    Example:
+        >>> print(as_markdown([Section("Times", columns=["who", "s"], rows=[["a", 1]])]), end="")
+        **Times**
+        <BLANKLINE>
+        | who | s |
+        |---|---|
+        | a | 1 |
     """
-    lines = [f"# {escaped(title)}", ""]
+    blocks = [f"# {escaped(title)}"] if title else []
     for section in sections:
-        lines += [f"## {escaped(section.title)}", ""]
-        for text in section.texts:
-            lines += [escaped(text), ""]
+        if section.title:
+            blocks.append(f"## {escaped(section.title)}" if title else f"**{escaped(section.title)}**")
+        blocks += [escaped(text) for text in section.texts]
         if section.rows:
-            lines += [_row(section.heads), "|---" * len(section.heads) + "|", *map(_row, section.rows), ""]
-        for _, caption in section.figures:
-            lines += [f"In report.html: {escaped(caption)}", ""]
-    return "\n".join([*lines, f"Made by {escaped(command)}", ""])
+            cells = [[escaped(cell) for cell in row] for row in (section.columns, *section.cells())]
+            blocks.append(markdown_table(cells[0], cells[1:]).rstrip())
+        blocks += [f"In report.html: {escaped(caption)}" for _, caption in section.figures]
+    if command:
+        blocks.append(f"Made by {escaped(command)}")
+    return "\n\n".join(blocks) + "\n"
 
 
-def _row(fields: Sequence[str]) -> str:
-    return "| " + " | ".join(escaped(f) for f in fields) + " |"
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown whose cells are Markdown already."""
+    lines = ["|---" * len(columns) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join([f"| {' | '.join(columns)} |", *lines]) + "\n"
 
 
 def escaped(text: str) -> str:
@@ -130,31 +124,6 @@ def escaped(text: str) -> str:
     plain = "".join(c if c.isprintable() else " " for c in text)
     plain = plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\\\`*_\[\]|#!])", r"\\\1", plain)
-
-
-def table_sections(text: str) -> list[Section]:
-    """The tables of a Markdown page as parts of a report; a line in bold is the heading of what follows.
-
-    Args:
-        text: tables with their headings, and paragraphs.
-
-    Example:
-        >>> table_sections("**Times**\\n\\n| who | s |\\n|---|---|\\n| a | 1 |\\n")[0].rows
-        [['a', '1']]
-    """
-    parts: list[Section] = []
-    for block in filter(None, (b.strip() for b in text.split("\n\n"))):
-        if block.startswith("**") and block.endswith("**"):
-            parts.append(Section(block.strip("*")))
-            continue
-        if not parts or (parts[-1].rows and block.startswith("|")):
-            parts.append(Section("Results"))
-        heads, *rows = ([field.strip() for field in line.strip("|").split(" | ")] for line in block.splitlines())
-        if block.startswith("|") and all(len(row) == len(heads) for row in rows[1:]):  # rows[0] is the rule below the heads
-            parts[-1] = replace(parts[-1], heads=heads, rows=rows[1:])
-        else:
-            parts[-1] = replace(parts[-1], texts=[*parts[-1].texts, " ".join(block.split())])
-    return parts
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section], *, command: str) -> None:
@@ -175,8 +144,8 @@ def write_page(path: Path, title: str, sections: Sequence[Section], *, command: 
         {
             "title": _printable(s.title),
             "texts": [_printable(text) for text in s.texts],
-            "heads": [_printable(head) for head in s.heads],
-            "rows": [[_printable(value) for value in row] for row in s.rows],
+            "columns": [_printable(column) for column in s.columns],
+            "rows": [[_printable(cell) for cell in row] for row in s.cells()],
             "images": [(base64.b64encode(image.read_bytes()).decode(), _printable(caption)) for image, caption in s.figures],
         }
         for s in sections

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,48 @@ from metamd.comparison.comparison import LEAST, Comparison
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
 from metamd.comparison.fold import Fold, Target
 from metamd.comparison.loss_curves import has_all, panels
-from metamd.comparison.page import Section
 from metamd.comparison.statistics import Estimate, smallest_p
+
+Cell = str | float | None
+"""Of a table: a text, a number, or nothing."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of a report: `metamd.comparison.page` writes a list of them as text, Markdown or HTML.
+
+    Args:
+        title: its heading; empty for a part that continues the one before.
+        texts: its paragraphs, before the table.
+        columns: the heads of the table.
+        rows: of cells: texts, numbers, or None for an empty cell. A row whose first cell begins with MetaMD stands out.
+        figures: the images, PNG, each with its caption.
+
+    Example:
+        >>> Section("Times", columns=["", "seconds"], rows=[["Adam", 0.25], ["SGD", None]]).cells()
+        [['Adam', '0.25'], ['SGD', '']]
+    """
+
+    title: str = ""
+    texts: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[Cell]] = ()
+    figures: Sequence[tuple[Path, str]] = ()
+
+    def cells(self) -> list[list[str]]:
+        """The rows as text, numbers with four digits. A number that needs others is given as `formatted` writes it."""
+        return [[cell if isinstance(cell, str) else formatted(cell) for cell in row] for row in self.rows]
+
+
+def formatted(value: float | None, spec: str = ".4g", missing: str = "") -> str:
+    """A number as a cell; `missing` stands for None and for what is not finite.
+
+    Example:
+        >>> formatted(0.25, ".2f"), formatted(None, missing="diverged")
+        ('0.25', 'diverged')
+    """
+    return format(value, spec) if value is not None and math.isfinite(value) else missing
+
 
 KEPT = ("certificate", "certificates")
 

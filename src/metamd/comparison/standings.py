@@ -3,35 +3,28 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from metamd.comparison.sections import Section
 from metamd.files.store import Result
 
 
-def standings(rows: Sequence[Result]) -> str:
-    """One line per optimiser: means with their 95 % intervals; below, what could not be learned, with the reason.
-
-    Args:
-        rows: as `Experiment.rows` makes them.
-    """
-    heads = ["", "mean loss", "final loss", "test accuracy, %", "learning: gradients", "learning: s"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+def standings(rows: Sequence[Result]) -> list[Section]:
+    """One line per optimiser: means with their 95 % intervals; below, what could not be learned, with the reason."""
+    found = []
     for row in rows:
         cost = row["learning"]
         spent = [f"{cost['gradients']:,.0f}", f"{cost['seconds']:,.0f}"] if cost["gradients"] else ["", ""]
-        fields = [row["label"], interval(row["mean_loss"]), interval(row["final_loss"]), accuracy(row["test_error"])]
-        lines.append(f"| {' | '.join([*fields, *spent])} |")
-    return "\n".join([*lines, *unlearned_lines(rows)]) + "\n"
+        found.append(
+            [row["label"], interval(row["mean_loss"]), interval(row["final_loss"]), accuracy(row["test_error"]), *spent]
+        )
+    columns = ["", "mean loss", "final loss", "test accuracy, %", "learning: gradients", "learning: s"]
+    return [Section(columns=columns, rows=found), *unlearned_section(rows)]
 
 
-def unlearned_lines(rows: Sequence[Result]) -> list[str]:
-    """What could not be learned on some domain, and why.
-
-    Args:
-        rows: as `Experiment.run` makes them.
-    """
-    found = []
-    for label, reason in rows[0].get("failed", {}).items():
-        found += ["", f"{label} could not be learned everywhere, and its runs count as diverged there: {reason}."]
-    return found
+def unlearned_section(rows: Sequence[Result]) -> list[Section]:
+    """What could not be learned on some domain, and why."""
+    failed = rows[0].get("failed", {}).items()
+    said = "could not be learned everywhere, and its runs count as diverged there"
+    return [Section(texts=[f"{label} {said}: {reason}." for label, reason in failed])] if failed else []
 
 
 def interval(found: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from metamd import tasks
 from metamd.comparison.curves import mean_losses
+from metamd.comparison.sections import Section
 from metamd.comparison.standings import standings
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.experiments.paper_preset import preset
@@ -34,7 +35,7 @@ from metamd.tasks.images.family import ImageFamily
 from metamd.tasks.shared_start import SharedStart
 from metamd.tasks.variants import Variant
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 ANGLES = (7.5, 22.5, 37.5, 52.5, 67.5, 82.5)
 HELD_OUT = 37.5
@@ -189,10 +190,6 @@ EXPERIMENT = Experiment(
 )
 
 
-def markdown(rows: list[Result]) -> str:
-    """The table of the results page.
-
-    Args:
-        rows: as `Experiment.rows` makes them.
-    """
+def sections(rows: list[Result]) -> list[Section]:
+    """The table of the results page."""
     return standings(rows)

@@ -11,7 +11,7 @@ from functools import partial
 
 from metamd import tasks
 from metamd.experiments.declare import Family
-from metamd.experiments.experiment import MODERN, Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.experiment import MODERN, Entry, Experiment, Geometry, Scale, sections
 from metamd.files.start import LearnedStart
 from metamd.files.usage import Usage
 from metamd.inner.comparators import Reference
@@ -21,7 +21,7 @@ from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.images.adaptation import ADAPTED
 from metamd.tasks.shared_start import SharedStart
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 ANGLES = tuple(str(a) for a in ADAPTED)
 

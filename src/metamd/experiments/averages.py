@@ -10,12 +10,13 @@ from pathlib import Path
 
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.curves import learning_curves
+from metamd.comparison.sections import Section, formatted
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
 from metamd.files.store import Result
 from metamd.potentials import Kronecker
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 OURS = {"MetaMD": Entry(), "MetaMD, by its iterates": Entry(averaging="constant")}
 BOTH = ("adam", "adam-averaged", "soap", "soap-averaged")
@@ -59,18 +60,12 @@ EXPERIMENT = Experiment(
 )
 
 
-def markdown(rows: list[Result]) -> str:
-    """One line for everybody: losses, steps to the target, and test accuracy on the mean of the angles.
-
-    Args:
-        rows: as `Experiment.rows` makes them.
-    """
-    heads = ["", "mean loss", "final loss", "steps to target", "test accuracy, %"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+def sections(rows: list[Result]) -> list[Section]:
+    """One line for everybody: losses, steps to the target, and test accuracy on the mean of the angles."""
+    found = []
     for row in rows:
-        losses = ["diverged" if (x := row[m]["value"]) is None else f"{x:.3g}" for m in ("mean_loss", "final_loss")]
-        steps = row["steps_to_target"]["value"]
+        losses = [formatted(row[m]["value"], ".3g", "diverged") for m in ("mean_loss", "final_loss")]
         accuracy = sum(row["accuracy"].values()) / len(row["accuracy"])
-        shown = [row["label"], *losses, "never" if steps is None else f"{steps:.4g}", f"{accuracy:.2f}"]
-        lines.append("| " + " | ".join(shown) + " |")
-    return "\n".join(lines) + "\n"
+        steps = formatted(row["steps_to_target"]["value"], missing="never")
+        found.append([row["label"], *losses, steps, f"{accuracy:.2f}"])
+    return [Section(columns=["", "mean loss", "final loss", "steps to target", "test accuracy, %"], rows=found)]

@@ -7,11 +7,11 @@ process with an RBF kernel, the upper confidence bound. The paper does so for Le
 
 from functools import partial
 
-from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, sections
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
 from metamd.potentials import Kronecker
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 GEOMETRIES = {
     "kronecker": Geometry(partial(Kronecker, rank="auto"), {"MetaMD": Entry()}, choose_usage=True, follow=1.0),

@@ -9,9 +9,9 @@ from metamd.experiments.bayesian import GEOMETRIES
 from metamd.experiments.bayesian import SCALES as OF_MLP
 from metamd.experiments.diverse_digits_lenet import EXPERIMENT as LENET
 from metamd.experiments.diverse_digits_lenet import digits
-from metamd.experiments.experiment import Experiment, Scale, markdown
+from metamd.experiments.experiment import Experiment, Scale, sections
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 SCALES = {
     "smoke": replace(OF_MLP["smoke"], domains=("usps",), images=100, steps=4),

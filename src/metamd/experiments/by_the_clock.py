@@ -13,13 +13,14 @@ from pathlib import Path
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.curves import learning_curves
 from metamd.comparison.pace import geometric_mean
+from metamd.comparison.sections import Section
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
 from metamd.files.store import Result
 from metamd.learning.usage import rules_for_refresh
 from metamd.potentials import Kronecker
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 CHEAP = ("sgdm", "adam", "adamw")
 OFTEN = {"MetaMD": Entry(), **{f"MetaMD, refresh {k}": Entry(refresh=k) for k in (2, 4, 8)}}
@@ -59,18 +60,14 @@ EXPERIMENT = Experiment(
 )
 
 
-def markdown(rows: list[Result]) -> str:
-    """One line for every way: ratios to the best rival of each angle, geometric means, and test accuracy.
-
-    Args:
-        rows: as `Experiment.rows` makes them.
-    """
-    heads = ["", "mean loss", "steps to the final loss of the best rival", "seconds", "test accuracy, %"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for title, found in rows[0]["pace"].items():
+def sections(rows: list[Result]) -> list[Section]:
+    """One line for every way: ratios to the best rival of each angle, geometric means, and test accuracy."""
+    found = []
+    for title, each in rows[0]["pace"].items():
         label = title.partition(", by ")[2] or rows[0]["label"]
-        ratios = [geometric_mean([row[k] for row in found]) for k in ("mean_loss", "steps", "seconds")]
-        shown = ["not in all runs" if x is None else f"{x:.2f} x" for x in ratios]
-        ours, theirs = (sum(row[k] for row in found) / len(found) for k in ("accuracy", "best_accuracy"))
-        lines.append("| " + " | ".join([label, *shown, f"{ours:.2f} (best rival {theirs:.2f})"]) + " |")
-    return "\n".join(lines) + "\n"
+        ratios = [geometric_mean([row[k] for row in each]) for k in ("mean_loss", "steps", "seconds")]
+        ours, theirs = (sum(row[k] for row in each) / len(each) for k in ("accuracy", "best_accuracy"))
+        ways = ["not in all runs" if x is None else f"{x:.2f} x" for x in ratios]
+        found.append([label, *ways, f"{ours:.2f} (best rival {theirs:.2f})"])
+    columns = ["", "mean loss", "steps to the final loss of the best rival", "seconds", "test accuracy, %"]
+    return [Section(columns=columns, rows=found)]

@@ -7,12 +7,12 @@ from functools import partial
 
 from metamd import tasks
 from metamd.comparison.training import Measuring
-from metamd.experiments.experiment import MODERN, Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.experiment import MODERN, Entry, Experiment, Geometry, Scale, sections
 from metamd.files.usage import Usage
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.images.family import ImageFamily
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 DATASETS = ("mnist", "qmnist", "kmnist", "fashionmnist", "usps", "svhn")
 HERE = tuple(d for d in DATASETS if d != "qmnist")

@@ -7,13 +7,13 @@ since.
 from dataclasses import replace
 
 from metamd.comparison.curves import mean_losses
-from metamd.experiments.averages import markdown
+from metamd.experiments.averages import sections
 from metamd.experiments.bayesian import GEOMETRIES
 from metamd.experiments.bayesian import SCALES as BAYESIAN
 from metamd.experiments.experiment import MODERN, Experiment, Scale
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 OTHERS = ("nesterov", "adagrad", "shampoo", "schedule-free-sgd", "dadapt")
 """Those that are in no other table."""

@@ -11,11 +11,11 @@ from metamd.comparison.convergence import last_tenths
 from metamd.comparison.curves import learning_curves
 from metamd.comparison.entrants import entrants, labels, unscheduled
 from metamd.comparison.fold import Target
-from metamd.comparison.pace import lines as pace_lines
-from metamd.comparison.pace import pace
+from metamd.comparison.pace import pace, pace_section
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.search import SEARCHES
-from metamd.comparison.standings import unlearned_lines
+from metamd.comparison.sections import Section, formatted
+from metamd.comparison.standings import unlearned_section
 from metamd.experiments.declare import (
     Entry,
     Family,
@@ -39,7 +39,7 @@ from metamd.tasks.base import TaskFamily, derive_seed
 from metamd.tasks.images.family import ImageFamily
 from metamd.tasks.shared_start import SharedStart
 
-__all__ = ["MODERN", "Entry", "Experiment", "Geometry", "Scale", "markdown"]
+__all__ = ["MODERN", "Entry", "Experiment", "Geometry", "Scale", "sections"]
 
 PAPERS = ("sgd", "sgdm", "nesterov", "rmsprop", "adam", "adamw")
 """Rivals that the paper has, and their nearest relatives."""
@@ -348,32 +348,30 @@ class Experiment:
         return rows
 
 
-def markdown(rows: list[Result]) -> str:
-    """The tables of the results page.
-
-    Args:
-        rows: as `Experiment.rows` makes them.
-    """
+def sections(rows: list[Result]) -> list[Section]:
+    """The tables of the results page."""
     domains = list(rows[0]["accuracy"])
-    lines = ["| test accuracy, % | " + " | ".join(domains) + " | mean |", "|---" * (len(domains) + 2) + "|"]
+    accuracies, standing = [], []
     for row in rows:
         values = [row["accuracy"][d] for d in domains]
-        lines.append(_line(row["label"], [*values, sum(values) / len(values)]))
+        accuracies.append([row["label"], *(f"{x:.2f}" for x in (*values, sum(values) / len(values)))])
         if row["published"]:
             paper = [row["published"].get(d) for d in domains]
             mean = None if None in paper else sum(x for x in paper if x is not None) / len(paper)
-            lines.append(_line(f"{row['label']}, in the paper", [*paper, mean]))
-    lines += ["", "| | mean loss | final loss | steps to target | arrived | of ours | area |", "|---" * 7 + "|"]
-    for row in rows:
+            accuracies.append([f"{row['label']}, in the paper", *(formatted(x, ".2f") for x in (*paper, mean))])
         steps = row["steps_to_target"]
-        shown = ["never" if steps["value"] is None else f"{steps['value']:.4g}", f"{steps['arrived']:.0%}"]
         ratio = steps.get("ratio")
-        shown += ["" if ratio is None else f"ours takes {ratio:.2f} x, {steps['verdict']}", f"{row['area']:.3f}"]
-        losses = ["diverged" if row[m]["value"] is None else f"{row[m]['value']:.4g}" for m in ("mean_loss", "final_loss")]
-        lines.append("| " + " | ".join([row["label"], *losses, *shown]) + " |")
-    for title, found in rows[0].get("pace", {}).items():
-        lines += ["", *pace_lines(title, found, rows[0]["share"])]
-    return "\n".join([*lines, *unlearned_lines(rows)]) + "\n"
+        losses = [formatted(row[m]["value"], missing="diverged") for m in ("mean_loss", "final_loss")]
+        fields = [row["label"], *losses, formatted(steps["value"], missing="never"), f"{steps['arrived']:.0%}"]
+        against = "" if ratio is None else f"ours takes {ratio:.2f} x, {steps['verdict']}"
+        standing.append([*fields, against, f"{row['area']:.3f}"])
+    columns = ["", "mean loss", "final loss", "steps to target", "arrived", "of ours", "area"]
+    return [
+        Section(columns=["test accuracy, %", *domains, "mean"], rows=accuracies),
+        Section(columns=columns, rows=standing),
+        *(pace_section(title, found, rows[0]["share"]) for title, found in rows[0].get("pace", {}).items()),
+        *unlearned_section(rows),
+    ]
 
 
 def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
@@ -388,10 +386,6 @@ def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
 
 def _place(folder: Path, side: str) -> Path:
     return folder / f"domain-{side.replace(' ', '-')}"
-
-
-def _line(label: str, values: list[float | None]) -> str:
-    return "| " + " | ".join([label, *("" if v is None else f"{v:.2f}" for v in values)]) + " |"
 
 
 def _seconds(comparison: Comparison, label: str) -> float:

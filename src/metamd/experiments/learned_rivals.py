@@ -6,6 +6,7 @@ for orientation.
 """
 
 from metamd import tasks
+from metamd.comparison.sections import Section
 from metamd.comparison.standings import standings
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.files.store import Result
@@ -13,7 +14,7 @@ from metamd.files.usage import Usage
 from metamd.potentials import Kronecker
 from metamd.tasks.images.family import ImageFamily
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 LEARNED = ("meta-sgd", "aruba", "aruba-plus", "learned-schedule", "lstm", "hypergradient")
 ANGLES = ("0", "15", "30", "45", "60", "75")
@@ -48,10 +49,6 @@ def _kronecker() -> Geometry:
 EXPERIMENT = Experiment("learned-rivals", _family, {"kronecker": _kronecker()}, SCALES, {})
 
 
-def markdown(rows: list[Result]) -> str:
-    """The table of the results page.
-
-    Args:
-        rows: as `Experiment.rows` makes them.
-    """
+def sections(rows: list[Result]) -> list[Section]:
+    """The table of the results page."""
     return standings(rows)

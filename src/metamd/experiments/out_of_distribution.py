@@ -19,6 +19,7 @@ from metamd.comparison import figures
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.curves import best_schedules
 from metamd.comparison.fold import Candidate, Fold
+from metamd.comparison.sections import Section, formatted
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.files.store import Result
 from metamd.files.usage import Usage
@@ -170,19 +171,14 @@ def _draw(variants: Mapping[str, Mapping[str, Candidate]], path: Path) -> None:
     figures.curves(panels, path, xlabel="step", ylabel="training loss")
 
 
-def markdown(rows: list[Result]) -> str:
-    """The tables of the results page.
-
-    Args:
-        rows: as `run` makes them.
-    """
+def sections(rows: list[Result]) -> list[Section]:
+    """The tables of the results page."""
     labels, variants = (list(dict.fromkeys(r[k] for r in rows)) for k in ("label", "variant"))
-    cells = {(r["variant"], r["label"]): r for r in rows}
-    parts = []
-    for title, key, digits in (("mean training loss", "mean_loss", ".3f"), ("test accuracy, %", "accuracy", ".2f")):
-        lines = [f"| {title} | {' | '.join(variants)} |", "|---" * (len(variants) + 1) + "|"]
-        for label in labels:
-            values = [cells[variant, label][key] for variant in variants]
-            lines.append(f"| {label} | {' | '.join('diverged' if v is None else format(v, digits) for v in values)} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
+    found = {(r["variant"], r["label"]): r for r in rows}
+    return [
+        Section(
+            columns=[title, *variants],
+            rows=[[label, *(formatted(found[v, label][key], spec, "diverged") for v in variants)] for label in labels],
+        )
+        for title, key, spec in (("mean training loss", "mean_loss", ".3f"), ("test accuracy, %", "accuracy", ".2f"))
+    ]

@@ -12,7 +12,7 @@ from functools import partial
 
 from metamd.experiments.declare import Family
 from metamd.experiments.diverse_digits_lenet import digits
-from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, sections
 from metamd.experiments.rotated_mnist_linear import linear
 from metamd.experiments.rotated_mnist_mlp import rotated
 from metamd.files.usage import Usage
@@ -23,7 +23,7 @@ from metamd.potentials import MaxDiagonal
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.variants import Variant
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 FAMILIES = {"linear": linear, "mlp": rotated, "lenet": digits}
 HELD_OUT = ("linear 0", "mlp 45", "lenet kmnist")

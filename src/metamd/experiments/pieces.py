@@ -18,6 +18,7 @@ from metamd import tasks
 from metamd.comparison import figures
 from metamd.comparison.compare import draw
 from metamd.comparison.parallel import Cell, fill
+from metamd.comparison.sections import Section
 from metamd.comparison.standings import standings
 from metamd.experiments.declare import learned_file, settings_of
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
@@ -188,18 +189,11 @@ def _draw(activity: Mapping[str, list[Result]], path: Path) -> None:
     figures.curves(panels, path, xlabel="step", ylabel="weight of the piece", logarithmic=False)
 
 
-def markdown(rows: list[Result]) -> str:
-    """The tables of the results page.
-
-    Args:
-        rows: as `run` makes them.
-    """
-    followed = [r for r in rows if "followed" in r]
-    lines = [
-        "| weight of the pieces | over the run | in the last steps | steps on several pieces | switches |",
-        "|---" * 5 + "|",
-    ]
-    for r in followed:
+def sections(rows: list[Result]) -> list[Section]:
+    """The tables of the results page."""
+    found = []
+    for r in (r for r in rows if "followed" in r):
         shares, late = (" / ".join(f"{x:.2f}" for x in r[k]) for k in ("shares", "at the end"))
-        lines.append(f"| {r['followed']} | {shares} | {late} | {r['several']:.0%} | {r['switches']:.1f} |")
-    return standings([r for r in rows if "followed" not in r]) + "\n" + "\n".join(lines) + "\n"
+        found.append([r["followed"], shares, late, f"{r['several']:.0%}", f"{r['switches']:.1f}"])
+    columns = ["weight of the pieces", "over the run", "in the last steps", "steps on several pieces", "switches"]
+    return [*standings([r for r in rows if "followed" not in r]), Section(columns=columns, rows=found)]

@@ -14,6 +14,7 @@ import torch
 
 from metamd import tasks
 from metamd.comparison.parallel import Cell, fill
+from metamd.comparison.sections import Section
 from metamd.comparison.spread import Spread
 from metamd.experiments.synthetic import race
 from metamd.experiments.synthetic.batched import RIVALS
@@ -253,30 +254,23 @@ def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> 
             yield label, found["iterations"], {"setting": found["setting"]}
 
 
-def markdown(rows: list[Result]) -> str:
-    """The tables of the results page.
-
-    Args:
-        rows: as `table` makes them.
-    """
-    parts = []
+def sections(rows: list[Result]) -> list[Section]:
+    """The tables of the results page."""
+    parts: list[Section] = []
     for row, means in ROWS.items():
         for start, place in STARTS.items():
-            here = [r for r in rows if (r["row"], r["start"]) == (row, start)]
-            if here:
-                parts.append(
-                    f"**Means {means[0]:g} and {means[1]:g}, start ({place:g}, {place:g})**\n\n{_table(here, row, start)}"
-                )
-    return "\n\n".join(parts) + "\n"
+            if here := [r for r in rows if (r["row"], r["start"]) == (row, start)]:
+                title = f"Means {means[0]:g} and {means[1]:g}, start ({place:g}, {place:g})"
+                parts += _tables(title, here, PUBLISHED[row] if start == "far" else {})
+    return parts
 
 
-def _table(rows: list[Result], row: str, start: str) -> str:
+def _tables(title: str, rows: list[Result], published: Mapping[str, int]) -> Iterator[Section]:
     tight, loose = ({r["optimiser"]: r for r in rows if r["tolerance"] == t} for t in TOLERANCES.values())
-    heads = ["1e-6: median (quartiles)", "95 % interval", "mean", "arrived", "MetaMD is faster by"]
-    lines = [" | ".join(["| optimiser", *heads, "1e-2: median (quartiles)", "by", "paper |"]), "|---" * 9 + "|"]
-    published = dict(PUBLISHED[row]) if start == "far" else {}
+    columns = ["optimiser", "1e-6: median (quartiles)", "95 % interval", "mean", "arrived", "MetaMD is faster by"]
+    lines, left = [], dict(published)
     for label, found in tight.items():
-        number = published.pop(label.removesuffix(" (rate)"), None)
+        number = left.pop(label.removesuffix(" (rate)"), None)
         fields = [
             label,
             _middle(found),
@@ -288,13 +282,10 @@ def _table(rows: list[Result], row: str, start: str) -> str:
             _ratio(loose[label], loose),
             "" if number is None else f"{number:,}",
         ]
-        lines.append(f"| {' | '.join(fields)} |")
-    for label, number in published.items():  # of what was not run, or could not be learned, the paper's number alone
-        lines.append(f"| {' | '.join([label, 'no result here', *[''] * 6, f'{number:,}'])} |")
-    return "\n".join([*lines, *_over_best(tight)])
-
-
-def _over_best(tight: Mapping[str, Result]) -> Iterator[str]:
+        lines.append(fields)
+    for label, number in left.items():  # of what was not run, or could not be learned, the paper's number alone
+        lines.append([label, "no result here", *[""] * 6, f"{number:,}"])
+    yield Section(title, columns=[*columns, "1e-2: median (quartiles)", "by", "paper"], rows=lines)
     best, ratios = tight["best diagonal"]["mean"], []
     for label in OURS.values():
         means = [t["mean"] for t in tight.get(label, {}).get("trainings", [])]
@@ -302,7 +293,8 @@ def _over_best(tight: Mapping[str, Result]) -> Iterator[str]:
             each = ", ".join("not all arrived" if m is None else f"{m / best:.2f}" for m in means)
             ratios.append(f"{label}: {each}")
     if ratios:
-        yield f"\nMean iterations of each meta-training over those of the best diagonal, at 1e-6. {'; '.join(ratios)}."
+        said = "Mean iterations of each meta-training over those of the best diagonal, at 1e-6."
+        yield Section(texts=[f"{said} {'; '.join(ratios)}."])
 
 
 def _middle(found: Result) -> str:

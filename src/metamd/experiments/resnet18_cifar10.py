@@ -10,14 +10,14 @@ from functools import partial
 
 from metamd import tasks
 from metamd.comparison.training import Measuring
-from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, sections
 from metamd.files.usage import Usage
 from metamd.inner.comparators import Reference
 from metamd.potentials import Kronecker
 from metamd.potentials.online import Online
 from metamd.tasks.images.family import ImageFamily
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 PUBLISHED = {"SGD-M": 91.43, "Adam": 91.29, "AdamW": 92.64, "MetaMD": 93.74}
 

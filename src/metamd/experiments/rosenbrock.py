@@ -18,6 +18,7 @@ import torch
 
 from metamd import tasks
 from metamd.comparison.parallel import Cell, fill, own_warnings
+from metamd.comparison.sections import Section
 from metamd.experiments.synthetic import valleys
 from metamd.experiments.synthetic.batched import DIAGONAL, RIVALS, BatchedRival, Setting
 from metamd.experiments.synthetic.race import NEVER, Problems, path, thinned
@@ -200,32 +201,24 @@ def table(results: Mapping[str, Result]) -> list[Result]:
     return rows + valleys.table(results, labels())
 
 
-def markdown(rows: list[Result]) -> str:
-    """The tables of the results page.
-
-    Args:
-        rows: as `table` makes them.
-    """
+def sections(rows: list[Result]) -> list[Section]:
+    """The tables of the results page."""
     parts = []
+    columns = ["optimiser", "loss after 500", "distance to the minimum", "reached", "chosen"]
     for name, place in STARTS.items():
-        here = [r for r in rows if r["start"] == name]
-        if here:
-            lines = ["| optimiser | loss after 500 | distance to the minimum | reached | chosen |", "|---" * 5 + "|"]
-            lines += [_line(r) for r in here]
-            parts.append(f"**Start ({place[0]:g}, {place[1]:g})**\n\n" + "\n".join(lines))
-    here = [r for r in rows if r["start"] == "family"]
-    if here:
-        body = valleys.markdown(here, {r["optimiser"]: _chosen(r) for r in here})
-        parts.append(f"**Valleys that are shifted and scaled, start (-1.2, 1)**\n\n{body}")
-    return "\n\n".join(parts) + "\n"
+        if lines := [_line(r) for r in rows if r["start"] == name]:
+            parts.append(Section(f"Start ({place[0]:g}, {place[1]:g})", columns=columns, rows=lines))
+    if here := [r for r in rows if r["start"] == "family"]:
+        parts.append(valleys.section(here, {r["optimiser"]: _chosen(r) for r in here}))
+    return parts
 
 
-def _line(row: Result) -> str:
+def _line(row: Result) -> list[str]:
     if row.get("loss") is None:
         what = "the meta-training diverged" if "failed" in row else "diverged"
-        return f"| {row['optimiser']} | {what} | | no | |"
+        return [row["optimiser"], what, "", "no", ""]
     reached = "yes" if row["reached"] else "no"
-    return f"| {row['optimiser']} | {row['loss']:.1e} | {row['distance']:.1e} | {reached} | {_chosen(row)} |"
+    return [row["optimiser"], f"{row['loss']:.1e}", f"{row['distance']:.1e}", reached, _chosen(row)]
 
 
 def _chosen(row: Result) -> str:

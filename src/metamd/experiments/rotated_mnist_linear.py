@@ -7,12 +7,12 @@ published: with 1,000 a domain the accuracies are about those of the paper.
 from functools import partial
 
 from metamd import tasks
-from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, markdown
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, sections
 from metamd.files.usage import Usage
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.images.family import ImageFamily
 
-__all__ = ["EXPERIMENT", "SCALES", "markdown"]
+__all__ = ["EXPERIMENT", "SCALES", "sections"]
 
 ANGLES = ("0", "15", "30", "45", "60", "75")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from metamd import tasks
 from metamd.comparison.parallel import Cell
+from metamd.comparison.sections import Section
 from metamd.comparison.spread import Spread
 from metamd.experiments.synthetic.batched import DIAGONAL, RIVALS, BatchedRival, Setting, State
 from metamd.experiments.synthetic.race import Problems, start
@@ -175,22 +176,18 @@ def table(results: Mapping[str, Result], labels: Mapping[str, str]) -> list[Resu
     return rows
 
 
-def markdown(rows: Sequence[Result], chosen: Mapping[str, str]) -> str:
-    """The table of the results page.
-
-    Args:
-        rows: as `table` makes them.
-        chosen: the setting or metrics of each, in words.
-    """
-    lines = ["| optimiser | median loss after 500 (quartiles) | reached | chosen |", "|---" * 4 + "|"]
+def section(rows: Sequence[Result], chosen: Mapping[str, str]) -> Section:
+    """The table of the results page; `chosen` is the setting or metrics of each, in words."""
+    found = []
     for row in rows:
         if "median" not in row:
-            lines.append(f"| {row['optimiser']} | the meta-training diverged | 0 | |")
+            found.append([row["optimiser"], "the meta-training diverged", "0", ""])
             continue
         low, middle, high = (_loss(row[k]) for k in ("lower", "median", "upper"))
         reached = f"{row['reached']}/{row['count']}"
-        lines.append(f"| {row['optimiser']} | {middle} ({low} to {high}) | {reached} | {chosen[row['optimiser']]} |")
-    return "\n".join(lines)
+        found.append([row["optimiser"], f"{middle} ({low} to {high})", reached, chosen[row["optimiser"]]])
+    title = "Valleys that are shifted and scaled, start (-1.2, 1)"
+    return Section(title, columns=["optimiser", "median loss after 500 (quartiles)", "reached", "chosen"], rows=found)
 
 
 def _loss(value: float | None) -> str:

@@ -7,16 +7,9 @@ import numpy as np
 import torch
 
 from metamd import Certificate, MaxDiagonal, MetaMD
-from metamd.optimiser.certificate.ledger import Ledger
+from metamd.optimiser.certificate.sums import Sums
 
-AVERAGES: list[dict[str, Any]] = [
-    {},
-    {},
-    {"momentum": 0.5},
-    {"momentum": 0.9},
-    {"averaging": "anytime"},
-    {"averaging": "schedule-free", "momentum": 0.9},
-]
+AVERAGES: list[dict[str, Any]] = [{}, {}, {"momentum": 0.5}, {"momentum": 0.9}]
 
 
 class Loss:
@@ -102,7 +95,7 @@ class RandomRun:
         return Definition(scaled[0], scaled[1], None if self.decay else scaled[2], float(size / rate))
 
 
-def random_run(seed: int, *, audit: type[Ledger] | None = None, **options: Any) -> RandomRun:
+def random_run(seed: int, *, sums: type[Sums] | None = None, **options: Any) -> RandomRun:
     """A run of one to four steps with random dimension, pieces, metrics, offsets, centre, schedule, decay and average."""
     rng = np.random.default_rng(seed)
     size, n = int(rng.integers(1, 201)), int(rng.integers(2, 6))
@@ -117,8 +110,8 @@ def random_run(seed: int, *, audit: type[Ledger] | None = None, **options: Any) 
     loss = Loss(rng, size)
     rates = loss.rate(rng, logs) * (np.ones(4) if rng.integers(2) else 1 / np.arange(1, 5))
     optimiser = MetaMD([("x", x)], phi, weight_decay=decay, certify=True, check_finite=False, **{**average, **options})
-    if audit is not None:
-        optimiser._audit.ledger = audit()
+    if sums is not None:
+        optimiser._sums = sums(potential=optimiser._sums.potential)
     steps, w = [], None
     for lr in rates[: rng.integers(1, 5)]:
         shift = rng.normal(size=size)
@@ -131,7 +124,7 @@ def random_run(seed: int, *, audit: type[Ledger] | None = None, **options: Any) 
         x.grad = torch.from_numpy(g)
         optimiser.param_groups[0]["lr"] = float(lr)
         optimiser.step()
-        scale = 1 - average.get("momentum", 0.0) if "averaging" not in average else 1.0
+        scale = 1 - average.get("momentum", 0.0)
         steps.append({"x": at, "z": z, "w": w, "g": g, "lr": lr / scale, "shift": shift})
         if n > 1:
             w = optimiser._active.weights
@@ -164,7 +157,7 @@ def random_bundle(seed: int, *, runs: int) -> Bundle:
     groups = [{"params": [(n, p)], "weight_decay": decays[n]} for n, p in params.items()]
     optimiser = MetaMD(groups, phi, certify=True, check_finite=False, **average)
     found: dict[str, list[dict[str, Any]]] = {n: [] for n in names}
-    scale = 1 - average.get("momentum", 0.0) if "averaging" not in average else 1.0
+    scale = 1 - average.get("momentum", 0.0)
     for factor in schedule:
         for group, (n, p) in zip(optimiser.param_groups, params.items(), strict=True):
             at, shift = p.detach().numpy().copy(), rng.normal(size=p.numel())

@@ -144,23 +144,6 @@ def certified(rank, world, folder):
     return {k: {**dataclasses.asdict(c), "text": str(c)} for k, c in found.items()}
 
 
-def certified_online(rank, world, folder):
-    """The certificate of shards under a metric that grows with the run."""
-    geometry, model, _ = sharded(pieces=1)
-    optimiser = MetaMD(model.named_parameters(), geometry, metric=growing(model), momentum=0.8, certify=True)
-    fit(model, optimiser, rank, world, range(15))
-    found = optimiser.certificate(small_model(seed=1, dtype=torch.float64))
-    try:
-        optimiser.certificate(radius=1.0)
-    except ValueError as error:
-        return {**dataclasses.asdict(found), "error": str(error)}
-    return {"error": None}
-
-
-def growing(model):
-    return Online("sum", scale={n: 20.0 for n, _ in model.named_parameters()})
-
-
 def fsdp_nonfinite(rank, world, folder):
     _, model, optimiser = sharded()
     x = batch(0, rank, world)

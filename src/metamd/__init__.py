@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from metamd.learning.rounds.outer import GradientDescent, TrustRegion
     from metamd.learning.rounds.outer_steps import Refine, Stopping
     from metamd.learning.usage import learn_start, learn_usage, tuned_reference
-    from metamd.optimiser.certificate.certificate import Certificate
+    from metamd.optimiser.certificate.record import Certificate
     from metamd.optimiser.guard import OffFamilyWarning
     from metamd.optimiser.optimiser import MetaMD
     from metamd.optimiser.recommended import prepare
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from metamd.tasks import models as models
 
 _HOME = {
-    "Certificate": "optimiser.certificate.certificate",
+    "Certificate": "optimiser.certificate.record",
     "Diagonal": "potentials",
     "Euclidean": "potentials",
     "Kronecker": "potentials",

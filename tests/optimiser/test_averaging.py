@@ -493,7 +493,7 @@ def test_a_state_that_lost_its_iterates_on_the_way_is_refused():
 
 
 def test_a_certificate_in_eval_mode_counts_resting_tensors_where_their_iterates_are():
-    """Three pieces, an edit after which the ledger begins again, and a layer without gradients since then."""
+    """Three pieces, an edit after which the certificate begins again, and a layer without gradients since then."""
     found = []
     for options in ({}, {"averaging": "tail"}):
         model = small_model(dtype=torch.float64)

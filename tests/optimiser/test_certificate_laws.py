@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from metamd import Diagonal, MaxDiagonal, MetaMD
-from metamd.optimiser.certificate.ledger import Ledger
+from metamd.optimiser.certificate.sums import Sums
 from metamd.potentials import diagonal, simplex
 from metamd.potentials.simplex import Solution
 from tests.certified_runs import random_bundle, random_run
@@ -68,41 +68,41 @@ def test_single_pieces_obey_the_laws():
 # the faults
 
 
-class HalfMissing(Ledger):
+class HalfMissing(Sums):
     """Forgets a 1/2 the wrong way round: a quarter of |v|^2 instead of a half."""
 
     def add(self, terms, top):
         super().add({n: [energy / 2, *others] for n, (energy, *others) in terms.items()}, top)
 
 
-class LargestPiece(Ledger):
+class LargestPiece(Sums):
     """Takes the norm of the piece with the largest weight, instead of the weighted one."""
 
-    def observe(self, potential, weights, *others):
-        super().observe(potential, np.eye(len(weights))[int(np.argmax(weights))], *others)
+    def observe(self, weights, *others):
+        super().observe(np.eye(len(weights))[int(np.argmax(weights))], *others)
 
 
-class StaleWeights(Ledger):
+class StaleWeights(Sums):
     """Takes the norm of the first step for all."""
 
-    def observe(self, potential, weights, *others):
-        super().observe(potential, np.array(self.weights) if self.steps else weights, *others)
+    def observe(self, weights, *others):
+        super().observe(np.array(self.weights) if self.steps else weights, *others)
 
 
-def count_broken(seeds, ledger=None):
+def count_broken(seeds, sums=None):
     broken = 0
     for seed in seeds:
-        run = random_run(seed, audit=ledger)
+        run = random_run(seed, sums=sums)
         definition = run.definition(run.end)
         broken += bool(broken_laws(run.certificate(run.end), definition.size, definition))
     return broken
 
 
-@pytest.mark.parametrize("ledger", [HalfMissing, LargestPiece, StaleWeights])
-def test_the_laws_reject_a_wrong_ledger(ledger):
+@pytest.mark.parametrize("sums", [HalfMissing, LargestPiece, StaleWeights])
+def test_the_laws_reject_wrong_sums(sums):
     seeds = range(60)
     assert count_broken(seeds) == 0
-    assert count_broken(seeds, ledger) > 5
+    assert count_broken(seeds, sums) > 5
 
 
 def test_the_laws_reject_a_solver_that_raises_the_dual_objective(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from metamd import MetaMD, Online
-from tests.distributed_worker import STEPS, batch, fit, fit_image, geometry_and_model, growing, image_model
+from tests.distributed_worker import STEPS, batch, fit, fit_image, geometry_and_model, image_model
 from tests.helpers import random_basis, small_model
 
 
@@ -126,21 +126,6 @@ def test_distributed_checkpoint_of_online_metrics_restores_every_ranks_own(tmp_p
             for own, resumed, state in zip(*result["squares"], optimiser.state.values(), strict=True):
                 assert torch.equal(own, resumed)
                 assert torch.allclose(own, state["squares"], rtol=1e-9)
-
-
-def test_certificates_of_growing_metrics_in_shards_are_those_of_one_process(tmp_path):
-    found = launch("certified_online", tmp_path)
-    geometry, model = geometry_and_model(pieces=1)
-    optimiser = MetaMD(model.named_parameters(), geometry, metric=growing(model), momentum=0.8, certify=True)
-    fit(model, optimiser, 0, 1, range(15))
-    single = optimiser.certificate(small_model(seed=1, dtype=torch.float64))
-    assert single.guaranteed
-    for one in found:
-        assert one["guaranteed"]
-        for field in ("bound", "realised", "identity"):
-            assert one[field] == pytest.approx(getattr(single, field), rel=1e-9)
-        assert one["published"] >= single.published * (1 - 1e-9)
-        assert "but these are sharded" in one["error"]
 
 
 def test_certificates_of_shards_are_those_of_one_process(tmp_path):

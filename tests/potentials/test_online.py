@@ -216,9 +216,8 @@ def test_the_identity_of_growing_metrics_holds_along_an_online_run():
 def test_a_missing_scale_is_said_before_anything_moves():
     model = small_model()
     online = Online("sum", scale={"0.weight": 100.0, "0.bias": 100.0})
-    for options in ({}, {"certify": True}):
-        with pytest.raises(ValueError, match=r"there is none for '2\.weight'.*; there are those of '0\.weight', '0\.bias'"):
-            MetaMD(model.named_parameters(), Diagonal(), metric=online, **options)
+    with pytest.raises(ValueError, match=r"there is none for '2\.weight'.*; there are those of '0\.weight', '0\.bias'"):
+        MetaMD(model.named_parameters(), Diagonal(), metric=online)
     known = Diagonal().bind(model[0].named_parameters("0"))
     lenient = known.with_metrics(known.log_d).bind(model.named_parameters(), missing="euclidean")
     with pytest.raises(ValueError, match=r"there is none for '2\.weight'"):

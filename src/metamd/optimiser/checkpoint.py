@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from metamd.optimiser.certificate.ledger import SUM
+from metamd.optimiser.certificate.sums import SUM
 from metamd.potentials.online import KEPT, Online
 
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")

@@ -13,9 +13,9 @@ from metamd.files.usage import Metric
 from metamd.optimiser import averaging as average
 from metamd.optimiser import binding
 from metamd.optimiser.averaging import WITH_MODES, AveragingName
-from metamd.optimiser.certificate.audit import Audit
-from metamd.optimiser.certificate.certificate import Certificate, Reference
-from metamd.optimiser.certificate.ledger import Ledger
+from metamd.optimiser.certificate.bounds import CertifiedRun
+from metamd.optimiser.certificate.record import Certificate, Reference
+from metamd.optimiser.certificate.sums import Sums
 from metamd.optimiser.checkpoint import Kind, forget_metric, keep_wide, metric_code, refuse_foreign
 from metamd.optimiser.guard import Safeguard, energy
 from metamd.optimiser.pieces import PieceRecord
@@ -87,7 +87,12 @@ class MetaMD(Optimizer):
         self._online = binding.online_metric(metric, geometry)
         self._recommended, self._order = binding.recommended(geometry), binding.layer_order(geometry)
         self._bound: Potential | None = None
-        self._audit = Audit(Ledger(paper=not exact), self._online) if certify else None
+        if certify and self._online is not None:
+            raise ValueError(
+                "certify=True covers the learned metric, with plain mirror descent or constant-weight averages, got an "
+                'online metric. Pass metric="learned", or leave certify=False.'
+            )
+        self._sums = Sums(paper=not exact) if certify else None
         self._hash: str | None = None
         # By id, which the parameter itself keeps from being given to another; a weak reference would forbid swap_tensors.
         self._places: dict[int, tuple[str, Tensor, torch.device]] = {}
@@ -126,8 +131,8 @@ class MetaMD(Optimizer):
         bound = binding.fit(self._potential, named, starts, fused=self.fused, order=self._order)
         binding.check_scales(self._online, bound, [n for n, p in named.items() if p.requires_grad])
         self._bound, self._places = bound, {id(p): (n, p, p.device) for n, p in named.items()}
-        if self._audit is not None:
-            self._audit.bind(self._bound, named)
+        if self._sums is not None:
+            self._sums.bind(self._bound, named)
 
     # the step
 
@@ -172,17 +177,15 @@ class MetaMD(Optimizer):
         averaged = {n: groups[n]["momentum"] for n in grads if points[n] is not params[n]}
         counts = {n: self._steps - self.state[named[n]].get("since", self._restart) for n in averaged}
         active = None if self._online is not None else self._current(points)
-        if self._audit is not None:
-            rates = {n: self._rate(groups[n]) for n in moves}
+        if self._sums is not None:
             stores = {n: self.state[p] if n in moves else self.state.get(p, {}) for n, p in named.items()}
-            self._audit.before(active, moves, rates, named, stores)
-            self._audit.ledger.note_momenta(group["momentum"] for group in groups.values())
+            self._sums.before(active, moves, named, stores)
         if self.averaging == "schedule-free":
             for n, momentum in averaged.items():
                 average.lift(params[n], points[n], counts[n], momentum, self.state[named[n]])
         step = self._advance(named, points, moves, active)
-        if self._audit is not None:
-            self._audit.after(step.active, moves)
+        if self._sums is not None:
+            self._sums.after(step.active)
         for n, momentum in averaged.items():
             average.blend(params[n], points[n], counts[n], momentum, self.averaging)
         for n, p in named.items() if self.averaging == "tail" else ():
@@ -198,8 +201,7 @@ class MetaMD(Optimizer):
             return bound.step(points, moves, active=active, exact=self.exact, into=points)
         for n, move in moves.items():
             state = self.state[named[n]]
-            watch = None if self._audit is None else self._audit.watch(n, move, named[n], state)
-            self._online.advance(bound, n, points[n], move, state, watch)
+            self._online.advance(bound, n, points[n], move, state)
             binding.share_state(state, named[n])
         return Step(points)
 
@@ -226,8 +228,8 @@ class MetaMD(Optimizer):
         if changed:
             average.begin_again([self.state[named[n]] for n in changed], self.state.values(), self._restart)
             self._versions, self._restart = {}, self._steps
-        if changed and self._audit is not None:
-            self._audit.ledger.restart("a parameter was changed or added from outside")
+        if changed and self._sums is not None:
+            self._sums.restart("a parameter was changed or added from outside")
 
     def _edited(self, named: Params) -> list[str]:
         """What somebody else has changed or added since the last step or change of mode."""
@@ -327,13 +329,12 @@ class MetaMD(Optimizer):
             reference: the comparator u: a state_dict, a module, or tensors in the order of the parameters.
             radius: instead of it, rho: every u with B(u || start) <= rho^2/2 is a comparator.
         """
-        if self._audit is None:
-            raise ValueError("this run was not accounted for. Build MetaMD with certify=True before training.")
+        if self._sums is None:
+            raise ValueError("this run has no certificate. Build MetaMD with certify=True before training.")
         named = binding.named_parameters(self.param_groups, self._potential)
         stores = {n: self.state.get(p, {}) for n, p in named.items()}
         binding.refuse_edited(named, self._versions, stores)
-        weights = (self.averaging, self._steps - self._restart)
-        return self._audit.certificate(self._active, weights, named, stores, reference=reference, radius=radius)
+        return CertifiedRun(self._sums, named, stores, self._active, self.averaging).certificate(reference, radius)
 
     # saving and copying
 
@@ -349,7 +350,7 @@ class MetaMD(Optimizer):
             **self._kind().shared(),
             "restart": torch.tensor(self._restart),
             "training": self._training,
-            **({} if self._audit is None else {"certificate": self._audit.ledger.encode()}),
+            **({} if self._sums is None else {"certificate": self._sums.encode()}),
         }
         for group in self.param_groups:
             group.update(shared)
@@ -358,12 +359,15 @@ class MetaMD(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state_dict was taken, in the same geometry."""
         refuse_foreign(state_dict, self._kind())
+        saved = state_dict["param_groups"][0]
+        sums = None if self._sums is None else self._sums.resumed(saved.get("certificate"), int(saved["step"]))
         super().load_state_dict(state_dict)
         keep_wide(state_dict, self.param_groups, self.state)
         forget_metric(state_dict, self._kind(), self.state)
         group = self.param_groups[0]
-        if self._audit is not None:
-            self._audit.resume(group.get("certificate"), int(group["step"]))
+        self._sums = sums
+        for each in self.param_groups:
+            each.pop("certificate", None)  # or a run that goes on without would save it again
         self._steps, self._restart = int(group["step"]), int(group.get("restart", 0))
         self._training = bool(group.get("training", True))
         self._record = PieceRecord.decode(group["pieces"])
@@ -395,6 +399,6 @@ class MetaMD(Optimizer):
 
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
-    *("_active", "_audit", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_training", "_watch"),
+    *("_active", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_sums", "_training", "_watch"),
     *("_learned_steps", "_online", "_order", "_recommended", "averaging", "check_finite", "exact", "fused"),
 )

@@ -3,19 +3,21 @@
 A step moves the dual point by v_t = lr g_t + lr wd D(w_t) z_t, so that y_{t+1} = y_t - v_t. Kept per tensor are sum |v_t|^2
 in the local dual norm and in the Euclidean one, sum <v_t, z_t - start>, and sum <lr g_t, z_t - x_t> for gradients that are
 taken at an average x_t. sum v_t is y_1 - y_{T+1} and needs no buffer, unless half precision or the paper's step break that:
-see `needs_sum`. The proofs are in docs/concepts/certificates.md.
+see `_needs_sum`. The proofs are in docs/concepts/certificates.md.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from metamd.potentials.base import Active, Move, Params
-from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.base import Active, Move, Params, Potential
+from metamd.potentials.classical import Euclidean
+from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.potentials.forms import combine
 from metamd.potentials.sharding import is_sharded, local, sum_shards
 from metamd.potentials.simplex import Array
@@ -24,7 +26,7 @@ START, SUM = "certificate_start", "certificate_sum"
 """Where the state of a parameter keeps theta_1, if that is not its centre, and sum v_t, where that is kept."""
 
 Stores = Mapping[str, dict[str, Any]]
-_CHUNK = 2**16
+_CHUNK = 2**16  # numbers that stay in the cache: about 1 MB for the four rows of a chunk in float32
 _SAME = 1e-12  # rates that differ by rounding alone
 
 
@@ -38,8 +40,6 @@ class Row:
         path: sum <v, z_t - start>.
         lag: sum <lr g, z_t - x_t>; zero unless gradients are taken at an average.
         rate: the first lr that was not zero; later ones are multiples of it.
-        spread: sum |z_t - start|^2 in H_t - H_{t-1}, of a metric that grows.
-        reach: the largest coordinate of any z_t - start, likewise.
     """
 
     energy: float = 0.0
@@ -47,16 +47,16 @@ class Row:
     path: float = 0.0
     lag: float = 0.0
     rate: float = 0.0
-    spread: float = 0.0
-    reach: float = 0.0
 
 
 @dataclass
-class Ledger:
-    """What a run has accumulated since it began, or since its parameters were last changed from outside.
+class Sums:
+    """The sums of a run since it began, or since its parameters were last changed from outside.
+
+    An optimiser binds its potential, calls `before` and `after` around every step, and saves `encode()`.
 
     Args:
-        paper: whether it takes the paper's step.
+        paper: whether the run takes the paper's step.
         steps: T.
         rows: the sums by tensor that had a gradient.
         weights: w_1, the active pieces at the start.
@@ -71,10 +71,10 @@ class Ledger:
         descent: whether some tensor was minimised.
         partial: whether some tensor had no gradient, or no rate, in a step in which others had.
         uncovered: steps in which the piece changed under the paper's step.
-        restarts: how often it began again.
-        reason: why it last did.
-        rule: by which the metric grows, in words; empty for one that stays as it is.
-        momenta: the two smallest of those that any tensor had in any step; one, if it was the same throughout.
+        restarts: how often the sums began again.
+        reason: why they last did.
+        potential: phi, with its metrics evaluated; neither saved nor copied.
+        last: w_t and the tensors of the step that is being taken.
     """
 
     paper: bool = False
@@ -94,74 +94,74 @@ class Ledger:
     uncovered: int = 0
     restarts: int = 0
     reason: str = ""
-    rule: str = ""
-    momenta: list[float] = field(default_factory=list)
+    potential: MaxDiagonal | None = None
+    last: tuple[Array, frozenset[str]] = (np.ones(1), frozenset())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "potential": None}  # bound anew, with the optimiser
+
+    def bind(self, bound: Potential, named: Params) -> None:
+        """Take the optimiser's potential, as one of quadratic forms: the theorem's local norms need these."""
+        if isinstance(bound, Euclidean):
+            ones = {
+                n: torch.ones((1,) * (1 + p.ndim), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+                for n, p in named.items()
+            }
+            bound = Diagonal(tying="tensor").bind(named).fixed(ones)
+        if not isinstance(bound, MaxDiagonal):
+            raise ValueError(
+                f"certify=True needs a potential of quadratic forms (Diagonal, MaxDiagonal, Kronecker, Euclidean), got "
+                f"{type(bound).__name__}. For others there is no guarantee to print: leave certify=False."
+            )
+        self.potential = bound
 
     def restart(self, reason: str) -> None:
         """Forget the sums: what follows is a run of its own. Before the first step there is nothing to forget."""
         if self.steps:
-            self.__dict__.update(vars(Ledger(self.paper, restarts=self.restarts + 1, reason=reason, rule=self.rule)))
+            fresh = Sums(self.paper, restarts=self.restarts + 1, reason=reason, potential=self.potential)
+            self.__dict__.update(vars(fresh))
 
-    def observe(
-        self,
-        potential: MaxDiagonal,
-        weights: Array,
-        moves: Mapping[str, Move],
-        rates: Mapping[str, float],
-        named: Params,
-        stores: Stores,
-    ) -> None:
-        """Count a step, before it is taken; one whose rates are all zero is none.
+    # during the run
+
+    def before(self, active: Active | None, moves: Mapping[str, Move], named: Params, stores: Stores) -> None:
+        """Count a step that is about to be taken.
 
         Args:
-            potential: phi, with its metrics evaluated.
-            weights: w_t.
+            active: the active pieces.
             moves: gradients, rates and decays of the tensors that have a gradient.
-            rates: the rates of these.
             named: the parameters, where the gradients were taken.
             stores: the optimiser's state of each; `z` is where the mirror step is taken from, if not from the parameter.
         """
+        weights = np.ones(1) if active is None else active.weights
+        if active is not None and self.paper:
+            weights = np.eye(len(active.forms))[int(np.argmax(active.forms))]
+        self.observe(weights, moves, named, stores)
+        self.last = weights, frozenset(moves)
+
+    def observe(self, weights: Array, moves: Mapping[str, Move], named: Params, stores: Stores) -> None:
+        """Add up a step under weights w_t; a step whose rates are all zero is none."""
+        phi = self.potential
+        assert phi is not None
+        rates = {n: abs(float(move.lr)) for n, move in moves.items()}
         if max(rates.values()) == 0:
             return
         joining = [n for n in moves if n not in self.rows]
         shifted = [n for n in joining if not _at_centre(stores[n], named[n])]
-        if self.steps and shifted and potential.pieces > 1:
+        if self.steps and shifted and phi.pieces > 1:
             self.restart(f"{shifted[0]!r} got its first gradient after the run had begun")
             joining = list(moves)
         if not self.steps:
             self.weights = [float(w) for w in weights]
-        self.enter(joining, moves, rates, named, stores, keep_sums=self.paper and potential.pieces > 1)
-        terms = _numbers({n: _terms(potential, n, weights, m, named[n], stores[n]) for n, m in moves.items()})
+        self.partial = self.partial or bool(self.steps and joining)
+        for n in joining:
+            _open(stores[n], named[n], keep_sum=_needs_sum(named[n], self.paper and phi.pieces > 1))
+        self._note_rates(rates)
+        self._note_moves(rates, moves)
+        terms = _numbers({n: _terms(phi, n, weights, m, named[n], stores[n]) for n, m in moves.items()})
         if any(is_sharded(named[n]) for n in moves):
             parts = {n: torch.tensor(row, dtype=torch.float64) for n, row in terms.items()}
             terms = {n: row.tolist() for n, row in sum_shards(parts, named).items()}
         self.add(terms, max(rates.values()))
-
-    def enter(
-        self,
-        joining: Sequence[str],
-        moves: Mapping[str, Move],
-        rates: Mapping[str, float],
-        named: Params,
-        stores: Stores,
-        *,
-        keep_sums: bool,
-    ) -> None:
-        """Remember where the tensors that join start, and note the rates of the step.
-
-        Args:
-            joining: those with their first gradient.
-            moves: see `observe`, and so are the others.
-            rates: see there.
-            named: see there.
-            stores: see there.
-            keep_sums: whether sum v_t cannot be read off the end of the run.
-        """
-        self.partial = self.partial or bool(self.steps and joining)
-        for n in joining:
-            _open(stores[n], named[n], keep_sum=needs_sum(named[n], keep_sums))
-        self._note_rates(rates)
-        self._note_moves(rates, moves)
 
     def _note_rates(self, rates: Mapping[str, float]) -> None:
         top = max(rates.values())
@@ -188,17 +188,8 @@ class Ledger:
                 self.decay = max(self.decay, float(move.decay) / rates[n])
                 self.ascent, self.descent = self.ascent or float(move.lr) < 0, self.descent or float(move.lr) > 0
 
-    def note_momenta(self, momenta: Iterable[float]) -> None:
-        """Note the momenta of a step's tensors."""
-        self.momenta = sorted({*self.momenta, *momenta})[:2]
-
     def add(self, terms: Mapping[str, list[float]], top: float) -> None:
-        """Add up a step.
-
-        Args:
-            terms: energy, square, path and lag, by tensor.
-            top: its largest rate.
-        """
+        """Add energy, square, path and lag of every tensor in a step whose largest rate is `top`."""
         squares = 0.0
         for n, (energy, square, path, lag) in terms.items():
             row = self.rows[n]
@@ -208,42 +199,55 @@ class Ledger:
         self.lipschitz = max(self.lipschitz, squares / top**2)
         self.steps += 1
 
-    def close(self, before: Array, after: Active | None, moves: Mapping[str, Move]) -> None:
-        """Look at a step after it was taken.
-
-        Args:
-            before: w_t.
-            after: the active pieces now.
-            moves: the tensors that moved.
-        """
-        if after is None or len(before) == 1 or bool((after.weights == before).all()):
+    def after(self, active: Active | None) -> None:
+        """Look at the active pieces after the step."""
+        weights, moved = self.last
+        if active is None or len(weights) == 1 or bool((active.weights == weights).all()):
             return
         if self.paper:
             self.uncovered += 1
             return
-        still = [n for n in self.rows if n not in moves]
+        still = [n for n in self.rows if n not in moved]
         if still:
             # It was held where it is, and its part of y changed with the weights: that is not a mirror step of phi.
             self.restart(f"the active pieces changed in a step in which {still[0]!r} had no gradient")
 
+    # saving
+
     def encode(self) -> str:
-        """All of it as text, for a state_dict; numbers keep every digit."""
-        return json.dumps(asdict(self))
+        """All sums as text, for a state_dict; numbers keep every digit."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("potential", "last")}
+        return json.dumps({**kept, "rows": {n: asdict(row) for n, row in self.rows.items()}})
 
-    @classmethod
-    def decode(cls, text: str) -> "Ledger":
-        """The ledger that was encoded."""
-        kept = json.loads(text)
-        return cls(**{**kept, "rows": {n: Row(**row) for n, row in kept["rows"].items()}})
+    def resumed(self, saved: str | None, steps: int) -> Self:
+        """The sums with which a run goes on from a state_dict, here or where the run was saved without any.
+
+        Args:
+            saved: the encoded sums; None if the run was saved without.
+            steps: how many steps the run had taken.
+        """
+        fresh = replace(self, **vars(Sums(self.paper, potential=self.potential)))
+        if saved is None:
+            reason = "the run was continued from a state_dict without certify=True"
+            return replace(fresh, restarts=min(steps, 1), reason=reason if steps else "")
+        kept = json.loads(saved)
+        if kept.get("rule"):
+            raise ValueError(
+                "this state_dict has the certificate of an online metric, and certify=True covers the learned metric alone. "
+                "Build MetaMD with certify=False to go on with the run."
+            )
+        # An earlier version kept sums for online metrics beside these.
+        rows = {n: Row(**{f.name: row[f.name] for f in fields(Row)}) for n, row in kept.pop("rows").items()}
+        known = {f.name for f in fields(self)}
+        found = replace(fresh, rows=rows, **{name: value for name, value in kept.items() if name in known})
+        if found.paper != self.paper:
+            found.restart(f"the run was continued with exact={not self.paper}")
+            found.paper = self.paper
+        return found
 
 
-def needs_sum(param: Tensor, always: bool = False) -> bool:
-    """Whether sum v_t has to be kept: half precision rounds iterates as coarsely as steps move them.
-
-    Args:
-        param: the parameter.
-        always: whether steps do not telescope anyway, as the paper's.
-    """
+def _needs_sum(param: Tensor, always: bool) -> bool:
+    """Whether sum v_t has to be kept: half precision rounds iterates as coarsely as steps move them."""
     return always or param.dtype not in (torch.float32, torch.float64)
 
 
@@ -254,7 +258,7 @@ def iterate(param: Tensor, store: Mapping[str, Any]) -> Tensor:
 
 
 def start_of(store: Mapping[str, Any]) -> Tensor:
-    """theta_1 of the ledger: its own copy, or the centre of the potential."""
+    """theta_1 of the sums: their own copy, or the centre of the potential."""
     start: Tensor = store[START] if START in store else store["start"]
     return start
 

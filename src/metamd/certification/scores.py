@@ -11,7 +11,7 @@ from torch import Tensor
 from metamd.certification.training_tasks import measure
 from metamd.files.learned import LearnedOptimiser
 from metamd.inner.comparators import Reference
-from metamd.inner.run import Walk, gradient
+from metamd.inner.run import MirrorDescent, train
 from metamd.tasks.base import SolvedTask, Task
 
 LOOKS = 50
@@ -48,23 +48,22 @@ def run_task(task: Task, learned: LearnedOptimiser, target: float, comparator: R
         target: the loss to count steps to.
         comparator: finds theta_*, where the task does not know it.
     """
-    walk = Walk(task, learned.potential.bind(task.init()), certify=True)
+    descent = MirrorDescent(task, learned.potential.bind(task.init()), certify=True)
     # The target is a loss, not a distance above the minimum, by which tasks that know theirs are watched.
     look = Task.monitor(task) if isinstance(task, SolvedTask) else task.monitor()
-    every = max(1, walk.steps // LOOKS)
-    looks = [(0, look(walk.params))]
-    while walk.going:
-        walk.advance(*gradient(task, walk.params, task.batch(walk.step)))
-        if walk.step % every == 0 or walk.step == walk.steps:
-            looks.append((walk.step, look(walk.params)))
-    run, solution = walk.finish(), solve(task, comparator)
+    every = max(1, descent.steps // LOOKS)
+    looks = [(0, look(descent.params))]
+    while descent.going:
+        train(task, descent, range(descent.taken, min(descent.taken + every, descent.steps)), until=None)
+        looks.append((descent.taken, look(descent.params)))
+    run, solution = descent.finish(), solve(task, comparator)
     end = looks[-1][1]
     lost = bool(run.diverged) or math.isnan(end)
     regret = None if solution is None or lost else run.regret(solution)
     return Score(
         steps=math.inf if lost else steps_to(target, looks),
         loss=math.inf if lost else end,
-        distance=None if solution is None else measure(walk.potential, run.start, solution).distance,
+        distance=None if solution is None else measure(descent.potential, run.start, solution).distance,
         regret=regret if solution is None else math.inf if regret is None or math.isnan(regret) else regret,
         largest_gradient=run.largest_gradient,
         diverged=run.diverged or ("The loss at the end is not a number." if lost else ""),

@@ -11,8 +11,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from metamd.inner.run import BLOW_UP, laid_out_like
-from metamd.rivals.base import Contender, Stepper
+from metamd.inner.run import OptimiserSteps, has_exploded
+from metamd.inner.run import train as train_task
+from metamd.potentials.base import Params
+from metamd.rivals.base import Contender
 from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed
 from metamd.tasks.stochastic import seeded
 
@@ -192,10 +194,9 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
             task.config, contender.describe(), tuple(places), lost, math.inf, {}, 0, failed=contender.rival.unlearned
         )
     with one_thread(), seeded(derive_seed(config_hash(task.config), "optimiser")):
-        params = {n: nn.Parameter(x) for n, x in task.init().items()}
-        run = _Run(task, contender, params, steps)
+        run = _Run(task, contender, steps)
         losses = list(run.watched(task.monitor(measuring.examples), places))
-        end = {n: p.detach() for n, p in params.items()}
+        end = run.rule.model()
         ends = {} if run.failed else {s: task.evaluate(end, s) for s in measuring.splits}
     losses += [math.inf] * (len(places) - len(losses))
     return Outcome(
@@ -211,59 +212,43 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
 
 
 class _Run:
-    """The loop itself."""
+    """A training under way, which stops at places where its loss is evaluated."""
 
-    def __init__(self, task: Task, contender: Contender, params: Mapping[str, nn.Parameter], steps: int) -> None:
-        self.task, self.params, self.steps = task, params, steps
-        self.optimiser: Stepper = contender.start(list(params.items()))
-        self.factor = None if contender.schedule == "constant" else contender.share
-        self.rates = [group["lr"] for group in self.optimiser.param_groups]
-        self.taken, self.total, self.failed = 0, 0.0, ""
-        self._switch("train")
+    def __init__(self, task: Task, contender: Contender, steps: int) -> None:
+        params = {n: nn.Parameter(x) for n, x in task.init().items()}
+        schedule = None if contender.schedule == "constant" else lambda t: contender.share(t / steps)
+        self.task, self.rule = task, OptimiserSteps(params, contender.start(list(params.items())), schedule)
+        self.total, self.failed = 0.0, ""
+
+    @property
+    def taken(self) -> int:
+        """The steps so far."""
+        return self.rule.taken
 
     def watched(self, monitor: Any, places: Sequence[int]) -> Iterator[float]:
         """Train to each of the places and give the loss there, until the end or until the run fails."""
         first: float | None = None
         for place in places:
-            if not self.advance(place):
+            self.advance(place)
+            if self.failed:
                 return
-            self._switch("eval")
-            loss = monitor({n: p.detach() for n, p in self.params.items()})
+            loss = monitor(self.rule.model())
             first = loss if first is None else first
-            if not loss - first <= BLOW_UP * (1 + abs(first)):
+            if has_exploded(first, loss):
                 self.failed = f"The training loss rose from {first:g} to {loss:g} by step {place}."
                 return
             yield loss
-            self._switch("train")
-        self._switch("eval")
 
-    def advance(self, place: int) -> bool:
-        """Train until so many steps are taken; whether that was possible."""
-        leaves = list(self.params.values())
-        while self.taken < place:
-            loss = self.task.loss(self.params, self.task.batch(self.taken))
-            value = float(loss.detach())
-            if not math.isfinite(value):
-                self.failed = f"The loss of the batch became {value} at step {self.taken}."
-                return False
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-            for p, g in zip(leaves, grads, strict=True):
-                p.grad = laid_out_like(p, g)
-            if self.factor is not None:
-                factor = self.factor(self.taken / self.steps)
-                for group, rate in zip(self.optimiser.param_groups, self.rates, strict=True):
-                    group["lr"] = rate * factor
-            try:
-                self.optimiser.step()
-            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # statistics that are no longer finite
-                self.failed = f"The optimiser gave up at step {self.taken}: {error}"
-                return False
-            self.total, self.taken = self.total + value, self.taken + 1
-        return True
+    def advance(self, place: int) -> None:
+        """Train until so many steps are taken, or until the run fails."""
+        done = train_task(self.task, self.rule, range(self.taken, place), until=_not_finite)
+        self.failed = done.diverged
+        for loss in done.losses:
+            self.total += loss
 
-    def _switch(self, mode: str) -> None:
-        if hasattr(self.optimiser, mode):
-            getattr(self.optimiser, mode)()
+
+def _not_finite(step: int, losses: Sequence[float], grads: Params) -> str:
+    return "" if math.isfinite(losses[-1]) else f"The loss of the batch became {losses[-1]} at step {step}."
 
 
 ROUNDS, WARM_UP = 15, 3
@@ -303,8 +288,7 @@ def step_seconds(
             shift = turn % len(order)
             for label in order[shift:] + order[:shift]:
                 if label not in runs or runs[label].taken + block > horizon:
-                    params = {n: nn.Parameter(x) for n, x in task.init().items()}
-                    runs[label] = _Run(task, contenders[label], params, horizon)
+                    runs[label] = _Run(task, contenders[label], horizon)
                 before, began = runs[label].taken, perf_counter()
                 runs[label].advance(before + block)
                 steps_taken = runs[label].taken - before

@@ -1,6 +1,5 @@
 """What the regret of a run is measured against: its own end, the end of another optimiser's longer run, or a known point."""
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from metamd.inner.run import Cost, Trajectory, gradient, laid_out_like
+from metamd.inner.run import Cost, OptimiserSteps, Trajectory, Watch, train
 from metamd.potentials.base import Params
 from metamd.tasks.base import Task
 
@@ -62,32 +61,21 @@ class Reference:
             raise ValueError("this run has no reference point. Run it with run_inner(..., reference=objective.reference).")
         return run.reference
 
-    def run(
-        self, task: Task, start: Params, steps: int, *, watch: Callable[[Tensor, Params], None] | None = None
-    ) -> tuple[dict[str, Tensor], Cost]:
+    def run(self, task: Task, start: Params, steps: int, *, watch: Watch | None = None) -> tuple[dict[str, Tensor], Cost]:
         """Train the task from its start; the batches of steps beyond T are those that follow.
 
         Args:
             task: the problem.
             start: theta_1.
             steps: T.
-            watch: is given the loss and the gradients of every step.
+            watch: sees every step.
         """
-        began = time.perf_counter()
         params = {n: x.detach().clone().requires_grad_() for n, x in start.items()}
-        optimiser = self.optimiser(list(params.values()), lr=self.lr)
         total = max(1, round(self.factor * steps))
-        for t in range(total):
-            for group in optimiser.param_groups:
-                group["lr"] = self.lr * (1 - t / total)
-            loss, grads = gradient(task, params, task.batch(t))
-            if watch is not None:
-                watch(loss, grads)
-            for n, g in grads.items():
-                params[n].grad = laid_out_like(params[n], g)
-            optimiser.step()
-        best = {n: x.detach() for n, x in params.items()}
-        return best, Cost(gradients=total, seconds=time.perf_counter() - began)
+        optimiser = self.optimiser(list(params.values()), lr=self.lr)
+        steps_of = OptimiserSteps(params, optimiser, lambda t: 1 - t / total)
+        done = train(task, steps_of, total, watch=watch, until=None)
+        return steps_of.model(), done.cost
 
 
 @dataclass(frozen=True)

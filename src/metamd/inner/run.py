@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -41,6 +41,207 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.gradients + other.gradients, self.hvps + other.hvps, self.seconds + other.seconds)
+
+
+# the training loop
+
+
+class StepRule(Protocol):
+    """What moves the parameters of a run."""
+
+    @property
+    def params(self) -> Params:
+        """Where the next gradient is taken."""
+
+    def step(self, loss: Tensor, grads: Params) -> str:
+        """Take one step; why it could not be taken, in a sentence, or nothing."""
+
+    def model(self) -> dict[str, Tensor]:
+        """The parameters that a model is judged with: not the point of the gradient where iterates are averaged."""
+
+
+Rule = Callable[[int, Sequence[float], Params], str]
+"""Why a run is given up, in a sentence, from the step, the losses until then and the gradients; empty if it is not."""
+
+Watch = Callable[[int, Tensor, Params], object]
+"""Is given the step, the loss and the gradients of every step before it is taken."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the training loop did.
+
+    Args:
+        losses: of the batches, before each step that was taken.
+        diverged: why the run was given up, in a sentence; empty if it was not.
+        cost: gradients and time.
+    """
+
+    losses: tuple[float, ...]
+    diverged: str
+    cost: Cost
+
+
+def explodes(step: int, losses: Sequence[float], grads: Params) -> str:
+    """The rule by which runs are given up: a loss or gradient that is not finite, or a loss that has exploded."""
+    norm = float(torch.stack(torch._foreach_norm(list(grads.values()))).norm())
+    return trouble(step, losses[0], losses[-1], norm)
+
+
+def train(
+    task: Task, rule: StepRule, steps: int | range, *, watch: Watch | None = None, until: Rule | None = explodes
+) -> Training:
+    """Train a task: batch, loss and gradient at the rule's point, then its step.
+
+    Args:
+        task: the problem.
+        rule: what moves the parameters.
+        steps: how many, or which: a range goes on where an earlier call ended.
+        watch: sees every step.
+        until: when a run is given up; None never does.
+
+    Example:
+        >>> from metamd import tasks
+        >>> family = tasks.quadratic((1.0, 2.0))
+        >>> task = family.build(family.sample(torch.Generator().manual_seed(0)))
+        >>> params = {n: x.requires_grad_() for n, x in task.init().items()}
+        >>> done = train(task, OptimiserSteps(params, torch.optim.SGD(params.values(), lr=0.1)), 50)
+        >>> done.losses[-1] < done.losses[0]
+        True
+    """
+    began, losses, why = time.perf_counter(), [], ""
+    for t in range(steps) if isinstance(steps, int) else steps:
+        loss, grads = gradient(task, rule.params, task.batch(t))
+        losses.append(loss.item())
+        if watch is not None:
+            watch(t, loss, grads)
+        why = (until(t, losses, grads) if until is not None else "") or rule.step(loss, grads)
+        if why:
+            losses.pop()
+            break
+    cost = Cost(gradients=len(losses) + bool(why), seconds=time.perf_counter() - began)
+    return Training(tuple(losses), why, cost)
+
+
+class Stepper(Protocol):
+    """What the training loop needs of an optimiser; every `torch.optim.Optimizer` is one.
+
+    One with `train()` and `eval()`, as Schedule-Free has them, is switched to evaluation whenever its parameters are judged.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    def step(self) -> Any:
+        """Move the parameters by their `.grad`."""
+
+
+class OptimiserSteps:
+    """The steps of an optimiser, its rates multiplied by a schedule.
+
+    Args:
+        params: the leaves that it moves, by name.
+        optimiser: of torch's interface.
+        schedule: the factor on its rates in step t; None leaves them alone.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], optimiser: Stepper, schedule: Callable[[int], float] | None = None
+    ) -> None:
+        self.params, self.optimiser, self.schedule = params, optimiser, schedule
+        self.taken, self._rates = 0, [group["lr"] for group in optimiser.param_groups]
+        self._switch("train")
+
+    def step(self, loss: Tensor, grads: Params) -> str:
+        """One step along these gradients."""
+        for n, g in grads.items():
+            self.params[n].grad = laid_out_like(self.params[n], g)
+        if self.schedule is not None:
+            factor = self.schedule(self.taken)
+            for group, rate in zip(self.optimiser.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+        try:
+            self.optimiser.step()
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]  # statistics that are no longer finite
+            return f"The optimiser gave up at step {self.taken}: {error}"
+        self.taken += 1
+        return ""
+
+    def model(self) -> dict[str, Tensor]:
+        """A copy of the parameters as they are judged."""
+        self._switch("eval")
+        found = {n: p.detach().clone() for n, p in self.params.items()}
+        self._switch("train")
+        return found
+
+    def _switch(self, mode: str) -> None:
+        if hasattr(self.optimiser, mode):
+            getattr(self.optimiser, mode)()
+
+
+def gradient(task: Task, params: Params, batch: Any, *, graph: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss on a batch and its gradient; a parameter that the loss ignores has a gradient of zero.
+
+    Args:
+        task: the problem.
+        params: where.
+        batch: on what.
+        graph: whether the gradient can be differentiated again; `params` must then require gradients.
+    """
+    with torch.enable_grad():
+        leaves = dict(params) if graph else {n: x.detach().requires_grad_() for n, x in params.items()}
+        loss = task.loss(leaves, batch)
+        if loss.ndim or not loss.requires_grad:
+            problem = f"has shape {tuple(loss.shape)}" if loss.ndim else "does not depend on the parameters"
+            raise ValueError(f"task.loss must return a scalar that depends on the parameters, but it {problem}.")
+        found = torch.autograd.grad(loss, list(leaves.values()), create_graph=graph, allow_unused=True)
+    grads = {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
+    return (loss if graph else loss.detach()), grads
+
+
+def laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient with the strides of its parameter, which `backward` sees to and `torch.autograd.grad` does not.
+
+    Where images are in channels-last memory, so are the gradients of the kernels that are convolved with them. Torch's fused
+    optimisers go through the memory of both as it comes, and would take each number for that of another entry.
+
+    Args:
+        parameter: the parameter.
+        gradient: its gradient, of the same shape.
+
+    Example:
+        >>> kernel = torch.zeros(2, 3, 5, 5)
+        >>> laid_out_like(kernel, torch.ones(2, 3, 5, 5).to(memory_format=torch.channels_last)).is_contiguous()
+        True
+    """
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
+
+
+def has_exploded(first: float, loss: float) -> bool:
+    """Whether a loss is not a number, or `BLOW_UP` times as high above the first as that is large."""
+    return not loss - first <= BLOW_UP * (1 + abs(first))
+
+
+def trouble(step: int, first: float, loss: float, norm: float) -> str:
+    """Why a run cannot go on, in a sentence; empty if it can.
+
+    Args:
+        step: t, counted from 0.
+        first: the loss at the start.
+        loss: the loss now.
+        norm: the gradient's norm now.
+    """
+    advice = "Lower lr or start from larger metrics."
+    if not math.isfinite(loss):
+        where = f"at step {step}" if step else "at the start, before any step was taken"
+        return f"The loss became {loss} {where}. {advice if step else 'Check the data and the initialisation.'}"
+    if not math.isfinite(norm):
+        return f"The gradient became {norm} at step {step}. {advice}"
+    if has_exploded(first, loss):
+        return f"The loss rose from {first:g} to {loss:g} by step {step}. {advice}"
+    return ""
+
+
+# mirror descent, and the record of it
 
 
 @dataclass(frozen=True)
@@ -143,18 +344,15 @@ def run_inner(
         >>> run_inner(Parabola({}, steps=3), Diagonal(), lr=0.25).losses
         tensor([9.0000, 2.2500, 0.5625], dtype=torch.float64)
     """
-    walk = Walk(task, potential, lr=lr, exact=exact, steps=steps, phases=phases, certify=certify, products=products)
-    while walk.going:
-        walk.advance(*gradient(task, walk.params, task.batch(walk.step)))
-    return walk.finish(reference)
+    run = MirrorDescent(task, potential, lr=lr, exact=exact, steps=steps, phases=phases, certify=certify, products=products)
+    train(task, run, run.steps, until=None)
+    return run.finish(reference)
 
 
-class Walk:
-    """A run under way. Whoever drives it brings the gradients, with whatever else they computed alongside.
+class MirrorDescent:
+    """Mirror descent under way, a `StepRule` that records its run; the arguments are those of `run_inner`.
 
-    Args:
-        task: as for `run_inner`, and so are the options.
-        potential: phi.
+    It knows itself when to give up, since it needs the norms of the gradients anyway.
     """
 
     def __init__(
@@ -178,7 +376,7 @@ class Walk:
         self.take = Stepping(self.potential, self.start, lr, exact=exact)
         self.params = self._before = dict(self.start)
         self.active = self.potential.activate(self.params)
-        self.step, self.diverged = 0, ""
+        self.taken, self.diverged = 0, ""
         self._losses: list[float] = []
         self._weights: list[Array] = []
         self._gaps: list[float] = [max(gap_of(self.active.weights, self.active.forms), 0.0)]
@@ -190,20 +388,20 @@ class Walk:
     @property
     def going(self) -> bool:
         """Whether there are steps left, and the run has not diverged."""
-        return self.step < self.steps and not self.diverged
+        return self.taken < self.steps and not self.diverged
 
     @torch.no_grad()
-    def advance(self, loss: Tensor, grads: Params) -> None:
+    def step(self, loss: Tensor, grads: Params) -> str:
         """Take one step along these gradients; a loss or gradient that is not finite, or an explosion, ends the run."""
         norms = torch.stack(torch._foreach_norm(list(grads.values()))).tolist()
         value, norm = loss.item(), math.hypot(*norms)
-        self.diverged = trouble(self.step, self._losses[0] if self._losses else value, value, norm)
+        self.diverged = trouble(self.taken, self._losses[0] if self._losses else value, value, norm)
         if self.diverged:
-            return
+            return self.diverged
         self._losses.append(value)
         self._weights.append(self.active.weights)
         self._largest = max(self._largest, norm)
-        phase = self.step * self.phases // self.steps
+        phase = self.taken * self.phases // self.steps
         self._sums.add(grads, self.active.weights, phase, norms)
         if self._gradient_sum is not None:
             for n, g in grads.items():
@@ -212,7 +410,12 @@ class Walk:
         taken = self.take(self.params, grads, self.active)
         self._before, self.params, self.active = self.params, taken.params, taken.active or self.active
         self._gaps.append(taken.gap)
-        self.step += 1
+        self.taken += 1
+        return ""
+
+    def model(self) -> dict[str, Tensor]:
+        """The last point that is finite."""
+        return self.params if _finite(self.params) else self._before
 
     def finish(self, reference: ReferenceRun | Params | None = None) -> Trajectory:
         """The record of the run so far.
@@ -235,7 +438,7 @@ class Walk:
         return Trajectory(
             losses=torch.tensor(self._losses, dtype=torch.float64),
             start=self.start,
-            end=self.params if finite else self._before,
+            end=self.model(),
             reference=best,
             squares=squares,
             shares=shares,
@@ -263,44 +466,6 @@ def local_norm(shares: Params, potential: MaxDiagonal) -> Tensor:
     return torch.stack([(s / potential.metric(n)).sum(dtype=torch.float64) for n, s in shares.items()]).sum()
 
 
-def gradient(task: Task, params: Params, batch: Any, *, graph: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss on a batch and its gradient; a parameter that the loss ignores has a gradient of zero.
-
-    Args:
-        task: the problem.
-        params: where.
-        batch: on what.
-        graph: whether the gradient can be differentiated again; `params` must then require gradients.
-    """
-    with torch.enable_grad():
-        leaves = dict(params) if graph else {n: x.detach().requires_grad_() for n, x in params.items()}
-        loss = task.loss(leaves, batch)
-        if loss.ndim or not loss.requires_grad:
-            problem = f"has shape {tuple(loss.shape)}" if loss.ndim else "does not depend on the parameters"
-            raise ValueError(f"task.loss must return a scalar that depends on the parameters, but it {problem}.")
-        found = torch.autograd.grad(loss, list(leaves.values()), create_graph=graph, allow_unused=True)
-    grads = {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
-    return (loss if graph else loss.detach()), grads
-
-
-def laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient with the strides of its parameter, which `backward` sees to and `torch.autograd.grad` does not.
-
-    Where images are in channels-last memory, so are the gradients of the kernels that are convolved with them. Torch's fused
-    optimisers go through the memory of both as it comes, and would take each number for that of another entry.
-
-    Args:
-        parameter: the parameter.
-        gradient: its gradient, of the same shape.
-
-    Example:
-        >>> kernel = torch.zeros(2, 3, 5, 5)
-        >>> laid_out_like(kernel, torch.ones(2, 3, 5, 5).to(memory_format=torch.channels_last)).is_contiguous()
-        True
-    """
-    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
-
-
 def bound(potential: Potential, start: Params) -> MaxDiagonal:
     """The potential for one run: bound to its tensors, centred at its start, the metrics evaluated once."""
     assert isinstance(potential, MaxDiagonal)
@@ -312,26 +477,6 @@ def bound(potential: Potential, start: Params) -> MaxDiagonal:
 def reference_trouble(end: Params) -> str:
     """What is wrong with the end of a reference run; empty if it is finite."""
     return "" if _finite(end) else "The reference run diverged. Give the comparator a lower lr."
-
-
-def trouble(step: int, first: float, loss: float, norm: float) -> str:
-    """Why a run cannot go on, in a sentence; empty if it can.
-
-    Args:
-        step: t, counted from 0.
-        first: the loss at the start.
-        loss: the loss now.
-        norm: the gradient's norm now.
-    """
-    advice = "Lower lr or start from larger metrics."
-    if not math.isfinite(loss):
-        where = f"at step {step}" if step else "at the start, before any step was taken"
-        return f"The loss became {loss} {where}. {advice if step else 'Check the data and the initialisation.'}"
-    if not math.isfinite(norm):
-        return f"The gradient became {norm} at step {step}. {advice}"
-    if loss - first > BLOW_UP * (1 + abs(first)):
-        return f"The loss rose from {first:g} to {loss:g} by step {step}. {advice}"
-    return ""
 
 
 def _finite(params: Params) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from metamd.inner.closed_form import Iterate
 from metamd.inner.objectives import Regret
-from metamd.inner.run import Array, Cost, Trajectory, Walk, gradient
+from metamd.inner.run import Array, Cost, MirrorDescent, Trajectory, gradient
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import grouped_squares
@@ -50,12 +50,12 @@ def run_phases(task: Task, potential: MaxDiagonal, objective: Regret, phases: in
         phases: how many.
         exact: as for `run_inner`.
     """
-    walk = Walk(task, potential, exact=exact, phases=phases)
+    walk = MirrorDescent(task, potential, exact=exact, phases=phases)
     points: list[Params] = []
     while walk.going:
-        walk.advance(*gradient(task, walk.params, task.batch(walk.step)))
-        if not walk.diverged and walk.step * phases // walk.steps > len(points):
-            points += [walk.params] * (walk.step * phases // walk.steps - len(points))
+        walk.step(*gradient(task, walk.params, task.batch(walk.taken)))
+        if not walk.diverged and walk.taken * phases // walk.steps > len(points):
+            points += [walk.params] * (walk.taken * phases // walk.steps - len(points))
     run = walk.finish(objective.reference)
     return PhaseSums({} if run.diverged else _add_up(run, potential, objective, points), run.diverged, run.cost)
 

@@ -170,10 +170,10 @@ def _follow(task: Task, potential: MaxDiagonal, reference: Reference, first: lis
     weights = torch.ones(1, dtype=torch.float64).numpy()
     losses: list[float] = []
 
-    def watch(loss: Tensor, grads: Params) -> None:
-        if not losses:
+    def watch(step: int, loss: Tensor, grads: Params) -> None:
+        if not step:
             first.append(squares_by_key(grads, potential.slots))
-        if len(losses) < task.steps:
+        if step < task.steps:
             losses.append(float(loss))
             sums.add(grads, weights, 0)
 

@@ -6,28 +6,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from metamd.files.usage import SCHEDULES, Schedule, interpolate
+from metamd.inner.run import Stepper as Stepper
 
 Setting = Mapping[str, float]
 """Hyperparameters by name."""
 
 Named = list[tuple[str, nn.Parameter]]
-
-
-class Stepper(Protocol):
-    """What the training loop needs of an optimiser; every `torch.optim.Optimizer` is one.
-
-    One with `train()` and `eval()`, as Schedule-Free has them, is switched to evaluation whenever its parameters are judged.
-    """
-
-    param_groups: list[dict[str, Any]]
-
-    def step(self) -> Any:
-        """Move the parameters by their `.grad`."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from metamd.inner.objectives import Objective, Point
-from metamd.inner.run import Array, Walk
+from metamd.inner.run import Array, MirrorDescent
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import combine
@@ -47,7 +47,7 @@ class Recursion:
         potential: leaves to differentiate by, bound to the same tensors.
     """
 
-    def __init__(self, walk: Walk, potential: MaxDiagonal) -> None:
+    def __init__(self, walk: MirrorDescent, potential: MaxDiagonal) -> None:
         self.potential, self.lr, self.exact, self.steps = potential, walk.lr, walk.exact, walk.steps
         self.slots, self.pieces, self.basis = potential.slots, potential.pieces, potential.basis
         self.centre: Mapping[str, Tensor] = walk.potential.start

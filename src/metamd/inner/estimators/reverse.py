@@ -14,7 +14,7 @@ from metamd.inner.estimators.base import Estimator, Hypergradient, differentiate
 from metamd.inner.estimators.recursion import Passage, Recursion, stays
 from metamd.inner.estimators.straight import Straight
 from metamd.inner.objectives import Objective
-from metamd.inner.run import State, Trajectory, Walk, gradient
+from metamd.inner.run import MirrorDescent, State, Trajectory, gradient
 from metamd.inner.sums import scalar
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
@@ -59,7 +59,7 @@ class Reverse(Estimator):
     ) -> Hypergradient:
         """Run the task forwards, then go back over it."""
         began = time.perf_counter()
-        walk = Walk(task, potential, lr=lr, exact=exact, steps=steps)
+        walk = MirrorDescent(task, potential, lr=lr, exact=exact, steps=steps)
         leaf = learnable(potential, walk.start)
         cuts = _cuts(walk.steps, self.checkpoints or math.ceil(SHARE * math.sqrt(walk.steps)))
         heads, first, tape = _forwards(walk, cuts)
@@ -124,7 +124,7 @@ class Tape:
         head: theta_t where the tape begins.
     """
 
-    def __init__(self, walk: Walk, head: Params) -> None:
+    def __init__(self, walk: MirrorDescent, head: Params) -> None:
         self.walk, self._past = walk, Past()
         self.head = self.end = tuple(x.detach().requires_grad_() for x in head.values())
 
@@ -156,27 +156,27 @@ def _cuts(steps: int, segments: int) -> list[int]:
     return [1 + i * (steps - 1) // segments for i in range(segments)]
 
 
-def _forwards(walk: Walk, cuts: Sequence[int]) -> tuple[dict[int, State], Passage, Tape]:
+def _forwards(walk: MirrorDescent, cuts: Sequence[int]) -> tuple[dict[int, State], Passage, Tape]:
     """The run: the states at the heads of all segments but the last, by step; the first step; the last segment."""
     heads: dict[int, State] = {}
     steps: list[Passage] = []
-    while walk.going and walk.step < cuts[-1]:
+    while walk.going and walk.taken < cuts[-1]:
         before = (walk.params, walk.active)
-        if walk.step in cuts:
-            heads[walk.step] = before
-        loss, grads = gradient(walk.task, walk.params, walk.task.batch(walk.step))
-        walk.advance(loss, grads)
+        if walk.taken in cuts:
+            heads[walk.taken] = before
+        loss, grads = gradient(walk.task, walk.params, walk.task.batch(walk.taken))
+        walk.step(loss, grads)
         steps = steps or [_passage(loss, grads, before, (walk.params, walk.active), exact=walk.exact)]
     tape = Tape(walk, walk.params)
     while walk.going:
         before = (walk.params, walk.active)
-        loss, grads = tape.gradient(walk.step)
-        walk.advance(loss, grads)
+        loss, grads = tape.gradient(walk.taken)
+        walk.step(loss, grads)
         tape.extend(loss, grads, before, (walk.params, walk.active))
     return heads, steps[0], tape
 
 
-def _replay(walk: Walk, head: State, steps: range) -> Tape:
+def _replay(walk: MirrorDescent, head: State, steps: range) -> Tape:
     """One segment again, with the graphs of its gradients."""
     before, tape = head, Tape(walk, head[0])
     for t in steps:

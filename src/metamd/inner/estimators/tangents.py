@@ -16,7 +16,7 @@ from metamd.inner.estimators.base import differentiate, foreseen, learnable
 from metamd.inner.estimators.recursion import Passage, Recursion, stays
 from metamd.inner.estimators.straight import Straight, dot
 from metamd.inner.objectives import Objective
-from metamd.inner.run import Cost, Trajectory, Walk, gradient
+from metamd.inner.run import Cost, MirrorDescent, Trajectory, gradient
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task
@@ -95,7 +95,7 @@ def carry(
     """
     began = time.perf_counter()
     objective, ahead = foreseen(objective, task, potential, lr=lr, exact=exact, steps=steps)
-    walk = Walk(task, potential, lr=lr, exact=exact, steps=steps)
+    walk = MirrorDescent(task, potential, lr=lr, exact=exact, steps=steps)
     leaf = learnable(potential, walk.start)
     recursion = Recursion(walk, leaf)
     by_key, offsets = Layout.of(leaf).split(directions, leaf)
@@ -108,9 +108,9 @@ def carry(
     hvps = 0
     while walk.going:
         before, weights = walk.params, walk.active.weights
-        loss, grads, zg = hessian_products(task, before, task.batch(walk.step), z)
+        loss, grads, zg = hessian_products(task, before, task.batch(walk.taken), z)
         hvps += count
-        walk.advance(loss, grads)
+        walk.step(loss, grads)
         if walk.diverged:
             break
         passage = Passage(before, grads, loss, weights, walk.active.weights)

@@ -22,10 +22,10 @@ from metamd import (
     tasks,
     tune,
 )
-from metamd.comparison import training
 from metamd.comparison.search import sobol
 from metamd.comparison.training import Outcome, step_seconds, train
 from metamd.files.store import Records
+from metamd.inner import run
 from metamd.inner.comparators import Reference
 from metamd.rivals import RIVALS, Contender, Range, Rival, rival
 from metamd.rivals.classical import MuonAndAdamW
@@ -242,7 +242,7 @@ def test_rivals_train_convolutions_as_they_do_by_hand(name, monkeypatch):
     task, contender = lenet_task(), rival(name).with_setting(lr=lr, weight_decay=0.0)
     wanted = by_backward(task, partial(make, foreach=False))
     assert train(task, contender, measuring=BARE).final_loss == pytest.approx(wanted, rel=1e-4)
-    monkeypatch.setattr(training, "laid_out_like", lambda parameter, gradient: gradient)
+    monkeypatch.setattr(run, "laid_out_like", lambda parameter, gradient: gradient)
     astray = train(task, contender, measuring=BARE).final_loss
     assert (astray != pytest.approx(wanted, rel=1e-3)) == (name != "rmsprop"), "fused steps take entries for one another"
 

@@ -11,9 +11,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from metamd.inner.run import OptimiserSteps, has_exploded
+from metamd.inner.run import OptimiserSteps, has_exploded, not_finite
 from metamd.inner.run import train as train_task
-from metamd.potentials.base import Params
 from metamd.rivals.base import Contender
 from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed
 from metamd.tasks.stochastic import seeded
@@ -241,14 +240,10 @@ class _Run:
 
     def advance(self, place: int) -> None:
         """Train until so many steps are taken, or until the run fails."""
-        done = train_task(self.task, self.rule, range(self.taken, place), until=_not_finite)
+        done = train_task(self.task, self.rule, range(self.taken, place), until=not_finite)
         self.failed = done.diverged
         for loss in done.losses:
             self.total += loss
-
-
-def _not_finite(step: int, losses: Sequence[float], grads: Params) -> str:
-    return "" if math.isfinite(losses[-1]) else f"The loss of the batch became {losses[-1]} at step {step}."
 
 
 ROUNDS, WARM_UP = 15, 3

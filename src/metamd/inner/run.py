@@ -82,6 +82,11 @@ class Training:
     cost: Cost
 
 
+def not_finite(step: int, losses: Sequence[float], grads: Params) -> str:
+    """The weaker rule, for runs whose loss is judged otherwise: the loss of a batch is not finite."""
+    return "" if math.isfinite(losses[-1]) else f"The loss of the batch became {losses[-1]} at step {step}."
+
+
 def explodes(step: int, losses: Sequence[float], grads: Params) -> str:
     """The rule by which runs are given up: a loss or gradient that is not finite, or a loss that has exploded."""
     norm = float(torch.stack(torch._foreach_norm(list(grads.values()))).norm())

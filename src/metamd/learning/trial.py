@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.usage import Usage
-from metamd.inner.run import gradient, trouble
+from metamd.inner.run import train as train_task
 from metamd.optimiser.averaging import blend, rate_of_iterate, tail_share
 from metamd.optimiser.guard import energy
 from metamd.potentials.base import Active, Move, Params
@@ -73,50 +73,77 @@ def train(
     """
     total = task.steps if steps is None else steps
     start = {n: x.detach().clone() for n, x in task.init().items()}
-    x, z = ({n: v.clone() for n, v in start.items()} for _ in range(2))
-    phi = potential.centred_at(start)
-    phi = phi.fixed({n: phi.metric(n).detach() for n in start})
-    active: Active | None = None
-    states: dict[str, State] = {n: {} for n in start}
-    sums = None
+    rule = _UsageSteps(potential, usage, start, total)
+    rule.online, rule.energies = online, [] if measure else None
     if online is not None and (measure or comparator is not None):
         # what is told of a polar step is told where its direction is found: in every one, for this
-        online = replace(online, refresh=0) if online.rule == "polar" else online
-        sums = _Sums(phi, online)
-    tail, apart = usage.averaging == "tail", max(1, total // LOOKS)
-    losses: list[float] = []
+        rule.online = replace(online, refresh=0) if online.rule == "polar" else online
+        rule.sums = _Sums(rule.phi, rule.online)
+    apart = max(1, total // LOOKS)
     looks: list[float] = []
-    energies: list[float] = []
-    for t in range(total):
-        loss, grads = gradient(task, z if tail else x, task.batch(t))
-        losses.append(float(loss))
-        if tail and t % apart == apart // 2:
-            with torch.no_grad():
-                looks.append(float(task.loss(x, task.batch(t))) - losses[-1])
-        norm = float(torch.stack(torch._foreach_norm(list(grads.values()))).norm())
-        if trouble(t, losses[0], losses[-1], norm):
-            return Outcome(math.inf, x)
-        share = usage.share(t, total)
-        lr = rate_of_iterate(usage.lr * share, usage.momentum, "constant")
-        with torch.no_grad():
-            moves = {n: Move(g, lr) for n, g in grads.items()}
-            if usage.metric == "online" and online is not None:
-                for n, move in moves.items():
-                    online.advance(phi, n, z[n], move, states[n], None if sums is None else sums.adding(n, share))
-                energies += [sums.take_energy()] if measure and sums is not None else []
-            else:
-                energies += [energy(phi, active, grads)] if measure else []
-                active = phi.step(z, moves, active=active, into=z).active
-            for n in x:
-                if tail:
-                    x[n].lerp_(z[n], tail_share(t + 1))
-                else:
-                    blend(x[n], z[n], t + 1, usage.momentum, "constant")
-    tally = None if sums is None or comparator is None else sums.tally(start, comparator, states, total)
+
+    @torch.no_grad()
+    def look(t: int, loss: Tensor, grads: Params) -> None:
+        if rule.tail and t % apart == apart // 2:
+            looks.append(float(task.loss(rule.x, task.batch(t))) - float(loss))
+
+    done = train_task(task, rule, total, watch=look)
+    if done.diverged:
+        return Outcome(math.inf, rule.x)
+    tally = None if rule.sums is None or comparator is None else rule.sums.tally(start, comparator, rule.states, total)
     # of a tail average what it is better or worse than the iterates on the same batches, which are seen in every step
-    mean = sum(losses) / total + (sum(looks) / len(looks) if tail else 0.0)
-    finite = all(bool(v.isfinite().all()) for v in x.values())
-    return Outcome(mean if finite else math.inf, x, tally, tuple(energies))
+    mean = sum(done.losses) / total + (sum(looks) / len(looks) if rule.tail else 0.0)
+    finite = all(bool(v.isfinite().all()) for v in rule.x.values())
+    return Outcome(mean if finite else math.inf, rule.x, tally, tuple(rule.energies or ()))
+
+
+class _UsageSteps:
+    """Steps with a bound potential as a usage says: x is judged, z the iterate behind its average."""
+
+    online: Online | None = None
+    sums: "_Sums | None" = None
+    energies: list[float] | None = None
+
+    def __init__(self, potential: MaxDiagonal, usage: Usage, start: Params, total: int) -> None:
+        self.x, self.z = ({n: v.clone() for n, v in start.items()} for _ in range(2))
+        centred = potential.centred_at(start)
+        self.phi = centred.fixed({n: centred.metric(n).detach() for n in start})
+        self.usage, self.total, self.tail, self.taken = usage, total, usage.averaging == "tail", 0
+        self.active: Active | None = None
+        self.states: dict[str, State] = {n: {} for n in start}
+
+    @property
+    def params(self) -> Params:
+        """A tail average is taken of iterates that know nothing of it."""
+        return self.z if self.tail else self.x
+
+    def model(self) -> dict[str, Tensor]:
+        """The average."""
+        return self.x
+
+    @torch.no_grad()
+    def step(self, loss: Tensor, grads: Params) -> str:
+        """One step of all tensors."""
+        usage, sums, share = self.usage, self.sums, self.usage.share(self.taken, self.total)
+        lr = rate_of_iterate(usage.lr * share, usage.momentum, "constant")
+        moves = {n: Move(g, lr) for n, g in grads.items()}
+        if usage.metric == "online" and self.online is not None:
+            for n, move in moves.items():
+                watch = None if sums is None else sums.adding(n, share)
+                self.online.advance(self.phi, n, self.z[n], move, self.states[n], watch)
+            if self.energies is not None and sums is not None:
+                self.energies.append(sums.take_energy())
+        else:
+            if self.energies is not None:
+                self.energies.append(energy(self.phi, self.active, grads))
+            self.active = self.phi.step(self.z, moves, active=self.active, into=self.z).active
+        self.taken += 1
+        for n, x in self.x.items():
+            if self.tail:
+                x.lerp_(self.z[n], tail_share(self.taken))
+            else:
+                blend(x, self.z[n], self.taken, usage.momentum, "constant")
+        return ""
 
 
 class _Sums:

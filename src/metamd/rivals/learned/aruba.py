@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.inner.run import Cost, gradient
+from metamd.inner.run import Cost, not_finite, train
 from metamd.rivals.base import Named, Setting
 from metamd.rivals.learned.learners import Learner, PerCoordinate, sampled
 from metamd.tasks.base import Task, TaskFamily
@@ -66,16 +66,29 @@ def run(
         start: where.
         rates: by name.
     """
-    params = dict(start)
-    squares = {n: torch.zeros_like(x) for n, x in start.items()}
-    for t in range(task.steps):
-        loss, grads = gradient(task, params, task.batch(t))
-        if not bool(loss.isfinite()):
-            return {n: torch.full_like(x, torch.nan) for n, x in params.items()}, squares, t + 1
-        params = {n: x - rates[n] * grads[n] for n, x in params.items()}
-        for n, s in squares.items():
+    rule = FixedRates(start, rates)
+    done = train(task, rule, task.steps, until=not_finite)
+    end = {n: torch.full_like(x, torch.nan) for n, x in start.items()} if done.diverged else rule.params
+    return end, rule.squares, done.cost.gradients
+
+
+class FixedRates:
+    """Gradient descent with a rate for every coordinate, which adds up the squared gradients."""
+
+    def __init__(self, start: Mapping[str, Tensor], rates: Mapping[str, Tensor]) -> None:
+        self.params, self.rates = dict(start), rates
+        self.squares = {n: torch.zeros_like(x) for n, x in start.items()}
+
+    def step(self, loss: Tensor, grads: Mapping[str, Tensor]) -> str:
+        """One step."""
+        self.params = {n: x - self.rates[n] * grads[n] for n, x in self.params.items()}
+        for n, s in self.squares.items():
             s.addcmul_(grads[n], grads[n])
-    return params, squares, task.steps
+        return ""
+
+    def model(self) -> dict[str, Tensor]:
+        """The last iterate."""
+        return self.params
 
 
 def _fixed(named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> PerCoordinate:

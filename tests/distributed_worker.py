@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -234,6 +235,8 @@ def main():
     torch.save(copy.deepcopy(result), folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # at an ordinary exit gloo's threads may still run on a busy machine, and the process aborts
 
 
 if __name__ == "__main__":

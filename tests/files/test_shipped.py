@@ -201,7 +201,7 @@ def test_the_wheel_has_them(tmp_path):
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
     inside = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     for name in NAMES:
-        assert {f"metamd/pretrained/{name}.safetensors", f"metamd/pretrained/{name}.json"} <= set(inside)
+        assert {f"metamd/files/pretrained/{name}.safetensors", f"metamd/files/pretrained/{name}.json"} <= set(inside)
 
 
 def test_the_width_of_an_mlp_is_an_option_of_its_family():

@@ -266,7 +266,7 @@ def test_what_is_chosen_is_what_the_optimiser_does(learned, usage, rule):
     potential = learned.potential.bind(task.init())
     online = Online(rule, scale={slot.key: 100.0 for slot in potential.slots.values()})
     outcome = train(task, potential, usage, online=online)
-    header = metamd.learned.replace(learned.header, usage=usage.to_dict(), online=online.to_dict())
+    header = replace(learned.header, usage=usage.to_dict(), online=online.to_dict())
     params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
     optimiser, schedule = prepare(params.items(), LearnedOptimiser(header, learned.potential), steps=30)
     losses = losses_of(task, params, optimiser, schedule, 30)
@@ -283,7 +283,7 @@ def test_what_is_chosen_with_a_tail_average_is_what_the_optimiser_does(learned):
     online = Online("polar", beta=0.7, signal=0.95, scale={slot.key: 100.0 for slot in potential.slots.values()})
     usage = Usage("online", 0.0, "linear", 0.7, averaging="tail")
     outcome = train(task, potential, usage, online=online)
-    header = metamd.learned.replace(learned.header, usage=usage.to_dict(), online=online.to_dict())
+    header = replace(learned.header, usage=usage.to_dict(), online=online.to_dict())
     found = LearnedOptimiser(header, learned.potential)
     assert found.usage == usage
     params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
@@ -301,11 +301,11 @@ def test_what_is_chosen_with_a_tail_average_is_what_the_optimiser_does(learned):
     assert sum(losses) / 30 == pytest.approx(outcome.loss, rel=1e-5)
     for n, p in params.items():
         torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-4, atol=1e-5)
-    assert train(task, potential, metamd.learned.replace(usage, averaging="constant"), online=online).loss != outcome.loss
+    assert train(task, potential, replace(usage, averaging="constant"), online=online).loss != outcome.loss
 
 
 def test_a_momentum_of_ones_own_takes_the_place_of_a_tail_average(learned):
-    header = metamd.learned.replace(learned.header, usage=Usage(factor=1.4, averaging="tail").to_dict())
+    header = replace(learned.header, usage=Usage(factor=1.4, averaging="tail").to_dict())
     found = LearnedOptimiser(header, learned.potential)
     named = list(tabular(steps=30).example().items())
     params = [(n, torch.nn.Parameter(x)) for n, x in named]

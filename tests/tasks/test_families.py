@@ -19,7 +19,7 @@ from metamd.tasks import (
     rotated_mnist_continuous,
 )
 from metamd.tasks.catalogue import FAMILIES
-from metamd.tasks.images.pixels import Normaliser, enlarge, rotate
+from metamd.tasks.vision.pixels import Normaliser, enlarge, rotate
 from tests.data_builders import place, put
 
 __all__ = ["place"]

@@ -5,8 +5,8 @@ import pytest
 import scipy.ndimage
 import torch
 
-from metamd.tasks.images.domains import Domain, Source, choose
-from metamd.tasks.images.pixels import Normaliser, enlarge, rotate
+from metamd.tasks.vision.domains import Domain, Source, choose
+from metamd.tasks.vision.pixels import Normaliser, enlarge, rotate
 
 
 def noise(count=7, channels=1, side=28, seed=0):
@@ -46,7 +46,7 @@ def test_rotation_agrees_with_scipy(angle):
 def test_rotation_treats_images_alone(monkeypatch):
     images = noise(9)
     together = rotate(images, 30)
-    monkeypatch.setattr("metamd.tasks.images.pixels.BLOCK", 4)
+    monkeypatch.setattr("metamd.tasks.vision.pixels.BLOCK", 4)
     assert torch.equal(rotate(images, 30), together)
     assert torch.equal(rotate(images[3:4], 30), together[3:4])
 

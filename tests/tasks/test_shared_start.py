@@ -14,8 +14,8 @@ from metamd.inner.run import run_inner
 from metamd.inner.together import run_many
 from metamd.learning.network import refinement
 from metamd.tasks.counted import Counted
-from metamd.tasks.images.family import leave_one_out
 from metamd.tasks.shared_start import read_parameters, starting_at
+from metamd.tasks.vision.family import leave_one_out
 
 real_data = pytest.mark.real_data
 needs_data = pytest.mark.skipif(not os.environ.get("METAMD_DATA"), reason="METAMD_DATA is not set")

@@ -26,8 +26,8 @@ from metamd.potentials import MaxDiagonal
 from metamd.rivals import Schedule
 from metamd.tasks.base import derive_seed
 from metamd.tasks.counted import Counted
-from metamd.tasks.images.family import ImageFamily
 from metamd.tasks.shared_start import SharedStart
+from metamd.tasks.vision.family import ImageFamily
 
 Family = ImageFamily | SharedStart
 

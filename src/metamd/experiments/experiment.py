@@ -36,8 +36,8 @@ from metamd.files.store import Records, Result
 from metamd.optimiser.recommended import takes_polar_steps
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
 from metamd.tasks.base import TaskFamily, derive_seed
-from metamd.tasks.images.family import ImageFamily
 from metamd.tasks.shared_start import SharedStart
+from metamd.tasks.vision.family import ImageFamily
 
 __all__ = ["MODERN", "Entry", "Experiment", "Geometry", "Scale", "sections"]
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.images.adaptation import adapt_rotated_mnist
-from metamd.tasks.images.continuous import rotated_mnist_continuous
-from metamd.tasks.images.families import diverse_digits, images, rotated_mnist
 from metamd.tasks.logistic import logistic
 from metamd.tasks.synthetic import quadratic, rosenbrock
 from metamd.tasks.tabular import tabular
+from metamd.tasks.vision.adaptation import adapt_rotated_mnist
+from metamd.tasks.vision.continuous import rotated_mnist_continuous
+from metamd.tasks.vision.families import diverse_digits, images, rotated_mnist
 
 FAMILIES: dict[str, Callable[..., TaskFamily]] = {
     "quadratic": quadratic,

@@ -7,10 +7,10 @@ from functools import partial
 from torch import Tensor
 
 from metamd import data
-from metamd.tasks.images.domains import Collection, Preparation
-from metamd.tasks.images.family import ImageFamily, Training
-from metamd.tasks.images.pixels import enlarge, rotate
 from metamd.tasks.models import Norm
+from metamd.tasks.vision.domains import Collection, Preparation
+from metamd.tasks.vision.family import ImageFamily, Training
+from metamd.tasks.vision.pixels import enlarge, rotate
 
 ANGLES = (0, 15, 30, 45, 60, 75)
 DIGITS = ("mnist", "qmnist", "kmnist", "fashionmnist", "usps", "svhn")

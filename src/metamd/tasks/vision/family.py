@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from metamd.tasks.base import Config, Drawn, TaskFamily, check_config, draw_seed
-from metamd.tasks.images.domains import Collection
 from metamd.tasks.models import MODELS
 from metamd.tasks.recipe import Recipe
 from metamd.tasks.shared_start import SharedStart
 from metamd.tasks.supervised import SupervisedTask
+from metamd.tasks.vision.domains import Collection
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from metamd.tasks.base import Config, Drawn, Split, TaskFamily, check_config, derive_seed, draw_seed
-from metamd.tasks.images.domains import Domain, Source, choose
-from metamd.tasks.images.families import ROTATION
-from metamd.tasks.images.family import Training, check_batch_size
-from metamd.tasks.images.pixels import rotate
 from metamd.tasks.supervised import SupervisedTask
+from metamd.tasks.vision.domains import Domain, Source, choose
+from metamd.tasks.vision.families import ROTATION
+from metamd.tasks.vision.family import Training, check_batch_size
+from metamd.tasks.vision.pixels import rotate
 
 Side = Literal["training", "held-out"]
 

@@ -10,12 +10,12 @@ from torch.func import functional_call
 
 from metamd.tasks.base import derive_seed
 from metamd.tasks.batches import Shuffle
-from metamd.tasks.images.domains import Domain, choose
-from metamd.tasks.images.families import rotated_mnist
-from metamd.tasks.images.family import ImageFamily
-from metamd.tasks.images.pixels import rotate
 from metamd.tasks.recipe import trained
 from metamd.tasks.shared_start import Late, SharedStart
+from metamd.tasks.vision.domains import Domain, choose
+from metamd.tasks.vision.families import rotated_mnist
+from metamd.tasks.vision.family import ImageFamily
+from metamd.tasks.vision.pixels import rotate
 
 ADAPTED = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from metamd.data.loading import load_arrays
 from metamd.data.records import Provenance
 from metamd.tasks.base import Split
-from metamd.tasks.images.pixels import Normaliser
+from metamd.tasks.vision.pixels import Normaliser
 
 VALIDATION_SHARE = 10
 """One in so many images of the official training split is for validation."""

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -32,7 +31,6 @@ from metamd.comparison.entrants import ENDINGS, PROTOCOLS, entrants, labels, uns
 from metamd.comparison.fold import Candidate, Fold, cell_name
 from metamd.comparison.loss_curves import panels
 from metamd.comparison.page import as_markdown, as_text
-from metamd.comparison.parallel import progress
 from metamd.comparison.search import Grid, QuasiRandom
 from metamd.comparison.sections import Section, expected_best, sections
 from metamd.comparison.statistics import bootstrap
@@ -100,14 +98,6 @@ def test_the_timing_of_steps_shows_how_far_it_is_on_standard_error_alone(learned
     assert "54/54" in line, "18 blocks of MetaMD, SGD and Adam"
     compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=1, measuring=Measuring(splits=()))
     assert capsys.readouterr() == ("", ""), "without a folder nothing is shown"
-
-
-@pytest.mark.parametrize("redrawn", [True, False])
-def test_a_bar_over_what_is_timed_has_no_thread(redrawn):
-    before = set(threading.enumerate())  # that of an earlier bar may end meanwhile
-    with progress("x", 2, redrawn=redrawn) as advance:
-        advance("a")
-        assert bool(set(threading.enumerate()) - before) is redrawn
 
 
 def help_of(command, capsys, monkeypatch):

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from metamd._version import __version__
 from metamd.cli.options import HOMES, Options
+from metamd.files.progress import showing
 
 SUCCESS, FAILED_PIPE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -62,7 +63,8 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 gets escapes, not an error
     try:
         options = parse(argv)
-        code: int = import_module(HOMES[type(options)]).run(options)
+        with showing("always"):
+            code: int = import_module(HOMES[type(options)]).run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("metamd: interrupted", file=sys.stderr)

@@ -13,10 +13,11 @@ import torch
 
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.fold import Candidate, Fold, Target, cell_name
-from metamd.comparison.parallel import Cell, fill, progress
+from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.training import ROUNDS, WARM_UP, Measuring, Outcome, step_seconds, train
 from metamd.comparison.tuning import METRICS
 from metamd.files.learned import versions
+from metamd.files.progress import Progress
 from metamd.files.store import Records, Result, write_json
 from metamd.files.usage import Schedule
 from metamd.files.versions import environment
@@ -288,11 +289,8 @@ def _timed(
 
 def _seconds(task: Task, contenders: Mapping[str, Contender], steps: int, *, shown: bool) -> dict[str, float]:
     """Those of a step of each; without a folder this is as silent as the trainings are."""
-    if not shown:
-        return step_seconds(task, contenders, steps=steps)
-    # drawn between the blocks: a thread that redraws would take its time from the steps
-    with progress("timing steps", (ROUNDS + WARM_UP) * len(contenders), redrawn=False) as advance:
-        return step_seconds(task, contenders, steps=steps, advance=advance)
+    with Progress("timing steps" if shown else "", (ROUNDS + WARM_UP) * len(contenders)) as progress:
+        return step_seconds(task, contenders, steps=steps, advance=progress.advance)
 
 
 def in_unit_of(seconds: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

@@ -74,7 +74,15 @@ class Records:
             compute: makes the result.
         """
         if not self.has(name):
-            write_json(self.path(name), _plain(compute()))
+            self.write(name, compute())
+        return self.read(name)
+
+    def write(self, name: str, result: Result) -> None:
+        """Keep a result."""
+        write_json(self.path(name), _plain(result))
+
+    def read(self, name: str) -> Result:
+        """A result that is there."""
         return self.packed[name] if name in self.packed else read_cell(self.folder, name)
 
     def has(self, name: str) -> bool:

@@ -1,0 +1,69 @@
+"""The one display: lines in a file, a bar on a terminal, nothing when asked, and no thread."""
+
+import io
+import sys
+import threading
+
+import pytest
+
+from metamd.files import progress as module
+from metamd.files.progress import Progress, showing
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def count(total, **options):
+    with Progress("tasks", total, **options) as progress:
+        for i in range(25):
+            progress.advance(f"task {i}")
+        progress.say("one diverged")
+
+
+def test_in_a_file_a_few_lines_with_the_time_left(capsys):
+    with showing("always"):
+        count(25)
+        count(None)
+    known, _, unknown = capsys.readouterr().err.partition("one diverged\n")
+    lines = known.splitlines()
+    assert len(lines) <= 11
+    assert lines[0] == "tasks: 3 of 25, 0:00:00 left"
+    assert lines[-1].startswith("tasks: 25 of 25")
+    assert unknown.splitlines()[:3] == ["tasks: 1", "tasks: 2", "tasks: 4"]
+    assert unknown.splitlines()[-1] == "tasks: 25"
+
+
+@pytest.mark.parametrize("shown", ["terminal", "never"])
+def test_a_program_whose_errors_go_to_a_file_is_left_alone(shown, capsys):
+    with showing(shown):
+        count(25)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_on_a_terminal_takes_no_thread_and_nests(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    monkeypatch.setenv("COLUMNS", "100")
+    before = set(threading.enumerate())
+    with Progress("outer", 2) as outer:
+        count(25, done=5)
+        outer.advance("first")
+        assert not set(threading.enumerate()) - before
+    assert "one diverged" in screen.getvalue()
+    assert "outer" in screen.getvalue()
+    assert "1 of 2" in screen.getvalue()
+    assert module._screen is None
+
+
+def test_silence_and_bytes(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    with showing("never"):
+        count(25)
+    with Progress("", 3) as unnamed:
+        unnamed.advance()
+    assert screen.getvalue() == ""
+    monkeypatch.undo()
+    with showing("always"), Progress("file", unit="bytes") as progress:
+        progress.update(2_500_000, total=5_000_000)
+    assert "file: 2.5 MB of 5.0 MB" in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_the_timing_of_steps_shows_how_far_it_is_on_standard_error_alone(learned
     said = capsys.readouterr()
     assert json.loads(said.out)["protocol"] == "handicap"
     (line,) = (line for line in said.err.splitlines() if line.startswith("timing steps"))
-    assert "54/54" in line, "18 blocks of MetaMD, SGD and Adam"
+    assert "54 of 54" in line, "18 blocks of MetaMD, SGD and Adam"
     compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=1, measuring=Measuring(splits=()))
     assert capsys.readouterr() == ("", ""), "without a folder nothing is shown"
 

@@ -10,6 +10,9 @@ from typing import Any, Literal
 Shown = Literal["terminal", "always", "never"]
 """Where progress is shown: on a terminal alone, also as lines in files and pipes, or nowhere."""
 
+PAUSE = 10.0
+"""Seconds between two lines in a file or a pipe; the last line comes at once."""
+
 _shown: ContextVar[Shown] = ContextVar("metamd.progress", default="terminal")
 _screen: Any = None  # rich's display, shared by nested bars: two would draw over each other
 
@@ -45,11 +48,12 @@ class Progress:
         self.label, self.total, self.done, self.unit = label, total, done, unit
         self._first, self._owner = done, False
         self._task: Any = None
-        self._drawn = self._lines = 0.0
+        self._lines = 0.0
 
     def __enter__(self) -> "Progress":
         global _screen
-        self._began, shown = time.monotonic(), _shown.get() if self.label else "never"
+        self._began = self._drawn = time.monotonic()
+        shown = _shown.get() if self.label else "never"
         terminal = shown != "never" and sys.stderr.isatty()
         self._plain = shown == "always" and not terminal
         if terminal:
@@ -108,15 +112,16 @@ class Progress:
         _screen.refresh()
 
     def _is_due(self) -> bool:
-        """Ten lines in all; where the total is not known, one for each doubling."""
+        """At most ten lines in all, after a pause each; where the total is not known, one for each doubling."""
         step = self.total / 10 if self.total else max(self._lines, 1.0)
-        return self.done - self._lines >= step or (self.done == self.total and self.done > self._lines)
+        return self.done - self._lines >= step and time.monotonic() - self._drawn >= PAUSE
 
     def _print(self) -> None:
-        self._lines = self.done
+        self._lines, self._drawn = self.done, time.monotonic()
         spent, made = time.monotonic() - self._began, self.done - self._first
         left = f", {_clock(spent / made * (self.total - self.done))} left" if self.total and made > 0 else ""
-        print(f"{self.label}: {self._count()}{left}", file=sys.stderr, flush=True)
+        time_of = f" in {_clock(spent)}" if self.done == self.total else left
+        print(f"{self.label}: {self._count()}{time_of}", file=sys.stderr, flush=True)
 
     def _count(self) -> str:
         done, total = (x if x is None else _amount(x, self.unit) for x in (self.done, self.total))

@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench shipped clean
+.PHONY: demo test test-slow lint bench shipped clean
 
 demo: $(VENV)/.demo
 	$(BIN)/metamd demo
 
 test: lint $(VENV)/.clients
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-slow: $(VENV)/.clients
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests benchmarks

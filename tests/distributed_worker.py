@@ -1,4 +1,4 @@
-"""What one process of the distributed tests does; run as `python -m tests.distributed_worker CASE RANK WORLD FOLDER`."""
+"""What one process of the distributed tests does; run as `python -m tests.distributed_worker RANK WORLD FOLDER CASE ...`."""
 
 import copy
 import dataclasses
@@ -228,12 +228,15 @@ def fit_image(model, optimiser, rank, world, steps):
 
 
 def main():
-    case, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    result = globals()[case](rank, world, folder)
-    torch.save(copy.deepcopy(result), folder / f"{rank}.pt")
-    dist.barrier()
+    for case in sys.argv[4:]:
+        place = folder / case
+        place.mkdir(exist_ok=True)
+        result = globals()[case](rank, world, place)
+        torch.save(copy.deepcopy(result), place / f"{rank}.pt")
+        dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # at an ordinary exit gloo's threads may still run on a busy machine, and the process aborts

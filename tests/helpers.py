@@ -1,5 +1,6 @@
 """Catalogues that laws run over, slow obvious references, and deliberately broken doubles that laws must reject."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -12,6 +13,12 @@ from metamd.potentials.base import Params
 from metamd.potentials.simplex import Array
 from metamd.tasks import Config, Evaluation, SolvedTask, TaskFamily, logistic, quadratic, rosenbrock, supervised, tabular
 from metamd.tasks.base import draw_seed
+
+
+def draws(full: int) -> int:
+    """How many random cases a law draws: all of them under `pytest -m slow`, a tenth otherwise."""
+    return full if os.environ.get("METAMD_LAWS") == "full" else max(1, full // 10)
+
 
 SHAPES = {"a.weight": (4, 3), "a.bias": (4,), "b.weight": (2, 4), "scale": ()}
 

@@ -4,11 +4,13 @@ import doctest
 import importlib.util
 import inspect
 import json
+import multiprocessing
 import os
 import pkgutil
 import re
-import subprocess
+import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -29,17 +31,33 @@ def sources():
     return [p for folder in ("src", "docs") for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".md", ".c"}]
 
 
+def run_program(program, said):
+    """Run a file as a script in its own folder, with warnings as errors; what it writes goes to `said`."""
+    with said.open("w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    os.chdir(program.parent)
+    warnings.simplefilter("error")
+    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+    sys.argv = [str(program)]
+    runpy.run_path(str(program), run_name="__main__")
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
-def test_code_blocks_run(page, tmp_path):
+def test_code_blocks_run(page, tmp_path, monkeypatch):
     """All blocks of a page, in order, as one program in an empty folder, with warnings as errors."""
-    program = tmp_path / "page.py"
+    program, said = tmp_path / "page.py", tmp_path / "said"
     program.write_text("\n\n".join(blocks(page)))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
-    quiet = ["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::UserWarning:lightning"]
-    done = subprocess.run(
-        [sys.executable, *quiet, program], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}.items():
+        monkeypatch.setenv(name, value)
+    # Each page is a fresh process, forked from one that has imported torch.
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["torch", "matplotlib.pyplot", "metamd.comparison.compare", "tests.test_docs"])
+    process = forks.Process(target=run_program, args=(program, said))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, said.read_text()[-3000:]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,30 @@ from metamd import MetaMD, Online
 from tests.distributed_worker import STEPS, batch, fit, fit_image, geometry_and_model, image_model
 from tests.helpers import random_basis, small_model
 
+MODES = {
+    "ddp": ("ddp", "ddp_kronecker", "ddp_nonfinite"),
+    "fsdp": (
+        "fsdp",
+        "fsdp_channel",
+        "fsdp_column",
+        "fsdp_kronecker",
+        "fsdp_after",
+        "fsdp_momentum",
+        "fsdp_tail",
+        "fsdp_nonfinite",
+        "fsdp_refused",
+        "checkpoint",
+        "checkpoint_online",
+        "certified",
+    ),
+}
+"""The cases that one launch of two processes runs, one after another."""
 
-def launch(case, folder, world=2):
+
+def launch(mode, folder, world=2):
     runs = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed_worker", case, str(rank), str(world), str(folder)],
+            [sys.executable, "-m", "tests.distributed_worker", str(rank), str(world), str(folder), *MODES[mode]],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -23,9 +43,20 @@ def launch(case, folder, world=2):
         )
         for rank in range(world)
     ]
-    outputs = [run.communicate(timeout=240)[0] for run in runs]
+    outputs = [run.communicate(timeout=500)[0] for run in runs]
     assert [run.returncode for run in runs] == [0] * world, "\n".join(outputs)[-3000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+@pytest.fixture
+def ranks(once):
+    """`ranks(case)`: what each process of a case found; every mode is launched once."""
+
+    def found(case):
+        (mode,) = (m for m, cases in MODES.items() if case in cases)
+        folder = once(f"distributed-{mode}", partial(launch, mode))
+        return [torch.load(folder / case / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+    return found
 
 
 def single(momentum=0.0, averaging="constant", **options):
@@ -45,8 +76,8 @@ def close(a, b):
 
 
 @pytest.mark.parametrize(("case", "options"), [("ddp", {}), ("ddp_kronecker", {"sides": "both"})])
-def test_data_parallel_ranks_agree_with_each_other_and_with_one_process(tmp_path, case, options):
-    first, second = launch(case, tmp_path)
+def test_data_parallel_ranks_agree_with_each_other_and_with_one_process(ranks, case, options):
+    first, second = ranks(case)
     assert equal(first["params"], second["params"])
     assert first["weights"] == second["weights"]
     assert torch.equal(first["pieces"], second["pieces"])
@@ -55,8 +86,8 @@ def test_data_parallel_ranks_agree_with_each_other_and_with_one_process(tmp_path
     assert (optimiser._active.weights > 0).sum() > 1, "no kink was met: the agreement of weights says little"
 
 
-def test_data_parallel_refuses_a_nonfinite_gradient_on_all_ranks(tmp_path):
-    first, second = launch("ddp_nonfinite", tmp_path)
+def test_data_parallel_refuses_a_nonfinite_gradient_on_all_ranks(ranks):
+    first, second = ranks("ddp_nonfinite")
     assert "not finite" in first["error"]
     assert "not finite" in second["error"]
     assert equal(first["params"], geometry_and_model()[1].state_dict())
@@ -74,8 +105,8 @@ def test_data_parallel_refuses_a_nonfinite_gradient_on_all_ranks(tmp_path):
         ("fsdp_tail", {"averaging": "tail"}),
     ],
 )
-def test_fully_sharded_gives_the_unsharded_result(tmp_path, case, options):
-    first, second = launch(case, tmp_path)
+def test_fully_sharded_gives_the_unsharded_result(ranks, case, options):
+    first, second = ranks(case)
     params, optimiser = single(**options)
     assert equal(first["params"], second["params"])
     assert close(first["params"], params)
@@ -96,15 +127,15 @@ def test_fully_sharded_comparison_rejects_forms_of_one_shard():
     assert not close(model.state_dict(), params)
 
 
-def test_fully_sharded_refuses_a_nonfinite_gradient_on_all_ranks(tmp_path):
-    first, second = launch("fsdp_nonfinite", tmp_path)
+def test_fully_sharded_refuses_a_nonfinite_gradient_on_all_ranks(ranks):
+    first, second = ranks("fsdp_nonfinite")
     assert "elsewhere is not finite" in first["error"]
     assert "'0.weight'" in second["error"]
     assert equal(first["params"], geometry_and_model()[1].state_dict())
 
 
-def test_distributed_checkpoint_resumes_bit_exactly(tmp_path):
-    first, second = launch("checkpoint", tmp_path)
+def test_distributed_checkpoint_resumes_bit_exactly(ranks):
+    first, second = ranks("checkpoint")
     for result in (first, second):
         assert result["weights"] == result["loaded"]
         assert equal(result["params"], result["resumed"])
@@ -112,8 +143,8 @@ def test_distributed_checkpoint_resumes_bit_exactly(tmp_path):
         assert len(result["pieces"][0]) == STEPS
 
 
-def test_distributed_checkpoint_of_online_metrics_restores_every_ranks_own(tmp_path):
-    found = launch("checkpoint_online", tmp_path)
+def test_distributed_checkpoint_of_online_metrics_restores_every_ranks_own(ranks):
+    found = ranks("checkpoint_online")
     for rule in ("average", "sum"):
         model = image_model()
         geometry = random_basis({n: p.detach() for n, p in model.named_parameters()})
@@ -128,8 +159,8 @@ def test_distributed_checkpoint_of_online_metrics_restores_every_ranks_own(tmp_p
                 assert torch.allclose(own, state["squares"], rtol=1e-9)
 
 
-def test_certificates_of_shards_are_those_of_one_process(tmp_path):
-    first, second = launch("certified", tmp_path)
+def test_certificates_of_shards_are_those_of_one_process(ranks):
+    first, second = ranks("certified")
     assert first == second
     assert first["one"] == first["resumed"]
     geometry, model = geometry_and_model()
@@ -146,6 +177,6 @@ def test_the_two_ranks_see_different_data():
     assert not torch.equal(batch(0, 0, 2), batch(0, 1, 2))
 
 
-def test_a_basis_that_shards_would_cut_is_refused(tmp_path):
-    for found in launch("fsdp_refused", tmp_path):
+def test_a_basis_that_shards_would_cut_is_refused(ranks):
+    for found in ranks("fsdp_refused"):
         assert "needs whole tensors on one process, but its dimensions [0] are sharded" in found["error"]

@@ -10,12 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-import torch.distributed as dist
-
 from metamd import Forward, Journal, MaxDiagonal, Method, Refine, Stopping, meta_train
 from metamd.files import container
 from metamd.learning.rounds.outer import Adam
-from metamd.learning.rounds.workers import join
 from metamd.tasks import quadratic
 from metamd.tasks.synthetic import QuadraticTask
 
@@ -25,7 +22,7 @@ OPTIONS = {
     "method": Method(stopping=Stopping(0.0)),
     "refine": Refine(2, Forward(), Adam(0.05)),
 }
-STEPS = 8  # three to learn, judge, pieces, two to refine, judge
+STEPS = 7  # three to learn, judge, two to refine, judge
 
 
 def family():
@@ -74,18 +71,4 @@ def arm(point):
 
 if __name__ == "__main__":
     folder, point = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
-    if "RANK" in os.environ:
-        join("gloo")
-        once = Path(folder) / "struck"
-        if os.environ["RANK"] == "1" and point and not once.exists():
-            Path(folder).mkdir(exist_ok=True)
-            once.touch()
-            arm(point)
-        log = None
-    else:
-        log = arm(point)
-    learned = train(folder, log)
-    if os.environ.get("RANK", "0") == "0":
-        learned.save(Path(folder) / "learned.safetensors")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    train(folder, arm(point)).save(Path(folder) / "learned.safetensors")

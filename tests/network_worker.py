@@ -1,18 +1,15 @@
 """The default learning for networks in a process of its own, which kills itself for good at a stated point.
 
 python -m tests.network_worker FOLDER [POINT]. Points: batch:K at the K-th batch; write:K in the middle of the K-th write,
-after its data and before its rename. With RANK set, in a process group.
+after its data and before its rename.
 """
 
 import os
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
 from metamd import Journal, meta_train
 from metamd.files import container
-from metamd.learning.rounds.workers import join
 from metamd.tasks import tabular
 from tests.meta_worker import Countdown
 
@@ -46,9 +43,4 @@ def struck_family(point):
 
 if __name__ == "__main__":
     folder, point = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
-    if "RANK" in os.environ:
-        join("gloo")
-    learned = train(Journal(folder / "run"), of=struck_family(point))
-    learned.save(folder / f"{os.environ.get('RANK', '0')}.safetensors")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    train(Journal(folder / "run"), of=struck_family(point)).save(folder / "0.safetensors")

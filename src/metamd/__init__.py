@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from metamd.learning.recorded import learn
     from metamd.learning.recorder import Recorder
     from metamd.learning.reference import learn_from_reference
-    from metamd.learning.rounds.outer import GradientDescent, TrustRegion
-    from metamd.learning.rounds.outer_steps import Refine, Stopping
+    from metamd.learning.rounds.outer import GradientDescent, Refine, Stopping, TrustRegion
     from metamd.learning.usage import learn_start, learn_usage, tuned_reference
     from metamd.optimiser.certificate.record import Certificate
     from metamd.optimiser.guard import OffFamilyWarning
@@ -57,8 +56,8 @@ _HOME = {
     "load": "files.learned",
     "GradientDescent": "learning.rounds.outer",
     "TrustRegion": "learning.rounds.outer",
-    "Refine": "learning.rounds.outer_steps",
-    "Stopping": "learning.rounds.outer_steps",
+    "Refine": "learning.rounds.outer",
+    "Stopping": "learning.rounds.outer",
     "Journal": "files.journal",
     "Method": "learning.meta",
     "NotConvergedWarning": "learning.meta",

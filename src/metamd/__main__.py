@@ -1,4 +1,4 @@
-"""`python -m metamd` is the `metamd` command; torchrun starts it this way."""
+"""`python -m metamd` is the `metamd` command."""
 
 from metamd.cli.main import main
 

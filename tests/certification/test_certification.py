@@ -16,7 +16,7 @@ from metamd.certification.statements import HeldOutCertificate
 from metamd.certification.training_tasks import displacements, measure, size_of, training_tasks
 from metamd.cli import main as cli
 from metamd.inner.comparators import Reference
-from metamd.learning.rounds.lessons import draw
+from metamd.learning.rounds.round import draw
 from metamd.tasks import Drawn, config_hash
 from metamd.tasks.catalogue import FAMILIES
 from tests.meta_families import poisoned

@@ -14,7 +14,7 @@ from metamd.inner.comparators import Reference
 from metamd.learning import reference as following
 from metamd.learning.parts import parts_of
 from metamd.learning.reference import learn_from_reference
-from metamd.learning.rounds.lessons import draw_config
+from metamd.learning.rounds.round import draw_config
 from metamd.learning.trial import train
 from metamd.learning.usage import draw_tasks, learn_usage, tuned_reference
 from metamd.learning.usage_trials import LEFT, Losses, Trials, best_usage

@@ -26,13 +26,11 @@ from metamd import (
     tasks,
 )
 from metamd.inner.closed_form import Iterate
-from metamd.inner.moments import moments_of
 from metamd.inner.objectives import PRIOR
 from metamd.inner.run import run_inner
-from metamd.learning.phases import build_pieces, rising, run_phases
 from metamd.learning.rounds.first_look import largest_curvature
-from metamd.learning.rounds.lessons import draw
 from metamd.learning.rounds.outer import Adam, GradientDescent, Update
+from metamd.learning.rounds.round import draw
 from tests.meta_families import Mixed, Noisy, jealous, poisoned, small
 
 SMALL = {"outer_steps": 6, "tasks_per_step": 4, "seed": 0}
@@ -408,62 +406,22 @@ def test_the_paper_preset_warns_when_runs_have_not_converged():
 # several pieces
 
 
-def test_factors_rise_and_join():
-    import numpy as np
-
-    assert rising(np.array([1.0, 4.0, 9.0]), np.ones(3)).tolist() == [1, 2, 3]
-    assert rising(np.array([9.0, 1.0]), np.ones(2)).tolist() == [5**0.5] * 2
-    assert rising(np.array([1.0, 4.0]), np.array([1.0, -0.5])).tolist() == [10**0.5] * 2, "moved back: joined"
-
-
-def test_pieces_meet_where_phases_end_and_take_over_in_order():
-    """Gradients that stay large while the distance still grows: the later pieces are stiffer, and active further out."""
-    one = Iterate({"x": torch.zeros(1, 1).double()}, torch.zeros(1).double())
-    sums = {"r/x": torch.tensor([1.0, 2.0, 2.5]).double(), "y/x": torch.tensor([1.0, 4.0, 4.5]).double()}
-    built = build_pieces(one, sums, 1.0)
-    d = built.log_d["x"].exp()[:, 0]
-    torch.testing.assert_close(d, torch.tensor([1.0, 2.0, 3.0]).double())
-
-    def form(r):
-        return 0.5 * d * r + built.offsets
-
-    assert float(form(1.0)[0]) == pytest.approx(float(form(1.0)[1]))
-    assert float(form(2.0)[1]) == pytest.approx(float(form(2.0)[2]))
-    assert [int(form(r).argmax()) for r in (0.5, 1.5, 2.2)] == [0, 1, 2]
-    copies = build_pieces(one, sums, 1.0, strength=0.0)
-    assert bool((copies.log_d["x"] == 0).all())
-    assert bool((copies.offsets == 0).all())
-
-
-def test_phase_sums_agree_with_the_closed_forms_moments():
-    task = draw(small(), 0)
-    phi = Diagonal().with_metrics({"theta": torch.tensor([[2.0, 30.0]]).double().log()}).bind(task.init())
-    sums = run_phases(task, phi, Regret(), 3, True).sums
-    moments = moments_of(run_inner(task, phi), phi, Regret())
-    d = phi.metric("theta")[0].detach()
-    torch.testing.assert_close(sums["y/theta"].sum(), (moments.y["theta"] / d).sum())
-    torch.testing.assert_close(sums["r/theta"][-1], (d * moments.x["theta"]).sum())
-    assert sums["r/theta"][0] != sums["r/theta"][1]
-
-
-def test_one_piece_stays_where_the_phases_want_no_decay():
-    """Noiseless quadratics: gradients fall faster than the distance grows."""
+def test_several_pieces_are_learned_along_a_gradient_and_judged_against_the_one_before():
     records = []
-    found = meta_train(small(), MaxDiagonal(3), **SMALL, log=lambda r, s: records.append(r))
-    assert [r["stage"] for r in records][-1] == "pieces"
-    assert "kept one piece" in records[-1]["note"]
-    assert found.header.pieces == 1
+    refine = Refine(2, Forward())
+    found = meta_train(small(), MaxDiagonal(3), **SMALL, refine=refine, log=lambda r, s: records.append(r))
+    assert [r["stage"] for r in records][-3:] == ["refine", "refine", "judge"]
+    assert found.header.pieces in (1, 3)
+    assert ("kept one piece" in found.header.estimator) == (found.header.pieces == 1)
+    last = meta_train(small(), MaxDiagonal(3), **SMALL, refine=refine, method=Method(keep="last"))
+    assert last.header.pieces == 3
+    d = last.potential.log_d["theta"]
+    assert bool((d[0] != d[1]).any())
 
 
-def test_pieces_that_lower_the_regret_are_taken():
-    """Noisy regressions travel on while gradients stay as they are: the last phase wants smaller steps."""
-    records = []
-    found = meta_train(tasks.logistic(steps=100), MaxDiagonal(3), **SMALL, log=lambda r, s: records.append(r))
-    assert "3 pieces lower the regret" in records[-1]["note"]
-    assert found.header.pieces == 3
-    d = found.potential.log_d["weight"]
-    assert bool((d[2] > d[0]).all())
-    assert float(found.potential.offsets.detach()[2]) < 0
+def test_the_closed_form_alone_refuses_several_pieces():
+    with pytest.raises(ValueError, match="ClosedForm learns one piece, got 3"):
+        meta_train(small(), MaxDiagonal(3), **SMALL)
 
 
 def test_refinement_is_judged_against_what_it_started_from():

@@ -10,8 +10,8 @@ from scipy.optimize import minimize
 from metamd import Diagonal, Journal, Kronecker, MaxDiagonal, Refine, Regret, load, meta_train, tasks
 from metamd.cli import main as cli
 from metamd.inner.closed_form import Iterate
-from metamd.learning.rounds.ball import Ball, metric_norms
-from metamd.learning.rounds.lessons import Lecture
+from metamd.learning.rounds.outer import Ball, metric_norms
+from metamd.learning.rounds.round import Learner
 from metamd.potentials.kronecker import Learned
 
 SHAPES = {"first.weight": (4, 3), "first.bias": (4,), "last.weight": (2, 4), "scale": ()}
@@ -106,7 +106,9 @@ def norm(learned):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"refine": Refine(2)}, {"potential": MaxDiagonal(3)}], ids=["closed", "refine", "pieces"]
+    "options",
+    [{}, {"refine": Refine(2)}, {"potential": MaxDiagonal(3), "refine": Refine(2)}],
+    ids=["closed", "refine", "pieces"],
 )
 def test_meta_training_stays_inside_and_says_so(options, tmp_path):
     family, potential = tasks.quadratic((1.0, 1.0), coupling=0.05, steps=30), options.get("potential", Diagonal())
@@ -123,14 +125,14 @@ def test_meta_training_stays_inside_and_says_so(options, tmp_path):
 def test_no_iterate_is_ever_outside(monkeypatch):
     """Also not those of the first scale, which is found by raising the metrics, nor the candidates."""
     seen = []
-    fit = Lecture.fit
+    fit = Learner.fit
 
     def watched(self, iterate, task):
         seen.append(math.sqrt(float(iterate.log_d["theta"].exp().sum(1).max())))
         return fit(self, iterate, task)
 
-    monkeypatch.setattr(Lecture, "fit", watched)
-    meta_train(tasks.quadratic(steps=40), MaxDiagonal(2), outer_steps=3, tasks_per_step=4, max_norm=5.0)
+    monkeypatch.setattr(Learner, "fit", watched)
+    meta_train(tasks.quadratic(steps=40), MaxDiagonal(2), outer_steps=3, tasks_per_step=4, max_norm=5.0, refine=Refine(2))
     assert len(seen) > 10
     assert max(seen) <= 5.0
 

@@ -17,7 +17,6 @@ from metamd.cli import main as cli
 from metamd.inner.comparators import Reference
 from metamd.learning.parts import Parts, parts_of
 from metamd.learning.reference import learn_from_reference
-from metamd.learning.rounds.workers import Workers
 from metamd.tasks import quadratic, starting_at, supervised, tabular
 from metamd.tasks.counted import Counted
 from tests.cli.test_train_command import process
@@ -142,42 +141,10 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
         pass
 
 
-def test_the_other_processes_read_and_do_not_write(tmp_path, monkeypatch):
-    counted = Counted(family())
-    monkeypatch.setattr(Workers, "present", classmethod(lambda cls: cls(1, 2)))
-    with parts_of(Journal(tmp_path), "usage", counted, {}) as parts:
-        assert parts.part("a", lambda: {"x": 1})["x"] == 1
-    assert not any(tmp_path.iterdir())
-    monkeypatch.undo()
-    with parts_of(Journal(tmp_path), "usage", counted, {}) as parts:
-        parts.part("a", lambda: {"x": 2})
-    before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(Workers, "present", classmethod(lambda cls: cls(1, 2)))
-    with parts_of(Journal(tmp_path), "usage", counted, {}) as parts:
-        assert parts.part("a", lambda: {"x": 3})["x"] == 2
-        assert parts.part("b", lambda: {"x": 4})["x"] == 4
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_what_was_done_before_counts_for_all_who_count():
     outer = Counted(family())
     Parts(Counted(outer)).family.spent(7, 1.5)
     assert (outer.batches, outer.seconds) == (7, 1.5)
-
-
-def test_two_processes_do_the_same_and_the_first_one_writes(tmp_path, whole):
-    flags = ["--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *flags, "-m", "tests.network_worker"]
-    for attempt in range(3):  # gloo now and then fails to connect
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        run = subprocess.run(
-            [*command, str(folder)], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
-        )
-        if run.returncode == 0:
-            break
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert said(load(folder / "0.safetensors")) == said(load(folder / "1.safetensors")) == said(whole[0])
 
 
 def test_ctrl_c_leaves_a_run_that_the_same_command_continues(tmp_path):

@@ -559,17 +559,16 @@ def test_an_interrupted_meta_training_continues_to_the_very_same_file(tmp_path, 
         if step == 1:
             raise KeyboardInterrupt
 
-    phi = Kronecker(2 if sides == "right" else 1, sides=sides, rank=rank, tying=tying)
-    method = metamd.Method(step_scales=(0.5, 1.0))
-    whole = meta_train(Regressions(), phi, **QUICK, method=method)
+    phi = Kronecker(sides=sides, rank=rank, tying=tying)
+    whole = meta_train(Regressions(), phi, **QUICK)
     with pytest.raises(KeyboardInterrupt):
-        meta_train(Regressions(), phi, **QUICK, method=method, journal=metamd.Journal(tmp_path), log=stop)
-    again = meta_train(Regressions(), phi, **QUICK, method=method, journal=metamd.Journal(tmp_path))
+        meta_train(Regressions(), phi, **QUICK, journal=metamd.Journal(tmp_path), log=stop)
+    again = meta_train(Regressions(), phi, **QUICK, journal=metamd.Journal(tmp_path))
     assert again.fingerprint() == whole.fingerprint()
     assert "right/fc.weight" in whole.header.factors or tying == "role"
-    other = Kronecker(2, sides=sides, rank=rank, tying=tying, shrinkage=(0.2, 0.2))
+    other = Kronecker(sides=sides, rank=rank, tying=tying, shrinkage=(0.2, 0.2))
     with pytest.raises(ValueError, match="another configuration: basis is"):
-        meta_train(Regressions(), other, **QUICK, method=method, journal=metamd.Journal(tmp_path))
+        meta_train(Regressions(), other, **QUICK, journal=metamd.Journal(tmp_path))
 
 
 def test_the_middle_of_two_metrics_in_different_bases_is_their_geometric_mean():
@@ -613,21 +612,6 @@ def test_tasks_that_diverge_are_left_out_and_the_metrics_retreat(monkeypatch, ti
     lost = [len(record["diverged"]) for record in records if record["stage"] != "judge"]
     assert 0 < max(lost) < 6, "no task diverged, or all did"
     assert bool(retreats) == finished_before
-
-
-def test_a_factor_on_the_steps_is_part_of_the_metrics():
-    plain = meta_train(Regressions(), Kronecker(), **QUICK)
-    costs = []
-    for scale in (0.25, 1.0):
-        scaled = meta_train(Regressions(), Kronecker(), **QUICK, method=metamd.Method(step_scales=(scale,)))
-        change = scaled.potential.log_d["fc.weight"] - plain.potential.log_d["fc.weight"]
-        assert torch.allclose(change.detach(), torch.tensor(-np.log(scale)).to(change), atol=1e-6)
-        costs.append(scaled.header.cost["gradient_evaluations"])
-    assert costs[0] == plain.header.cost["gradient_evaluations"] + 2 * Regressions().steps
-    best = meta_train(Regressions(), Kronecker(), **QUICK, method=metamd.Method(step_scales=(1e-3, 1.0)))
-    assert best.fingerprint() == scaled.fingerprint(), "a step a thousand times too short has a higher loss"
-    with pytest.raises(ValueError, match="step_scales must be positive"):
-        metamd.Method(step_scales=(0.0,))
 
 
 def test_the_estimators_differentiate_in_the_basis():

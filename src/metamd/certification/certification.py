@@ -14,7 +14,7 @@ from metamd.certification.training_tasks import displacements, training_tasks
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import Usage
 from metamd.inner.comparators import Reference
-from metamd.learning.rounds.lessons import draw_config
+from metamd.learning.rounds.round import draw_config
 from metamd.tasks.base import Config, TaskFamily, config_hash
 
 Log = Callable[[dict[str, Any], int], None]

@@ -11,8 +11,8 @@ from torch import Tensor
 from metamd.certification.generalisation import Displacements, Size
 from metamd.files.header import Header
 from metamd.files.learned import LearnedOptimiser
-from metamd.learning.rounds.ball import metric_norms
-from metamd.learning.rounds.lessons import draw_config
+from metamd.learning.rounds.outer import metric_norms
+from metamd.learning.rounds.round import draw_config
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import grouped_squares

@@ -235,7 +235,6 @@ class Train:
         tasks: tasks in each of them.
         reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.003 for
             kronecker and 0 for diagonal, if not given.
-        step_scale: try the learned steps times 0.5, 0.7, 1 and 1.4 at the end, and keep the best.
         prior: strength of the prior that keeps coordinates from starving that move little.
         max_norm: keep the norm of the metrics, sqrt(sum D), below this.
         tolerance: stop when the objective changes by less than this; 0 never stops early.
@@ -271,7 +270,6 @@ class Train:
     outer_steps: int | None = None
     tasks: int = 8
     reference: float | None = None
-    step_scale: bool = False
     prior: float = 1e-7  # metamd.objectives.PRIOR, which would import torch
     max_norm: float | None = None
     tolerance: float = 1e-3

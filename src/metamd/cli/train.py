@@ -1,17 +1,13 @@
 """`metamd train`: meta-training from the command line, with live progress and a run that Ctrl-C leaves resumable."""
 
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -27,8 +23,7 @@ from metamd.inner.estimators.base import Estimator
 from metamd.inner.objectives import Regret
 from metamd.learning.meta import Method, meta_train, paper
 from metamd.learning.network import has_weights, learn_network, refinement
-from metamd.learning.rounds.outer_steps import Refine, Stopping
-from metamd.learning.rounds.workers import join
+from metamd.learning.rounds.outer import Refine, Stopping
 from metamd.learning.usage import learn_start, learn_usage, rules_for_refresh
 from metamd.learning.usage_trials import JudgedOn
 from metamd.potentials.diagonal import MaxDiagonal
@@ -41,8 +36,6 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward": Forward,
     "reverse": Reverse,
 }
-
-STEP_SCALES = (0.5, 0.7, 1.0, 1.4)
 
 MATTER = (
     *("family", "out", "steps", "model", "hold_out", "images", "width", "start", "learn_start", "tasks", "seed"),
@@ -71,20 +64,17 @@ def run(options: Train) -> int:
             "another --out, or move the file away."
         )
     method = _method(options, family)
-    with _processes() as rank:
-        refine = method.get("refine")
-        display = _Display(method["outer_steps"] + (refine.steps if refine else 0) + 1, rank)
-        log = _also(display.show, tensorboard(folder / "tensorboard") if options.tensorboard and rank == 0 else None)
-        try:
-            with display:
-                learned = _learn(options, family, Journal(folder, every=options.every), log, display)
-        except KeyboardInterrupt:
-            if rank == 0:
-                print(f"Stopped; the same command continues from {one_line(str(folder))}.", file=sys.stderr)
-            raise
-        if rank == 0:
-            _save(learned, options.out)
-            _report(options, learned.header.to_dict(), learned.fingerprint(), display.notes)
+    refine = method.get("refine")
+    display = _Display(method["outer_steps"] + (refine.steps if refine else 0) + 1)
+    log = _also(display.show, tensorboard(folder / "tensorboard") if options.tensorboard else None)
+    try:
+        with display:
+            learned = _learn(options, family, Journal(folder, every=options.every), log, display)
+    except KeyboardInterrupt:
+        print(f"Stopped; the same command continues from {one_line(str(folder))}.", file=sys.stderr)
+        raise
+    _save(learned, options.out)
+    _report(options, learned.header.to_dict(), learned.fingerprint(), display.notes)
     return 0
 
 
@@ -185,11 +175,11 @@ def _check_usage(options: Train) -> None:
 def _refuse_ignored(options: Train) -> None:
     """Options that would change nothing beside others are a mistake, not a wish."""
     usual = Train(options.family)
-    rounds = ("refine", "estimator", "step_scale", "max_norm", "tolerance")
+    rounds = ("refine", "estimator", "max_norm", "tolerance")
     shape = ("potential", "pieces", "tying", "sides", "rank", "reference", "prior", "follow")
     for why, names in {
         "with --follow": ("outer_steps", *rounds) if options.follow else (),
-        "with --preset paper": (*shape, *rounds[:3], "tolerance") if options.preset == "paper" else (),
+        "with --preset paper": (*shape, *rounds[:2], "tolerance") if options.preset == "paper" else (),
         "without --preset paper": ("k", "rho") if options.preset != "paper" else (),
         "without --refine": ("estimator",) if not options.refine and options.preset != "paper" else (),
     }.items():
@@ -217,7 +207,7 @@ def _method(options: Train, family: TaskFamily) -> dict[str, Any]:
     return {
         "potential": _potential(options),
         "objective": Regret(comparator, prior=options.prior),
-        "method": Method(stopping=Stopping(options.tolerance), step_scales=STEP_SCALES if options.step_scale else ()),
+        "method": Method(stopping=Stopping(options.tolerance)),
         "refine": refine,
         "outer_steps": 10 if options.outer_steps is None else options.outer_steps,
     }
@@ -237,20 +227,6 @@ def _potential(options: Train) -> MaxDiagonal:
     return MaxDiagonal(options.pieces, **named)
 
 
-@contextmanager
-def _processes() -> Iterator[int]:
-    """Join the other processes that torchrun started, if it did; the rank of this one."""
-    started = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if not started or dist.is_initialized():
-        yield dist.get_rank() if started else 0
-        return
-    join("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
-
-
 def _also(first: Log, second: Log | None) -> Log:
     def log(record: dict[str, Any], step: int) -> None:
         first(record, step)
@@ -263,12 +239,11 @@ def _also(first: Log, second: Log | None) -> Log:
 class _Display:
     """Outer step, tasks done, objective, bound and time left, on standard error."""
 
-    def __init__(self, total: int, rank: int) -> None:
+    def __init__(self, total: int) -> None:
         self.notes: list[str] = []
         self.done, self.began = 0, time.monotonic()
         console = Console(stderr=True, markup=False, highlight=False)
-        self.quiet = rank > 0
-        self.live = console.is_terminal and not self.quiet
+        self.live = console.is_terminal
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -289,8 +264,7 @@ class _Display:
 
     def say(self, line: str) -> None:
         """What is being done beside the outer steps."""
-        if not self.quiet:
-            self.progress.console.print(one_line(line), soft_wrap=True)
+        self.progress.console.print(one_line(line), soft_wrap=True)
 
     def show(self, record: dict[str, Any], step: int) -> None:
         """One more outer step."""
@@ -303,8 +277,6 @@ class _Display:
         self.progress.update(self.bar, completed=step, description=line)
         if record["note"]:
             self.notes.append(record["note"])
-        if self.quiet:
-            return
         out = self.progress.console
         if not self.live:
             out.print(line, soft_wrap=True)

@@ -27,7 +27,7 @@ from metamd.files.store import Records, Result
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import meta_train, paper
 from metamd.optimiser.optimiser import MetaMD
-from metamd.potentials import Diagonal, MaxDiagonal
+from metamd.potentials import Diagonal
 from metamd.tasks.base import derive_seed
 
 KEPT = ("loss", "distance", "reached", "setting", "metrics", "failed")
@@ -92,7 +92,6 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
                 yield Cell(f"{name}-{key}-{'all' if everything else 'rate'}", partial(_rival, name, rival, grid))
     for name in scale.starts:
         yield Cell(f"{name}-metamd", partial(_learned, scale, seed, name, {"potential": Diagonal()}))
-        yield Cell(f"{name}-mixture", partial(_learned, scale, seed, name, {"potential": MaxDiagonal(3)}))
         # Reverse gives Forward's gradient to rounding, in a fraction of the time
         yield Cell(f"{name}-paper", partial(_learned, scale, seed, name, paper(10.0, estimator=Reverse())))
     counts = {"outer_steps": scale.outer_steps, "tasks_per_step": min(8, scale.valleys)}

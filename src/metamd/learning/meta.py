@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,17 +16,14 @@ from metamd.inner.estimators import ClosedForm, Estimator, Forward
 from metamd.inner.objectives import PRIOR, FromLipschitz, Objective, PaperBound, Regret
 from metamd.learning.network import has_weights, learn_network, refinement
 from metamd.learning.parts import identity_of
-from metamd.learning.rounds.ball import Ball
-from metamd.learning.rounds.first_look import Findings, probe
-from metamd.learning.rounds.lessons import Lecture
-from metamd.learning.rounds.outer import Adam, GradientDescent, Outer, TrustRegion
-from metamd.learning.rounds.outer_steps import OuterStep, Refine, Stopping
+from metamd.learning.rounds.first_look import Findings, first_look
+from metamd.learning.rounds.outer import Adam, Ball, GradientDescent, Outer, OuterStep, Refine, Stopping, TrustRegion
+from metamd.learning.rounds.round import Learner
 from metamd.learning.rounds.stages import Plan, StageName
 from metamd.learning.rounds.state import State
-from metamd.learning.rounds.workers import Workers
 from metamd.potentials.base import Potential
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
-from metamd.tasks.base import TaskFamily, derive_seed
+from metamd.tasks.base import TaskFamily
 
 SETTLED = 1e-2
 """A run has converged, for `PaperBound`, when its gradient has fallen to this share of the first."""
@@ -48,8 +45,6 @@ class Method:
         start: fresh metrics begin at "one", or at the largest "curvature" of the first tasks where they start, D =
             lambda_max, with which no first step is too long in any direction.
         spread: of the logarithms of M_j at the start, so that several pieces are not all the same.
-        step_scales: factors such as (0.5, 0.7, 1.0, 1.4) that the learned steps are tried with at the end, on tasks of the
-            family; the one with the lowest mean training loss becomes part of the metrics. None are tried if empty.
     """
 
     outer: Outer | None = None
@@ -58,11 +53,6 @@ class Method:
     stopping: Stopping = field(default_factory=Stopping)
     start: Literal["one", "curvature"] = "one"
     spread: float = 0.1
-    step_scales: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not all(0 < scale < math.inf for scale in self.step_scales):
-            raise ValueError(f"step_scales must be positive numbers, got {self.step_scales}. Pass () to try none.")
 
 
 def meta_train(
@@ -83,10 +73,7 @@ def meta_train(
     """Learn metrics with which the tasks of a family are trained in fewer steps.
 
     With `ClosedForm`, train the tasks and set D_i = sqrt(E sum_t g_ti^2 / E delta_i^2), in turn, within a trust region in
-    log D; then, for several pieces, build them from early, middle and late phases of the runs and keep them if the regret
-    falls on the same tasks. With any other estimator, follow the gradient. No validation data is used.
-
-    Under torchrun the tasks are spread over the processes, which all return the same.
+    log D. With any other estimator, follow the gradient. No validation data is used.
 
     Args:
         family: the tasks; every outer step samples new ones, initialisations included.
@@ -94,14 +81,14 @@ def meta_train(
             starts. If not given: what docs/results.md speaks for, `Diagonal()` for tasks of vectors alone, refined by
             `LogGap` where digits count as for quadratics, and for networks `Kronecker()` from runs of a tuned Adam, twice
             as many as `tasks_per_step`, with `learn_usage` after it. That way has no other options than these, the seed and
-            the journal, and under torchrun every process does all of it.
+            the journal.
         objective: what is minimised.
         estimator: how its gradient is had; `ClosedForm` goes to the minimum itself.
         outer_steps: how many at most.
         tasks_per_step: n.
         seed: of everything random.
         method: the rule of the outer step, and what is kept.
-        refine: outer steps along the hypergradient, afterwards.
+        refine: outer steps along the hypergradient, afterwards. Several pieces need it, or an estimator of gradients.
         max_norm: C: metrics are kept at ||m_j||_2 = sqrt(sum_i D_ji) <= C by projection, for a bound on new tasks that has
             its C from the start (docs/concepts/held-out.md). Too small a C makes steps too long.
         journal: where to keep checkpoints and a log, or the finished parts where the potential is not given and networks
@@ -119,20 +106,24 @@ def meta_train(
     if potential is None:
         potential = Diagonal()
         refine = refinement(family) if refine is None and isinstance(estimator, ClosedForm) else refine
-    learnable = _check(potential, objective, estimator, method, outer_steps, tasks_per_step)
-    workers = Workers.present()
-    with _opened(journal, workers):
-        curved = method.start == "curvature"
-        found = probe(family, learnable, seed, tasks_per_step, workers, curvature=curved)
-        lecture = Lecture(found.bound, objective, estimator, method.exact, family.shared_loss)
+    learnable = _check(potential, objective, estimator, method, outer_steps, tasks_per_step, refine)
+    with nullcontext() if journal is None else journal.opened():
+        found = first_look(family, learnable, seed, tasks_per_step, curvature=method.start == "curvature")
         closed = isinstance(estimator, ClosedForm)
-        stages = _stages(closed, learnable.pieces, outer_steps, method, refine)
-        outer = method.outer or (TrustRegion() if closed else Adam())
-        shared = (tasks_per_step, seed, method.stopping, refine, workers, method.step_scales)
-        ball = Ball(max_norm, found.bound, found.shapes)
-        plan = Plan(family, lecture, outer, stages, learnable.pieces, *shared, ball)
-        state = _train(plan, _begin(found, plan, method), journal, log)
-        return _result(plan, state)
+        plan = Plan(
+            family,
+            Learner(found.bound, objective, estimator, method.exact, family.shared_loss),
+            outer=method.outer or (TrustRegion() if closed else Adam()),
+            stages=_stages(outer_steps, method, refine),
+            pieces=learnable.pieces,
+            tasks_per_step=tasks_per_step,
+            seed=seed,
+            stopping=method.stopping,
+            refine=refine,
+            spread=method.spread,
+            ball=Ball(max_norm, found.bound, found.shapes),
+        )
+        return _result(plan, _train(plan, _begin(found, plan), journal, log))
 
 
 def _refuse_options(given: Mapping[str, Any]) -> None:
@@ -183,7 +174,13 @@ def paper(
 
 
 def _check(
-    potential: Potential, objective: Objective, estimator: Estimator, method: Method, outer_steps: int, tasks: int
+    potential: Potential,
+    objective: Objective,
+    estimator: Estimator,
+    method: Method,
+    outer_steps: int,
+    tasks: int,
+    refine: Refine | None,
 ) -> MaxDiagonal:
     if not isinstance(potential, MaxDiagonal):
         raise ValueError(
@@ -195,6 +192,11 @@ def _check(
     if tasks < 1:
         raise ValueError(f"tasks_per_step must be at least 1, got {tasks}. Every outer step trains that many tasks.")
     closed = isinstance(estimator, ClosedForm)
+    if closed and potential.pieces > 1 and refine is None:
+        raise ValueError(
+            f"ClosedForm learns one piece, got {potential.pieces}. Pass Diagonal(), or learn the pieces along a gradient: "
+            "by refine=Refine() afterwards, or by estimator=Reverse()."
+        )
     if closed and not isinstance(objective, Regret):
         name = type(objective).__name__
         raise ValueError(f"ClosedForm minimises Regret, got {name}. Use estimator=Forward() or Reverse() for it.")
@@ -206,109 +208,73 @@ def _check(
     return potential
 
 
-def _stages(
-    closed: bool, pieces: int, steps: int, method: Method, refine: Refine | None
-) -> tuple[tuple[StageName, int], ...]:
-    stages: list[tuple[StageName, int]] = [("learn", steps)]
-    keep = method.keep
-    if keep == "best":
-        stages.append(("judge", 1))
-    if closed and pieces > 1:
-        stages.append(("pieces", 1))
-    if refine is not None:
-        stages.append(("refine", refine.steps))
-        if keep == "best":
-            stages.append(("judge", 1))
-    if method.step_scales:
-        stages.append(("scale", 1))
-    return tuple(stages)
+def _stages(steps: int, method: Method, refine: Refine | None) -> tuple[tuple[StageName, int], ...]:
+    judge: list[tuple[StageName, int]] = [("judge", 1)] if method.keep == "best" else []
+    stages: list[tuple[StageName, int]] = [("learn", steps), *judge]
+    return tuple(stages if refine is None else [*stages, ("refine", refine.steps), *judge])
 
 
-def _begin(found: Findings, plan: Plan, method: Method) -> State:
+def _begin(found: Findings, plan: Plan) -> State:
     """The first state: one piece for the closed form, pieces that differ a little for gradients."""
     now = Iterate.of(found.bound)
     if found.curvature and not any(bool(v.any()) for v in now.log_d.values()):
         now = now.shifted(math.log(found.curvature))
-    if isinstance(plan.lecture.estimator, ClosedForm):
+    if isinstance(plan.learner.estimator, ClosedForm):
         # of several metrics, the geometric mean
         now = now.moved({k: v.mean(0, keepdim=True) for k, v in now.log_d.items()}, torch.zeros(1, dtype=torch.float64))
     elif plan.pieces > 1 and all(bool((v == v[:1]).all()) for v in now.log_d.values()):
-        generator = torch.Generator().manual_seed(derive_seed(plan.seed, "pieces"))
-        noise = {k: torch.randn(v.shape, generator=generator, dtype=torch.float64) for k, v in now.log_d.items()}
-        now = now.moved({k: v + 2 * method.spread * noise[k].to(v) for k, v in now.log_d.items()})
+        now = plan.spread_out(now)
     return State(plan.ball.project(now), cost=found.cost, scale=found.scale, shapes=found.shapes)
 
 
 def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -> State:
     """All outer steps that are left, with a checkpoint after every few and when something interrupts."""
-    writes = journal is not None and plan.workers.rank == 0
-    identity, saved = {} if journal is None else _identity(plan, state), -1
-    state = _resumed(plan, state, journal, identity)
+    identity = {} if journal is None else _identity(plan, state)
+    kept = None if journal is None else journal.resume(identity)
+    state = state if kept is None else State.restore(*kept, state.now.basis)
     saved = state.step
     try:
         while not plan.finished(state):
             state, record = plan.advance(state)
             _warn(plan, record)
-            if journal is not None and writes:
+            if journal is not None:
                 journal.note(record.to_dict(), record.step)
                 if record.step - saved >= journal.every or plan.finished(state):
                     journal.save(state.tensors(), state.facts(), identity)
                     saved = state.step
-            if log is not None and plan.workers.rank == 0:
+            if log is not None:
                 log(record.to_dict(), record.step)
     except BaseException:
-        if journal is not None and writes and state.step > saved:
+        if journal is not None and state.step > saved:
             with suppress(OSError):  # a full disk may be why we are here
                 journal.save(state.tensors(), state.facts(), identity)
         raise
     return state
 
 
-def _resumed(plan: Plan, state: State, journal: Journal | None, identity: Mapping[str, Any]) -> State:
-    """The state of the checkpoint on all processes, or the one given; what refuses it on one is raised on all."""
-    if journal is None:
-        return state
-    found: Any = None
-    if plan.workers.rank == 0:
-        try:
-            kept = journal.resume(identity)
-            found = None if kept is None else State.restore(*kept, state.now.basis)
-        except (ValueError, OSError) as error:
-            found = error
-    found = plan.workers.share(found)
-    if isinstance(found, Exception):
-        raise found
-    return state if found is None else found
-
-
-def _opened(journal: Journal | None, workers: Workers) -> AbstractContextManager[None]:
-    return journal.opened() if journal is not None and workers.rank == 0 else nullcontext()
-
-
 def _identity(plan: Plan, state: State) -> dict[str, Any]:
     """What two runs must have in common for one to continue the other."""
-    basis = plan.lecture.potential.basis
+    basis = plan.learner.potential.basis
     return {
         **({} if basis.kind == "identity" else {"basis": repr(basis)}),
         "family": identity_of(plan.family),
-        "potential": fingerprint(plan.lecture.potential),
-        "start": fingerprint(state.now.apply(plan.lecture.potential)),
-        "objective": repr(plan.lecture.objective),
-        "estimator": repr(plan.lecture.estimator),
+        "potential": fingerprint(plan.learner.potential),
+        "start": fingerprint(state.now.apply(plan.learner.potential)),
+        "objective": repr(plan.learner.objective),
+        "estimator": repr(plan.learner.estimator),
         "outer": repr(plan.outer),
-        "exact": plan.lecture.exact,
+        "exact": plan.learner.exact,
         "stages": [list(s) for s in plan.stages],
         "tasks_per_step": plan.tasks_per_step,
         "seed": plan.seed,
         "stopping": repr(plan.stopping),
         "refine": repr(plan.refine),
-        **({"step_scales": list(plan.step_scales)} if plan.step_scales else {}),
         **({} if plan.ball.radius is None else {"max_norm": plan.ball.radius}),
     }
 
 
 def _warn(plan: Plan, record: OuterStep) -> None:
-    if isinstance(plan.lecture.objective, PaperBound) and record.unsettled > SETTLED:
+    if isinstance(plan.learner.objective, PaperBound) and record.unsettled > SETTLED:
         warnings.warn(
             f"under PaperBound the end of a run stands for the solution, but in outer step {record.step} the gradients at "
             f"the ends are still {record.unsettled:.2g} times the first ones: the objective then rewards not moving at "
@@ -327,7 +293,7 @@ def _result(plan: Plan, state: State) -> LearnedOptimiser:
         "outer_steps": state.step,
         "seconds": state.cost.seconds,
     }
-    potential = state.now.apply(plan.lecture.potential)
+    potential = state.now.apply(plan.learner.potential)
     return LearnedOptimiser.from_potential(
         potential.requires_grad_(True),
         model=dict(state.shapes),
@@ -335,7 +301,7 @@ def _result(plan: Plan, state: State) -> LearnedOptimiser:
         horizon=plan.family.steps,
         batch_size=size if isinstance(size, int) and size > 0 else None,
         gradient_scale={k: v for k, v in state.scale.items() if math.isfinite(v)},
-        objective=repr(plan.lecture.objective),
+        objective=repr(plan.learner.objective),
         estimator=_said(plan, potential.pieces),
         seeds=(plan.seed,),
         cost=cost,
@@ -347,5 +313,5 @@ def _result(plan: Plan, state: State) -> LearnedOptimiser:
 
 def _said(plan: Plan, pieces: int) -> str:
     """How it was learned, in words where the result has fewer pieces than were asked for."""
-    said = repr(plan.lecture.estimator) + (f", then {plan.refine!r}" if plan.refine else "")
+    said = repr(plan.learner.estimator) + (f", then {plan.refine!r}" if plan.refine else "")
     return said if pieces == plan.pieces else f"{said}; kept one piece, of {plan.pieces} that were tried"

@@ -12,8 +12,7 @@ from metamd.inner.comparators import Reference
 from metamd.inner.estimators import Forward, Reverse
 from metamd.inner.objectives import PRIOR, LogGap
 from metamd.learning.reference import learn_from_reference
-from metamd.learning.rounds.outer import Adam
-from metamd.learning.rounds.outer_steps import Refine
+from metamd.learning.rounds.outer import Adam, Refine
 from metamd.learning.usage import RULES, learn_usage, tuned_reference
 from metamd.learning.usage_trials import JudgedOn, Watch
 from metamd.potentials.diagonal import MaxDiagonal

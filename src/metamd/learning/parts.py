@@ -12,7 +12,6 @@ from torch import Tensor
 from metamd.files.journal import Journal
 from metamd.files.store import Records, Result
 from metamd.inner.run import gradient
-from metamd.learning.rounds.workers import Workers
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.counted import Counted, uncounted
 
@@ -36,11 +35,10 @@ class Parts:
     Args:
         family: counts the gradients.
         records: where parts are kept; None computes all of them.
-        writes: whether new ones are kept.
     """
 
-    def __init__(self, family: Counted, records: Records | None = None, *, writes: bool = True) -> None:
-        self.family, self.records, self.writes = family, records, writes
+    def __init__(self, family: Counted, records: Records | None = None) -> None:
+        self.family, self.records = family, records
 
     def part(self, name: str, compute: Callable[[], Result]) -> Result:
         """The part of that name.
@@ -54,7 +52,7 @@ class Parts:
         if self.records.has(name):
             return self._read(name)
         found = self._measured(compute)
-        return self.records.cell(name, lambda: found) if self.writes else found
+        return self.records.cell(name, lambda: found)
 
     def file(self, name: str, compute: Callable[[], Saved], read: Callable[[Path], Saved]) -> Saved:
         """The part of that name, as a file of its own.
@@ -74,14 +72,12 @@ class Parts:
 
         def saved() -> Result:
             found.append(compute())
-            if self.writes:
-                found[0].save(path)
+            found[0].save(path)
             return {}
 
         cost = self._measured(saved)
-        if self.writes:
-            self.records.forget(name)
-            self.records.cell(name, lambda: cost)
+        self.records.forget(name)
+        self.records.cell(name, lambda: cost)
         return found[0]
 
     def _measured(self, compute: Callable[[], Result]) -> Result:
@@ -101,7 +97,7 @@ class Parts:
 
 @contextmanager
 def parts_of(journal: Journal | None, stage: str, family: Counted, settings: Mapping[str, Any]) -> Iterator[Parts]:
-    """The parts of one stage of a learning, in a folder of their own; of several processes the first one writes.
+    """The parts of one stage of a learning, in a folder of their own.
 
     Args:
         journal: where; None keeps nothing.
@@ -114,10 +110,6 @@ def parts_of(journal: Journal | None, stage: str, family: Counted, settings: Map
         return
     folder = Path(journal.folder) / stage
     about = {"family": identity_of(family), **settings}
-    if Workers.present().rank > 0:
-        there = (folder / "run.json").exists()
-        yield Parts(family, Records(folder, about) if there else None, writes=False)
-        return
     with Journal(folder).opened():
         yield Parts(family, Records(folder, about))
 

@@ -24,9 +24,8 @@ from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost, Trajectory
 from metamd.inner.sums import GradientSums
 from metamd.learning.parts import parts_of
-from metamd.learning.rounds.affordable import affording
-from metamd.learning.rounds.first_look import gradient_scale, look, squares_by_key
-from metamd.learning.rounds.lessons import ends_of, within_reach
+from metamd.learning.rounds.first_look import affording, gradient_scale, look, squares_by_key
+from metamd.learning.rounds.round import ends_of, within_reach
 from metamd.learning.trial import train
 from metamd.learning.usage import draw_tasks, said_reference, tuned_reference
 from metamd.potentials.base import Params

@@ -23,7 +23,7 @@ from metamd.files.store import Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
 from metamd.inner.comparators import Reference
 from metamd.learning.parts import Parts, parts_of
-from metamd.learning.rounds.lessons import draw_config
+from metamd.learning.rounds.round import draw_config
 from metamd.learning.trial import train
 from metamd.learning.usage_trials import LEFT, JudgedOn, Trials, Watch, best_usage, first_usages, tail_loss
 from metamd.potentials.base import Params

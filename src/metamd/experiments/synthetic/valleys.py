@@ -25,7 +25,7 @@ from metamd.files.store import Result
 from metamd.inner.estimators import Reverse
 from metamd.inner.objectives import LogGap
 from metamd.learning.meta import paper
-from metamd.learning.rounds.outer_steps import Refine
+from metamd.learning.rounds.outer import Refine
 from metamd.optimiser.optimiser import MetaMD
 from metamd.potentials import Diagonal, MaxDiagonal
 from metamd.tasks.base import TaskFamily, derive_seed

@@ -1,4 +1,4 @@
-"""A look at the tasks before any long work: what would fail later is a sentence now."""
+"""A look at the tasks before any long work: what would fail later is a sentence now, and how large a basis may be."""
 
 import math
 from collections.abc import Mapping, Sequence, Sized
@@ -6,19 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from metamd.inner.closed_form import LARGEST
 from metamd.inner.estimators.tangents import hessian_products
 from metamd.inner.run import Cost
-from metamd.learning.rounds.affordable import affording
-from metamd.learning.rounds.lessons import draw
-from metamd.learning.rounds.workers import Workers
+from metamd.learning.rounds.round import draw
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.kronecker import Learned
 from metamd.potentials.tying import Slot, some
 from metamd.tasks.base import Task, TaskFamily, derive_seed
 
 POWERS = 20
 """Products with the Hessian that the power method takes."""
+
+AFFORDED = 0.25
+"""The share of the operations of a gradient that products with learned factors may take."""
 
 
 @dataclass(frozen=True)
@@ -40,34 +44,27 @@ class Findings:
     cost: Cost
 
 
-def probe(
-    family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, workers: Workers, *, curvature: bool = False
-) -> Findings:
-    """Look at the start of so many tasks, spread over the processes; all of them raise what one of them finds.
+def first_look(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, *, curvature: bool = False) -> Findings:
+    """Look at the start of the tasks of the first outer step.
 
     Args:
         family: the tasks.
         potential: to be bound.
-        seed: of the meta-training; the tasks are those of its first outer step.
-        count: how many.
-        workers: the processes.
+        seed: of the meta-training.
+        count: how many tasks.
         curvature: whether to measure it.
     """
     first = _first(family, seed)
     start = first.init()
     bound = affording(potential.bind(start), first)
     shapes = {n: tuple(x.shape) for n, x in start.items()}
-    seen: dict[int, dict[str, Any]] = {}
-    for i in workers.mine(count):
+    found: list[dict[str, Any]] = []
+    for i in range(count):
         try:
             task = draw(family, seed, "train", 1, i)
-            seen[i] = look(task, bound, shapes) | ({"curvature": largest_curvature(task, seed)} if curvature else {})
+            found.append(look(task, bound, shapes) | ({"curvature": largest_curvature(task, seed)} if curvature else {}))
         except ValueError as error:
-            seen[i] = {"error": f"{error}"}
-    found = workers.gather(seen, count)
-    for i, row in enumerate(found):
-        if "error" in row:
-            raise ValueError(f"task {i + 1} of the first {count}: {row['error']}")
+            raise ValueError(f"task {i + 1} of the first {count}: {error}") from error
     finite = [row for row in found if all(map(math.isfinite, (row["loss"], *(s for s, _ in row["squares"].values()))))]
     if not finite:
         raise ValueError(
@@ -81,12 +78,7 @@ def probe(
 
 
 def squares_by_key(grads: Params, slots: Mapping[str, Slot]) -> dict[str, list[float]]:
-    """The sum and the number of the squares of a gradient, by key of the metric.
-
-    Args:
-        grads: by name.
-        slots: of a potential that is bound to these tensors.
-    """
+    """The sum and the number of the squares of a gradient, by key of the metric."""
     squares: dict[str, list[float]] = {}
     for n, g in grads.items():
         pair = squares.setdefault(slots[n].key, [0.0, 0.0])
@@ -96,23 +88,13 @@ def squares_by_key(grads: Params, slots: Mapping[str, Slot]) -> dict[str, list[f
 
 
 def gradient_scale(rows: Sequence[Mapping[str, Sequence[float]]], bound: MaxDiagonal) -> dict[str, float]:
-    """The root mean square of the first gradients of several tasks, by key of the metric.
-
-    Args:
-        rows: as `squares_by_key` has them, one for each task.
-        bound: the potential.
-    """
+    """The root mean square of the first gradients of several tasks, by key of the metric."""
     totals = {k: [sum(row[k][j] for row in rows if k in row) for j in (0, 1)] for k in bound.log_d}
     return {k: math.sqrt(s / n) for k, (s, n) in totals.items() if n}
 
 
 def largest_curvature(task: Task, seed: int) -> float:
-    """|lambda|, the largest eigenvalue of the Hessian at the start, by the power method.
-
-    Args:
-        task: the problem; its first batch is taken.
-        seed: of the first direction.
-    """
+    """|lambda|, the largest eigenvalue of the Hessian at the start, by the power method."""
     start = task.init()
     generator = torch.Generator().manual_seed(derive_seed(seed, "curvature"))
     tangents = {n: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for n, x in start.items()}
@@ -143,13 +125,7 @@ def _first(family: TaskFamily, seed: int) -> Task:
 
 
 def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The loss at the start, and by key the sum and the number of the squares of the first gradient.
-
-    Args:
-        task: what cannot be learned from is refused.
-        bound: the potential.
-        shapes: that its tensors must have, if no metric is shared.
-    """
+    """The loss at the start, and by key the sum and the number of the squares of the first gradient."""
     start = {n: x.detach().requires_grad_() for n, x in task.init().items()}
     if bound.tying == "parameter":
         _alike({n: tuple(x.shape) for n, x in start.items()}, shapes)
@@ -176,3 +152,44 @@ def _alike(here: dict[str, tuple[int, ...]], first: dict[str, tuple[int, ...]]) 
                 f"its tensor {n!r} has the shape {here.get(n)} where the first task's has {first.get(n)}, and the tying "
                 '"parameter" learns one metric for each entry. Use tying="role" or "tensor" for tasks of different shapes.'
             )
+
+
+def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
+    """The same potential; under `rank="auto"` its basis keeps all directions of the sides that can be afforded.
+
+    With `LARGEST` directions a side costs two thin products, with all n of them one product of 2n operations for each number
+    of the tensor. The cheapest sides come first, until a quarter of the operations of a gradient is spent. Convolutions,
+    whose kernels are used at many places, leave room for more than matrices do.
+
+    Args:
+        potential: bound to the task's parameters, for the caller alone: its basis is replaced.
+        task: one of the family, of which a batch is drawn.
+    """
+    basis = potential.basis
+    if not isinstance(basis, Learned) or basis.rank != "auto":
+        return potential
+    thin: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for name, sides in basis.turning().items():
+        place = basis.places[name]
+        numbers = math.prod(place.shape)
+        for side in sides:
+            factor, n = f"{side}/{place.key}", place.sizes[side]
+            thin[factor] = thin.get(factor, 0) + 4 * numbers * min(LARGEST, n)
+            whole[factor] = whole.get(factor, 0) + 2 * numbers * n
+    left = AFFORDED * gradient_operations(task) - sum(thin.values())
+    kept = []
+    for factor in sorted(whole, key=lambda f: whole[f] - thin[f]):
+        extra = whole[factor] - thin[factor]
+        if extra <= max(left, 0):
+            kept.append(factor)
+            left -= extra
+    potential.basis = basis.keeping(kept)
+    return potential
+
+
+def gradient_operations(task: Task) -> int:
+    """Multiplications and additions of loss and gradient of one batch, counted: three times those of the loss."""
+    with FlopCounterMode(display=False) as counter:
+        task.loss(task.init(), task.batch(0))
+    return 3 * int(counter.get_total_flops())

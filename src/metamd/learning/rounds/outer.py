@@ -1,20 +1,24 @@
-"""How an outer step moves the metrics: to the closed form's minimiser, or along a gradient."""
+"""How an outer step moves the metrics, where they stay, when the steps stop, and the record of each."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from metamd.files.learned import Moments
 from metamd.inner.closed_form import Iterate, learn_factors
+from metamd.inner.estimators import ClosedForm, Estimator, Reverse
 from metamd.inner.moments import minimiser
+from metamd.inner.objectives import Objective
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.tying import Shape
 
 Sums = Mapping[str, Tensor]
-"""Tensors by name, summed over tasks and processes."""
+"""Tensors by name, summed over tasks."""
 
 
 @dataclass(frozen=True)
@@ -167,3 +171,161 @@ def _bound(log_d: Mapping[str, Tensor], moments: Moments) -> float:
     """sum_i (D_i x_i + y_i / D_i) / 2."""
     d = {k: v[0].double().exp() for k, v in log_d.items() if k in moments.x}
     return sum(0.5 * float((d[k] * moments.x[k] + moments.y[k] / d[k]).sum()) for k in d)
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When a stage has converged: the objective changes by less than this, relatively, in so many outer steps in a row.
+
+    For the closed form, the change is how much its minimiser gains on the very runs it was found from. For gradients, it is
+    the change between the mean objective of the last steps and of as many before.
+
+    Args:
+        tolerance: the relative change; 0 never stops early.
+        window: outer steps in a row.
+    """
+
+    tolerance: float = 1e-3
+    window: int = 3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance must lie in [0, 1), got {self.tolerance}. It is a relative change; 0 never stops.")
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}. It counts outer steps.")
+
+
+@dataclass(frozen=True)
+class Refine:
+    """Outer steps along the hypergradient, after the closed form.
+
+    Args:
+        steps: how many at most.
+        estimator: of the hypergradient.
+        outer: the rule of the outer step.
+        objective: what is refined, and judged by afterwards, if it is not that of the training.
+    """
+
+    steps: int = 10
+    estimator: Estimator = field(default_factory=Reverse)
+    outer: Outer = field(default_factory=Adam)
+    objective: Objective | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps of Refine must be at least 1, got {self.steps}. Pass refine=None for none.")
+        if isinstance(self.estimator, ClosedForm) or isinstance(self.outer, TrustRegion):
+            raise ValueError("Refine follows a gradient. Give it an estimator such as Reverse() and Adam() as outer rule.")
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """What happened in one outer step.
+
+    Args:
+        step: its number, from 1.
+        stage: what it was for.
+        objective: mean over the tasks that finished.
+        bound: mean certified bound on the regret against the ends of the runs; NaN where steps were not exact.
+        loss: mean training loss over the runs.
+        change: the relative change of the objective that `Stopping` looks at.
+        switches: how often active pieces changed, over all tasks.
+        tasks: how many there were.
+        unsettled: mean gradient at the ends of the runs relative to that at their starts, under `PaperBound`.
+        diverged: one sentence for each task that diverged.
+        gradients: gradient evaluations.
+        hvps: Hessian-vector products.
+        seconds: wall-clock time.
+        note: why a stage ended, if it did.
+    """
+
+    step: int
+    stage: str
+    objective: float = math.nan
+    bound: float = math.nan
+    loss: float = math.nan
+    change: float = math.nan
+    switches: int = 0
+    tasks: int = 0
+    unsettled: float = math.nan
+    diverged: tuple[str, ...] = ()
+    gradients: int = 0
+    hvps: int = 0
+    seconds: float = 0.0
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """In JSON's types: what is not a finite number is null."""
+        plain = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in asdict(self).items()}
+        return plain | {"diverged": list(self.diverged)}
+
+
+def metric_norms(potential: MaxDiagonal, shapes: Mapping[str, Shape]) -> Tensor:
+    """||m_j||_2 = sqrt(sum_i D_ji) over all coordinates i of the model, for every piece j; m_j = sqrt(D_j) is diag M_j.
+
+    In a learned basis it is sqrt(trace D_j).
+
+    Args:
+        potential: bound to a model.
+        shapes: of the model's tensors, in their order.
+
+    Example:
+        >>> potential = MaxDiagonal(1, tying="channel").with_metrics({"w": torch.tensor([[1.0, 4.0]]).log()})
+        >>> metric_norms(potential.bind({"w": torch.zeros(2, 5)}), {"w": (2, 5)})
+        tensor([5.], dtype=torch.float64)
+    """
+    total = torch.zeros(potential.pieces, dtype=torch.float64)
+    for name, shape in zip(potential.slots, shapes.values(), strict=True):
+        d = potential.metric(name).detach().double().reshape(potential.pieces, -1)
+        total += d.sum(1).cpu() * (math.prod(shape) / max(d.shape[1], 1))
+    return total.sqrt()
+
+
+@dataclass(frozen=True)
+class Ball:
+    """The metrics with ||m_j||_2 <= C for every piece: where `meta_train(max_norm=C)` stays.
+
+    Args:
+        radius: C; None for all metrics.
+        potential: the structure of the potential.
+        shapes: of the model's tensors.
+
+    Example:
+        >>> inside = Ball(1.0, MaxDiagonal(1), {"x": (4,)}).project(Iterate({"x": torch.zeros(1, 4)}, torch.zeros(1)))
+        >>> inside.log_d["x"].exp()
+        tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
+    """
+
+    radius: float | None = None
+    potential: MaxDiagonal = field(default_factory=MaxDiagonal)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.radius is not None and not 0 < self.radius < math.inf:
+            raise ValueError(f"max_norm must be positive and finite, got {self.radius}. Leave it out for no bound.")
+
+    def norms(self, iterate: Iterate) -> Tensor:
+        """||m_j||_2 of these metrics."""
+        model = {n: torch.zeros(s) for n, s in self.shapes.items()}
+        return metric_norms(iterate.apply(self.potential).bind(model), self.shapes)
+
+    def project(self, iterate: Iterate) -> Iterate:
+        """The nearest metrics inside, nearest in the Euclidean distance between the m_j.
+
+        The point of a ball that is nearest to one outside is on the same ray: all of log D_j falls by one number.
+        """
+        if self.radius is None:
+            return iterate
+        fall = 2 * (self.norms(iterate) / self.radius).log().clamp_min(0)
+        if not bool((fall > 0).any()):
+            return iterate
+        moved = {k: _lower(v, fall / iterate.basis.terms(k)) for k, v in iterate.log_d.items()}
+        return iterate.moved(moved)
+
+
+def _lower(log_d: Tensor, fall: Tensor) -> Tensor:
+    # Rounding must not leave the ball again: a few units in the last place further.
+    largest = float(log_d.detach().abs().max()) if log_d.numel() else 0.0
+    slack = 4 * torch.finfo(log_d.dtype).eps * (1 + largest)
+    down = torch.where(fall > 0, fall + slack, 0.0).to(log_d.device)
+    return (log_d.double() - down.reshape(-1, *[1] * (log_d.ndim - 1))).to(log_d.dtype)

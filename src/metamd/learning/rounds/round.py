@@ -1,23 +1,237 @@
-"""One round of an outer step: every task is run with the present metrics, and the sums are brought together."""
+"""One round of an outer step: every task is trained with the present metrics, and what they say is added up."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from metamd.inner.closed_form import Iterate
-from metamd.inner.estimators import ClosedForm
-from metamd.inner.run import Cost
-from metamd.learning.rounds.ball import Ball
-from metamd.learning.rounds.lessons import Attempt, Lecture, Lesson, draw
+from metamd.inner.closed_form import Iterate, compared, moment_shapes
+from metamd.inner.estimators import ClosedForm, Estimator
+from metamd.inner.moments import moments_of
+from metamd.inner.objectives import Objective, PaperBound, Regret, TrainingLoss
+from metamd.inner.run import Cost, Trajectory, gradient, run_inner
+from metamd.inner.together import run_many
+from metamd.learning.rounds.outer import Ball
 from metamd.learning.rounds.state import State
-from metamd.learning.rounds.workers import Workers
-from metamd.tasks.base import Task, TaskFamily, derive_seed
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
+
+TAIL = 0.1
+"""The last part of a run over which its losses are averaged to tell which end is best."""
 
 RAISES = 12
 """How often the metrics of the first outer step are multiplied by four to find where no task diverges."""
+
+
+def draw_config(family: TaskFamily, *purpose: int | str) -> Config:
+    """A config that depends on the family and on these words alone: a seed, what the task is for, and its number."""
+    return family.sample(torch.Generator().manual_seed(derive_seed(*purpose)))
+
+
+def draw(family: TaskFamily, *purpose: int | str) -> Task:
+    """The task of that config."""
+    return family.build(draw_config(family, *purpose))
+
+
+@dataclass(frozen=True)
+class RoundTasks:
+    """The tasks of one outer step.
+
+    Args:
+        family: where they come from.
+        seed: of the meta-training.
+        purpose: what they are for; tasks for one purpose are never those of another.
+        step: the outer step.
+        count: n.
+    """
+
+    family: TaskFamily
+    seed: int
+    purpose: str
+    step: int
+    count: int
+
+    def build(self) -> dict[int, Task]:
+        """The tasks, by number."""
+        return {i: draw(self.family, self.seed, self.purpose, self.step, i) for i in range(self.count)}
+
+    def generator(self, task: int) -> torch.Generator:
+        """For an estimator that is random."""
+        return torch.Generator().manual_seed(derive_seed(self.seed, "estimate", self.step, task))
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What one task says about the metrics it was trained with.
+
+    Args:
+        task: the hash of its config.
+        value: the objective.
+        bound: on the regret against the end of the run, certified if the steps were exact.
+        loss: mean training loss over the run.
+        ends: the first training loss, and the mean of the last tenth of them.
+        switches: how often the active pieces changed.
+        unsettled: the gradient at the end of the run relative to that at its start, where that is asked for.
+        diverged: why the run was given up; empty if it was not.
+        cost: of all this.
+        sums: what the task adds to the sums of the outer step; empty if it diverged.
+    """
+
+    task: str
+    value: float
+    bound: float
+    loss: float
+    ends: tuple[float, float]
+    switches: int
+    unsettled: float
+    diverged: str
+    cost: Cost
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """How a task is run and what is kept of it.
+
+    Args:
+        potential: the structure of the potential, whose metrics are given each time.
+        objective: what is minimised.
+        estimator: how.
+        exact: False takes the paper's step.
+        together: whether one task's loss serves all, so that small ones can run side by side.
+    """
+
+    potential: MaxDiagonal
+    objective: Objective
+    estimator: Estimator
+    exact: bool
+    together: bool = False
+
+    def fit(self, iterate: Iterate, task: Task) -> MaxDiagonal:
+        """The potential with these metrics for the tensors of a task."""
+        return iterate.apply(self.potential).bind(task.init()).requires_grad_(False)
+
+    def total(self, results: Sequence[TaskResult], iterate: Iterate) -> dict[str, Tensor]:
+        """The sums over the tasks that finished, in float64, with their number under "tasks"."""
+        shapes: dict[str, Sequence[int]] = {"tasks": ()}
+        if isinstance(self.estimator, ClosedForm):
+            found = moment_shapes(iterate)
+            shapes |= {f"{s}/{k}": v for k, v in found.items() for s in ("x", "y")}
+            shapes |= {f"{s}/{k}": found[k] for k in compared(iterate) for s in ("u", "v")}
+        else:
+            shapes |= {f"gradient/log_d/{k}": v.shape for k, v in iterate.log_d.items()}
+            shapes |= {"gradient/offsets": iterate.offsets.shape, "value": ()}
+        sums = {n: torch.zeros(tuple(shape), dtype=torch.float64) for n, shape in shapes.items()}
+        for result in results:
+            for n, v in result.sums.items():
+                sums[n] += v.detach().double().cpu().reshape(sums[n].shape)
+        return sums
+
+    def learn(self, tasks: Mapping[int, Task], iterate: Iterate, drawn: RoundTasks) -> dict[int, TaskResult]:
+        """Run tasks, by number, and what each says."""
+        if not isinstance(self.estimator, ClosedForm):
+            return {i: self._differentiate(task, iterate, drawn.generator(i)) for i, task in tasks.items()}
+        found = {}
+        runs = self.runs(list(tasks.values()), iterate, products=iterate.basis.kind != "identity")
+        for (i, task), (fit, run) in zip(tasks.items(), runs, strict=True):
+            found[i] = self._result(task, fit, run)
+            if not run.diverged:
+                assert isinstance(self.objective, Regret)
+                moments = moments_of(run, fit, self.objective)
+                sums = {f"x/{k}": v for k, v in moments.x.items()} | {f"y/{k}": v for k, v in moments.y.items()}
+                if i % 2:  # half of the tasks, against which the others can be held
+                    sums |= {f"u/{k}": moments.x[k] for k in compared(iterate)}
+                    sums |= {f"v/{k}": moments.y[k] for k in compared(iterate)}
+                found[i] = replace(found[i], sums=sums | {"tasks": torch.ones(())})
+        return found
+
+    def runs(
+        self, tasks: list[Task], iterate: Iterate, *, products: bool = False, referred: bool = True
+    ) -> list[tuple[MaxDiagonal, Trajectory]]:
+        """Plain runs, side by side where that is faster, each with its potential.
+
+        Args:
+            tasks: the problems.
+            iterate: the metrics.
+            products: whether to record what a learned basis is computed from.
+            referred: whether to make the reference runs too.
+        """
+        reference = self.objective.reference if referred else None
+        options: dict[str, Any] = {"exact": self.exact, "reference": reference, "products": products}
+        if self.together and len(tasks) > 1:
+            fit = self.fit(iterate, tasks[0])
+            return [(fit, run) for run in run_many(tasks, fit, together=True, **options)]
+        fits = [self.fit(iterate, task) for task in tasks]
+        return [(fit, run_inner(task, fit, **options)) for fit, task in zip(fits, tasks, strict=True)]
+
+    def survives(self, task: Task, iterate: Iterate) -> tuple[bool, Cost]:
+        """Whether a task finishes under these metrics, and what it took to see."""
+        run = run_inner(task, self.fit(iterate, task), exact=self.exact)
+        return not run.diverged, run.cost
+
+    def _differentiate(self, task: Task, iterate: Iterate, generator: torch.Generator) -> TaskResult:
+        fit = self.fit(iterate, task)
+        found = self.estimator(task, fit, self.objective, exact=self.exact, generator=generator)
+        result = replace(self._result(task, fit, found.trajectory), cost=found.cost)
+        if not result.diverged and not all(bool(x.isfinite().all()) for x in found.grads.values()):
+            result = replace(result, diverged="The hypergradient is not finite. Start from larger metrics.")
+        if result.diverged:
+            return result
+        sums = {f"gradient/log_d/{k}": v for k, v in found.grads.items()} | {"gradient/offsets": found.offsets}
+        sums |= {"value": torch.tensor(result.value, dtype=torch.float64), "tasks": torch.ones(())}
+        return replace(result, sums=sums)
+
+    @torch.no_grad()
+    def _result(self, task: Task, fit: MaxDiagonal, run: Trajectory) -> TaskResult:
+        name, lost = config_hash(task.config), math.inf
+        if run.diverged:
+            return TaskResult(name, lost, lost, lost, (lost, lost), run.switches, 0.0, run.diverged, run.cost)
+        bound = float(Regret().value(run, fit)) + float(run.gaps.sum()) / run.lr
+        unsettled, extra = 0.0, Cost()
+        if isinstance(self.objective, PaperBound):
+            unsettled, extra = _unsettled(task, run), Cost(gradients=2)
+        return TaskResult(
+            name,
+            float(self.objective.value(run, fit)),
+            bound if self.exact else math.nan,
+            float(run.losses.mean()),
+            ends_of(run),
+            run.switches,
+            unsettled,
+            "",
+            run.cost + extra,
+        )
+
+
+def ends_of(run: Trajectory) -> tuple[float, float]:
+    """The first training loss of a run that finished, and the mean of the last tenth of them."""
+    return float(run.losses[0]), float(run.losses[-max(1, round(TAIL * len(run.losses))) :].mean())
+
+
+def within_reach(ends: Sequence[tuple[float, float]]) -> float:
+    """A target for the losses of later runs: nine tenths of the way from the median first loss to the worst last one.
+
+    It is known before any held-out task is drawn, and all but unusual tasks of the family reach it.
+
+    Example:
+        >>> round(within_reach([(2.0, 1.0), (4.0, 0.5), (3.0, 0.75)]), 6)
+        1.2
+    """
+    first, last = statistics.median(first for first, _ in ends), max(last for _, last in ends)
+    return last + 0.1 * max(first - last, 0.0)
+
+
+def _unsettled(task: Task, run: Trajectory) -> float:
+    """|g| at the end relative to |g| at the start."""
+    norms = []
+    for params, step in ((run.start, 0), (run.end, run.steps)):
+        _, grads = gradient(task, params, task.batch(step))
+        norms.append(math.sqrt(sum(float(g.square().sum(dtype=torch.float64)) for g in grads.values())))
+    return norms[1] / norms[0] if norms[0] > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -26,134 +240,125 @@ class Round:
 
     Args:
         now: the metrics they were run with.
-        lessons: one per task.
+        results: one per task.
         sums: over the tasks that finished.
         too_far: how many tasks diverged that finish under the metrics of the step before.
         cost: of all runs.
     """
 
     now: Iterate
-    lessons: list[Lesson]
+    results: list[TaskResult]
     sums: dict[str, Tensor]
     too_far: int
     cost: Cost
 
     @property
-    def finished(self) -> list[Lesson]:
+    def finished(self) -> list[TaskResult]:
         """The tasks that did not diverge."""
-        return [lesson for lesson in self.lessons if not lesson.diverged]
+        return [result for result in self.results if not result.diverged]
 
     @property
     def diverged(self) -> tuple[str, ...]:
         """A sentence for each of the others."""
-        return tuple(f"task {i + 1}: {lesson.diverged}" for i, lesson in enumerate(self.lessons) if lesson.diverged)
+        return tuple(f"task {i + 1}: {result.diverged}" for i, result in enumerate(self.results) if result.diverged)
 
     def mean(self, field: str) -> float:
         """The mean of a number over the tasks that finished."""
-        values = [getattr(lesson, field) for lesson in self.finished]
+        values = [getattr(result, field) for result in self.finished]
         return math.fsum(values) / len(values) if values else math.nan
 
 
-@dataclass(frozen=True)
-class Class:
-    """The tasks of one outer step, spread over the processes.
-
-    Args:
-        family: where they come from.
-        seed: of the meta-training.
-        purpose: what they are for; tasks for one purpose are never those of another.
-        step: the outer step.
-        count: n.
-        workers: the processes.
-    """
-
-    family: TaskFamily
-    seed: int
-    purpose: str
-    step: int
-    count: int
-    workers: Workers
-
-    def tasks(self) -> dict[int, Task]:
-        """Those of this process, by number."""
-        mine = self.workers.mine(self.count)
-        return {i: draw(self.family, self.seed, self.purpose, self.step, i) for i in mine}
-
-    def generator(self, task: int) -> torch.Generator:
-        """For an estimator that is random."""
-        return torch.Generator().manual_seed(derive_seed(self.seed, "estimate", self.step, task))
-
-    def total(self, parts: Mapping[int, Mapping[str, Tensor]], blank: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sums over the tasks of all processes; a task may have none."""
-        sums = {n: v.clone() for n, v in blank.items()}
-        for _, part in sorted(parts.items()):
-            for n, v in part.items():
-                sums[n] += v.detach().double().cpu().reshape(sums[n].shape)
-        return self.workers.total(sums)
-
-
-def hold(room: Class, lecture: Lecture, state: State, ball: Ball, *, retreats: bool) -> Round:
+def run_round(drawn: RoundTasks, learner: Learner, state: State, ball: Ball, *, retreats: bool) -> Round:
     """Run all tasks of an outer step, at a scale where they finish if this is the first.
 
     Args:
-        room: the tasks.
-        lecture: how they are run.
+        drawn: the tasks.
+        learner: how they are run.
         state: with what metrics.
         ball: where metrics may be.
         retreats: whether to ask of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
     """
-    tasks, now, cost = room.tasks(), state.now, Cost()
-    attempts: dict[int, Attempt] = {}
+    tasks, now, cost = drawn.build(), state.now, Cost()
+    found: dict[int, TaskResult] = {}
     if state.good is None:
-        now, attempts, cost = _find_scale(room, tasks, lecture, now, ball)
-    attempts |= lecture.learn({i: task for i, task in tasks.items() if i not in attempts}, now, room.generator)
-    lessons = room.workers.gather({i: lesson for i, (lesson, _) in attempts.items()}, room.count)
-    sums = room.total({i: sums for i, (_, sums) in attempts.items()}, lecture.blank(now))
+        now, found, cost = _find_scale(drawn, tasks, learner, now, ball)
+    found |= learner.learn({i: task for i, task in tasks.items() if i not in found}, now, drawn)
+    results = [found[i] for i in tasks]
+    sums = learner.total(results, now)
     too_far = 0
-    if state.good is not None and (retreats or all(lesson.diverged for lesson in lessons)):
-        too_far, extra = _too_far(room, tasks, lecture, lessons, state.good)
-        cost = cost + extra
-    found = Round(now, lessons, sums, too_far, sum((lesson.cost for lesson in lessons), cost))
-    if not found.finished and not too_far:
+    if state.good is not None and (retreats or all(result.diverged for result in results)):
+        # a task that diverges under the last good metrics too is itself to blame
+        answers = [learner.survives(task, state.good) for i, task in tasks.items() if found[i].diverged]
+        too_far = sum(fine for fine, _ in answers)
+        cost = sum((extra for _, extra in answers), cost)
+    held = Round(now, results, sums, too_far, sum((result.cost for result in results), cost))
+    if not held.finished and not too_far:
         kept = "" if ball.radius is None else f" with max_norm = {ball.radius:g}, which may be too small"
         raise ValueError(
-            f"all {room.count} tasks of outer step {room.step} diverged{kept}, so that nothing can be learned. The first: "
-            f"{lessons[0].diverged}"
+            f"all {drawn.count} tasks of outer step {drawn.step} diverged{kept}, so that nothing can be learned. The first: "
+            f"{results[0].diverged}"
         )
-    return found
+    return held
 
 
 def _find_scale(
-    room: Class, tasks: Mapping[int, Task], lecture: Lecture, start: Iterate, ball: Ball
-) -> tuple[Iterate, dict[int, Attempt], Cost]:
+    drawn: RoundTasks, tasks: Mapping[int, Task], learner: Learner, start: Iterate, ball: Ball
+) -> tuple[Iterate, dict[int, TaskResult], Cost]:
     """The smallest power of four by which the metrics are multiplied so that every task finishes that can."""
     powers: dict[int, int | None] = dict.fromkeys(tasks)
     costs = dict.fromkeys(tasks, Cost())
-    kept: dict[int, Attempt] = {}
+    kept: dict[int, TaskResult] = {}
     for power in range(RAISES + 1):
         left = {i: task for i, task in tasks.items() if powers[i] is None}
         trial = ball.project(start.shifted(power * math.log(4.0)))
-        if isinstance(lecture.estimator, ClosedForm):
-            attempts = lecture.learn(left, trial, room.generator)
-            kept |= attempts
-            answers = {i: (not lesson.diverged, lesson.cost) for i, (lesson, _) in attempts.items()}
+        if isinstance(learner.estimator, ClosedForm):
+            results = learner.learn(left, trial, drawn)
+            kept |= results
+            answers = {i: (not result.diverged, result.cost) for i, result in results.items()}
         else:
-            answers = {i: lecture.survives(task, trial) for i, task in left.items()}
+            answers = {i: learner.survives(task, trial) for i, task in left.items()}
         for i, (fine, cost) in answers.items():
             costs[i] = costs[i] + cost
             powers[i] = power if fine else None
-    found = room.workers.gather({i: (powers[i], costs[i]) for i in tasks}, room.count)
-    largest = max((power for power, _ in found if power is not None), default=0)
+    largest = max((power for power in powers.values() if power is not None), default=0)
     # A run that was made at this very scale is not made again, nor that of a task which nothing helps; it is paid for.
-    same = {i: (replace(lesson, cost=Cost()), sums) for i, (lesson, sums) in kept.items() if powers[i] in (largest, None)}
-    return ball.project(start.shifted(largest * math.log(4.0))), same, sum((cost for _, cost in found), Cost())
+    same = {i: replace(result, cost=Cost()) for i, result in kept.items() if powers[i] in (largest, None)}
+    return ball.project(start.shifted(largest * math.log(4.0))), same, sum(costs.values(), Cost())
 
 
-def _too_far(
-    room: Class, tasks: Mapping[int, Task], lecture: Lecture, lessons: list[Lesson], good: Iterate
-) -> tuple[int, Cost]:
-    """How many tasks diverged that finish under the last good metrics: with the others, the task itself is to blame."""
-    answers = {i: lecture.survives(task, good) for i, task in tasks.items() if lessons[i].diverged}
-    blank = {i: (False, Cost()) for i in tasks}
-    found = room.workers.gather(blank | answers, room.count)
-    return sum(fine for fine, _ in found), sum((cost for _, cost in found), Cost())
+def contest(
+    learner: Learner, tasks: Sequence[Task], iterates: list[Iterate], *, by_loss: bool = False
+) -> tuple[list[list[float | None]], Cost]:
+    """Run tasks with several metrics and value all of them against one comparator per task.
+
+    The bound against the end of one's own run is smallest for metrics that hardly move. So all are compared with one point:
+    the reference run's, if the objective has one, else the end with the lowest loss of all.
+
+    Args:
+        learner: how to run.
+        tasks: the problems.
+        iterates: the metrics.
+        by_loss: value them by the mean training loss over the run instead.
+
+    Returns:
+        For each task the values by iterate, None where a run diverged; and the cost.
+    """
+    if by_loss:
+        learner = replace(learner, objective=TrainingLoss())
+    by_iterate = [learner.runs(list(tasks), iterate, referred=False) for iterate in iterates]
+    found: list[list[float | None]] = []
+    cost = Cost()
+    for row, task in enumerate(tasks):
+        entries = [runs[row] for runs in by_iterate]
+        finished = [run for _, run in entries if not run.diverged]
+        objective = learner.objective
+        if finished and objective.reference is not None:
+            best, extra = objective.reference.run(task, finished[0].start, finished[0].steps)
+            entries = [(fit, replace(run, reference=best)) for fit, run in entries]
+            cost = cost + extra
+        elif finished and (objective.looks_ahead or isinstance(objective, Regret)):
+            objective = objective.held(min(finished, key=lambda run: ends_of(run)[1]))
+        with torch.no_grad():
+            found.append([None if run.diverged else float(objective.value(run, fit)) for fit, run in entries])
+        cost = sum((run.cost for _, run in entries), cost)
+    return found, cost

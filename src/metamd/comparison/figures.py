@@ -1,12 +1,14 @@
 """Figures from records: nothing is computed here. matplotlib is imported when a figure is drawn."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from metamd.comparison.comparison import Comparison
+from metamd.comparison.entrants import UNTUNED, unscheduled
 from metamd.comparison.statistics import Array, bootstrap
 
 COLOURS = {
@@ -68,22 +70,13 @@ def _style(label: str, dashed: bool) -> str:
 
 
 def literal(text: str) -> str:
-    """A text from a record as matplotlib shows it: no mathematics is read into it, and it is not too long.
-
-    Args:
-        text: anything.
-    """
+    """A text from a record as matplotlib shows it: no mathematics is read into it, and it is not too long."""
     shown = "".join(c if c.isprintable() else "?" for c in text[:60])
     return shown.replace("\\", "/").replace("$", "\\$")
 
 
 def blank(width: float, height: float) -> Any:
-    """An empty figure that needs no display.
-
-    Args:
-        width: in inches.
-        height: in inches.
-    """
+    """An empty figure that needs no display."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -92,12 +85,7 @@ def blank(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure; the ending chooses the format.
-
-    Args:
-        figure: as `blank` makes it.
-        path: where.
-    """
+    """Write a figure; the ending chooses the format."""
     # no creation date and no version, so that the same records give the same bytes
     figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
 
@@ -120,12 +108,7 @@ class Panel:
 
 
 def trajectories(rows: Mapping[str, Sequence[Panel]], path: Path) -> None:
-    """Runs over the contours of what they minimise, a column per optimiser; all panels of a row show the same region.
-
-    Args:
-        rows: the panels of each row by its label.
-        path: the image to write.
-    """
+    """Runs over the contours of what they minimise, a column per optimiser; all panels of a row show the same region."""
     columns = max(len(panels) for panels in rows.values())
     figure = blank(2.15 * columns + 0.3, 2.35 * len(rows) + 0.2)
     grid = figure.subplots(len(rows), columns, squeeze=False)
@@ -189,14 +172,7 @@ class Strip:
 
 
 def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str, missed: str = "never") -> None:
-    """One row of dots per optimiser on a logarithmic axis, a bar at the median; one panel per group.
-
-    Args:
-        groups: the strips of each panel by its title.
-        path: the image to write.
-        xlabel: what is counted.
-        missed: the word for runs without a number.
-    """
+    """One row of dots per optimiser on a logarithmic axis, a bar at the median; one panel per group."""
     tallest = max(len(s) for s in groups.values())
     figure = blank(4.2 * len(groups) + 0.6, 0.27 * tallest + 1.1)
     grid = figure.subplots(1, len(groups), squeeze=False, sharey=False)[0]
@@ -253,13 +229,6 @@ def banded(
     """The mean of several runs with a band: from the smallest to the largest, or the 95 % interval of the mean over groups.
 
     It ends where one of the runs has no finite value; a curve of which fewer than two points are left is none.
-
-    Args:
-        label: in the legend.
-        x: the steps.
-        runs: one in each row.
-        groups: the group of each, for the interval.
-        dashed: how the line is drawn.
     """
     kept = np.isfinite(runs).all(0)
     if kept.sum() < 2:
@@ -273,15 +242,7 @@ def banded(
 
 
 def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, ylabel: str, logarithmic: bool = True) -> None:
-    """Lines with bands; one panel per group.
-
-    Args:
-        panels: the curves of each panel by its title.
-        path: the image to write.
-        xlabel: of all panels.
-        ylabel: of the first.
-        logarithmic: whether the vertical axis is.
-    """
+    """Lines with bands; one panel per group."""
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     entries = max(map(len, panels.values()))
@@ -308,3 +269,75 @@ def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, yl
     handles, labels = grid[list(panels).index(most)].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
     save(figure, path)
+
+
+ALL = "all domains"
+
+
+def loss_curves(
+    comparison: Comparison, labels: Sequence[str], *, dashed: Collection[str] = (), intervals: bool = False
+) -> dict[str, list[Curve]]:
+    """The curves of each panel by its title, as `curves` draws them.
+
+    With several domains that were watched at the same steps the first panel is of all, and its band the 95 % bootstrap
+    interval of the mean over all runs, domains drawn first. A curve ends where one of its runs was given up.
+
+    Args:
+        comparison: what is shown.
+        labels: of the optimisers.
+        dashed: those whose lines are dashed.
+        intervals: whether the band of a domain is the same interval of the mean over its runs; if not, it reaches from the
+            smallest of them to the largest.
+    """
+    each = {label: comparison.curve(label) for label in labels}
+    found: dict[str, list[Curve]] = {}
+    if has_all(comparison, labels):
+        found[ALL] = []
+        for label in labels:
+            places = next(iter(each[label].values()))[0]
+            losses = np.concatenate([losses for _, losses in each[label].values()])
+            found[ALL] += banded(label, places, losses, comparison.groups, dashed=label in dashed)
+    for fold in comparison.folds:
+        found[fold.group] = []
+        for label in labels:
+            places, losses = each[label][fold.group]
+            groups = [0] * len(losses) if intervals else None
+            found[fold.group] += banded(label, places, losses, groups, dashed=label in dashed)
+    return found
+
+
+def has_all(comparison: Comparison, labels: Sequence[str]) -> bool:
+    """Whether there is a panel of all domains: there are several, and they were watched at the same steps."""
+    places = {places for label in labels for places, _ in comparison.curve(label).values()}
+    return len(comparison.folds) > 1 and len(places) == 1
+
+
+def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
+    """Draw `curves.png`: the training loss over the steps, of ours and of tuned rivals with the better of their schedules.
+
+    In the panel over all domains the band is the 95 % bootstrap interval of the mean over all runs; in that of a domain it
+    reaches from the smallest to the largest of its runs. A curve ends where one of its runs was given up.
+    """
+    shown = [*ours, *best_schedules(comparison)]
+    found = loss_curves(comparison, shown, dashed=ours[1:])
+    curves(found, folder / "curves.png", xlabel="step", ylabel="training loss")
+
+
+def mean_losses(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
+    """Draw `losses.png`: the mean training loss of every run, for many optimisers whose curves would hide each other."""
+    strips = []
+    for label in [*ours, *best_schedules(comparison)]:
+        values = comparison.values(label, "mean_loss").tolist()
+        strips.append(Strip(label, [x if np.isfinite(x) else None for x in values], label in ours))
+    groups = {"a dot per run": strips}
+    strips(groups, folder / "losses.png", xlabel="mean training loss", missed="diverged")
+
+
+def best_schedules(comparison: Comparison) -> list[str]:
+    """The label of every tuned rival, under the schedule with which its mean loss is smaller."""
+    means: dict[str, dict[str, float]] = {}
+    for label in comparison.labels:
+        learned = str(comparison.folds[0].entrants[label][0].contender["rival"]).startswith("metamd")
+        if not learned and not label.endswith(UNTUNED):
+            means.setdefault(unscheduled(label), {})[label] = float(comparison.values(label, "mean_loss").mean())
+    return [min(each, key=each.__getitem__) for each in means.values()]

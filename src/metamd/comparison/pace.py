@@ -1,7 +1,8 @@
-"""How much sooner than the best of several rivals: the comparison that a leave-one-out experiment is judged by."""
+"""What experiments are judged by: how much sooner than the best rival, whether runs converged, and who stands where."""
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.fold import Candidate, Fold
@@ -28,31 +29,37 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
         ours: its label; that of the first one if not given.
     """
     ours = ours or comparison.labels[0]
+
+    def standing(candidate: Candidate) -> tuple[int, float]:
+        """Fewer failed runs come first, then lower losses."""
+        return sum(bool(o.failed) for o in candidate.outcomes), candidate.loss_after(share)
+
     found = []
     for fold in comparison.folds:
         mine = fold.best(ours, "mean_loss", None)
         losses = {label: _mean([o.mean_loss for o in fold.best(label, "mean_loss", None).outcomes]) for label in rivals}
         lowest = min(losses, key=lambda label: losses[label])
-        reached = {label: min(fold.finished(label), key=lambda c: _standing(c, share)) for label in rivals}
-        fastest = min(reached, key=lambda label: _standing(reached[label], share))
+        reached = {label: min(fold.finished(label), key=standing) for label in rivals}
+        fastest = min(reached, key=lambda label: standing(reached[label]))
         target = reached[fastest].loss_after(share)
         each, theirs = ([o.steps_to(target) for o in c.outcomes] for c in (mine, reached[fastest]))
         steps, taken = _mean(each), _mean([min(s, fold.steps) for s in theirs])
         clocks = _clocks(fold, rivals, target)
         clocks[fastest] = min(clocks.get(fastest, math.inf), taken * fold.seconds.get(fastest, math.inf))
         quickest = min(clocks, key=lambda label: clocks[label])
-        accuracies = {label: _accuracy(fold, label) for label in (ours, *rivals)}
+        chosen = {label: fold.best(label, "test_error", None) for label in (ours, *rivals)}
+        accuracies = {label: _mean([o.accuracy("test") for o in c.outcomes]) for label, c in chosen.items()}
         best = max(rivals, key=lambda label: accuracies[label])
         found.append(
             {
                 "domain": fold.group,
-                "mean_loss": _finite(_ratio(_mean([o.mean_loss for o in mine.outcomes]), losses[lowest])),
+                "mean_loss": _ratio(_mean([o.mean_loss for o in mine.outcomes]), losses[lowest]),
                 "mean_loss_of": lowest,
-                "steps": _finite(_ratio(steps, taken)),
-                "seconds": _finite(_ratio(steps * fold.seconds.get(ours, math.nan), clocks[quickest])),
+                "steps": _ratio(steps, taken),
+                "seconds": _ratio(steps * fold.seconds.get(ours, math.nan), clocks[quickest]),
                 "seconds_of": quickest,
                 "steps_of": fastest,
-                "arrived": {"ours": _arrived(each), "rival": _arrived(theirs), "runs": len(each)},
+                "arrived": {"ours": sum(map(math.isfinite, each)), "rival": sum(map(math.isfinite, theirs)), "runs": len(each)},
                 "paid_after": _paid_after(fold, ours, fastest, steps, taken),
                 "paid_by_the_clock": _paid_after(fold, ours, fastest, steps, taken, fold.seconds),
                 "accuracy": 100 * accuracies[ours],
@@ -84,7 +91,8 @@ def pace_section(title: str, rows: Sequence[Result], share: float) -> Section:
             steps = f"{row['steps']:.2f} x ({row['steps_of']})"
         seconds = missing if row["seconds"] is None else f"{row['seconds']:.2f} x ({row['seconds_of']})"
         accuracy = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
-        paid = missing if row["paid_after"] is None else f"{row['paid_after']} tasks, {_tasks(row['paid_by_the_clock'])}"
+        clock = "never" if row["paid_by_the_clock"] is None else f"{row['paid_by_the_clock']} tasks"
+        paid = missing if row["paid_after"] is None else f"{row['paid_after']} tasks, {clock}"
         found.append([row["domain"], f"{loss} ({row['mean_loss_of']})", steps, seconds, accuracy, paid])
     means = [geometric_mean([row[k] for row in rows]) for k in ("mean_loss", "steps", "seconds")]
     accuracies = [_mean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy")]
@@ -94,20 +102,11 @@ def pace_section(title: str, rows: Sequence[Result], share: float) -> Section:
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:
-    """None if any is missing, zero if any is.
-
-    Args:
-        values: none of them negative.
-    """
+    """None if any is missing, zero if any is."""
     known = [v for v in values if v is not None]
     if len(known) < len(values):
         return None
     return math.exp(_mean([math.log(v) for v in known])) if all(known) else 0.0
-
-
-def _standing(candidate: Candidate, share: float) -> tuple[int, float]:
-    """Fewer failed runs come first, then lower losses."""
-    return sum(bool(o.failed) for o in candidate.outcomes), candidate.loss_after(share)
 
 
 def _clocks(fold: Fold, rivals: Sequence[str], target: float) -> dict[str, float]:
@@ -129,25 +128,80 @@ def _paid_after(
     return math.ceil(learning / gain) if learning > 0 and gain > 0 else None
 
 
-def _tasks(paid: int | None) -> str:
-    return "never" if paid is None else f"{paid} tasks"
-
-
-def _accuracy(fold: Fold, label: str) -> float:
-    return _mean([o.accuracy("test") for o in fold.best(label, "test_error", None).outcomes])
-
-
-def _arrived(steps: Sequence[float]) -> int:
-    return sum(map(math.isfinite, steps))
-
-
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _ratio(one: float, other: float) -> float:
-    return one / other if 0 < other < math.inf else math.nan
+def _ratio(one: float, other: float) -> float | None:
+    """None where it is no finite number."""
+    return one / other if 0 < other < math.inf and math.isfinite(one) else None
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+CONVERGED = 0.95
+"""A run has converged when the last tenth is at least this share of the tenth before: it falls by 5 % at most."""
+
+
+def last_tenth(losses: Sequence[float]) -> float | None:
+    """The mean loss of the last tenth of a run over that of the tenth before; None where it is no number.
+
+    Example:
+        >>> last_tenth([2.3, *[1.0] * 8, 0.5, 0.5])
+        1.0
+        >>> last_tenth([2.3, *[1.0] * 18, 0.5, 0.5])
+        0.5
+    """
+    tenth = max(1, len(losses) // 10)
+    last, before = (sum(part) / tenth for part in (losses[-tenth:], losses[-2 * tenth : -tenth]))
+    return _ratio(last, before)
+
+
+def last_tenths(comparison: Comparison) -> dict[str, float | None]:
+    """For each optimiser, with the setting that has the lowest final loss, of its mean curve over all domains."""
+    found = {}
+    for label in comparison.labels:
+        runs = [o.losses for c in comparison.chosen(label, "final_loss") for o in c.outcomes]
+        alike = len({len(run) for run in runs}) == 1
+        found[label] = last_tenth([sum(x) / len(runs) for x in zip(*runs, strict=True)]) if alike else None
+    return found
+
+
+def standings(rows: Sequence[Result]) -> list[Section]:
+    """One line per optimiser: means with their 95 % intervals; below, what could not be learned, with the reason."""
+    found = []
+    for row in rows:
+        cost = row["learning"]
+        spent = [f"{cost['gradients']:,.0f}", f"{cost['seconds']:,.0f}"] if cost["gradients"] else ["", ""]
+        found.append(
+            [row["label"], interval(row["mean_loss"]), interval(row["final_loss"]), accuracy(row["test_error"]), *spent]
+        )
+    columns = ["", "mean loss", "final loss", "test accuracy, %", "learning: gradients", "learning: s"]
+    return [Section(columns=columns, rows=found), *unlearned_section(rows)]
+
+
+def unlearned_section(rows: Sequence[Result]) -> list[Section]:
+    """What could not be learned on some domain, and why."""
+    failed = rows[0].get("failed", {}).items()
+    said = "could not be learned everywhere, and its runs count as diverged there"
+    return [Section(texts=[f"{label} {said}: {reason}." for label, reason in failed])] if failed else []
+
+
+def interval(found: Mapping[str, Any]) -> str:
+    """A mean and its interval.
+
+    Example:
+        >>> interval({"value": 0.5, "low": 0.4, "high": None})
+        '0.5 (0.4 to diverged)'
+    """
+    value, low, high = ("diverged" if found[k] is None else f"{found[k]:.3g}" for k in ("value", "low", "high"))
+    return value if found["value"] is None else f"{value} ({low} to {high})"
+
+
+def accuracy(error: Mapping[str, Any]) -> str:
+    """The accuracy in per cent from the error, with its interval.
+
+    Example:
+        >>> accuracy({"value": 0.1, "low": 0.09, "high": 0.12})
+        '90.00 (88.00 to 91.00)'
+    """
+    value, low, high = (100 * (1 - error[k]) for k in ("value", "high", "low"))
+    return f"{value:.2f} ({low:.2f} to {high:.2f})"

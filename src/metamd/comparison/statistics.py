@@ -1,7 +1,7 @@
 """Statistics of paired measurements: intervals, a test, profiles. Infinite values are runs that never arrived."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
@@ -38,12 +38,6 @@ def bootstrap(values: Array, groups: Sequence[int], *, median: bool = False, see
 
     Seeds of one dataset resemble each other: where there are several groups, groups are drawn first and then values within
     each, so that the interval is about the next dataset and not about the next seed.
-
-    Args:
-        values: the measurements.
-        groups: the group of each, counted from 0.
-        median: whether to estimate the median, which bears some infinite values.
-        seed: of the resampling.
     """
     where = resample(groups, seed)
     drawn = np.where(where < 0, np.nan, values[where])
@@ -61,11 +55,6 @@ def resample(groups: Sequence[int], seed: int, resamples: int = RESAMPLES) -> ND
     """Indices of resamples, one in each row, drawn in two stages if there are several groups; -1 is no measurement.
 
     A group that is drawn gives as many measurements as it has, so the rows of unequal groups differ in length.
-
-    Args:
-        groups: the group of each measurement.
-        seed: of the resampling.
-        resamples: how many.
     """
     rng, n = np.random.default_rng(seed), len(groups)
     members = [np.flatnonzero(np.asarray(groups) == g) for g in sorted(set(groups))]
@@ -87,11 +76,6 @@ def signed_rank_test(ours: Array, theirs: Array, *, seed: int = 0) -> float:
     With up to 14 pairs the test is exact, ties and infinities included; beyond, 20,000 flips are drawn. Pairs that are
     equal, two infinities among them, say nothing and are left out. Pairs are taken as independent.
 
-    Args:
-        ours: one value per pair.
-        theirs: the other.
-        seed: of the flips.
-
     Example:
         >>> signed_rank_test(np.arange(5.0), np.arange(5.0) + 1)
         0.0625
@@ -110,9 +94,6 @@ def signed_rank_test(ours: Array, theirs: Array, *, seed: int = 0) -> float:
 def smallest_p(pairs: int) -> float:
     """What the test gives at least with so many pairs.
 
-    Args:
-        pairs: that differ.
-
     Example:
         >>> smallest_p(5)
         0.0625
@@ -122,10 +103,6 @@ def smallest_p(pairs: int) -> float:
 
 def rank_sum(ours: Array, theirs: Array) -> float:
     """The sum that the test above is about: negative where ours are smaller, by the ranks of the differences.
-
-    Args:
-        ours: one value per pair.
-        theirs: the other.
 
     Example:
         >>> rank_sum(np.array([1.0, 1.0, 1.0]), np.array([1.5, 1.5, 0.0]))
@@ -153,9 +130,6 @@ def rank(values: Array) -> Array:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for having made all these tests, by Holm's step-down rule.
-
-    Args:
-        p_values: of the single tests.
 
     Example:
         >>> holm([0.01, 0.04])
@@ -188,11 +162,6 @@ def profiles(times: Mapping[str, Array], *, largest: float = 4.0, points: int = 
     """Performance profiles after Dolan and More [Dolan2002], as AlgoPerf scores them [Dahl2023].
 
     A problem that nobody solves counts as unsolved for everybody.
-
-    Args:
-        times: one value per problem, infinite where it was not solved, by optimiser.
-        largest: tau, at most.
-        points: of the curve; the area is exact.
     """
     table = np.stack([np.maximum(t, 1e-9) for t in times.values()])
     best = table.min(0)
@@ -213,3 +182,50 @@ def quantile(x: Any, q: float) -> Any:
     place = q * (ordered.shape[-1] - 1)
     below, above = ordered[..., int(np.floor(place))], ordered[..., int(np.ceil(place))]
     return np.where(below == above, below, 0.5 * (below + above))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The distribution of one quantity over problems; infinite values stand for runs that never arrived.
+
+    Args:
+        median: of all values.
+        lower: first quartile.
+        upper: third quartile.
+        low: lower end of the 95 % bootstrap interval of the median (percentiles of 2,000 resamples).
+        high: upper end.
+        mean: infinite if one run never arrived.
+        worst: the largest value.
+        arrived: how many are finite.
+        count: how many there are.
+    """
+
+    median: float
+    lower: float
+    upper: float
+    low: float
+    high: float
+    mean: float
+    worst: float
+    arrived: int
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float | None], seed: int = 0) -> "Spread":
+        """The spread of values, None for a run that never arrived.
+
+        Example:
+            >>> Spread.of([3, 1, 2, None]).median
+            2.5
+        """
+        x = np.array([np.inf if v is None else v for v in values], dtype=np.float64)
+        if not x.size:
+            raise ValueError("a spread needs at least one value, got none.")
+        median = bootstrap(x, [0] * len(x), median=True, seed=seed)
+        lower, upper = (float(quantile(x, q)) for q in (0.25, 0.75))
+        finite = int(np.isfinite(x).sum())
+        return cls(median.value, lower, upper, median.low, median.high, float(x.mean()), float(x.max()), finite, len(x))
+
+    def to_json(self) -> dict[str, Any]:
+        """With None for what is infinite."""
+        return {k: None if v == np.inf else v for k, v in asdict(self).items()}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from metamd.comparison.parallel import Cell, fill
-from metamd.comparison.spread import Spread
+from metamd.comparison.statistics import Spread
 from metamd.experiments.quadratic import TOLERANCES, family
 from metamd.experiments.synthetic.race import Problems
 from metamd.experiments.synthetic.trainings import raced, train

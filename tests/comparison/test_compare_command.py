@@ -28,8 +28,8 @@ from metamd.cli.report import read, summary, write_report
 from metamd.comparison import figures
 from metamd.comparison.compare import draw
 from metamd.comparison.entrants import ENDINGS, PROTOCOLS, entrants, labels, unscheduled
+from metamd.comparison.figures import loss_curves
 from metamd.comparison.fold import Candidate, Fold, cell_name
-from metamd.comparison.loss_curves import panels
 from metamd.comparison.page import as_markdown, as_text
 from metamd.comparison.search import Grid, QuasiRandom
 from metamd.comparison.sections import Section, expected_best, sections
@@ -310,7 +310,7 @@ def test_bands_of_learning_curves_are_bootstrap_intervals(tmp_path, monkeypatch)
     for title, estimate in wanted.items():
         curve = next(c for c in shown[title] if c.label == "b")
         assert (curve.y[2], curve.low[2], curve.high[2]) == (estimate.value, estimate.low, estimate.high)
-    ranges = panels(found, ["b"])["d1"][0]
+    ranges = loss_curves(found, ["b"])["d1"][0]
     assert (ranges.low[2], ranges.high[2]) == (each[1].min(), each[1].max())
 
 

@@ -14,12 +14,11 @@ from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, lea
 from metamd.cli.report import read, write_report
 from metamd.cli.reproduce import names
 from metamd.comparison.compare import handicap, in_unit_of
-from metamd.comparison.convergence import CONVERGED, last_tenth, last_tenths
-from metamd.comparison.curves import best_schedules, learning_curves
 from metamd.comparison.entrants import entrants
+from metamd.comparison.figures import best_schedules, learning_curves
+from metamd.comparison.pace import CONVERGED, last_tenth, last_tenths, standings
 from metamd.comparison.page import as_markdown
 from metamd.comparison.search import SEARCHES
-from metamd.comparison.standings import standings
 from metamd.comparison.training import Measuring
 from metamd.experiments import experiment as leave_one_out
 from metamd.experiments import out_of_distribution, pieces, rotated_mnist_mlp

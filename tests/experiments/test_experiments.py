@@ -19,7 +19,7 @@ from metamd.cli import reproduce
 from metamd.cli.reproduce import names
 from metamd.comparison.page import as_markdown
 from metamd.comparison.parallel import Cell, fill, own_warnings
-from metamd.comparison.spread import Spread
+from metamd.comparison.statistics import Spread
 from metamd.experiments import quadratic, rosenbrock
 from metamd.experiments.synthetic import race
 from metamd.experiments.synthetic.batched import DIAGONAL, RIVALS, BatchedRival

@@ -15,7 +15,7 @@ from metamd.cli.options import Demo
 from metamd.comparison import figures
 from metamd.comparison.page import as_text, write_page
 from metamd.comparison.sections import Section
-from metamd.comparison.spread import Spread
+from metamd.comparison.statistics import Spread
 from metamd.experiments import digits
 from metamd.experiments.synthetic import race
 from metamd.experiments.synthetic.batched import RIVALS

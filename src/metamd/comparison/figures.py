@@ -325,11 +325,11 @@ def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -
 
 def mean_losses(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
     """Draw `losses.png`: the mean training loss of every run, for many optimisers whose curves would hide each other."""
-    strips = []
+    rows = []
     for label in [*ours, *best_schedules(comparison)]:
         values = comparison.values(label, "mean_loss").tolist()
-        strips.append(Strip(label, [x if np.isfinite(x) else None for x in values], label in ours))
-    groups = {"a dot per run": strips}
+        rows.append(Strip(label, [x if np.isfinite(x) else None for x in values], label in ours))
+    groups = {"a dot per run": rows}
     strips(groups, folder / "losses.png", xlabel="mean training loss", missed="diverged")
 
 

@@ -43,6 +43,7 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
         fastest = min(reached, key=lambda label: standing(reached[label]))
         target = reached[fastest].loss_after(share)
         each, theirs = ([o.steps_to(target) for o in c.outcomes] for c in (mine, reached[fastest]))
+        arrived = [sum(map(math.isfinite, counts)) for counts in (each, theirs)]
         steps, taken = _mean(each), _mean([min(s, fold.steps) for s in theirs])
         clocks = _clocks(fold, rivals, target)
         clocks[fastest] = min(clocks.get(fastest, math.inf), taken * fold.seconds.get(fastest, math.inf))
@@ -59,7 +60,7 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
                 "seconds": _ratio(steps * fold.seconds.get(ours, math.nan), clocks[quickest]),
                 "seconds_of": quickest,
                 "steps_of": fastest,
-                "arrived": {"ours": sum(map(math.isfinite, each)), "rival": sum(map(math.isfinite, theirs)), "runs": len(each)},
+                "arrived": {"ours": arrived[0], "rival": arrived[1], "runs": len(each)},
                 "paid_after": _paid_after(fold, ours, fastest, steps, taken),
                 "paid_by_the_clock": _paid_after(fold, ours, fastest, steps, taken, fold.seconds),
                 "accuracy": 100 * accuracies[ours],

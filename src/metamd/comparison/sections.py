@@ -13,8 +13,8 @@ from metamd.certification.statements import HeldOutCertificate, certificates
 from metamd.comparison import figures
 from metamd.comparison.comparison import LEAST, Comparison
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
+from metamd.comparison.figures import has_all, loss_curves
 from metamd.comparison.fold import Fold, Target
-from metamd.comparison.loss_curves import has_all, panels
 from metamd.comparison.statistics import Estimate, smallest_p
 
 Cell = str | float | None
@@ -204,7 +204,7 @@ def _verdicts(c: Comparison) -> Section:
 
 def _curves(c: Comparison, folder: Path) -> Section:
     path = folder / "curves.png"
-    figures.curves(panels(c, c.labels, intervals=True), path, xlabel="step", ylabel="training loss")
+    figures.curves(loss_curves(c, c.labels, intervals=True), path, xlabel="step", ylabel="training loss")
     caption = f"Training loss on fixed examples, the mean over the runs. {_bands(c)} A curve ends where a run was given up."
     return Section("Learning curves", figures=[(path, caption)])
 

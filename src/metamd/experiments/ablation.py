@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from metamd import tasks
-from metamd.comparison.curves import mean_losses
+from metamd.comparison.figures import mean_losses
+from metamd.comparison.pace import standings
 from metamd.comparison.sections import Section
-from metamd.comparison.standings import standings
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.experiments.paper_preset import preset
 from metamd.files.store import Result

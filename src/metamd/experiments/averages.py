@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from metamd.comparison.comparison import Comparison
-from metamd.comparison.curves import learning_curves
+from metamd.comparison.figures import learning_curves
 from metamd.comparison.sections import Section, formatted
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.experiments.rotated_mnist_mlp import ANGLES, rotated

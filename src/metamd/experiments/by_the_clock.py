@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from metamd.comparison.comparison import Comparison
-from metamd.comparison.curves import learning_curves
+from metamd.comparison.figures import learning_curves
 from metamd.comparison.pace import geometric_mean
 from metamd.comparison.sections import Section
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale

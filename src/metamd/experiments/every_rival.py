@@ -6,7 +6,7 @@ since.
 
 from dataclasses import replace
 
-from metamd.comparison.curves import mean_losses
+from metamd.comparison.figures import mean_losses
 from metamd.experiments.averages import sections
 from metamd.experiments.bayesian import GEOMETRIES
 from metamd.experiments.bayesian import SCALES as BAYESIAN

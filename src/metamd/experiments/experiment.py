@@ -7,15 +7,13 @@ from pathlib import Path
 
 from metamd.comparison.compare import compare
 from metamd.comparison.comparison import Comparison
-from metamd.comparison.convergence import last_tenths
-from metamd.comparison.curves import learning_curves
 from metamd.comparison.entrants import entrants, labels, unscheduled
+from metamd.comparison.figures import learning_curves
 from metamd.comparison.fold import Target
-from metamd.comparison.pace import pace, pace_section
+from metamd.comparison.pace import last_tenths, pace, pace_section, unlearned_section
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.search import SEARCHES
 from metamd.comparison.sections import Section, formatted
-from metamd.comparison.standings import unlearned_section
 from metamd.experiments.declare import (
     Entry,
     Family,

@@ -6,8 +6,8 @@ for orientation.
 """
 
 from metamd import tasks
+from metamd.comparison.pace import standings
 from metamd.comparison.sections import Section
-from metamd.comparison.standings import standings
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.files.store import Result
 from metamd.files.usage import Usage

@@ -17,9 +17,9 @@ import torch
 from metamd import tasks
 from metamd.comparison import figures
 from metamd.comparison.compare import draw
+from metamd.comparison.pace import standings
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section
-from metamd.comparison.standings import standings
 from metamd.experiments.declare import learned_file, settings_of
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.files.learned import LearnedOptimiser, load

@@ -15,7 +15,7 @@ import torch
 from metamd import tasks
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section
-from metamd.comparison.spread import Spread
+from metamd.comparison.statistics import Spread
 from metamd.experiments.synthetic import race
 from metamd.experiments.synthetic.batched import RIVALS
 from metamd.experiments.synthetic.race import Entry, Problems

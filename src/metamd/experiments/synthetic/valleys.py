@@ -17,7 +17,7 @@ from torch import Tensor
 from metamd import tasks
 from metamd.comparison.parallel import Cell
 from metamd.comparison.sections import Section
-from metamd.comparison.spread import Spread
+from metamd.comparison.statistics import Spread
 from metamd.experiments.synthetic.batched import DIAGONAL, RIVALS, BatchedRival, Setting, State
 from metamd.experiments.synthetic.race import Problems, start
 from metamd.experiments.synthetic.trainings import metrics_of, train

@@ -14,7 +14,7 @@ from metamd import Forward, Journal, MaxDiagonal, Method, Refine, Stopping, meta
 from metamd.files import container
 from metamd.learning.rounds.outer import Adam
 from metamd.tasks import quadratic
-from metamd.tasks.synthetic import QuadraticTask
+from metamd.tasks.synthetic import _QuadraticTask
 
 OPTIONS = {
     "outer_steps": 3,
@@ -48,8 +48,8 @@ def arm(point):
     kind, _, count = point.partition(":")
     strike = Countdown(int(count or 0))
     if kind == "loss":
-        loss = QuadraticTask.loss
-        QuadraticTask.loss = lambda *a: (strike(), loss(*a))[1]
+        loss = _QuadraticTask.loss
+        _QuadraticTask.loss = lambda *a: (strike(), loss(*a))[1]
     elif kind == "write":
         fsync = os.fsync
 

@@ -17,8 +17,7 @@ from metamd.certification.training_tasks import displacements, measure, size_of,
 from metamd.cli import main as cli
 from metamd.inner.comparators import Reference
 from metamd.learning.rounds.round import draw
-from metamd.tasks import Drawn, config_hash
-from metamd.tasks.catalogue import FAMILIES
+from metamd.tasks import FAMILIES, Drawn, config_hash
 from tests.meta_families import poisoned
 
 FAMILY = tasks.quadratic(steps=60)
@@ -43,14 +42,14 @@ def test_statements_are_those_of_the_runs(learned, certificate):
     target, d = learned.header.target_loss, learned.potential.log_d["theta"].detach()[0].exp()
     ends, distances, counts, regrets = [], [], [], []
     for task in held_out(FAMILY, 40):
-        theta, u, losses, regret = task.start.clone(), torch.linalg.solve(2 * task.q, task.b), [], 0.0
+        theta, u, losses, regret = task.start.clone(), torch.linalg.solve(2 * task.whole["Q"], task.whole["b"]), [], 0.0
         distances.append(float((d * (u - theta) ** 2).sum().sqrt()))
         for _ in range(60):
-            losses.append(float(theta @ task.q @ theta - task.b @ theta))
-            g = 2 * task.q @ theta - task.b
+            losses.append(float(theta @ task.whole["Q"] @ theta - task.whole["b"] @ theta))
+            g = 2 * task.whole["Q"] @ theta - task.whole["b"]
             regret += float(g @ (theta - u))
             theta = theta - g / d
-        losses.append(float(theta @ task.q @ theta - task.b @ theta))
+        losses.append(float(theta @ task.whole["Q"] @ theta - task.whole["b"] @ theta))
         ends.append(losses[-1])
         counts.append(next((t for t in range(60) if max(losses[t : t + 2]) <= target), math.inf))
         regrets.append(regret)

@@ -43,7 +43,7 @@ from metamd.files.usage import Usage
 from metamd.files.versions import environment
 from metamd.potentials import Diagonal
 from metamd.rivals import Range, rival
-from metamd.tasks.variants import Variant
+from metamd.tasks.wrapped import Variant
 from tests.data_builders import place
 from tests.tasks.test_families import tiny_data
 

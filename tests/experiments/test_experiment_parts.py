@@ -32,8 +32,7 @@ from metamd.inner.comparators import Reference
 from metamd.inner.objectives import PaperBound
 from metamd.rivals import learned_rival, rival
 from metamd.tasks.base import derive_seed
-from metamd.tasks.shared_start import SharedStart, starting_at
-from metamd.tasks.variants import Variant
+from metamd.tasks.wrapped import SharedStart, Variant, starting_at
 from tests.tasks.test_families import place, tiny_data
 
 __all__ = ["place", "tiny_data"]

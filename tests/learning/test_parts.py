@@ -18,7 +18,7 @@ from metamd.inner.comparators import Reference
 from metamd.learning.parts import Parts, parts_of
 from metamd.learning.reference import learn_from_reference
 from metamd.tasks import quadratic, starting_at, supervised, tabular
-from metamd.tasks.counted import Counted
+from metamd.tasks.wrapped import Counted
 from tests.cli.test_train_command import process
 from tests.network_worker import family, train
 

@@ -11,6 +11,7 @@ import torch
 from metamd import data
 from metamd.data import DataError
 from metamd.tasks import (
+    FAMILIES,
     config_hash,
     diverse_digits,
     images,
@@ -18,8 +19,7 @@ from metamd.tasks import (
     rotated_mnist,
     rotated_mnist_continuous,
 )
-from metamd.tasks.catalogue import FAMILIES
-from metamd.tasks.vision.pixels import Normaliser, enlarge, rotate
+from metamd.tasks.vision.domains import Normaliser, enlarge, rotate
 from tests.data_builders import place, put
 
 __all__ = ["place"]
@@ -172,7 +172,7 @@ class TestEveryFamily:
 
     def test_a_batch_larger_than_the_training_split_is_refused(self, name):
         family = MAKERS[name](batch_size=51)
-        with pytest.raises(ValueError, match=r"batch_size must lie between 1 and the \d+ training images"):
+        with pytest.raises(ValueError, match=r"batch_size must lie between 1 and the \d+ training examples"):
             family.build(configs(family, 1)[0])
 
     def test_bad_settings_are_refused_before_data_is_read(self, name, monkeypatch):

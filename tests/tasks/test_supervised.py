@@ -13,10 +13,10 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from metamd.tasks import config_hash, supervised
-from metamd.tasks.batches import Shuffle, divide
+from metamd.tasks.base import Shuffle
+from metamd.tasks.functional import Called, hashed_uniform, trained
 from metamd.tasks.models import LeNet, ResNet18
-from metamd.tasks.recipe import Called, trained
-from metamd.tasks.stochastic import hashed_uniform
+from metamd.tasks.sources import divide
 from tests.helpers import dropout_model, images, labelled, norm_model, plain_model
 
 

@@ -18,7 +18,7 @@ from metamd.files.store import Records, write_json
 from metamd.rivals import Contender, Rival, known_rival, learned_rival
 from metamd.rivals.learned.learners import lesson_code
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.shared_start import SharedStart, starting_at
+from metamd.tasks.wrapped import SharedStart, starting_at
 
 
 def run(options: Compare) -> int:

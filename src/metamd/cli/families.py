@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from metamd.cli.options import Certify, Compare, Train
+from metamd.tasks import FAMILIES
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.catalogue import FAMILIES
-from metamd.tasks.shared_start import starting_at
+from metamd.tasks.wrapped import starting_at
 
 
 def build_family(options: Certify | Compare | Train, recorded: Mapping[str, Any] | None = None) -> TaskFamily:

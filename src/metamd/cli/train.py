@@ -30,7 +30,7 @@ from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Kronecker
 from metamd.potentials.online import Online
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.shared_start import starting_at
+from metamd.tasks.wrapped import starting_at
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "forward": Forward,

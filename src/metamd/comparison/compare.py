@@ -23,9 +23,9 @@ from metamd.files.usage import Schedule
 from metamd.files.versions import environment
 from metamd.rivals.base import Contender, Rival
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed, domain_of
-from metamd.tasks.shared_start import SharedStart
 from metamd.tasks.supervised import Supervised
-from metamd.tasks.vision.family import ImageFamily
+from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.wrapped import SharedStart
 
 Entrants = Mapping[str, Contender | Sequence[Contender]]
 """By label: a contender, or several of which the best on the very tasks is shown."""

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from metamd.rivals.base import Rival, Setting, searched
-from metamd.tasks.base import derive_seed
-from metamd.tasks.stochastic import seeded
+from metamd.tasks.base import derive_seed, seeded
 
 History = Sequence[tuple[Setting, float]]
 """What was tried, and its score: lower is better, infinite for a trial that failed."""

@@ -14,8 +14,7 @@ from torch import nn
 from metamd.inner.run import OptimiserSteps, has_exploded, not_finite
 from metamd.inner.run import train as train_task
 from metamd.rivals.base import Contender
-from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed
-from metamd.tasks.stochastic import seeded
+from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed, seeded
 
 LARGEST = 1e300
 """What a loss may be in a record: the sum of some is a number still."""

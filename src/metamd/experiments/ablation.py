@@ -31,9 +31,8 @@ from metamd.potentials import Diagonal, Kronecker, MaxDiagonal
 from metamd.potentials.online import Online
 from metamd.potentials.tying import TyingName
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.shared_start import SharedStart
-from metamd.tasks.variants import Variant
-from metamd.tasks.vision.family import ImageFamily
+from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.wrapped import SharedStart, Variant
 
 __all__ = ["EXPERIMENT", "SCALES", "sections"]
 

@@ -18,8 +18,8 @@ from metamd.inner.comparators import Reference
 from metamd.inner.objectives import Regret
 from metamd.learning.usage import learn_start
 from metamd.potentials import Diagonal, Kronecker
-from metamd.tasks.shared_start import SharedStart
-from metamd.tasks.vision.adaptation import ADAPTED
+from metamd.tasks.vision.families import ADAPTED
+from metamd.tasks.wrapped import SharedStart
 
 __all__ = ["EXPERIMENT", "SCALES", "sections"]
 

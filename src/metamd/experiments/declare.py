@@ -25,9 +25,8 @@ from metamd.optimiser.averaging import AveragingName
 from metamd.potentials import MaxDiagonal
 from metamd.rivals import Schedule
 from metamd.tasks.base import derive_seed
-from metamd.tasks.counted import Counted
-from metamd.tasks.shared_start import SharedStart
-from metamd.tasks.vision.family import ImageFamily
+from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.wrapped import Counted, SharedStart
 
 Family = ImageFamily | SharedStart
 

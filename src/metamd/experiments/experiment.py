@@ -34,8 +34,8 @@ from metamd.files.store import Records, Result
 from metamd.optimiser.recommended import takes_polar_steps
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
 from metamd.tasks.base import TaskFamily, derive_seed
-from metamd.tasks.shared_start import SharedStart
-from metamd.tasks.vision.family import ImageFamily
+from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.wrapped import SharedStart
 
 __all__ = ["MODERN", "Entry", "Experiment", "Geometry", "Scale", "sections"]
 

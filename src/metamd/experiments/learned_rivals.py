@@ -12,7 +12,7 @@ from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.files.store import Result
 from metamd.files.usage import Usage
 from metamd.potentials import Kronecker
-from metamd.tasks.vision.family import ImageFamily
+from metamd.tasks.vision.families import ImageFamily
 
 __all__ = ["EXPERIMENT", "SCALES", "sections"]
 

@@ -26,9 +26,8 @@ from metamd.files.usage import Usage
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.shared_start import SharedStart
-from metamd.tasks.variants import Variant
-from metamd.tasks.vision.family import ImageFamily, Training
+from metamd.tasks.vision.families import ImageFamily, Training
+from metamd.tasks.wrapped import SharedStart, Variant
 
 HELD_OUT = "45"
 USUAL = "as learned"

@@ -21,7 +21,7 @@ from metamd.inner.objectives import FromLipschitz
 from metamd.learning.meta import paper
 from metamd.potentials import MaxDiagonal
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.variants import Variant
+from metamd.tasks.wrapped import Variant
 
 __all__ = ["EXPERIMENT", "SCALES", "sections"]
 

@@ -31,7 +31,7 @@ from metamd.learning.meta import Method
 from metamd.learning.rounds.outer import Adam
 from metamd.potentials import Diagonal, MaxDiagonal
 from metamd.potentials.base import Centre
-from metamd.tasks.vision.family import ImageFamily
+from metamd.tasks.vision.families import ImageFamily
 
 HELD_OUT = "45"
 MOST = 5

@@ -15,7 +15,7 @@ from metamd.files.usage import Usage
 from metamd.inner.comparators import Reference
 from metamd.potentials import Kronecker
 from metamd.potentials.online import Online
-from metamd.tasks.vision.family import ImageFamily
+from metamd.tasks.vision.families import ImageFamily
 
 __all__ = ["EXPERIMENT", "SCALES", "sections"]
 

@@ -10,7 +10,7 @@ from metamd import tasks
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, sections
 from metamd.files.usage import Usage
 from metamd.potentials import Diagonal, Kronecker
-from metamd.tasks.vision.family import ImageFamily
+from metamd.tasks.vision.families import ImageFamily
 
 __all__ = ["EXPERIMENT", "SCALES", "sections"]
 

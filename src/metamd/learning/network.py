@@ -19,7 +19,7 @@ from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Kronecker
 from metamd.potentials.online import Online
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.counted import Counted
+from metamd.tasks.wrapped import Counted
 
 FEW = 16
 """Metrics up to which forward mode is taken, which has a tangent for each."""

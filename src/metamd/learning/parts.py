@@ -13,7 +13,7 @@ from metamd.files.journal import Journal
 from metamd.files.store import Records, Result
 from metamd.inner.run import gradient
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.counted import Counted, uncounted
+from metamd.tasks.wrapped import Counted, uncounted
 
 
 class Savable(Protocol):

@@ -31,7 +31,7 @@ from metamd.learning.usage import draw_tasks, said_reference, tuned_reference
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily
-from metamd.tasks.counted import Counted
+from metamd.tasks.wrapped import Counted
 
 CHECKED = 3
 """Tasks that are trained with what was learned, to see that it does not diverge."""

@@ -30,8 +30,7 @@ from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.online import Online
 from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of
-from metamd.tasks.counted import Counted
-from metamd.tasks.shared_start import SharedStart
+from metamd.tasks.wrapped import Counted, SharedStart
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""

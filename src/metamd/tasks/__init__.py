@@ -1,15 +1,19 @@
 """Families of training problems."""
 
+from collections.abc import Callable
+
 from metamd.tasks.base import Config, Drawn, Evaluation, SolvedTask, Split, Task, TaskFamily, config_hash
-from metamd.tasks.logistic import logistic
-from metamd.tasks.shared_start import starting_at
 from metamd.tasks.supervised import supervised
-from metamd.tasks.synthetic import quadratic, rosenbrock
-from metamd.tasks.tabular import tabular
-from metamd.tasks.vision.adaptation import adapt_rotated_mnist
-from metamd.tasks.vision.continuous import rotated_mnist_continuous
-from metamd.tasks.vision.families import diverse_digits, images, rotated_mnist
-from metamd.tasks.vision.family import leave_one_out
+from metamd.tasks.synthetic import logistic, quadratic, rosenbrock, tabular
+from metamd.tasks.vision.families import (
+    adapt_rotated_mnist,
+    diverse_digits,
+    images,
+    leave_one_out,
+    rotated_mnist,
+    rotated_mnist_continuous,
+)
+from metamd.tasks.wrapped import starting_at
 
 __all__ = [
     "Config",
@@ -33,3 +37,16 @@ __all__ = [
     "supervised",
     "tabular",
 ]
+
+FAMILIES: dict[str, Callable[..., TaskFamily]] = {
+    "quadratic": quadratic,
+    "rosenbrock": rosenbrock,
+    "logistic": logistic,
+    "tabular": tabular,
+    "rotated-mnist": rotated_mnist,
+    "rotated-mnist-continuous": rotated_mnist_continuous,
+    "adapt-rotated-mnist": adapt_rotated_mnist,
+    "diverse-digits": diverse_digits,
+    "images": images,
+}
+"""The families that have a name on the command line."""

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -175,6 +176,14 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's global generators start from a seed inside, and go on outside as if nothing had happened."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
+
+
 def config_hash(config: Config) -> str:
     """A name for a config that does not depend on the order of its keys: blake2b over its canonical JSON.
 
@@ -211,3 +220,30 @@ def check_config(config: Config, family: str, *keys: str) -> None:
         raise ValueError(
             f"A config of {family!r} needs {', '.join(keys)}; {', '.join(missing)} is missing. Sample a new one."
         )
+
+
+class Shuffle:
+    """Batches without replacement: a new permutation per epoch, the ragged end left out.
+
+    A pure function of (seed, step): steps can be asked for in any order, and again.
+
+    Args:
+        examples: how many there are.
+        batch_size: how many of them in a batch.
+        seed: of the permutations.
+    """
+
+    def __init__(self, examples: int, batch_size: int, seed: int) -> None:
+        self.examples, self.batch_size, self.seed = examples, batch_size, seed
+        self._last: tuple[int, Tensor] | None = None
+
+    def indices(self, step: int) -> Tensor:
+        """The examples of a step, counted from 0."""
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}. The first batch is that of step 0.")
+        epoch, place = divmod(step, self.examples // self.batch_size)
+        # Steps mostly come in order, so the last permutation is kept: it saves time and changes nothing.
+        if self._last is None or self._last[0] != epoch:
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, "epoch", epoch))
+            self._last = epoch, torch.randperm(self.examples, generator=generator)
+        return self._last[1][place * self.batch_size : (place + 1) * self.batch_size]

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from metamd.data.folders import folder_classes, image_folder
-from metamd.tasks.base import Split, derive_seed
-from metamd.tasks.batches import divide
-from metamd.tasks.stochastic import seeded
+from metamd.tasks.base import Split, derive_seed, seeded
 
 Arrays = tuple[Tensor, Tensor]
 """Inputs and targets, one row per example."""
@@ -138,6 +136,19 @@ def _split(source: Source | Mapping[Split, Source], name: str, shares: Shares, s
     inputs, targets = read(source, name)
     rows = divide(len(inputs), shares, derive_seed(seed, name))
     return {split: (inputs[i], targets[i]) for split, i in rows.items() if len(i)}
+
+
+def divide(examples: int, shares: tuple[float, float, float], seed: int) -> dict[Split, Tensor]:
+    """Disjoint sets of examples for training, validation and test, in shares that sum to 1.
+
+    Example:
+        >>> {split: len(rows) for split, rows in divide(50, (0.8, 0.1, 0.1), seed=0).items()}
+        {'train': 40, 'validation': 5, 'test': 5}
+    """
+    order = torch.randperm(examples, generator=torch.Generator().manual_seed(derive_seed(seed, "splits", examples)))
+    validation, test = round(shares[1] * examples), round(shares[2] * examples)
+    train = examples - validation - test
+    return {"train": order[:train], "validation": order[train : train + validation], "test": order[train + validation :]}
 
 
 def _tensor(part: Any, name: str) -> Tensor:

@@ -9,12 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from metamd.tasks.base import Config, Drawn, Evaluation, Split, Task, TaskFamily, check_config, derive_seed, draw_seed
-from metamd.tasks.batches import Shuffle, chunks
-from metamd.tasks.recipe import Called, LossFn, Recipe, inspect, trained
-from metamd.tasks.shared_start import starting_at
+from metamd.tasks.base import (
+    Config,
+    Drawn,
+    Evaluation,
+    Shuffle,
+    Split,
+    Task,
+    TaskFamily,
+    check_config,
+    derive_seed,
+    draw_seed,
+)
+from metamd.tasks.functional import Called, LossFn, Recipe, calibrate, inspect, tracking_norms, trained, use_batch_statistics
 from metamd.tasks.sources import Arrays, Rows, Shares, Source, Splits, fingerprint, read_all
-from metamd.tasks.stochastic import calibrate, tracking_norms, use_batch_statistics
+from metamd.tasks.wrapped import starting_at
 
 _CALIBRATED_AT_ONCE = 1000
 """Examples whose statistics a batch norm takes together."""
@@ -67,24 +76,28 @@ def supervised(
     recipe = Recipe(make_model, loss_fn, batch_size, steps)
     data = read_all(datasets, shares, split_seed)
     for key, splits in data.items():
-        examples = len(splits["train"][0])
-        if not 1 <= batch_size <= examples:
-            raise ValueError(
-                f"batch_size must lie between 1 and the {examples} training examples of {key!r}, got {batch_size}. "
-                f"Pass batch_size={min(examples, 32)}, say."
-            )
+        check_batch_size(batch_size, len(splits["train"][0]), key)
     family = Supervised(name, recipe, data)
     return family if start is None else starting_at(family, start)
+
+
+def check_batch_size(batch_size: int, examples: int, name: str) -> None:
+    """Refuse a batch that is larger than the training split."""
+    if not 1 <= batch_size <= examples:
+        raise ValueError(
+            f"batch_size must lie between 1 and the {examples} training examples of {name!r}, got {batch_size}. "
+            f"Pass batch_size={min(examples, 32)}, say."
+        )
 
 
 class Supervised(TaskFamily):
     """See `supervised`."""
 
     def __init__(self, name: str, recipe: Recipe, data: Mapping[str, Splits]) -> None:
-        findings = inspect(recipe, data)
-        super().__init__(name, recipe.steps, shared_loss=findings.shared_loss)
-        self.recipe, self.dropout = recipe, findings.dropout
-        self.data = {key: _convert(splits, findings.dtype) for key, splits in data.items()}
+        dropout, shared_loss, dtype = inspect(recipe, data)
+        super().__init__(name, recipe.steps, shared_loss=shared_loss)
+        self.recipe, self.dropout = recipe, dropout
+        self.data = {key: _convert(splits, dtype) for key, splits in data.items()}
 
     def sample(self, generator: torch.Generator) -> Config:
         """A dataset, and seeds of the initialisation and of the batches."""
@@ -159,7 +172,9 @@ class SupervisedTask(Task):
     @torch.no_grad()
     def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
         """Loss and accuracy in evaluation mode; accuracy where targets are classes and outputs have a number for each."""
-        inputs, targets = self._split(split)
+        if split not in self.splits:
+            raise ValueError(f"This task has the splits {', '.join(self.splits)}, got {split!r}. Give the dataset one.")
+        inputs, targets = self.splits[split]
         misfits = sorted(set(params) ^ set(trained(self.model)))
         if misfits:
             raise ValueError(f"Parameters by the names of init() are required; too many or missing: {', '.join(misfits)}.")
@@ -178,18 +193,17 @@ class SupervisedTask(Task):
         return Evaluation(loss, right / answers if answers else None)
 
     def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
-        """The loss on some training examples in evaluation mode, except that batch norms use these examples' statistics.
-
-        Args:
-            examples: how many, at most; the same ones for all tasks on the same data.
-        """
+        """The loss on some training examples in evaluation mode, except that batch norms use these examples' statistics."""
         if examples < 1:
             raise ValueError(f"examples must be at least 1, got {examples}. 2000 is usual.")
-        chosen = some_rows(len(self.splits["train"][0]), examples)
+        rows = len(self.splits["train"][0])
+        # The same examples for all tasks on the same data.
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(derive_seed("monitor", rows)))
+        chosen = order[:examples]
         model = self.recipe.make(self.config["init_seed"])
         at_once = _CALIBRATED_AT_ONCE if any(tracking_norms(model)) else _EVALUATED_AT_ONCE
         model = use_batch_statistics(model).eval()
-        parts = [[self._rows(part, chosen[rows]) for part in self.splits["train"]] for rows in chunks(len(chosen), at_once)]
+        parts = [[self._rows(part, chosen[i]) for part in self.splits["train"]] for i in chunks(len(chosen), at_once)]
 
         @torch.no_grad()
         def loss(params: Mapping[str, Tensor]) -> float:
@@ -210,21 +224,10 @@ class SupervisedTask(Task):
         # index_select copies whole rows; indexing goes by elements, and takes five times as long
         return (part.index_select(0, rows) if isinstance(part, Tensor) else part[rows]).to(self.device)
 
-    def _split(self, split: Split) -> tuple[Rows, Rows]:
-        if split not in self.splits:
-            raise ValueError(f"This task has the splits {', '.join(self.splits)}, got {split!r}. Give the dataset one.")
-        return self.splits[split]
 
-
-def some_rows(rows: int, count: int) -> Tensor:
-    """Which rows a monitor looks at: a random choice that depends on nothing but the numbers.
-
-    Args:
-        rows: how many there are.
-        count: how many are chosen, at most.
-    """
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(derive_seed("monitor", rows)))
-    return order[:count]
+def chunks(examples: int, size: int) -> tuple[Tensor, ...]:
+    """All examples in order, in parts of nearly equal length: a last part of one would have no variance."""
+    return torch.arange(examples).tensor_split(-(-examples // size))
 
 
 def is_classification(outputs: Any, targets: Tensor) -> bool:

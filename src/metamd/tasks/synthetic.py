@@ -1,12 +1,26 @@
-"""Functions with a known optimum: random quadratics and the Rosenbrock valley, in double precision."""
+"""Families made of random numbers: quadratics, Rosenbrock valleys, logistic regressions and regressions on tables."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from metamd.tasks.base import Config, Drawn, Evaluation, SolvedTask, Split, TaskFamily, check_config, draw_seed
+from metamd.tasks.base import (
+    Config,
+    Drawn,
+    Evaluation,
+    Shuffle,
+    SolvedTask,
+    Split,
+    TaskFamily,
+    check_config,
+    draw_seed,
+)
+from metamd.tasks.functional import Recipe
+from metamd.tasks.sources import Arrays
+from metamd.tasks.supervised import SupervisedTask
 
 _STORED = 8
 """Up to this dimension a quadratic's config holds its numbers; above, the seed they come from."""
@@ -42,7 +56,9 @@ def quadratic(
         >>> bool(task.loss(task.init(), task.batch(0)) > task.minimum())
         True
     """
-    return Quadratic(tuple(means), start, (spread, coupling), tolerance, steps)
+    return _Quadratic(
+        {"means": list(means), "start": start, "spread": spread, "coupling": coupling, "tolerance": tolerance}, steps
+    )
 
 
 def rosenbrock(
@@ -67,186 +83,311 @@ def rosenbrock(
         tolerance: a run has arrived when the norm of its gradient is below this.
         steps: T.
     """
-    return Rosenbrock(dimension, start, (shift, scale), tolerance, steps)
+    settings = {"dimension": dimension, "start": start, "shift": shift, "scale": scale, "tolerance": tolerance}
+    return _Rosenbrock(settings, steps)
 
 
-class Quadratic(TaskFamily):
-    """See `quadratic`."""
+def logistic(
+    dimension: int = 10,
+    *,
+    examples: int = 1000,
+    batch_size: int | None = 100,
+    decades: float = 1.0,
+    l2: float = 1e-3,
+    tolerance: float = 1e-6,
+    steps: int = 200,
+) -> TaskFamily:
+    """Logistic regressions, each with its own truth and data.
 
+    l(w, b) = mean_i log(1 + exp(-y_i (w'x_i + b))) + l2/2 (|w|^2 + b^2), y_i = +-1, x_i ~ N(0, diag(s^2)), s from 1 down to
+    10^-decades in equal ratios; the labels follow a logistic model with w'x of unit variance. The bias is penalised too,
+    so that the loss is strongly convex whatever is drawn.
+
+    Args:
+        dimension: features.
+        examples: for training; as many again for validation and for test.
+        batch_size: examples per step; None takes all of them.
+        decades: how far the scales of the features are apart; the condition number is about its power of 100.
+        l2: strength of the penalty. With 0 the optimum need not exist.
+        tolerance: a run has arrived when the norm of its gradient is below this.
+        steps: T.
+    """
+    sizes = {"dimension": dimension, "examples": examples, "batch_size": examples if batch_size is None else batch_size}
+    return _Logistic({**sizes, "decades": decades, "l2": l2, "tolerance": tolerance}, steps)
+
+
+def tabular(
+    features: int = 8,
+    *,
+    width: int = 16,
+    examples: int = 500,
+    noise: float = 0.1,
+    batch_size: int = 50,
+    steps: int = 200,
+) -> TaskFamily:
+    """Small networks that learn what other random networks answer about rows of a table.
+
+    y = v'tanh(W x) + noise N(0, 1), with W and v random per task; students have the same form and biases. The columns keep
+    their units from task to task, from 1/3 to 3 in equal ratios: that is what there is to learn about the family.
+
+    Args:
+        features: columns.
+        width: hidden units of teacher and student.
+        examples: rows for training; as many again for validation and for test.
+        noise: standard deviation beside an answer of about unit variance.
+        batch_size: rows per step.
+        steps: T.
+    """
+    sizes = {"features": features, "width": width, "examples": examples, "batch_size": batch_size}
+    if min(sizes.values()) < 1 or batch_size > examples:
+        raise ValueError(f"features, width, examples and batch_size must be positive, batch_size <= examples; got {sizes}.")
+    return _Tabular({**sizes, "noise": noise}, steps)
+
+
+class _Synthetic(TaskFamily):
+    """A family whose tasks are a function of its settings and of a few drawn numbers."""
+
+    seeds: tuple[str, ...] = ()
+
+    def __init__(self, name: str, settings: Mapping[str, Any], steps: int) -> None:
+        super().__init__(name, steps, shared_loss=True)
+        self.settings = settings
+        if not settings.get("tolerance", 1.0) > 0:
+            raise ValueError(f"tolerance must be positive, got {settings['tolerance']}. Pass tolerance=1e-6, say.")
+
+    def sample(self, generator: torch.Generator) -> Config:
+        return {"family": self.name, **{key: draw_seed(generator) for key in self.seeds}}
+
+    def describe(self) -> dict[str, Any]:
+        return {"family": self.name, **self.settings, "steps": self.steps}
+
+
+class _Function(SolvedTask):
+    """A function of one vector theta; the batch of every step is the whole function."""
+
+    def __init__(self, config: Config, family: _Synthetic, whole: dict[str, Tensor]) -> None:
+        super().__init__(config, family.steps, family.settings["tolerance"])
+        self.start, self.whole = torch.tensor(family.settings["start"], dtype=torch.float64), whole
+
+    def init(self) -> dict[str, Tensor]:
+        return {"theta": self.start.clone()}
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        return dict(self.whole)
+
+    def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
+        return Evaluation(float(self.loss(params, self.whole).detach()))
+
+
+class _Quadratic(_Synthetic):
     counts_digits = True
 
-    def __init__(
-        self,
-        means: tuple[float, ...],
-        start: float | Sequence[float],
-        spreads: tuple[float, float],
-        tolerance: float,
-        steps: int,
-    ) -> None:
-        super().__init__("quadratic", steps, shared_loss=True)
+    def __init__(self, settings: Mapping[str, Any], steps: int) -> None:
+        means = settings["means"]
         if not means:
             raise ValueError("means must have one number per dimension, got none. Pass means=(0.3, 14.0) for the paper's.")
         if min(means) <= 0:
-            raise ValueError(f"means must be positive, got {means}. They are the curvatures of a convex function.")
-        self.means, self.spreads, self.tolerance = means, spreads, _positive(tolerance, "tolerance")
-        self.start = _start(start, len(means))
+            raise ValueError(f"means must be positive, got {tuple(means)}. They are the curvatures of a convex function.")
+        super().__init__("quadratic", {**settings, "start": _start(settings["start"], len(means))}, steps)
 
     def sample(self, generator: torch.Generator) -> Config:
-        """Q and b, or from dimension 9 the seed they come from."""
         seed = draw_seed(generator)
-        if len(self.means) > _STORED:
+        if len(self.settings["means"]) > _STORED:
             return {"family": self.name, "seed": seed}
-        q, b = self._draw(seed)
-        return {"family": self.name, "Q": q.tolist(), "b": b.tolist()}
+        return {"family": self.name, **{key: x.tolist() for key, x in self._draw(seed).items()}}
 
-    def build(self, config: Config) -> "QuadraticTask":
-        """The quadratic of a config."""
+    def build(self, config: Config) -> "_QuadraticTask":
         check_config(config, self.name, *(("seed",) if "seed" in config else ("Q", "b")))
         if "seed" in config:
-            q, b = self._draw(config["seed"])
+            whole = self._draw(config["seed"])
         else:
-            q, b = (torch.tensor(config[k], dtype=torch.float64) for k in ("Q", "b"))
-        n = len(self.means)
+            whole = {key: torch.tensor(config[key], dtype=torch.float64) for key in ("Q", "b")}
+        n, (q, b) = len(self.settings["means"]), whole.values()
         if q.shape != (n, n) or b.shape != (n,):
             raise ValueError(
                 f"Q and b must have dimension {n}, got {tuple(q.shape)} and {tuple(b.shape)}. Pass as many means."
             )
-        return QuadraticTask(config, self, q, b)
-
-    def describe(self) -> dict[str, Any]:
-        """The settings."""
-        spread, coupling = self.spreads
-        settings = {"means": list(self.means), "start": self.start.tolist(), "spread": spread, "coupling": coupling}
-        return {"family": self.name, **settings, "tolerance": self.tolerance, "steps": self.steps}
+        return _QuadraticTask(config, self, whole)
 
     def drawn(self) -> Drawn:
-        """A new function; everything else is shared."""
         return Drawn("a quadratic with Q and b drawn anew", "none", "the same for all tasks", "none: every step sees it all")
 
-    def _draw(self, seed: int) -> tuple[Tensor, Tensor]:
-        generator, n = torch.Generator().manual_seed(seed), len(self.means)
+    def _draw(self, seed: int) -> dict[str, Tensor]:
+        means = torch.tensor(self.settings["means"], dtype=torch.float64)
+        generator, n = torch.Generator().manual_seed(seed), len(means)
         noise = torch.randn(n, n, generator=generator, dtype=torch.float64)
-        diagonal = torch.tensor(self.means, dtype=torch.float64).sqrt() * (1 + self.spreads[0] * noise.diagonal())
-        c = torch.diag(diagonal) + self.spreads[1] * noise.tril(-1)
-        return c @ c.T, 1 + torch.randn(n, generator=generator, dtype=torch.float64)
+        diagonal = means.sqrt() * (1 + self.settings["spread"] * noise.diagonal())
+        c = torch.diag(diagonal) + self.settings["coupling"] * noise.tril(-1)
+        return {"Q": c @ c.T, "b": 1 + torch.randn(n, generator=generator, dtype=torch.float64)}
 
 
-class QuadraticTask(SolvedTask):
-    """One quadratic; its batch is {Q, b}, the same at every step."""
-
-    def __init__(self, config: Config, family: Quadratic, q: Tensor, b: Tensor) -> None:
-        super().__init__(config, family.steps, family.tolerance)
-        self.start, self.q, self.b = family.start, q, b
-
-    def init(self) -> dict[str, Tensor]:
-        """The family's start."""
-        return {"theta": self.start.clone()}
-
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """The whole problem."""
-        return {"Q": self.q, "b": self.b}
-
+class _QuadraticTask(_Function):
     def loss(self, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-        """theta'Q theta - b'theta."""
         theta = params["theta"]
         return theta @ (batch["Q"] @ theta) - batch["b"] @ theta
 
-    def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
-        """The loss: every split is the function itself."""
-        return Evaluation(float(self.loss(params, self.batch(0)).detach()))
-
     def optimum(self) -> dict[str, Tensor]:
-        """Q^-1 b / 2."""
-        return {"theta": torch.linalg.solve(2 * self.q, self.b)}
+        return {"theta": torch.linalg.solve(2 * self.whole["Q"], self.whole["b"])}
 
 
-class Rosenbrock(TaskFamily):
-    """See `rosenbrock`."""
-
-    def __init__(
-        self,
-        dimension: int,
-        start: float | Sequence[float],
-        spreads: tuple[float, float],
-        tolerance: float,
-        steps: int,
-    ) -> None:
-        super().__init__("rosenbrock", steps, shared_loss=True)
+class _Rosenbrock(_Synthetic):
+    def __init__(self, settings: Mapping[str, Any], steps: int) -> None:
+        kept = dict(settings)
+        dimension, spreads = kept.pop("dimension"), (kept["shift"], kept["scale"])
         if dimension < 2:
             raise ValueError(f"dimension must be at least 2, got {dimension}. The function couples neighbours.")
         if min(spreads) < 0:
             raise ValueError(f"shift and scale must not be negative, got {spreads}. Leave them out for the plain function.")
-        self.spreads, self.tolerance = spreads, _positive(tolerance, "tolerance")
-        self.start = _start(start, dimension)
+        super().__init__("rosenbrock", {**kept, "start": _start(kept["start"], dimension)}, steps)
 
     def sample(self, generator: torch.Generator) -> Config:
-        """The shift c and the scale s; no shift is 0, never -0, which would be another config."""
-        c, log_s = torch.randn(2, len(self.start), generator=generator, dtype=torch.float64)
-        shift, scale = self.spreads
+        c, log_s = torch.randn(2, len(self.settings["start"]), generator=generator, dtype=torch.float64)
+        shift, scale = self.settings["shift"], self.settings["scale"]
+        # No shift is 0, never -0, which would be another config.
         return {"family": self.name, "shift": (shift * c + 0.0).tolist(), "scale": (scale * log_s).exp().tolist()}
 
-    def build(self, config: Config) -> "RosenbrockTask":
-        """The function of a config."""
+    def build(self, config: Config) -> "_RosenbrockTask":
         check_config(config, self.name, "shift", "scale")
-        c, s = (torch.tensor(config[k], dtype=torch.float64) for k in ("shift", "scale"))
-        if not c.shape == s.shape == self.start.shape:
-            raise ValueError(f"shift and scale must have {len(self.start)} numbers, got {c.numel()} and {s.numel()}.")
-        return RosenbrockTask(config, self, c, s)
-
-    def describe(self) -> dict[str, Any]:
-        """The settings."""
-        shift, scale = self.spreads
-        settings = {"start": self.start.tolist(), "shift": shift, "scale": scale, "tolerance": self.tolerance}
-        return {"family": self.name, **settings, "steps": self.steps}
+        n, numbers = len(self.settings["start"]), [len(config[key]) for key in ("shift", "scale")]
+        if numbers != [n, n]:
+            raise ValueError(f"shift and scale must have {n} numbers, got {numbers[0]} and {numbers[1]}.")
+        whole = {key: torch.tensor(config[key], dtype=torch.float64) for key in ("shift", "scale")}
+        return _RosenbrockTask(config, self, whole)
 
     def drawn(self) -> Drawn:
-        """A new valley, if they differ at all."""
-        drawn = (
-            "a valley with its shift and scale drawn anew" if any(self.spreads) else "the one function: all tasks are equal"
-        )
+        varied = self.settings["shift"] or self.settings["scale"]
+        drawn = "a valley with its shift and scale drawn anew" if varied else "the one function: all tasks are equal"
         return Drawn(drawn, "none", "the same for all tasks", "none: every step sees it all")
 
 
-class RosenbrockTask(SolvedTask):
-    """One valley; its batch is {shift, scale}, the same at every step."""
-
-    def __init__(self, config: Config, family: Rosenbrock, c: Tensor, s: Tensor) -> None:
-        super().__init__(config, family.steps, family.tolerance)
-        self.start, self.c, self.s = family.start, c, s
-
-    def init(self) -> dict[str, Tensor]:
-        """The family's start."""
-        return {"theta": self.start.clone()}
-
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """The whole problem."""
-        return {"shift": self.c, "scale": self.s}
-
+class _RosenbrockTask(_Function):
     def loss(self, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-        """The sum over neighbours."""
         x = batch["scale"] * (params["theta"] - batch["shift"])
         here, there = x[:-1], x[1:]
         return (100 * (there - here**2) ** 2 + (1 - here) ** 2).sum()
 
-    def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
-        """The loss: every split is the function itself."""
-        return Evaluation(float(self.loss(params, self.batch(0)).detach()))
-
     def optimum(self) -> dict[str, Tensor]:
-        """Where x is all ones."""
-        return {"theta": self.c + 1 / self.s}
+        return {"theta": self.whole["shift"] + 1 / self.whole["scale"]}
 
 
-def _start(start: float | Sequence[float], dimension: int) -> Tensor:
+def _start(start: float | Sequence[float], dimension: int) -> list[float]:
     numbers = [start] if isinstance(start, int | float) else list(start)
     if not numbers or dimension % len(numbers):
         raise ValueError(
             f"start must be one number or one for each of {dimension} dimensions, got {len(numbers)}. Pass start=3.0, say."
         )
-    return torch.tensor(numbers, dtype=torch.float64).repeat(dimension // len(numbers))
+    return [float(x) for x in numbers] * (dimension // len(numbers))
 
 
-def _positive(value: float, what: str) -> float:
-    if not value > 0:
-        raise ValueError(f"{what} must be positive, got {value}. Pass {what}=1e-6, say.")
-    return value
+class _Logistic(_Synthetic):
+    seeds = ("data_seed", "batch_seed")
+
+    def __init__(self, settings: Mapping[str, Any], steps: int) -> None:
+        dimension, examples, batch_size = (settings[key] for key in ("dimension", "examples", "batch_size"))
+        if dimension < 1 or examples < 1:
+            raise ValueError(f"dimension and examples must be at least 1, got {dimension} and {examples}.")
+        if not 1 <= batch_size <= examples:
+            raise ValueError(
+                f"batch_size must lie between 1 and the {examples} examples, got {batch_size}. Pass None for all."
+            )
+        if settings["l2"] < 0:
+            raise ValueError(f"l2 must not be negative, got {settings['l2']}. Pass l2=1e-3, say.")
+        super().__init__("logistic", settings, steps)
+
+    def build(self, config: Config) -> "_LogisticTask":
+        check_config(config, self.name, *self.seeds)
+        return _LogisticTask(config, self)
+
+    def drawn(self) -> Drawn:
+        return Drawn("a regression with its own truth", "drawn anew", "zero in all tasks", "drawn anew")
+
+
+class _LogisticTask(SolvedTask):
+    """One regression; parameters `weight` and `bias` start at zero."""
+
+    def __init__(self, config: Config, family: _Logistic) -> None:
+        settings = family.settings
+        super().__init__(config, family.steps, settings["tolerance"])
+        self.l2, self.dimension, examples = settings["l2"], settings["dimension"], settings["examples"]
+        self.shuffle = Shuffle(examples, settings["batch_size"], config["batch_seed"])
+        generator = torch.Generator().manual_seed(config["data_seed"])
+        scales = torch.logspace(0, -settings["decades"], self.dimension, dtype=torch.float64)
+        truth = torch.randn(self.dimension, generator=generator, dtype=torch.float64)
+        self.splits = {split: _regression(truth / truth.norm(), scales, examples, generator) for split in get_args(Split)}
+
+    def init(self) -> dict[str, Tensor]:
+        return {"weight": torch.zeros(self.dimension, dtype=torch.float64), "bias": torch.zeros((), dtype=torch.float64)}
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        rows = self.shuffle.indices(step)
+        return {k: v[rows] for k, v in self.splits["train"].items()}
+
+    def loss(self, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        weight, bias = params["weight"], params["bias"]
+        margins = batch["signs"] * (batch["inputs"] @ weight + bias)
+        return F.softplus(-margins).mean() + self.l2 / 2 * (weight @ weight + bias**2)
+
+    def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
+        data = self.splits[split]
+        right = data["signs"] * (data["inputs"] @ params["weight"] + params["bias"]) > 0
+        return Evaluation(float(self.loss(params, data).detach()), float(right.double().mean()))
+
+    def optimum(self) -> dict[str, Tensor]:
+        # By Newton's method on all training examples, each step halved until the loss falls.
+        data = self.splits["train"]
+        x = torch.cat([data["inputs"], torch.ones_like(data["signs"])[:, None]], 1)
+        u = torch.zeros(self.dimension + 1, dtype=torch.float64)
+
+        def loss(u: Tensor) -> Tensor:
+            return self.loss({"weight": u[:-1], "bias": u[-1]}, data)
+
+        for _ in range(100):
+            p = torch.sigmoid(-data["signs"] * (x @ u))
+            grad = -(x * (p * data["signs"])[:, None]).mean(0) + self.l2 * u
+            if grad.norm() < 1e-13:
+                break
+            hessian = x.T @ (x * (p * (1 - p))[:, None]) / len(x) + self.l2 * torch.eye(len(u), dtype=u.dtype)
+            move = torch.linalg.solve(hessian, grad)
+            # Close to the optimum the loss no longer resolves the step: there Newton's own one is taken.
+            size = next((s for s in (1.0, 0.5, 0.25, 0.1, 0.01) if loss(u - s * move) < loss(u)), 1.0)
+            u = u - size * move
+        separated = self.l2 == 0 and bool((data["signs"] * (x @ u) > 0).all())
+        if separated or not grad.norm() < 1e-9:
+            raise RuntimeError("This regression has no finite optimum: its classes are separable. Pass l2=1e-3.")
+        return {"weight": u[:-1], "bias": u[-1]}
+
+
+def _regression(truth: Tensor, scales: Tensor, examples: int, generator: torch.Generator) -> dict[str, Tensor]:
+    white = torch.randn(examples, len(truth), generator=generator, dtype=torch.float64)
+    chance = torch.rand(examples, generator=generator, dtype=torch.float64)
+    signs = torch.where(chance < torch.sigmoid(white @ truth), 1.0, -1.0).double()
+    return {"inputs": white * scales, "signs": signs}
+
+
+class _Tabular(_Synthetic):
+    seeds = ("data_seed", "init_seed", "batch_seed")
+
+    def __init__(self, settings: Mapping[str, Any], steps: int) -> None:
+        super().__init__("tabular", settings, steps)
+        features, width = settings["features"], settings["width"]
+
+        def make_model() -> nn.Module:
+            return nn.Sequential(nn.Linear(features, width), nn.Tanh(), nn.Linear(width, 1), nn.Flatten(0))
+
+        self.recipe = Recipe(make_model, F.mse_loss, settings["batch_size"], steps)
+
+    def build(self, config: Config) -> SupervisedTask:
+        check_config(config, self.name, *self.seeds)
+        generator = torch.Generator().manual_seed(config["data_seed"])
+        features, width, noise = (self.settings[key] for key in ("features", "width", "noise"))
+        w = torch.randn(width, features, generator=generator) * (2 / features**0.5)
+        v = torch.randn(width, generator=generator) / width**0.5
+        splits: dict[Split, Arrays] = {}
+        for split in get_args(Split):
+            rows = torch.randn(self.settings["examples"], features, generator=generator)
+            errors = noise * torch.randn(len(rows), generator=generator)
+            splits[split] = rows * torch.logspace(0.5, -0.5, features), torch.tanh(rows @ w.T) @ v + errors
+        return SupervisedTask(config, self.recipe, splits)
+
+    def drawn(self) -> Drawn:
+        return Drawn("a teacher network drawn anew", "rows drawn anew", "drawn anew", "drawn anew")

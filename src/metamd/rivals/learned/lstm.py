@@ -16,8 +16,7 @@ from torch.func import functional_call
 from metamd.inner.run import Cost, gradient
 from metamd.rivals.base import Named, Setting
 from metamd.rivals.learned.learners import Learner, sampled
-from metamd.tasks.base import TaskFamily, derive_seed
-from metamd.tasks.stochastic import seeded
+from metamd.tasks.base import TaskFamily, derive_seed, seeded
 
 UNITS, WINDOW, WINDOWS, TASKS = 8, 10, 10, 15
 OUTER_RATE, OUTPUT, SHARPNESS = 3e-3, 0.1, 10.0

@@ -1,20 +1,87 @@
-"""Domains: datasets in memory as uint8, with disjoint splits, and what is known of where they come from."""
+"""Image domains: datasets in memory as uint8, with disjoint splits, rotated or enlarged, and normalised when read."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from metamd.data.loading import load_arrays
-from metamd.data.records import Provenance
 from metamd.tasks.base import Split
-from metamd.tasks.vision.pixels import Normaliser
 
 VALIDATION_SHARE = 10
 """One in so many images of the official training split is for validation."""
+
+
+BLOCK = 4096
+"""Images turned or enlarged at once: bounds the memory of the float copy."""
+
+
+def rotate(images: Tensor, angle: float) -> Tensor:
+    """Rotate uint8 images counter-clockwise about their centre: bilinear, black beyond the border, rounded once.
+
+    The grid is torch's `affine_grid` and the interpolation its `grid_sample`, on pixel centres, so that 0 degrees is
+    the identity and 90 degrees is `torch.rot90`.
+    """
+    radians = math.radians(angle)
+    cosine, sine = math.cos(radians), math.sin(radians)
+    # Maps an output position to the input position it is read from: the inverse rotation, y pointing down.
+    inverse = torch.tensor([[cosine, -sine, 0.0], [sine, cosine, 0.0]])
+    grid = F.affine_grid(inverse[None], [1, *images.shape[1:]], align_corners=False)
+    turned = torch.empty_like(images)
+    for start in range(0, len(images), BLOCK):
+        block = images[start : start + BLOCK].float()
+        sampled = F.grid_sample(block, grid.expand(len(block), -1, -1, -1), mode="bilinear", align_corners=False)
+        turned[start : start + BLOCK] = sampled.round_().to(torch.uint8)
+    return turned
+
+
+def enlarge(images: Tensor, side: int) -> Tensor:
+    """Enlarge uint8 images to side x side: torch's bilinear `interpolate` between pixel centres, rounded once."""
+    large = images.new_empty((*images.shape[:2], side, side))
+    for start in range(0, len(images), BLOCK):
+        block = F.interpolate(images[start : start + BLOCK].float(), size=(side, side), mode="bilinear", align_corners=False)
+        large[start : start + BLOCK] = block.round_().to(torch.uint8)
+    return large
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """Turns uint8 images into floats of mean 0 and deviation 1 per channel, as some training images had them.
+
+    Args:
+        mean: of every channel, (channels, 1, 1).
+        deviation: likewise.
+        channels: what the model takes; a single grey channel is repeated.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+    channels: int
+
+    @classmethod
+    def of(cls, images: Tensor, channels: int) -> "Normaliser":
+        """The normaliser of these uint8 images, for a model that takes so many channels."""
+        count = images.numel() // images.shape[1]
+        # Sums of a histogram are exact, need no float copy, and do not depend on the order of the images.
+        values = torch.arange(256, dtype=torch.float64)
+        tables = torch.stack(
+            [torch.bincount(images[:, c].flatten(), minlength=256) for c in range(images.shape[1])]
+        ).double()
+        mean = tables @ values / count
+        deviation = (tables @ values**2 / count - mean**2).clamp_min(0).sqrt()
+        if not bool((deviation > 0).all()):
+            raise ValueError("Training images must not all be one flat colour, got a deviation of 0. Check the data.")
+        return cls(mean.float()[:, None, None], deviation.float()[:, None, None], channels)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Float32 images, (number, channels, height, width)."""
+        normal = images.float().sub_(self.mean).div_(self.deviation)
+        return normal.expand(-1, self.channels, -1, -1) if normal.shape[1] != self.channels else normal
 
 
 @dataclass(frozen=True)
@@ -22,44 +89,27 @@ class Source:
     """A dataset as loaded: the official training images and the official test images.
 
     Args:
-        name: as in `metamd.data`.
         images: uint8, (number, channels, height, width), by official split.
         labels: int64, by official split.
-        provenance: of each official split.
+        origin: what a table must say of each official split, in JSON's types; no path, which differs by machine.
     """
 
-    name: str
     images: Mapping[str, Tensor]
     labels: Mapping[str, Tensor]
-    provenance: tuple[Provenance, ...]
+    origin: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def load(cls, name: str) -> "Source":
-        """Load both official splits of a dataset.
-
-        Args:
-            name: as in `metamd.data`.
-        """
-        images, labels, provenance = {}, {}, []
+        """Both official splits of a dataset of `metamd.data`."""
+        images, labels, origin = {}, {}, {}
         for split in ("train", "test"):
             (pixels, classes), came = load_arrays(name, split)
             tensor = torch.from_numpy(pixels)
             images[split] = tensor[:, None] if tensor.ndim == 3 else tensor.permute(0, 3, 1, 2).contiguous()
             labels[split] = torch.from_numpy(classes.astype("int64"))
-            provenance.append(came)
-        return cls(name, images, labels, tuple(provenance))
-
-    def origin(self) -> dict[str, dict[str, Any]]:
-        """What a table must say of each official split, in JSON's types; no path, which differs by machine."""
-        return {
-            came.split: {
-                "images": came.count,
-                "official_images": came.official_count,
-                "status": came.status,
-                "note": came.note,
-            }
-            for came in self.provenance
-        }
+            counts = {"images": came.count, "official_images": came.official_count}
+            origin[split] = {**counts, "status": came.status, "note": came.note}
+        return cls(images, labels, origin)
 
 
 def choose(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tensor]:
@@ -67,11 +117,6 @@ def choose(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tenso
 
     Validation is a random tenth, the same whatever `images` is. With a number of images, training takes that many of
     the rest with the classes as balanced as they can be (1,000 of MNIST: 100 of each digit).
-
-    Args:
-        labels: of the official training split.
-        images: how many training images, if there are so many; None for all that are not for validation.
-        seed: fixes the choice.
     """
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     share = max(1, len(labels) // VALIDATION_SHARE)
@@ -139,8 +184,8 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
 
     def __getitem__(self, split: Split) -> tuple[Pictures, Tensor]:
         if split not in self._splits:
-            pixels = self._train_pixels if split == "train" else self._pixels(split)
-            self._splits[split] = Pictures(pixels, self.normaliser), self._labels(split)
+            pixels, labels = self._rows(split) if split != "train" else self._training
+            self._splits[split] = Pictures(pixels, self.normaliser), labels
         return self._splits[split]
 
     def __iter__(self) -> Iterator[Split]:
@@ -152,35 +197,24 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
     @cached_property
     def normaliser(self) -> Normaliser:
         """From the training images alone, as prepared."""
-        return Normaliser.of(self._train_pixels, self.channels)
+        return Normaliser.of(self._training[0], self.channels)
 
     @cached_property
-    def _train_pixels(self) -> Tensor:
-        return self._pixels("train")
+    def _training(self) -> tuple[Tensor, Tensor]:
+        return self._rows("train")
 
-    def _pixels(self, split: Split) -> Tensor:
-        return self.prepare(self.source.images[official(split)][self.rows[split]])
-
-    def _labels(self, split: Split) -> Tensor:
-        labels = self.source.labels[official(split)][self.rows[split]]
-        if self.classes is None:
-            return labels
-        numbers = torch.full((max(self.classes) + 1,), -1)
-        numbers[list(self.classes)] = torch.arange(len(self.classes))
-        return numbers[labels]
+    def _rows(self, split: Split) -> tuple[Tensor, Tensor]:
+        official = "test" if split == "test" else "train"  # validation is a part of the official training images
+        labels = self.source.labels[official][self.rows[split]]
+        if self.classes is not None:
+            numbers = torch.full((max(self.classes) + 1,), -1)
+            numbers[list(self.classes)] = torch.arange(len(self.classes))
+            labels = numbers[labels]
+        return self.prepare(self.source.images[official][self.rows[split]]), labels
 
 
-def official(split: Split) -> str:
-    """The official split that the images of a split come from: validation is a part of the training images."""
-    return "test" if split == "test" else "train"
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """How a domain is made: from which dataset, and by which preparation of its uint8 images."""
-
-    dataset: str
-    prepare: Callable[[Tensor], Tensor]
+Preparation = tuple[str, Callable[[Tensor], Tensor]]
+"""How a domain is made: from which dataset, and by which preparation of its uint8 images."""
 
 
 class Collection:
@@ -205,28 +239,20 @@ class Collection:
         self._domains: dict[str, Domain] = {}
 
     def source(self, dataset: str) -> Source:
-        """A dataset, loaded once.
-
-        Args:
-            dataset: as in `metamd.data`.
-        """
+        """A dataset of `metamd.data`, loaded once."""
         if dataset not in self._sources:
             self._sources[dataset] = Source.load(dataset)
         return self._sources[dataset]
 
     def domain(self, name: str) -> Domain:
-        """A domain by its name.
-
-        Args:
-            name: one of `preparations`.
-        """
+        """A domain by its name, one of `preparations`."""
         if name not in self._domains:
-            made = self.preparations[name]
-            source = self.source(made.dataset)
+            dataset, prepare = self.preparations[name]
+            source = self.source(dataset)
             train, validation = choose(source.labels["train"], self.images, self.seed)
             rows: dict[Split, Tensor] = {"train": train, "validation": validation}
             rows["test"] = torch.arange(len(source.labels["test"]))
-            self._domains[name] = Domain(source, rows, made.prepare, self.shape[0])
+            self._domains[name] = Domain(source, rows, prepare, self.shape[0])
         return self._domains[name]
 
     def describe(self) -> dict[str, Any]:
@@ -235,5 +261,5 @@ class Collection:
             "training_images": {name: len(self.domain(name).rows["train"]) for name in self.preparations},
             "split_seed": self.seed,
             "normalisation": "mean 0 and deviation 1 per channel and domain, from its training images",
-            "datasets": {name: self.source(name).origin() for name in {r.dataset: None for r in self.preparations.values()}},
+            "datasets": {name: self.source(name).origin for name, _ in self.preparations.values()},
         }

@@ -1,21 +1,31 @@
-"""Families of image classification: rotated digits, diverse digits, and colour images."""
+"""Families of image classification: rotated digits, diverse digits, colour images, and models adapted to other angles."""
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal, TypeVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 from metamd import data
-from metamd.tasks.models import Norm
-from metamd.tasks.vision.domains import Collection, Preparation
-from metamd.tasks.vision.family import ImageFamily, Training
-from metamd.tasks.vision.pixels import enlarge, rotate
+from metamd.tasks.base import Config, Drawn, Shuffle, Split, TaskFamily, check_config, derive_seed, draw_seed
+from metamd.tasks.functional import Recipe, trained
+from metamd.tasks.models import MODELS, Norm
+from metamd.tasks.supervised import SupervisedTask, check_batch_size
+from metamd.tasks.vision.domains import Collection, Domain, Preparation, Source, choose, enlarge, rotate
+from metamd.tasks.wrapped import Late, SharedStart
 
 ANGLES = (0, 15, 30, 45, 60, 75)
+ADAPTED = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
 DIGITS = ("mnist", "qmnist", "kmnist", "fashionmnist", "usps", "svhn")
 ROTATION = "rotated counter-clockwise about the centre, bilinear (torch grid_sample), black beyond the border"
 ABSENT = "its images are not at hand; `metamd data fetch qmnist` adds it, and no other dataset stands in for it"
+
+Side = Literal["training", "held-out"]
 
 
 def rotated_mnist(
@@ -27,7 +37,7 @@ def rotated_mnist(
     images: int | None = 1000,
     batch_size: int = 100,
     steps: int = 500,
-) -> ImageFamily:
+) -> "ImageFamily":
     """MNIST turned by a few angles, each of which is a domain.
 
     All angles turn the same chosen images, as is usual for this benchmark: the held-out angle is new to whoever learns
@@ -42,7 +52,7 @@ def rotated_mnist(
         batch_size: images per step.
         steps: T.
     """
-    preparations = {_angle(a): Preparation("mnist", partial(rotate, angle=a)) for a in angles}
+    preparations: dict[str, Preparation] = {_angle(a): ("mnist", partial(rotate, angle=a)) for a in angles}
     collection = Collection(preparations, (1, 28, 28), images=images, seed=0)
     how = {"preparation": ROTATION}
     held = None if hold_out is None else _angle(hold_out)
@@ -59,7 +69,7 @@ def diverse_digits(
     images: int | None = None,
     batch_size: int = 100,
     steps: int = 500,
-) -> ImageFamily:
+) -> "ImageFamily":
     """MNIST, QMNIST, KMNIST, FashionMNIST, USPS and SVHN at 28x28 grey; each dataset is a domain.
 
     QMNIST is left out where its images are not at hand, and `describe()` says so.
@@ -72,7 +82,7 @@ def diverse_digits(
         steps: T.
     """
     here, absent = _digits()
-    collection = Collection({n: Preparation(n, _same) for n in here}, (1, 28, 28), images=images, seed=0)
+    collection = Collection({n: (n, _same) for n in here}, (1, 28, 28), images=images, seed=0)
     how = {"preparation": "28x28 grey, as metamd.data gives it", "absent": absent}
     return ImageFamily("diverse-digits", collection, Training(model, batch_size, steps), how, hold_out=hold_out)
 
@@ -86,7 +96,7 @@ def images(
     images: int | None = None,
     batch_size: int = 100,
     steps: int = 500,
-) -> ImageFamily:
+) -> "ImageFamily":
     """CIFAR-10, STL-10 and the diverse digits at 32x32 with three channels; each dataset is a domain.
 
     Digits are enlarged from 28x28 to 32x32 (bilinear, between pixel centres) and their grey is repeated in the three
@@ -102,8 +112,8 @@ def images(
         steps: T.
     """
     digits, absent = _digits()
-    preparations = {name: Preparation(name, _same) for name in ("cifar10", "stl10")}
-    preparations |= {name: Preparation(name, partial(enlarge, side=32)) for name in digits}
+    preparations: dict[str, Preparation] = {name: (name, _same) for name in ("cifar10", "stl10")}
+    preparations |= {name: (name, partial(enlarge, side=32)) for name in digits}
     collection = Collection(preparations, (3, 32, 32), images=images, seed=0)
     options = {"width": width, "norm": norm} if model == "resnet18" else {}
     how = {
@@ -127,3 +137,314 @@ def _digits() -> tuple[list[str], dict[str, str]]:
     """The digit datasets to use, and why another one is not among them."""
     absent = {} if "qmnist" in data.available() else {"qmnist": ABSENT}
     return [name for name in DIGITS if name not in absent], absent
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the tasks of an image family train: cross-entropy of a model of the paper.
+
+    Args:
+        model: a name in `metamd.models.MODELS`.
+        batch_size: images per step.
+        steps: T.
+        options: further arguments of the model.
+    """
+
+    model: str
+    batch_size: int
+    steps: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def recipe(self, shape: tuple[int, int, int], classes: int) -> Recipe:
+        """The recipe for images of so many channels, rows and columns, and for so many classes."""
+        if self.model not in MODELS:
+            raise ValueError(f"model must be one of {', '.join(MODELS)}, got {self.model!r}.")
+        if self.model == "lenet" and shape[1:] != (28, 28):
+            raise ValueError("LeNet takes images of 28x28, and these are 32x32. Pass model='resnet18'.")
+        first = math.prod(shape) if self.model in ("linear", "mlp") else shape[0]
+        make_model = partial(MODELS[self.model], first, classes, **self.options)
+        recipe = Recipe(make_model, F.cross_entropy, self.batch_size, self.steps)
+        recipe.make(0)  # refuses options that do not fit, before any data is read
+        return recipe
+
+    def describe(self) -> dict[str, Any]:
+        """The settings."""
+        return {"model": self.model, **self.options, "batch_size": self.batch_size, "steps": self.steps}
+
+
+class ImageFamily(TaskFamily):
+    """Tasks that each train a model on one domain of a collection, from an initialisation of their own.
+
+    The training side samples every domain but the held-out one, and refuses to build it; `held_out()` is the other side.
+
+    Args:
+        name: of the family.
+        collection: the domains.
+        training: how a task trains.
+        how: what else `describe` says.
+        hold_out: the domain kept from training, or None.
+        held: whether this is the held-out side.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        collection: Collection,
+        training: Training,
+        how: Mapping[str, Any],
+        *,
+        hold_out: str | None,
+        held: bool = False,
+    ) -> None:
+        # The batch has all that tells tasks apart, and the models have no state of their own.
+        super().__init__(name, training.steps, shared_loss=True)
+        everything = tuple(collection.preparations)
+        if hold_out is not None and hold_out not in everything:
+            absent = how.get("absent", {}).get(hold_out)
+            reason = f" {hold_out} is left out: {absent}." if absent else ""
+            raise ValueError(f"hold_out must be one of {', '.join(everything)}, got {hold_out!r}.{reason}")
+        if hold_out is not None and len(everything) < 2:
+            raise ValueError(f"Holding out {hold_out!r} leaves no domain to train on. Name more domains.")
+        self.collection, self.training, self.how, self.hold_out, self.held = collection, training, how, hold_out, held
+        self.domains = (hold_out,) if held and hold_out else tuple(d for d in everything if d != hold_out)
+        self.recipe = training.recipe(collection.shape, 10)
+
+    def held_out(self, steps: int | None = None) -> "ImageFamily":
+        """The held-out side: tasks on the held-out domain, with the same images in memory, and so many steps if given."""
+        if self.hold_out is None:
+            raise ValueError(f"{self.name} was made with hold_out=None, so there is no held-out side. Name a domain.")
+        return self._side(self.hold_out, held=True, steps=steps)
+
+    def sample(self, generator: torch.Generator) -> Config:
+        """A domain of this side, and seeds of the initialisation and of the batches."""
+        domain = self.domains[int(torch.randint(len(self.domains), (1,), generator=generator))]
+        seeds = {"init_seed": draw_seed(generator), "batch_seed": draw_seed(generator)}
+        return {"family": self.name, "domain": domain, **seeds}
+
+    def build(self, config: Config) -> SupervisedTask:
+        """The task of a config; one of the other side is refused."""
+        check_config(config, self.name, "domain", "init_seed", "batch_seed")
+        if config["domain"] not in self.domains:
+            raise ValueError(
+                f"This side of {self.name} has the domains {', '.join(self.domains)}, and the config asks for "
+                f"{config['domain']!r}. Build it with the side that sampled it."
+            )
+        domain = self.collection.domain(config["domain"])
+        check_batch_size(self.training.batch_size, len(domain.rows["train"]), config["domain"])
+        return SupervisedTask(config, self.recipe, domain)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, and for every dataset how much of it is there and whether it is official."""
+        sides = {"domains": list(self.domains), "hold_out": self.hold_out}
+        return {"family": self.name, **sides, **self.training.describe(), **self.how, **self.collection.describe()}
+
+    def drawn(self) -> Drawn:
+        """A domain of this side, with all its images, and seeds."""
+        which = f"{'one of the domains' if len(self.domains) > 1 else 'the domain'} {', '.join(self.domains)}"
+        return Drawn(which, "all training images of the domain", "drawn anew", "drawn anew", self.domains)
+
+    def _side(self, hold_out: str, held: bool, steps: int | None = None) -> "ImageFamily":
+        training = self.training if steps is None else replace(self.training, steps=steps)
+        return ImageFamily(self.name, self.collection, training, self.how, hold_out=hold_out, held=held)
+
+
+Domains = TypeVar("Domains", ImageFamily, SharedStart)
+
+
+def leave_one_out(family: Domains) -> Iterator[Domains]:
+    """The family with each of its domains held out in turn; all of them share the images in memory, and the start.
+
+    Args:
+        family: of image domains, whatever it holds out itself.
+    """
+    inner = family.family if isinstance(family, SharedStart) else family
+    if not isinstance(inner, ImageFamily):
+        raise TypeError(f"leave_one_out needs a family of image domains, got {inner.name!r}.")
+    for domain in inner.collection.preparations:
+        side = inner._side(domain, held=False)
+        yield SharedStart(side, family._start) if isinstance(family, SharedStart) else side
+
+
+# rotated MNIST at any angle
+
+
+def rotated_mnist_continuous(
+    *,
+    angles: tuple[float, float] = (0.0, 360.0),
+    classes: int = 5,
+    model: str = "mlp",
+    images: int | None = 1000,
+    batch_size: int = 100,
+    steps: int = 500,
+) -> "RotatedContinuous":
+    """MNIST at an angle drawn uniformly, with a random few of the ten digits and some of their images.
+
+    With five classes there are 252 sets of them, at any angle each. The images are divided in two halves by a fixed seed:
+    training tasks draw from one, tasks of `held_out()` from the other, so a held-out task has no image that any training
+    task had. Within a side tasks are independent draws of one distribution and may share images.
+
+    Args:
+        angles: the least and the greatest, in degrees, counter-clockwise.
+        classes: how many digits a task tells apart.
+        model: `"linear"`, `"mlp"`, `"lenet"` or `"resnet18"`.
+        images: training images of a task, balanced over its digits, where there are so many; None for all.
+        batch_size: images per step.
+        steps: T.
+    """
+    if not (all(map(math.isfinite, angles)) and angles[0] <= angles[1]):
+        raise ValueError(f"angles must be the least and the greatest angle, got {angles}. Pass angles=(0, 90), say.")
+    if not 2 <= classes <= 10:
+        raise ValueError(f"classes must lie between 2 and the 10 digits, got {classes}. Pass classes=5, say.")
+    if images is not None and images < 1:
+        raise ValueError(f"images must be at least 1, got {images}. Leave it out for all of them.")
+    return RotatedContinuous(angles, classes, images, Training(model, batch_size, steps), Halves(), "training")
+
+
+class Halves:
+    """MNIST, loaded when first asked for, and its two halves, which no image is in both of."""
+
+    @cached_property
+    def source(self) -> Source:
+        """All of it."""
+        return Source.load("mnist")
+
+    @cached_property
+    def rows(self) -> dict[Side, dict[str, Tensor]]:
+        """The rows of each half, by official split."""
+        parts = {}
+        for split, labels in self.source.labels.items():
+            seed = derive_seed("halves", split)
+            parts[split] = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).tensor_split(2)
+        return {"training": {s: p[0] for s, p in parts.items()}, "held-out": {s: p[1] for s, p in parts.items()}}
+
+
+class RotatedContinuous(TaskFamily):
+    """See `rotated_mnist_continuous`; `side` says which half of the images its tasks draw from."""
+
+    def __init__(
+        self,
+        angles: tuple[float, float],
+        classes: int,
+        images: int | None,
+        training: Training,
+        halves: Halves,
+        side: Side,
+    ) -> None:
+        super().__init__("rotated-mnist-continuous", training.steps, shared_loss=True)
+        self.angles, self.classes, self.images, self.training = angles, classes, images, training
+        self.halves, self.side = halves, side
+        self.recipe = training.recipe((1, 28, 28), classes)
+
+    def held_out(self) -> "RotatedContinuous":
+        """The held-out side: the same distribution on the half of the images that training tasks never draw from."""
+        return RotatedContinuous(self.angles, self.classes, self.images, self.training, self.halves, "held-out")
+
+    def sample(self, generator: torch.Generator) -> Config:
+        """An angle, some digits, and seeds of the images, of the initialisation and of the batches."""
+        low, high = self.angles
+        angle = low + (high - low) * float(torch.rand((), generator=generator, dtype=torch.float64))
+        digits = torch.randperm(10, generator=generator)[: self.classes].sort().values.tolist()
+        seeds = {key: draw_seed(generator) for key in ("data_seed", "init_seed", "batch_seed")}
+        return {"family": self.name, "side": self.side, "angle": angle, "classes": digits, **seeds}
+
+    def build(self, config: Config) -> SupervisedTask:
+        """The task of a config; one of the other side is refused."""
+        check_config(config, self.name, "side", "angle", "classes", "data_seed", "init_seed", "batch_seed")
+        if config["side"] != self.side or len(config["classes"]) != self.classes:
+            raise ValueError(
+                f"This family has {self.side} tasks with {self.classes} classes, and the config is of a {config['side']} "
+                f"task with {len(config['classes'])}. Build it with the side that sampled it."
+            )
+        rows = self._rows(config)
+        check_batch_size(self.training.batch_size, len(rows["train"]), self.name)
+        prepare = partial(rotate, angle=config["angle"])
+        domain = Domain(self.halves.source, rows, prepare, 1, classes=config["classes"])
+        return SupervisedTask(config, self.recipe, domain)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, and how much of MNIST is there and whether it is official."""
+        task = {"angles": list(self.angles), "classes": self.classes, "images": self.images}
+        how = {
+            "preparation": ROTATION,
+            "held_out": "the same distribution on the other half of MNIST's training and test images",
+            "normalisation": "mean 0 and deviation 1, from the task's training images",
+        }
+        datasets = {"mnist": self.halves.source.origin}
+        return {"family": self.name, "side": self.side, **task, **self.training.describe(), **how, "datasets": datasets}
+
+    def drawn(self) -> Drawn:
+        """An angle, digits and images of this half, and seeds."""
+        domain = f"an angle and {self.classes} digits of MNIST drawn anew"
+        return Drawn(domain, f"images drawn anew from the {self.side} half", "drawn anew", "drawn anew")
+
+    def _rows(self, config: Config) -> dict[Split, Tensor]:
+        wanted = torch.tensor(config["classes"])
+        labels = self.halves.source.labels
+        mine = {s: rows[torch.isin(labels[s][rows], wanted)] for s, rows in self.halves.rows[self.side].items()}
+        train, validation = choose(labels["train"][mine["train"]], self.images, config["data_seed"])
+        return {"train": mine["train"][train], "validation": mine["train"][validation], "test": mine["test"]}
+
+
+# a model trained at one angle and adapted to others
+
+
+def adapt_rotated_mnist(
+    *,
+    pretrained_at: float = 45.0,
+    angles: Sequence[float] = ADAPTED,
+    hold_out: float | None = None,
+    model: str = "mlp",
+    images: int | None = 5000,
+    batch_size: int = 100,
+    steps: int = 100,
+    pretraining_steps: int = 500,
+) -> SharedStart:
+    """Rotated MNIST whose tasks all begin at one model, which was trained at another angle on images that no task has.
+
+    The model is trained when the first task is built (Adam, rate 0.001 falling linearly to zero), in a second or two.
+
+    Args:
+        pretrained_at: the angle that the model was trained at, in degrees.
+        angles: what it is adapted to; every one is a domain.
+        hold_out: the angle that training never sees, for `held_out()`; None holds out none.
+        model: `"linear"`, `"mlp"`, `"lenet"` or `"resnet18"`.
+        images: training images per domain, at most 40,000, so that some are left for the model.
+        batch_size: images per step.
+        steps: T.
+        pretraining_steps: of the model.
+    """
+    if images is None or not 1 <= images <= 40_000:
+        raise ValueError(f"images must lie between 1 and 40,000, so that some are left to pretrain on; got {images}.")
+    if pretraining_steps < 1:
+        raise ValueError(f"pretraining_steps must be at least 1, got {pretraining_steps}.")
+    family = rotated_mnist(angles=angles, hold_out=hold_out, model=model, images=images, batch_size=batch_size, steps=steps)
+    family.name = "adapt-rotated-mnist"
+    family.how = {
+        **family.how,
+        "pretrained_at": pretrained_at,
+        "pretraining_steps": pretraining_steps,
+        "pretraining": "Adam, rate 0.001 falling linearly to zero, on images that no task has",
+    }
+    return SharedStart(family, Late(partial(pretrain, family, pretrained_at, pretraining_steps)))
+
+
+def pretrain(family: ImageFamily, angle: float, steps: int) -> dict[str, Tensor]:
+    """The parameters of a model trained at an angle, on the training images that the family's tasks leave."""
+    source, recipe = family.collection.source("mnist"), family.recipe
+    train, validation = choose(source.labels["train"], family.collection.images, family.collection.seed)
+    taken = torch.zeros(len(source.labels["train"]), dtype=torch.bool)
+    taken[torch.cat([train, validation])] = True
+    domain = Domain(source, {"train": (~taken).nonzero()[:, 0]}, partial(rotate, angle=angle), family.collection.shape[0])
+    images, labels = domain["train"]
+    model = recipe.make(derive_seed("pretrained"))
+    params = trained(model)
+    optimiser = torch.optim.Adam(params.values(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, steps)
+    order = Shuffle(len(labels), recipe.batch_size, derive_seed("pretraining"))
+    for t in range(steps):
+        rows = order.indices(t)
+        optimiser.zero_grad()
+        F.cross_entropy(functional_call(model, params, (images[rows],)), labels[rows]).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        schedule.step()
+    return {n: p.detach().clone() for n, p in params.items()}

@@ -1,5 +1,6 @@
-"""Families whose tasks all begin at one given model: nightly retrains, one model per customer, fine-tuning."""
+"""Families made from others: with one start for all tasks, with a name of their own, with their batches counted."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -11,9 +12,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from metamd.files.start import LearnedStart
 from metamd.potentials.tying import clean_names
-from metamd.tasks.base import Config, Drawn, Task, TaskFamily
+from metamd.tasks.base import Config, Drawn, Task, TaskFamily, config_hash
 
 
 def starting_at(family: TaskFamily, start: Mapping[str, Tensor] | str | Path) -> "SharedStart":
@@ -47,11 +47,7 @@ def starting_at(family: TaskFamily, start: Mapping[str, Tensor] | str | Path) ->
 
 
 class Late:
-    """A start that is found when it is first asked for, and then kept.
-
-    Args:
-        find: finds it.
-    """
+    """A start that is found when it is first asked for, and then kept."""
 
     def __init__(self, find: Callable[[], Mapping[str, Tensor]]) -> None:
         self.find = find
@@ -62,19 +58,51 @@ class Late:
         return self.find()
 
 
-class SharedStart(TaskFamily):
+class Wrapped(TaskFamily):
+    """A family whose tasks differ in one respect from those of another.
+
+    Args:
+        family: what the tasks are.
+        name: of this family; that of the other by default.
+    """
+
+    def __init__(self, family: TaskFamily, name: str | None = None) -> None:
+        super().__init__(name or family.name, family.steps, shared_loss=family.shared_loss)
+        self.family, self.counts_digits = family, family.counts_digits
+
+    def sample(self, generator: torch.Generator) -> Config:
+        """A task as the family draws it."""
+        return self.family.sample(generator)
+
+    def build(self, config: Config) -> Task:
+        """The family's task, changed."""
+        task = self.family.build(config)
+        self.change(task)
+        return task
+
+    def change(self, task: Task) -> None:
+        """Replace a method of this task alone."""
+
+    def drawn(self) -> Drawn:
+        """What the family draws."""
+        return self.family.drawn()
+
+    def describe(self) -> dict[str, Any]:
+        """The family's settings."""
+        return self.family.describe()
+
+
+class SharedStart(Wrapped):
     """See `starting_at`.
 
     Args:
         family: what the tasks are.
-        start: theta_1 of all of them, or what finds it once it is needed.
+        start: theta_1 of all of them.
     """
 
-    def __init__(self, family: TaskFamily, start: "Mapping[str, Tensor] | Late") -> None:
-        super().__init__(family.name, family.steps, shared_loss=family.shared_loss)
-        self.counts_digits = family.counts_digits
-        self.family = family
-        self._start = start if isinstance(start, Late | LearnedStart) else dict(start)
+    def __init__(self, family: TaskFamily, start: Mapping[str, Tensor] | Late) -> None:
+        super().__init__(family)
+        self._start = start
 
     @property
     def start(self) -> Mapping[str, Tensor]:
@@ -88,18 +116,12 @@ class SharedStart(TaskFamily):
             raise ValueError(f"{self.name} has no held-out side. Sample tasks that training did not use instead.")
         return SharedStart(side(), self._start)
 
-    def sample(self, generator: torch.Generator) -> Config:
-        """As the family does."""
-        return self.family.sample(generator)
-
-    def build(self, config: Config) -> Task:
-        """The family's task, with this start."""
-        task = self.family.build(config)
-        setattr(task, "init", partial(_copies, self.start))  # noqa: B010 - an attribute of this task alone
-        return task
+    def change(self, task: Task) -> None:
+        """Let the task begin at the start, in a copy of its own."""
+        setattr(task, "init", partial(_copies, self.start))  # noqa: B010 - a partial can be pickled
 
     def drawn(self) -> Drawn:
-        """As the family, from the shared start."""
+        """What the family draws, except the initialisation."""
         return replace(self.family.drawn(), initialisation="the same model for all tasks")
 
     def describe(self) -> dict[str, Any]:
@@ -110,12 +132,71 @@ class SharedStart(TaskFamily):
         return {**self.family.describe(), "start": "shared", "start_hash": digest.hexdigest()}
 
 
-def read_parameters(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, without executing anything in it.
+class Variant(Wrapped):
+    """The tasks of a family as a domain with a name of its own.
 
     Args:
-        path: a safetensors file, or one that `torch.save` wrote of a state_dict, bare or under "model" or "state_dict".
+        family: what the tasks are.
+        name: of the domain, for comparisons.
+        gain: the factor on the initial parameters.
     """
+
+    def __init__(self, family: TaskFamily, name: str, gain: float = 1.0) -> None:
+        if not gain > 0:
+            raise ValueError(f"gain must be positive, got {gain}. Pass 1.0 to leave initialisations as they are.")
+        super().__init__(family, name)
+        self.gain = gain
+
+    def change(self, task: Task) -> None:
+        """Scale the initialisation."""
+        if self.gain != 1:
+            init = task.init
+            setattr(task, "init", lambda: {n: self.gain * x for n, x in init().items()})  # noqa: B010
+
+    def describe(self) -> dict[str, Any]:
+        """The family's settings, and the gain."""
+        return {**self.family.describe(), "variant": self.name, "gain": self.gain}
+
+
+class Counted(Wrapped):
+    """A family that counts the batches asked of its tasks, one for each gradient evaluation, and remembers the tasks."""
+
+    def __init__(self, family: TaskFamily) -> None:
+        super().__init__(family)
+        self.batches, self.seconds, self.tasks = 0, 0.0, dict[str, None]()
+
+    def change(self, task: Task) -> None:
+        """Count the task's batches."""
+        self.tasks[config_hash(task.config)] = None
+        batch = task.batch
+
+        def counted(step: int) -> Any:
+            self.batches += 1
+            return batch(step)
+
+        setattr(task, "batch", counted)  # noqa: B010
+
+    def spent(self, batches: int, seconds: float) -> None:
+        """Count work that was done before and is not done again."""
+        self.batches += batches
+        self.seconds += seconds
+        if isinstance(self.family, Counted):
+            self.family.spent(batches, seconds)
+
+    def cost(self, began: float) -> dict[str, float]:
+        """The work since `time.perf_counter()` was `began`, as headers state it."""
+        return {"gradient_evaluations": self.batches, "seconds": time.perf_counter() - began + self.seconds}
+
+
+def uncounted(family: TaskFamily) -> TaskFamily:
+    """The family itself, to look at a task without counting it."""
+    while isinstance(family, Counted):
+        family = family.family
+    return family
+
+
+def read_parameters(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint (safetensors, or a state_dict by `torch.save`), without executing anything in it."""
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)

@@ -5,8 +5,7 @@ import pytest
 import scipy.ndimage
 import torch
 
-from metamd.tasks.vision.domains import Domain, Source, choose
-from metamd.tasks.vision.pixels import Normaliser, enlarge, rotate
+from metamd.tasks.vision.domains import Domain, Normaliser, Source, choose, enlarge, rotate
 
 
 def noise(count=7, channels=1, side=28, seed=0):
@@ -46,7 +45,7 @@ def test_rotation_agrees_with_scipy(angle):
 def test_rotation_treats_images_alone(monkeypatch):
     images = noise(9)
     together = rotate(images, 30)
-    monkeypatch.setattr("metamd.tasks.vision.pixels.BLOCK", 4)
+    monkeypatch.setattr("metamd.tasks.vision.domains.BLOCK", 4)
     assert torch.equal(rotate(images, 30), together)
     assert torch.equal(rotate(images[3:4], 30), together[3:4])
 
@@ -98,7 +97,7 @@ def test_flat_training_images_are_refused():
 
 def source(train=60, test=20):
     images = {"train": noise(train, side=4, seed=1), "test": noise(test, side=4, seed=2)}
-    return Source("made", images, {k: torch.arange(len(v)) % 10 for k, v in images.items()}, ())
+    return Source(images, {k: torch.arange(len(v)) % 10 for k, v in images.items()}, {})
 
 
 def whole(made, train, validation):

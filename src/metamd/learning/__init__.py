@@ -1,1 +1,17 @@
-"""From runs to a learned-optimiser file."""
+"""From runs to a learned-optimiser file: `meta_train` and `learn`, and the choices that are passed to them."""
+
+from metamd.learning.meta import Method, NotConvergedWarning
+from metamd.learning.reference import learn_from_reference
+from metamd.learning.rounds.outer import GradientDescent, Refine, Stopping, TrustRegion
+from metamd.learning.usage import tuned_reference
+
+__all__ = [
+    "GradientDescent",
+    "Method",
+    "NotConvergedWarning",
+    "Refine",
+    "Stopping",
+    "TrustRegion",
+    "learn_from_reference",
+    "tuned_reference",
+]

@@ -27,7 +27,7 @@ from metamd.learning.meta import Method
 from metamd.learning.rounds.outer import Adam
 from metamd.learning.usage import RULES
 from metamd.optimiser.averaging import AveragingName
-from metamd.potentials import Diagonal, Kronecker, MaxDiagonal
+from metamd.potentials import Diagonal, Kronecker
 from metamd.potentials.online import Online
 from metamd.potentials.tying import TyingName
 from metamd.tasks.base import TaskFamily
@@ -162,11 +162,9 @@ EXPERIMENT = Experiment(
             "Kronecker on both sides, best usage", partial(Kronecker, sides="both", rank="auto"), metrics=("learned",)
         ),
         "kronecker": _averaged(),
-        "phases": _closed("Kronecker, 3 pieces from phases of the runs", partial(Kronecker, 3, rank="auto")),
         "diagonal": _closed("diagonal, regret to a reference", Diagonal),
         "end": _closed("diagonal, regret to the run's end", Diagonal, Regret()),
         "prior": _closed("diagonal, regret to the run's end, prior 1e-4", Diagonal, Regret(prior=1e-4)),
-        "mixture": _closed("3 pieces, regret to a reference", partial(MaxDiagonal, 3)),
         "column": _closed("diagonal by column", partial(Diagonal, tying="column")),
         "tensor": _closed("diagonal by tensor", partial(Diagonal, tying="tensor")),
         "regret-direct": _gradient("regret, Direct", REGRET, Direct()),

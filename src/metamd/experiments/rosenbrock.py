@@ -177,7 +177,7 @@ def _outcome(problems: Problems, points: list[list[float]], steps: list[int]) ->
 
 def labels() -> dict[str, str]:
     """What each cell is called, by the second part of its name."""
-    found = {"metamd": "MetaMD", "refined": "MetaMD, refined", "mixture": "MetaMD (3 pieces)", "paper": "MetaMD, paper"}
+    found = {"metamd": "MetaMD", "refined": "MetaMD, refined", "paper": "MetaMD, paper"}
     found |= {"best-diagonal": "best diagonal"}
     for key, rival in RIVALS.items():
         found |= {f"{key}-rate": f"{rival.name} (rate)", f"{key}-all": f"{rival.name} (all)"}

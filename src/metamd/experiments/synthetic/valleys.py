@@ -27,7 +27,7 @@ from metamd.inner.objectives import LogGap
 from metamd.learning.meta import paper
 from metamd.learning.rounds.outer import Refine
 from metamd.optimiser.optimiser import MetaMD
-from metamd.potentials import Diagonal, MaxDiagonal
+from metamd.potentials import Diagonal
 from metamd.tasks.base import TaskFamily, derive_seed
 
 STEPS = 500
@@ -82,7 +82,6 @@ def cells(
     ours: dict[str, dict[str, Any]] = {
         "metamd": {"potential": Diagonal(), **options},
         "refined": {"potential": Diagonal(), **options, "refine": refine},
-        "mixture": {"potential": MaxDiagonal(3), **options},
         "paper": paper(10.0, estimator=Reverse(1), outer_steps=options["outer_steps"]) | {"tasks_per_step": 4},
     }
     for name, chosen in ours.items():

@@ -20,10 +20,10 @@ from metamd import (
     TrainingLoss,
 )
 from metamd.inner.comparators import Fixed, Reference
-from metamd.inner.estimators.recursion import Recursion
-from metamd.inner.moments import moments_of
+from metamd.inner.estimators.step import Recursion
 from metamd.inner.objectives import FromLipschitz
 from metamd.inner.run import gradient, run_inner
+from metamd.inner.sums import moments_of
 from tests.small_tasks import F64, BecomesNaN, ConvNet, Quadratic, Separable, TanhNet, potential_for
 
 EXACT = {"forward": Forward(), "forward in parts": Forward(tangents=2), "reverse": Reverse(), "full tape": Reverse(1)}
@@ -109,7 +109,7 @@ def test_the_papers_step_is_differentiated_between_its_jumps():
     expected = differences(task, phi, PaperBound(2.0), lr=0.8, exact=False)
     for estimator in EXACT.values():
         h = estimator(task, phi, PaperBound(2.0), lr=0.8, exact=False)
-        assert h.switches > 0
+        assert h.trajectory.switches > 0
         assert relative(flat(h), expected) < 1e-6
 
 
@@ -299,7 +299,7 @@ def test_records_have_the_run_its_value_and_cost(estimator):
     assert h.value == pytest.approx(float(Regret().value(run_inner(task, phi, lr=0.5), phi).detach()), rel=1e-12)
     assert h.cost.gradients >= 6
     assert h.cost.seconds > 0
-    assert h.switches == 0
+    assert h.trajectory.switches == 0
     assert {k: g.shape for k, g in h.grads.items()} == {k: v.shape for k, v in phi.log_d.items()}
     assert all(v.grad is None for v in phi.log_d.values())
 
@@ -337,7 +337,7 @@ def test_a_fixed_comparator_does_not_follow_the_run():
 
 @pytest.mark.parametrize("task", [Quadratic(0, 12, wave=0.1), TanhNet(0, 7), ConvNet()], ids=["quadratic", "tanh", "conv"])
 def test_products_in_turn_are_those_of_all_at_once(task):
-    from metamd.inner.estimators.tangents import batched, in_turn
+    from metamd.inner.estimators.forward import batched, in_turn
 
     g = torch.Generator().manual_seed(0)
     leaves = {n: x.detach().requires_grad_() for n, x in task.init().items()}
@@ -351,7 +351,7 @@ def test_products_in_turn_are_those_of_all_at_once(task):
 
 def test_batch_norm_is_differentiated_right():
     # Forward over forward is silently wrong through batch norm: the product must agree with differences of gradients.
-    from metamd.inner.estimators.tangents import hessian_products
+    from metamd.inner.estimators.forward import hessian_products
 
     task = ConvNet()
     point = task.init()

@@ -35,8 +35,8 @@ from metamd.inner.closed_form import (
     towards,
 )
 from metamd.inner.comparators import Reference
-from metamd.inner.moments import moments_of
 from metamd.inner.run import run_inner
+from metamd.inner.sums import moments_of
 from metamd.potentials.kronecker import Learned
 from metamd.potentials.online import Online
 from metamd.potentials.orthogonal import Orthogonal

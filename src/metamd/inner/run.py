@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metamd.inner.sums import GradientSums
-from metamd.potentials.base import Active, Params, Potential
+from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.simplex import gap_of
 from metamd.potentials.step import Stepping
@@ -501,7 +501,3 @@ def check_run(potential: Potential, lr: float, steps: int, phases: int) -> None:
         raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of one run.")
     if phases < 1:
         raise ValueError(f"phases must be at least 1, got {phases}. One phase is the whole run.")
-
-
-State = tuple[dict[str, Tensor], Active]
-"""What a step starts from: the parameters, and the active pieces there."""

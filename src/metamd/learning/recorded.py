@@ -13,9 +13,9 @@ from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, Moments
 from metamd.files.learned import versions as library_versions
 from metamd.files.recorded_run import Run
-from metamd.inner.moments import minimiser, moments_of
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost, Trajectory
+from metamd.inner.sums import minimiser, moments_of
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.potentials.tying import Shape, TyingName
 

@@ -19,10 +19,9 @@ from metamd.files.learned import LearnedOptimiser, Moments, fingerprint, load
 from metamd.files.usage import Usage
 from metamd.inner.closed_form import Iterate, learn_factors
 from metamd.inner.comparators import Reference
-from metamd.inner.moments import minimiser, moments_of
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost, Trajectory
-from metamd.inner.sums import GradientSums
+from metamd.inner.sums import GradientSums, minimiser, moments_of
 from metamd.learning.parts import parts_of
 from metamd.learning.rounds.first_look import affording, gradient_scale, look, squares_by_key
 from metamd.learning.rounds.round import ends_of, within_reach

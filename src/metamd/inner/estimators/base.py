@@ -1,13 +1,18 @@
-"""What every estimator of the hypergradient takes and returns."""
+"""What every estimator of the hypergradient takes and returns, and the estimators that need no second derivatives."""
 
+import copy
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from metamd.inner.objectives import Objective
-from metamd.inner.run import Cost, Trajectory, run_inner
+from metamd.files.learned import Moments
+from metamd.inner.objectives import Objective, Regret
+from metamd.inner.run import Cost, MirrorDescent, ReferenceRun, Trajectory, run_inner
+from metamd.inner.sums import minimiser, moments_of
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task
@@ -32,20 +37,34 @@ class Hypergradient:
     cost: Cost
 
     @property
-    def switches(self) -> int:
-        """How often the active pieces changed; pathwise derivatives do not see by how much a switch itself moves."""
-        return self.trajectory.switches
-
-    @property
     def diverged(self) -> str:
         """Why the run was given up; empty if it was not."""
         return self.trajectory.diverged
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What an estimator runs: a task under a potential, with the step size, kind and number of steps."""
+
+    task: Task
+    potential: MaxDiagonal
+    lr: float
+    exact: bool
+    steps: int | None
+
+    def run(self, reference: ReferenceRun | Params | None = None, potential: MaxDiagonal | None = None) -> Trajectory:
+        """A run, under another potential if one is given."""
+        phi = potential or self.potential
+        return run_inner(self.task, phi, lr=self.lr, exact=self.exact, steps=self.steps, reference=reference)
+
+    def descent(self) -> MirrorDescent:
+        """A run that has not begun."""
+        return MirrorDescent(self.task, self.potential, lr=self.lr, exact=self.exact, steps=self.steps)
+
+
 class Estimator(ABC):
     """A way to differentiate a meta-objective through a run."""
 
-    @abstractmethod
     def __call__(
         self,
         task: Task,
@@ -68,6 +87,160 @@ class Estimator(ABC):
             steps: T; the task's own if not given.
             generator: where randomness comes from, for the estimators that are random.
         """
+        return self.estimate(Setting(task, potential, lr, exact, steps), objective, generator)
+
+    @abstractmethod
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+        """The same from a record."""
+
+
+@dataclass(frozen=True)
+class Direct(Estimator):
+    """dE/dD with g_t, w_t and theta_{T+1} held fixed: first derivatives only, at the cost of the run itself.
+
+    Example:
+        >>> Direct()
+        Direct()
+    """
+
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+        """Run the task and differentiate the record."""
+        run = setting.run(objective.reference)
+        leaf = learnable(setting.potential, run.start)
+        if run.diverged:
+            return given_up(run, leaf, run.cost)
+        value = objective.value(run, leaf)
+        grads, offsets, _ = differentiate(value, leaf)
+        return Hypergradient(grads, offsets, float(value.detach()), run, run.cost)
+
+
+@dataclass(frozen=True)
+class ClosedForm(Estimator):
+    """D_i = eta sqrt(E sum_t g_ti^2 / E delta_i^2), the minimiser of `Regret` with the runs held fixed [Khodak2019].
+
+    Tied coordinates enter both sums together. Training the tasks and setting D, in turn, is a fixed-point solver; on a
+    separable quadratic with curvatures a_i it converges to D_i = eta a_i, Newton's metric. Called like the other estimators
+    it returns the direct gradient, which is zero at the minimiser; `minimise` gives the minimiser for many runs.
+
+    Example:
+        >>> ClosedForm()
+        ClosedForm()
+    """
+
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+        """The direct gradient."""
+        return Direct().estimate(setting, _regret(objective, setting.potential), generator)
+
+    def minimise(
+        self,
+        runs: Sequence[Trajectory],
+        potential: MaxDiagonal,
+        objective: Objective,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> dict[str, Tensor]:
+        """The logarithms of the best metrics for these runs, by key; runs that diverged are left out.
+
+        Where nothing moved or no gradient arrived the ratio says nothing, and the present metric is kept. A learned basis
+        stays as it is.
+
+        Args:
+            runs: their records.
+            potential: phi, bound, with the metrics to keep where the runs say nothing.
+            objective: `Regret`.
+            weights: of the runs; equal if not given.
+        """
+        regret = _regret(objective, potential)
+        if weights is not None and len(weights) != len(runs):
+            raise ValueError(f"there must be one weight for every run, got {len(weights)} for {len(runs)} runs.")
+        if potential.basis.kind == "both":
+            raise ValueError(
+                "in a basis of both sides the best metric is not known coordinate by coordinate. Learn it by meta_train."
+            )
+        shares = [1.0] * len(runs) if weights is None else list(weights)
+        used = [(s, moments_of(r, potential, regret)) for s, r in zip(shares, runs, strict=True) if not r.diverged]
+        if not used:
+            raise ValueError(
+                f"there is no run to learn from: all {len(runs)} diverged. Start from larger metrics or lower lr."
+            )
+        total = Moments.total([m for _, m in used], [s for s, _ in used])
+        return minimiser(total, potential.log_d)
+
+
+def _regret(objective: Objective, potential: MaxDiagonal) -> Regret:
+    if not isinstance(objective, Regret):
+        name = type(objective).__name__
+        raise ValueError(f"ClosedForm minimises Regret, got {name}. Use Forward() or Reverse() for other objectives.")
+    if potential.pieces > 1:
+        raise ValueError(
+            f"ClosedForm has a solution for one piece, got {potential.pieces}: with the active pieces held fixed, a piece "
+            "that is never the largest has no best metric. Pass Diagonal(), or use Forward() or Reverse()."
+        )
+    return objective
+
+
+@dataclass(frozen=True)
+class Evolution(Estimator):
+    """(1/pairs) sum_i (E(h + sigma v_i) - E(h - sigma v_i)) / (2 sigma) v_i, v_i normal: antithetic evolution strategies.
+
+    Its mean is the gradient of E smoothed over a radius sigma in (log_d, offsets): it sees across switches, jumps and
+    losses that cannot be differentiated twice. What the objective holds fixed is that of the unperturbed run. If a perturbed
+    run diverges, so does the estimate, with that run's reason.
+
+    Args:
+        pairs: how many pairs of runs.
+        sigma: the radius.
+
+    Example:
+        >>> Evolution(pairs=8, sigma=0.05)
+        Evolution(pairs=8, sigma=0.05)
+    """
+
+    pairs: int = 8
+    sigma: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.pairs < 1:
+            raise ValueError(f"pairs must be at least 1, got {self.pairs}. More of them lower the variance.")
+        if not 0 < self.sigma < float("inf"):
+            raise ValueError(f"sigma must be positive, got {self.sigma}. 0.01 changes every metric by about one per cent.")
+
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+        """Run the task 2 x pairs + 1 times."""
+        if generator is None:
+            raise ValueError("Evolution is random and needs a generator. Pass generator=torch.Generator().manual_seed(0).")
+        centre = setting.run(objective.reference)
+        leaf, cost = learnable(setting.potential, centre.start), centre.cost
+        if centre.diverged:
+            return given_up(centre, leaf, cost)
+        held, layout = objective.held(centre), Layout.of(leaf)
+        found = torch.zeros(len(layout), dtype=torch.float64)
+        for _ in range(self.pairs):
+            v = torch.randn(len(layout), generator=generator, dtype=torch.float64)
+            ends = []
+            for sign in (1.0, -1.0):
+                there = _moved(leaf, *layout.split(sign * self.sigma * v, leaf))
+                run = setting.run(centre.reference, there)
+                cost = cost + run.cost
+                if run.diverged:
+                    return given_up(run, leaf, cost)
+                with torch.no_grad():
+                    ends.append(float(held.value(run, there)))
+            found += (ends[0] - ends[1]) / (2 * self.sigma * self.pairs) * v
+        grads, offsets = layout.split(found, leaf)
+        return Hypergradient(grads, offsets, float(objective.value(centre, leaf).detach()), centre, cost)
+
+
+@torch.no_grad()
+def _moved(potential: MaxDiagonal, logs: Params, offsets: Tensor) -> MaxDiagonal:
+    new = copy.deepcopy(potential)
+    for key, leaf in new.log_d.items():
+        leaf.add_(logs[key])
+    new.offsets.add_(offsets)
+    return new
+
+
+# what estimators share
 
 
 def learnable(potential: MaxDiagonal, start: Params) -> MaxDiagonal:
@@ -92,22 +265,32 @@ def differentiate(value: Tensor, potential: MaxDiagonal, *more: Tensor) -> tuple
 def given_up(run: Trajectory, potential: MaxDiagonal, cost: Cost) -> Hypergradient:
     """What is returned for a run that diverged."""
     zeros = {k: torch.zeros_like(v.detach()) for k, v in potential.log_d.items()}
-    return Hypergradient(zeros, torch.zeros_like(potential.offsets.detach()), float("inf"), run, cost)
+    return Hypergradient(zeros, torch.zeros_like(potential.offsets.detach()), math.inf, run, cost)
 
 
-def foreseen(
-    objective: Objective, task: Task, potential: MaxDiagonal, *, lr: float, exact: bool, steps: int | None
-) -> tuple[Objective, Cost]:
-    """The objective with the constants it takes from the end of a run; a run is made beforehand if it needs any."""
-    if not objective.looks_ahead:
-        return objective, Cost()
-    run = run_inner(task, potential, lr=lr, exact=exact, steps=steps)
-    return objective if run.diverged else objective.held(run), run.cost
+@dataclass(frozen=True)
+class Layout:
+    """How (log_d, offsets) lie in one vector: the keys in order, then the offsets, which a single piece does not have."""
 
+    shapes: dict[str, torch.Size]
+    offsets: int
 
-def needs_generator(generator: torch.Generator | None, estimator: object) -> torch.Generator:
-    """The generator, or a sentence."""
-    if generator is None:
-        name = type(estimator).__name__
-        raise ValueError(f"{name} is random and needs a generator. Pass generator=torch.Generator().manual_seed(0).")
-    return generator
+    @classmethod
+    def of(cls, potential: MaxDiagonal) -> "Layout":
+        """The layout of a bound potential."""
+        shapes = {k: v.shape for k, v in potential.log_d.items()}
+        return cls(shapes, potential.pieces if potential.pieces > 1 else 0)
+
+    def __len__(self) -> int:
+        return sum(math.prod(s) for s in self.shapes.values()) + self.offsets
+
+    def split(self, rows: Tensor, like: MaxDiagonal) -> tuple[dict[str, Tensor], Tensor]:
+        """Rows of vectors (k, H) as (k, N, ...) by key, and (k, N)."""
+        sizes = [math.prod(s) for s in self.shapes.values()]
+        *parts, last = torch.split(rows, [*sizes, self.offsets], dim=-1)
+        lead = rows.shape[:-1]
+        logs = {
+            k: p.reshape(*lead, *s).to(like.log_d[k].dtype) for (k, s), p in zip(self.shapes.items(), parts, strict=True)
+        }
+        offsets = last if self.offsets else last.new_zeros(*lead, like.pieces)
+        return logs, offsets.to(like.offsets.dtype)

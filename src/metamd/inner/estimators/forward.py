@@ -1,14 +1,21 @@
-"""The exact gradient by forward mode."""
+"""Forward mode: tangents of the run are carried along with it, so that memory does not grow with its length.
 
-from dataclasses import dataclass
+For a direction v in the space of (log_d, offsets), z_t = d theta_t . v obeys z_{t+1} = A_t z_t + B_t v, the recursion of
+[Franceschi2017] and of the paper's appendix. All tangents of one step go through one vmapped Hessian-vector product.
+"""
+
+import math
+import time
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from metamd.inner.estimators.base import Estimator, Hypergradient, given_up, learnable
-from metamd.inner.estimators.tangents import Layout, carry
+from metamd.inner.estimators.base import Estimator, Hypergradient, Layout, Setting, differentiate, given_up, learnable
+from metamd.inner.estimators.step import Passage, Recursion, dot
 from metamd.inner.objectives import Objective
-from metamd.inner.run import Cost
-from metamd.potentials.diagonal import MaxDiagonal
+from metamd.inner.run import Cost, Trajectory, gradient
+from metamd.potentials.base import Params
 from metamd.tasks.base import Task
 
 
@@ -32,30 +39,154 @@ class Forward(Estimator):
         if self.tangents is not None and self.tangents < 1:
             raise ValueError(f"tangents must be at least 1, got {self.tangents}. Pass None to carry all at once.")
 
-    def __call__(
-        self,
-        task: Task,
-        potential: MaxDiagonal,
-        objective: Objective,
-        *,
-        lr: float = 1.0,
-        exact: bool = True,
-        steps: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Hypergradient:
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
         """Run the task, once for every `tangents` directions."""
-        leaf = learnable(potential, task.init())
-        layout, cost = Layout.of(leaf), Cost()
-        size = len(layout)
-        found = []
-        for first in range(0, size, self.tangents or size):
-            rows = torch.arange(first, min(first + (self.tangents or size), size))
-            directions = torch.zeros(len(rows), size, dtype=torch.float64)
-            directions[torch.arange(len(rows)), rows] = 1.0
-            part = carry(task, leaf, objective, directions, lr=lr, exact=exact, steps=steps)
-            cost = cost + part.cost
-            if part.run.diverged:
-                return given_up(part.run, leaf, cost)
-            found.append(part.along)
+        leaf, cost, found = learnable(setting.potential, setting.task.init()), Cost(), []
+        setting, layout = replace(setting, potential=leaf), Layout.of(leaf)
+        for directions in torch.split(torch.eye(len(layout), dtype=torch.float64), self.tangents or len(layout)):
+            along, value, run, extra = _carry(setting, objective, directions)
+            cost = cost + extra
+            if run.diverged:
+                return given_up(run, leaf, cost)
+            found.append(along)
         grads, offsets = layout.split(torch.cat(found), leaf)
-        return Hypergradient(grads, offsets, part.value, part.run, cost)
+        return Hypergradient(grads, offsets, value, run, cost)
+
+
+def _carry(setting: Setting, objective: Objective, directions: Tensor) -> tuple[Tensor, float, Trajectory, Cost]:
+    """Run a task and differentiate the objective in the given directions, (k, H): dE . v for each, E, the run, the cost."""
+    began, ahead = time.perf_counter(), Cost()
+    if objective.looks_ahead:  # its constants come from the end of a run, which has to be made beforehand
+        before_it = setting.run()
+        objective, ahead = objective if before_it.diverged else objective.held(before_it), before_it.cost
+    walk, leaf, task = setting.descent(), setting.potential, setting.task
+    recursion = Recursion(walk, leaf, objective)
+    by_key, offsets = Layout.of(leaf).split(directions, leaf)
+    logs = recursion.by_tensor(by_key)
+    metrics = {n: recursion.metrics[n] * v for n, v in logs.items()}  # dD = D d log D
+    count, hvps = len(directions), 0
+    z = {n: x.new_zeros(count, *x.shape) for n, x in walk.start.items()}
+    zw = torch.zeros(count, leaf.pieces, dtype=offsets.dtype)
+    along = torch.zeros(count, dtype=torch.float64)
+    while walk.going:
+        before, weights = walk.params, walk.active.weights
+        loss, grads, zg = hessian_products(task, before, task.batch(walk.taken), z)
+        hvps += count
+        walk.step(loss, grads)
+        if walk.diverged:
+            break
+        passage = Passage(before, grads, loss, weights, walk.active.weights)
+        piece = recursion.stays(passage)
+        if piece is not None:
+            along += recursion.along(passage, piece, logs, z, zg)
+            recursion.forth(passage, piece, logs, z, zg)
+            zw = torch.zeros_like(zw)  # a vertex of the simplex is constant
+        else:
+            tangents = _gather(metrics, offsets, z, zw, zg)
+            added, z, zw = _between(recursion, passage, tangents)
+            along += added
+    run = walk.finish(objective.reference)
+    value = math.inf
+    if not run.diverged:
+        ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
+        by_log, by_offset, by_end = differentiate(objective.final(run, leaf, ends), leaf, *ends.values())
+        along += dot(by_key, by_log) + offsets @ by_offset + dot(z, dict(zip(ends, by_end, strict=True)))
+        value = float(objective.value(run, leaf).detach())
+    return along, value, run, replace(run.cost + ahead, hvps=hvps, seconds=time.perf_counter() - began)
+
+
+def _between(recursion: Recursion, passage: Passage, tangents: Params) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """A step onto, along or off a kink: what it adds to the derivatives, and the tangents of theta and w after it."""
+    weights = recursion.weights_of(passage)
+    here = _gather(recursion.metrics, recursion.offsets, passage.params, weights, passage.grads)
+    leaves = {n: x.detach().requires_grad_() for n, x in here.items()}
+    loss = passage.loss.detach().requires_grad_()
+    metrics, params, grads = (_part(leaves, group) for group in ("metrics", "params", "grads"))
+    with torch.enable_grad():
+        term = recursion.running(metrics, leaves["weights"], loss, grads)
+        by = torch.autograd.grad(term, [loss, *leaves.values()], allow_unused=True, materialize_grads=True)
+        moved, after = recursion.step(metrics, leaves["offsets"], params, leaves["weights"], grads, passage)
+        outputs = {n: y for n, y in {**moved, "": after}.items() if y.requires_grad}
+        # J z from two reverse passes, u -> J'u -> J: a forward pass through torch.func costs several times as much.
+        u = {n: torch.zeros_like(y, requires_grad=True) for n, y in outputs.items()}
+        pulled = torch.autograd.grad(
+            list(outputs.values()), list(leaves.values()), list(u.values()), create_graph=True, allow_unused=True
+        )
+    z = _part(tangents, "params")
+    added = by[0] * dot(z, passage.grads) + dot(tangents, dict(zip(leaves, by[1:], strict=True)))
+    used = {n: p for n, p in zip(leaves, pulled, strict=True) if p is not None}
+    pushed = batched(used, u, tangents)
+    return added, {n: pushed[n] for n in moved}, pushed.get("", torch.zeros_like(tangents["weights"]))
+
+
+def hessian_products(
+    task: Task, params: Params, batch: object, tangents: Params
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """The loss, its gradient, and the Hessian times every tangent.
+
+    Reverse over reverse, with the second pass vmapped over tangents: H is symmetric, so that z'H serves. (Forward over
+    forward would be silently wrong through batch norm; forward over reverse is right, and slower.) A convolution over many
+    tangents is a grouped one, slower than one tangent after the other.
+    """
+    leaves = {n: x.detach().requires_grad_() for n, x in params.items()}
+    loss, grads = gradient(task, leaves, batch, graph=True)
+    products = (in_turn if _convolves(loss) else batched)(grads, leaves, tangents)
+    return loss.detach(), {n: g.detach() for n, g in grads.items()}, products
+
+
+def batched(outputs: Params, inputs: Params, rows: Params) -> dict[str, Tensor]:
+    """sum over outputs of <row, d output / d input>, for every input and all rows of cotangents at once."""
+    live = [n for n, y in outputs.items() if y.requires_grad]  # a gradient can be constant
+    count = len(next(iter(rows.values())))
+    found: tuple[Tensor | None, ...] = (None,) * len(inputs)
+    if live:
+        found = torch.autograd.grad(
+            [outputs[n] for n in live],
+            list(inputs.values()),
+            [rows[n].contiguous() for n in live],
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+    return {n: x.new_zeros(count, *x.shape) if f is None else f for (n, x), f in zip(inputs.items(), found, strict=True)}
+
+
+def in_turn(outputs: Params, inputs: Params, rows: Params) -> dict[str, Tensor]:
+    """What `batched` finds, one row after the other."""
+    live = {n: y for n, y in outputs.items() if y.requires_grad}
+    count = len(next(iter(rows.values())))
+    found = {n: x.new_zeros(count, *x.shape) for n, x in inputs.items()}
+    for i in range(count if live else 0):
+        weights = [rows[n][i] for n in live]
+        each = torch.autograd.grad(
+            list(live.values()), list(inputs.values()), weights, allow_unused=True, retain_graph=i + 1 < count
+        )
+        for into, product in zip(found.values(), each, strict=True):
+            if product is not None:
+                into[i] = product
+    return found
+
+
+def _convolves(loss: Tensor) -> bool:
+    """Whether there is a convolution in the graph of a loss."""
+    seen, left = {loss.grad_fn}, [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None:
+            continue
+        if "Convolution" in node.name():
+            return True
+        following = {f for f, _ in node.next_functions} - seen
+        seen |= following
+        left.extend(following)
+    return False
+
+
+def _gather(metrics: Params, offsets: Tensor, params: Params, weights: Tensor, grads: Params) -> dict[str, Tensor]:
+    """All arguments of a step under one mapping; tensors by group and name."""
+    groups = {"metrics": metrics, "params": params, "grads": grads}
+    named = {f"{group}/{n}": x for group, tensors in groups.items() for n, x in tensors.items()}
+    return {"offsets": offsets, "weights": weights, **named}
+
+
+def _part(arguments: Params, group: str) -> dict[str, Tensor]:
+    return {n.removeprefix(f"{group}/"): x for n, x in arguments.items() if n.startswith(f"{group}/")}

@@ -3,22 +3,22 @@
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metamd.inner.estimators.base import Estimator, Hypergradient, differentiate, given_up, learnable
-from metamd.inner.estimators.recursion import Passage, Recursion, stays
-from metamd.inner.estimators.straight import Straight
+from metamd.inner.estimators.base import Estimator, Hypergradient, Setting, differentiate, given_up, learnable
+from metamd.inner.estimators.step import Passage, Recursion, stays
 from metamd.inner.objectives import Objective
-from metamd.inner.run import MirrorDescent, State, Trajectory, gradient
+from metamd.inner.run import Cost, MirrorDescent, Trajectory, gradient, train
 from metamd.inner.sums import scalar
-from metamd.potentials.base import Params
-from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import Task
+from metamd.potentials.base import Active, Params
+
+State = tuple[dict[str, Tensor], Active]
+"""What a step starts from: the parameters, and the active pieces there."""
 
 SHARE = 2 / 3
 """Segments per sqrt(T): a head takes less memory than the graph of a step, so that segments may be longer than many."""
@@ -46,42 +46,25 @@ class Reverse(Estimator):
         if self.checkpoints is not None and self.checkpoints < 1:
             raise ValueError(f"checkpoints must be at least 1, got {self.checkpoints}. 1 keeps the whole tape.")
 
-    def __call__(
-        self,
-        task: Task,
-        potential: MaxDiagonal,
-        objective: Objective,
-        *,
-        lr: float = 1.0,
-        exact: bool = True,
-        steps: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Hypergradient:
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
         """Run the task forwards, then go back over it."""
-        began = time.perf_counter()
-        walk = MirrorDescent(task, potential, lr=lr, exact=exact, steps=steps)
-        leaf = learnable(potential, walk.start)
+        began, walk = time.perf_counter(), setting.descent()
+        leaf = learnable(setting.potential, walk.start)
         cuts = _cuts(walk.steps, self.checkpoints or math.ceil(SHARE * math.sqrt(walk.steps)))
         heads, first, tape = _forwards(walk, cuts)
         run = walk.finish(objective.reference)
         if run.diverged:
             return given_up(run, leaf, run.cost)
         objective = objective.held(run) if objective.looks_ahead else objective
-        adjoint = Adjoint(Recursion(walk, leaf), objective, run)
+        adjoint = Adjoint(Recursion(walk, leaf, objective), run)
         adjoint.back_over(tape)
         del tape
         for head, end in reversed(list(pairwise(cuts))):
             adjoint.back_over(_replay(walk, heads.pop(head), range(head, end)))
         adjoint.pull(first, adjoint.params)
-        repeated = cuts[-1] - 1
-        cost = replace(
-            run.cost,
-            gradients=run.cost.gradients + repeated,
-            hvps=walk.steps - 1,
-            seconds=time.perf_counter() - began,
-        )
-        value = float(objective.value(run, leaf).detach())
-        return Hypergradient(adjoint.log_d, adjoint.offsets, value, run, cost)
+        gradients, seconds = run.cost.gradients + cuts[-1] - 1, time.perf_counter() - began
+        cost = Cost(gradients, walk.steps - 1, seconds)
+        return Hypergradient(adjoint.log_d, adjoint.offsets, float(objective.value(run, leaf).detach()), run, cost)
 
 
 class Past:
@@ -159,21 +142,23 @@ def _cuts(steps: int, segments: int) -> list[int]:
 def _forwards(walk: MirrorDescent, cuts: Sequence[int]) -> tuple[dict[int, State], Passage, Tape]:
     """The run: the states at the heads of all segments but the last, by step; the first step; the last segment."""
     heads: dict[int, State] = {}
-    steps: list[Passage] = []
-    while walk.going and walk.taken < cuts[-1]:
-        before = (walk.params, walk.active)
-        if walk.taken in cuts:
-            heads[walk.taken] = before
-        loss, grads = gradient(walk.task, walk.params, walk.task.batch(walk.taken))
-        walk.step(loss, grads)
-        steps = steps or [_passage(loss, grads, before, (walk.params, walk.active), exact=walk.exact)]
+    seen: list[tuple[Tensor, Params]] = []
+
+    def watch(t: int, loss: Tensor, grads: Params) -> None:
+        if t in (0, *cuts):
+            heads[t] = (walk.params, walk.active)
+        if not t:
+            seen.append((loss, grads))
+
+    train(walk.task, walk, cuts[-1], watch=watch, until=None)
+    first = _passage(*seen[0], heads.pop(0), heads.get(1, (walk.params, walk.active)), exact=walk.exact)
     tape = Tape(walk, walk.params)
     while walk.going:
         before = (walk.params, walk.active)
         loss, grads = tape.gradient(walk.taken)
         walk.step(loss, grads)
         tape.extend(loss, grads, before, (walk.params, walk.active))
-    return heads, steps[0], tape
+    return heads, first, tape
 
 
 def _replay(walk: MirrorDescent, head: State, steps: range) -> Tape:
@@ -197,56 +182,41 @@ def _passage(loss: Tensor, grads: Params, before: State, after: State, *, exact:
 
 
 class Adjoint:
-    """The cotangents of (theta_t, w_t), and the gradient gathered so far.
+    """The cotangents of (theta_t, w_t), and the gradient gathered so far."""
 
-    Args:
-        recursion: the differentiable step.
-        objective: E.
-        run: the record of the run.
-    """
-
-    def __init__(self, recursion: Recursion, objective: Objective, run: Trajectory) -> None:
-        self.recursion, self.objective = recursion, objective
-        ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
-        final = objective.final(run, recursion.potential, ends)
+    def __init__(self, recursion: Recursion, run: Trajectory) -> None:
+        self.recursion = recursion
+        ends = _leaves(run.end)
+        final = recursion.objective.final(run, recursion.potential, ends)
         self._final, self.offsets, by_end = differentiate(final, recursion.potential, *ends.values())
         self.params = tuple(torch.empty_like(x).copy_(by) for x, by in zip(ends.values(), by_end, strict=True))
         self._aimless = not any(bool(by.any()) for by in by_end)
-        self._straight = Straight(recursion, objective)
         self._logs = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
         self._rows = [[scalar(d[j]) for d in self._logs.values()] for j in range(recursion.pieces)]
         self.weights = torch.zeros_like(self.offsets)
-        self._by_loss: tuple[float, Tensor] | None = None
 
     @property
     def log_d(self) -> dict[str, Tensor]:
         """The gradient by the logarithms of the metrics, gathered so far."""
-        return {k: v + self._final[k] for k, v in self.recursion.added_up(self._logs).items()}
+        return {k: v + self._final[k] for k, v in self.recursion.by_key(self._logs).items()}
 
     def back_over(self, tape: Tape) -> None:
         """Pull the cotangents back over the steps of a segment, which is consumed."""
         self.params = tape.back(self, self.params)
 
     def pull(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
-        """The cotangents of loss, theta_t and g_t from those of theta_{t+1}; those of the metrics are gathered.
-
-        Args:
-            passage: the step.
-            cotangents: in the order of the tensors.
-        """
+        """The cotangents of loss, theta_t and g_t from those of theta_{t+1}; those of the metrics are gathered."""
         aimless, self._aimless = self._aimless, False
-        piece = stays(passage.before, passage.after, exact=self.recursion.exact)
+        piece = self.recursion.stays(passage)
         if piece is None:
             return self._pull_between(passage, cotangents)
-        slopes = self._straight.slopes(passage, piece)
+        slopes = self.recursion.slopes(passage, piece)
         if aimless and not slopes.energy:  # nothing depends on where the last step led to: there is no H c to find
             return [None, *torch._foreach_mul(list(passage.grads.values()), slopes.loss), *[None] * len(passage.grads)]
-        by_grads = self._straight.back(passage, piece, slopes, cotangents, self._rows[piece])
+        by_grads = self.recursion.back(passage, piece, slopes, cotangents, self._rows[piece])
         if len(passage.before) > 1:
             self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
-        if self._by_loss is None or self._by_loss[0] != slopes.loss:
-            self._by_loss = slopes.loss, passage.loss.new_tensor(slopes.loss)
-        return [self._by_loss[1], *cotangents, *by_grads]
+        return [passage.loss.new_tensor(slopes.loss), *cotangents, *by_grads]
 
     @torch.enable_grad()
     def _pull_between(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor]:
@@ -254,14 +224,12 @@ class Adjoint:
         r = self.recursion
         metrics, params, grads = _leaves(r.metrics), _leaves(passage.params), _leaves(passage.grads)
         offsets, loss = r.offsets.detach().requires_grad_(), passage.loss.detach().requires_grad_()
-        weights = torch.tensor(passage.before, dtype=offsets.dtype, requires_grad=True)
-        moved, after = r.step(metrics, offsets, params, weights, grads, passage, r.newton(passage))
-        outputs, given = list(moved.values()), list(cotangents)
+        weights = r.weights_of(passage).requires_grad_()
+        moved, after = r.step(metrics, offsets, params, weights, grads, passage)
+        term = r.running(metrics, weights, loss, grads)
+        outputs, given = [*moved.values(), term], [*cotangents, torch.ones_like(term)]
         if after.requires_grad:
             outputs, given = [*outputs, after], [*given, self.weights]
-        if self.objective.runs:
-            term = r.running(self.objective, metrics, weights, loss, grads)
-            outputs, given = [*outputs, term], [*given, torch.ones_like(term)]
         leaves = [offsets, weights, *metrics.values(), loss, *params.values(), *grads.values()]
         by = torch.autograd.grad(outputs, leaves, given, allow_unused=True, materialize_grads=True)
         self.offsets = self.offsets + by[0]

@@ -12,8 +12,8 @@ from torch import Tensor
 from metamd.files.learned import Moments
 from metamd.inner.closed_form import Iterate, learn_factors
 from metamd.inner.estimators import ClosedForm, Estimator, Reverse
-from metamd.inner.moments import minimiser
 from metamd.inner.objectives import Objective
+from metamd.inner.sums import minimiser
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Shape
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from metamd.inner.closed_form import Iterate, compared, moment_shapes
 from metamd.inner.estimators import ClosedForm, Estimator
-from metamd.inner.moments import moments_of
 from metamd.inner.objectives import Objective, PaperBound, Regret, TrainingLoss
 from metamd.inner.run import Cost, Trajectory, gradient, run_inner
+from metamd.inner.sums import moments_of
 from metamd.inner.together import run_many
 from metamd.learning.rounds.outer import Ball
 from metamd.learning.rounds.state import State

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import metamd
 from metamd import ClosedForm, Diagonal, LogGap, PaperBound, Regret, TrainingLoss
 from metamd.inner.comparators import End, Fixed, Reference
 from metamd.inner.objectives import PRIOR, FromLipschitz, Objective, Point
@@ -225,12 +224,6 @@ def test_a_prior_or_a_reference_prevents_starving(objective):
     rates = [rate_of_noise(objective, rounds) for rounds in ((4, 8, 12) if objective.prior != PRIOR else (12, 16, 20))]
     assert rates[1] == pytest.approx(rates[0], rel=0.1)
     assert rates[2] == pytest.approx(rates[1], rel=0.02)
-
-
-def test_the_names_are_exported():
-    for name in ("Regret", "PaperBound", "TrainingLoss", "ClosedForm", "Direct", "Forward"):
-        assert name in metamd.__all__
-        assert getattr(metamd, name).__name__ == name
 
 
 @pytest.mark.parametrize(

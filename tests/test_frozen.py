@@ -133,7 +133,8 @@ def statements(certificate):
 def test_held_out_tasks_certify_the_same():
     (written,) = taken_apart(problems.path_of("quadratic-certified"))[1]["held_out"]["certificates"].values()
     learned = metamd.load(problems.path_of("quadratic-certified"))
-    found = metamd.certify(learned, problems.quadratic_family(), held_out_tasks=20, regret_cap=500.0).to_dict()
+    stated = metamd.Stated(regret_cap=500.0)
+    found = metamd.certify(learned, problems.quadratic_family(), held_out_tasks=20, stated=stated).to_dict()
     assert_alike(statements(found), statements(written))
     assert str(metamd.HeldOutCertificate.from_dict(written))
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from metamd import learning as learning
     from metamd import rivals as rivals
     from metamd import tasks as tasks
-    from metamd.certification.certification import certify
+    from metamd.certification.certification import Stated, certify
     from metamd.certification.statements import HeldOutCertificate
     from metamd.comparison.compare import compare
     from metamd.comparison.comparison import Comparison
@@ -54,7 +54,7 @@ _PUBLIC = {
     "metamd.learning.recorded": ("learn", "update"),
     "metamd.learning.recorder": ("Recorder",),
     "metamd.learning.usage": ("learn_start", "learn_usage"),
-    "metamd.certification.certification": ("certify",),
+    "metamd.certification.certification": ("Stated", "certify"),
     "metamd.certification.statements": ("HeldOutCertificate",),
     "metamd.comparison.compare": ("compare",),
     "metamd.comparison.comparison": ("Comparison",),
@@ -113,6 +113,7 @@ __all__ = [
     "Potential",
     "Recorder",
     "Run",
+    "Stated",
     "bregman",
     "certify",
     "compare",

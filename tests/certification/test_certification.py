@@ -10,12 +10,12 @@ from torch import nn
 
 import metamd
 from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, certify, load, meta_train, tasks
-from metamd.certification.certification import across_domains
-from metamd.certification.scores import run_task, steps_to
+from metamd.certification.certification import Stated, across_domains, run_task, steps_to
+from metamd.certification.generalisation import displacements, measure, size_of, training_tasks
 from metamd.certification.statements import HeldOutCertificate
-from metamd.certification.training_tasks import displacements, measure, size_of, training_tasks
 from metamd.cli import main as cli
 from metamd.inner.comparators import Reference
+from metamd.inner.executor import Executor
 from metamd.learning.rounds.round import draw
 from metamd.tasks import FAMILIES, Drawn, config_hash
 from tests.meta_families import poisoned
@@ -30,7 +30,7 @@ def learned():
 
 @pytest.fixture(scope="module")
 def certificate(learned):
-    return certify(learned, FAMILY, held_out_tasks=40, regret_cap=2000.0)
+    return certify(learned, FAMILY, held_out_tasks=40, stated=Stated(regret_cap=2000.0))
 
 
 def held_out(family, count, seed=0):
@@ -86,9 +86,9 @@ def test_target_comes_from_the_training_tasks_and_must_come_from_somewhere(learn
     starts = sorted(float(t.loss(t.init(), t.batch(0))) for t in first)
     assert learned.header.target_loss < starts[0]
     nothing = replace(learned, header=replace(learned.header, target_loss=None))
-    with pytest.raises(ValueError, match=r"a loss to count steps to.*State one: target=0.1"):
+    with pytest.raises(ValueError, match=r"a loss to count steps to.*State one: stated=Stated.target=0.1"):
         certify(nothing, FAMILY)
-    assert certify(nothing, FAMILY, held_out_tasks=1, target=1.0).target == 1.0
+    assert certify(nothing, FAMILY, held_out_tasks=1, stated=Stated(target=1.0)).target == 1.0
 
 
 def test_all_tasks_of_meta_training_are_in_the_header_and_can_be_drawn_again():
@@ -100,11 +100,11 @@ def test_all_tasks_of_meta_training_are_in_the_header_and_can_be_drawn_again():
     learned = meta_train(family, MaxDiagonal(2), outer_steps=3, tasks_per_step=3, refine=metamd.Refine(1))
     used = set(built)
     assert used == set(learned.header.task_hashes)
-    again = training_tasks(learned.header, family)
-    assert {config_hash(t.config) for t in again.tasks} == used
+    again, share = training_tasks(learned.header, family)
+    assert {config_hash(t.config) for t in again} == used
     steps = learned.header.cost["outer_steps"]
-    assert len(again.tasks) == 3 * steps
-    assert again.share == 1 / (steps * (steps + 1))
+    assert len(again) == 3 * steps
+    assert share == 1 / (steps * (steps + 1))
 
 
 @pytest.mark.parametrize("purpose", ["train", "judge"])
@@ -137,15 +137,17 @@ def test_tasks_that_are_all_the_same_cannot_be_held_out():
 
 
 def test_tasks_that_diverge_count_as_infinite(learned):
-    found = certify(learned, poisoned(FAMILY, share=200), held_out_tasks=40, target=10.0)
+    found = certify(learned, poisoned(FAMILY, share=200), held_out_tasks=40, stated=Stated(target=10.0))
     assert found.diverged > 3
     for quantity in ("steps", "loss"):
         statement = found.of("next task", quantity)
         assert (statement.bound, statement.verdict) == (None, "no bound")
         assert statement.numbers["infinite"] == found.diverged
     assert found.of("mean", "min(steps").numbers["clipped"] == found.diverged / 40
-    rare = certify(learned, poisoned(FAMILY, share=15), held_out_tasks=40, target=10.0)
+    rare = certify(learned, poisoned(FAMILY, share=15), held_out_tasks=40, stated=Stated(target=10.0))
     assert rare.diverged == 1
+    assert rare.reason in " ".join(str(rare).split())
+    assert rare.reason.startswith("The ")
     assert rare.of("next task", "loss").bound is not None
 
 
@@ -185,7 +187,7 @@ def test_without_a_solution_a_comparator_is_needed():
     found = certify(learned, family, held_out_tasks=19)
     assert "Pass comparator=Reference" in found.of("next task", "distance").basis
     assert "theta_* must not depend on the potential, and the end of a run does" in found.of("training tasks").basis
-    better = certify(learned, family, held_out_tasks=19, comparator=Reference(lr=0.01), regret_cap=100.0)
+    better = certify(learned, family, held_out_tasks=19, comparator=Reference(lr=0.01), stated=Stated(regret_cap=100.0))
     assert better.of("next task", "distance").bound > 0
     assert better.of("mean", "min(regret").verdict in ("holds", "vacuous")
     assert better.of("training tasks", "B(").bound > 0
@@ -207,19 +209,19 @@ def test_the_training_bound_with_everything_stated_beforehand():
     learned = meta_train(
         family, Diagonal(), outer_steps=3, tasks_per_step=40, max_norm=2.5, method=metamd.Method(keep="last")
     )
-    found = certify(learned, family, held_out_tasks=20, radius=5.0).of("training tasks", "B(")
-    again = training_tasks(learned.header, family)
-    seen, size = displacements(learned, again.tasks, lambda t: t.optimum())
+    found = certify(learned, family, held_out_tasks=20, stated=Stated(radius=5.0)).of("training tasks", "B(")
+    again, _ = training_tasks(learned.header, family)
+    seen, size = displacements(learned, again, lambda t: t.optimum())
     assert found.numbers["max_norm"] == 2.5
     assert size.norm <= 2.5
     d = learned.potential.log_d["theta"].detach()[0].exp()
-    moved = torch.stack([t.optimum()["theta"] - t.init()["theta"] for t in again.tasks])
+    moved = torch.stack([t.optimum()["theta"] - t.init()["theta"] for t in again])
     assert found.numbers["mean"] == pytest.approx(float((0.5 * d * moved**2).sum(1).mean()))
     assert found.bound == pytest.approx(sum(found.numbers[k] for k in ("mean", "complexity", "concentration")))
     assert "C = 2.5 stated beforehand" in found.basis
     assert "(l2)" in found.basis
     assert seen.tasks == len(learned.header.task_hashes)
-    wide = certify(learned, family, held_out_tasks=1, reach=5.0).of("training tasks", "B(")
+    wide = certify(learned, family, held_out_tasks=1, stated=Stated(reach=5.0)).of("training tasks", "B(")
     assert "(l_inf)" in wide.basis
     assert wide.numbers["complexity"] == pytest.approx(found.numbers["complexity"] * math.sqrt(2 * math.log(3)))
 
@@ -237,10 +239,8 @@ def test_widths_and_lengths_of_tied_metrics():
     start = {"w": torch.zeros(2, 3, dtype=torch.float64)}
     solution = {"w": torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 3.0]], dtype=torch.float64)}
     tied = MaxDiagonal(1, tying="channel").bind(start)
-    found = measure(tied, start, solution)
-    assert found.length == pytest.approx(math.sqrt(18))
-    assert found.reach == pytest.approx(math.sqrt(3))  # both rows have a mean square of 3
-    assert found.divergence == pytest.approx(9.0)
+    # both rows have a mean square of 3
+    assert measure(tied, start, solution) == pytest.approx((9.0, math.sqrt(18), math.sqrt(3)))
     size = size_of(tied, {"w": (2, 3)})
     assert (size.numbers, size.norm) == (2, pytest.approx(math.sqrt(6)))
 
@@ -279,15 +279,30 @@ def test_every_family_says_what_a_task_is(name):
     [
         ({"held_out_tasks": 0}, "held_out_tasks must be at least 1, got 0"),
         ({"delta": 0.0}, "delta must lie between 0 and 1, got 0.0"),
+    ],
+)
+def test_bad_input_is_a_sentence(learned, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        certify(learned, FAMILY, **options)
+
+
+@pytest.mark.parametrize(
+    ("stated", "sentence"),
+    [
         ({"target": math.nan}, "target must be a finite loss, got nan"),
         ({"regret_cap": -1.0}, "regret_cap must be positive and finite, got -1.0"),
         ({"radius": math.nan}, "radius must be positive and finite, got nan"),
         ({"reach": 0.0}, "reach must be positive and finite, got 0.0"),
     ],
 )
-def test_bad_input_is_a_sentence(learned, options, sentence):
+def test_what_cannot_be_stated_is_a_sentence(stated, sentence):
     with pytest.raises(ValueError, match=sentence):
-        certify(learned, FAMILY, **options)
+        Stated(**stated)
+
+
+def test_processes_give_the_same_certificate(learned):
+    alone, two = (certify(learned, FAMILY, held_out_tasks=4, executor=Executor(n)) for n in (1, 2))
+    assert alone == two
 
 
 def test_wrong_things_are_named(learned):
@@ -318,7 +333,7 @@ def test_the_command_prints_and_writes_it(file, tmp_path, capsys):
     said = capsys.readouterr()
     assert "held-out certificate: quadratic, 20 tasks, T = 60" in said.out  # the steps that the file records
     assert "Written into the header" in said.out
-    assert "held-out task 20 of 20" in said.err
+    assert "held-out tasks: 20 of 20" in said.err
     after = load(file)
     assert after.fingerprint() == before.fingerprint()
     assert after.header.held_out["certificates"]["quadratic"]["tasks"] == 20

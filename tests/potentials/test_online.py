@@ -707,7 +707,9 @@ def test_a_certificate_says_that_the_recommended_usage_is_another():
     family = tabular(steps=5)
     learned = learn_from_reference(family, Kronecker(), reference=Reference(lr=0.01), tasks=1)
     used = replace(learned, header=replace(learned.header, usage=Usage(momentum=0.9).to_dict()))
-    plain, other = (str(metamd.certify(x, family, held_out_tasks=1, target=1.0)) for x in (learned, used))
+    plain, other = (
+        str(metamd.certify(x, family, held_out_tasks=1, stated=metamd.Stated(target=1.0))) for x in (learned, used)
+    )
     assert "learned from reference runs" in plain
     assert "is not certified" not in plain
     assert "(learned metric, momentum 0.9, constant schedule, factor 1) is not certified" in " ".join(other.split())

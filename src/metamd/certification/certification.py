@@ -2,23 +2,67 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 
-from metamd.certification.generalisation import PRINTED, REASONS, Displacements, Size, corrected_bound, printed_bound
-from metamd.certification.scores import Score, run_task, solve
-from metamd.certification.statements import HeldOutCertificate, Statement
+from torch import Tensor
+
+from metamd.certification.generalisation import (
+    PRINTED,
+    REASONS,
+    corrected_bound,
+    displacements,
+    measure,
+    printed_bound,
+    training_tasks,
+)
+from metamd.certification.statements import HeldOutCertificate, Statement, Verdict
 from metamd.certification.statistics import checked, clopper_pearson, mean_below, next_task, ordinal
-from metamd.certification.training_tasks import displacements, training_tasks
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import Usage
 from metamd.inner.comparators import Reference
+from metamd.inner.executor import Executor
+from metamd.inner.run import MirrorDescent, train
 from metamd.learning.rounds.round import draw_config
-from metamd.tasks.base import Config, TaskFamily, config_hash
+from metamd.tasks.base import Config, SolvedTask, Task, TaskFamily, config_hash
 
-Log = Callable[[dict[str, Any], int], None]
-"""Called with the score of a task and its number, from 1."""
+LOOKS = 50
+"""How often a run is looked at, at equal intervals."""
+
+UNKNOWN = (
+    "theta_* of these tasks is not known. Pass comparator=Reference(...), a longer run of another optimiser (--reference-lr)"
+)
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What has to be stated before the held-out tasks are seen; what is left out makes no statement.
+
+    Args:
+        target: the loss to count steps to; the file's `target_loss` if not given.
+        regret_cap: b, for a bound on the mean of min(regret, b) and on the share of tasks above.
+        radius: r, on ||theta_* - theta_1||_2 of every task that can be drawn, for the bound from the training tasks.
+        reach: r on the largest coordinate of theta_* - theta_1 instead, for models with many.
+
+    Example:
+        >>> Stated(target=0.1, regret_cap=2000.0).regret_cap
+        2000.0
+    """
+
+    target: float | None = None
+    regret_cap: float | None = None
+    radius: float | None = None
+    reach: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.target is not None and not math.isfinite(self.target):
+            raise ValueError(f"target must be a finite loss, got {self.target}.")
+        for name, value in (("regret_cap", self.regret_cap), ("radius", self.radius), ("reach", self.reach)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}. Leave it out to state none.")
 
 
 def certify(
@@ -28,18 +72,14 @@ def certify(
     held_out_tasks: int = 50,
     delta: float = 0.05,
     seed: int = 0,
-    target: float | None = None,
-    regret_cap: float | None = None,
-    radius: float | None = None,
-    reach: float | None = None,
+    stated: Stated | None = None,
     comparator: Reference | None = None,
-    log: Log | None = None,
+    executor: Executor | None = None,
 ) -> HeldOutCertificate:
     """Train held-out tasks with a learned optimiser, nothing tuned, and say what follows for the next ones.
 
-    Steps, losses and distances of the next task are bounded by split conformal prediction, means of capped quantities by
-    Hoeffding's or the empirical Bernstein inequality. Everything stated beforehand must be: it is chosen without looking at
-    the held-out tasks.
+    Split conformal prediction bounds steps, loss and distance of the next task. Hoeffding's or the empirical Bernstein
+    inequality bounds means of capped quantities.
 
     Args:
         learned: the optimiser; a task that it was learned from is refused.
@@ -47,12 +87,9 @@ def certify(
         held_out_tasks: m. A bound on the next task at 95 % needs 19 at least.
         delta: each statement holds with probability 1 - delta.
         seed: of the held-out tasks.
-        target: the loss to count steps to, stated beforehand; the file's `target_loss` if not given.
-        regret_cap: b, stated beforehand, for a bound on the mean of min(regret, b) and on the share of tasks above.
-        radius: r, on ||theta_* - theta_1||_2 of every task that can be drawn, for the bound from the training tasks.
-        reach: r on the largest coordinate of theta_* - theta_1 instead, for models with many.
+        stated: target, cap and radius, chosen without looking at the held-out tasks.
         comparator: finds theta_* of tasks whose optimum is not known.
-        log: called with the score of every task and its number.
+        executor: where the tasks are trained; in this process if not given.
 
     Example:
         >>> from metamd import Diagonal, meta_train, tasks
@@ -62,34 +99,125 @@ def certify(
         >>> found.of("next task", "loss").verdict
         'holds'
     """
-    _check(learned, family, held_out_tasks, delta, {"regret_cap": regret_cap, "radius": radius, "reach": reach})
-    target = _target(learned, target)
+    if not isinstance(learned, LearnedOptimiser):
+        raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
+    if not isinstance(family, TaskFamily):
+        raise TypeError(f"family must be a TaskFamily, got {type(family).__name__}. See metamd.tasks for some.")
+    if held_out_tasks < 1:
+        raise ValueError(f"held_out_tasks must be at least 1, got {held_out_tasks}. 50 is usual.")
+    checked([0.0], delta)
+    stated = stated or Stated()
+    target = learned.header.target_loss if stated.target is None else stated.target
+    if target is None:
+        raise ValueError(
+            "there must be a loss to count steps to, and the file has none from its training tasks. State one: "
+            "stated=Stated(target=0.1) (--target 0.1), chosen without looking at held-out tasks."
+        )
     configs = [draw_config(family, seed, "certify", i) for i in range(held_out_tasks)]
-    _refuse_overlap(configs, learned)
-    scores = []
-    for i, config in enumerate(configs):
-        scores.append(run_task(family.build(config), learned, target, comparator))
-        if log is not None:
-            log(asdict(scores[-1]) | {"task": config_hash(config)}, i + 1)
-    parts = [
-        *_about_the_next(scores, delta, target, family.steps),
-        *_about_the_mean(scores, delta, target, family.steps, regret_cap),
-        *_from_training(learned, family, scores, delta, (radius, reach), comparator),
-    ]
+    used = {config_hash(c) for c in configs} & set(learned.header.task_hashes)
+    if used:
+        raise ValueError(
+            f"{len(used)} of the {len(configs)} tasks drawn were used in learning this file, and a task that was used is "
+            f"not held out (such as {sorted(used)[0]}). Pass another seed, or a family that has other tasks."
+        )
+
+    def run(config: Config) -> Score:
+        return run_task(family.build(config), learned, target, comparator)
+
+    pieces = {f"task {i}": partial(run, config) for i, config in enumerate(configs, 1)}
+    scores = list((executor or Executor()).all(pieces, "held-out tasks").values())
+    reasons = [s.diverged for s in scores if s.diverged]
     return HeldOutCertificate(
         family=family.name,
         fingerprint=learned.fingerprint(),
         tasks=held_out_tasks,
-        diverged=sum(bool(s.diverged) for s in scores),
+        diverged=len(reasons),
         steps=family.steps,
         seed=seed,
         delta=delta,
         target=target,
         task=family.drawn(),
-        statements=tuple(parts),
+        statements=(
+            *_about_the_next(scores, delta, target, family.steps),
+            *_about_the_mean(scores, delta, target, family.steps, stated.regret_cap),
+            *_from_training(learned, family, scores, delta, stated, comparator),
+        ),
         assumptions=_assumptions(learned, family),
         across_domains=across_domains(learned, family),
+        reason=reasons[0] if reasons else "",
     )
+
+
+# the runs
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one held-out run came to. What failed or did not arrive is infinite; what is not known is None.
+
+    Args:
+        steps: to the target, see `steps_to`.
+        loss: after the last step, on a fixed part of the training split.
+        distance: sqrt(2 B(theta_*||theta_1)), which is ||theta_* - theta_1||_D for one piece.
+        regret: sum_t <g_t, theta_t - theta_*>.
+        largest_gradient: max_t |g_t|.
+        diverged: why the run was given up; empty if it was not.
+    """
+
+    steps: float
+    loss: float
+    distance: float | None
+    regret: float | None
+    largest_gradient: float
+    diverged: str
+
+
+def run_task(task: Task, learned: LearnedOptimiser, target: float, comparator: Reference | None = None) -> Score:
+    """Train a task by exact mirror descent at lr = 1 and score the run."""
+    descent = MirrorDescent(task, learned.potential.bind(task.init()), certify=True)
+    # The target is a loss, not a distance above the minimum, by which tasks that know theirs are watched.
+    look = Task.monitor(task) if isinstance(task, SolvedTask) else task.monitor()
+    every = max(1, descent.steps // LOOKS)
+    looks = [(0, look(descent.params))]
+    while descent.going:
+        train(task, descent, range(descent.taken, min(descent.taken + every, descent.steps)), until=None)
+        looks.append((descent.taken, look(descent.params)))
+    run, solution = descent.finish(), solve(task, comparator)
+    divergence, end = 0.0, looks[-1][1]
+    if solution is not None:
+        divergence, _, _ = measure(descent.potential, run.start, solution)
+    lost = bool(run.diverged) or math.isnan(end)
+    regret = None if solution is None or lost else run.regret(solution)
+    return Score(
+        steps=math.inf if lost else steps_to(target, looks),
+        loss=math.inf if lost else end,
+        distance=None if solution is None else math.sqrt(2 * max(divergence, 0.0)),
+        regret=regret if solution is None else math.inf if regret is None or math.isnan(regret) else regret,
+        largest_gradient=run.largest_gradient,
+        diverged=run.diverged or ("The loss at the end is not a number." if lost else ""),
+    )
+
+
+def steps_to(target: float, looks: Sequence[tuple[int, float]]) -> float:
+    """The step of the first of two looks in a row at which the loss is at or below the target; infinite if there is none.
+
+    Example:
+        >>> steps_to(1.0, [(0, 3.0), (10, 0.9), (20, 1.1), (30, 0.8), (40, 1.0)])
+        30.0
+    """
+    arrived = (float(step) for (step, one), (_, two) in pairwise(looks) if one <= target and two <= target)
+    return next(arrived, math.inf)
+
+
+def solve(task: Task, comparator: Reference | None) -> dict[str, Tensor] | None:
+    """theta_*, which does not depend on the geometry: the task's optimum, else the comparator's, else None."""
+    if isinstance(task, SolvedTask):
+        with suppress(RuntimeError):  # a regression whose classes are separable has none
+            return task.optimum()
+    return None if comparator is None else comparator.run(task, task.init(), task.steps)[0]
+
+
+# the statements
 
 
 def _about_the_next(scores: Sequence[Score], delta: float, target: float, steps: int) -> list[Statement]:
@@ -114,11 +242,6 @@ def _next(quantity: str, values: Sequence[float | None], delta: float) -> Statem
     return Statement("next task", quantity, found.bound, "holds", basis, 1 - delta, numbers)
 
 
-UNKNOWN = (
-    "theta_* of these tasks is not known. Pass comparator=Reference(...), a longer run of another optimiser (--reference-lr)"
-)
-
-
 def _about_the_mean(
     scores: Sequence[Score], delta: float, target: float, steps: int, regret_cap: float | None
 ) -> list[Statement]:
@@ -128,7 +251,7 @@ def _about_the_mean(
     if len(regrets) < len(scores):
         return [*found, Statement("mean", "regret", None, "no bound", UNKNOWN, 1 - delta)]
     if regret_cap is None:
-        missing = "the regret has no range of its own: state one beforehand with regret_cap=b (--regret-cap)"
+        missing = "the regret has no range of its own: state one beforehand with Stated(regret_cap=b) (--regret-cap)"
         return [*found, Statement("mean", "regret", None, "no bound", missing, 1 - delta)]
     # both together at 1 - delta
     found.append(_mean(f"min(regret, {regret_cap:.4g})", regrets, regret_cap, delta / 2))
@@ -155,38 +278,27 @@ def _from_training(
     family: TaskFamily,
     scores: Sequence[Score],
     delta: float,
-    radii: tuple[float | None, float | None],
+    stated: Stated,
     comparator: Reference | None,
 ) -> list[Statement]:
     """The bounds of the generalisation theorem, corrected and as printed."""
-    quantity = "B(theta_*||theta_1)"
+    quantity, confidence = "B(theta_*||theta_1)", 1 - delta
     try:
-        again = training_tasks(learned.header, family)
-        seen, size = displacements(learned, again.tasks, lambda task: solve(task, comparator))
+        tasks, share = training_tasks(learned.header, family)
+        seen, size = displacements(learned, tasks, lambda task: solve(task, comparator))
     except ValueError as error:
-        return [Statement("training tasks", quantity, None, "does not apply", str(error), 1 - delta)]
-    found = [_corrected(quantity, seen, size, again.share * delta, delta, learned.header.max_norm, radii)]
+        return [Statement("training tasks", quantity, None, "does not apply", str(error), confidence)]
     lipschitz = max(s.largest_gradient for s in scores)
-    value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=radii[0])
+    value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=stated.radius)
     numbers = {"lipschitz": lipschitz, "max_norm": size.norm, "tasks": seen.tasks}
-    basis = "; ".join(REASONS)
-    return [*found, Statement("training tasks", "regret, the paper's formula", value, PRINTED, basis, 1 - delta, numbers)]
-
-
-def _corrected(
-    quantity: str,
-    seen: Displacements,
-    size: Size,
-    share: float,
-    delta: float,
-    max_norm: float | None,
-    radii: tuple[float | None, float | None],
-) -> Statement:
+    paper = Statement(
+        "training tasks", "regret, the paper's formula", value, PRINTED, "; ".join(REASONS), confidence, numbers
+    )
+    fixed = {"max_norm": learned.header.max_norm, "radius": stated.radius, "reach": stated.reach}
     try:
-        found = corrected_bound(seen, size, delta=share, max_norm=max_norm, radius=radii[0], reach=radii[1])
+        found = corrected_bound(seen, size, delta=share * delta, **fixed)
     except ValueError as error:
-        return Statement("training tasks", quantity, None, "does not apply", str(error), 1 - delta)
-    numbers = {k: v for k, v in asdict(found).items() if type(v) is float} | {"tasks": seen.tasks}
+        return [Statement("training tasks", quantity, None, "does not apply", str(error), confidence), paper]
     c = f"C = {found.max_norm:.4g} {'stated beforehand' if found.norm_fixed else 'from a grid'}"
     r = f"r = {found.radius:.4g} {'stated beforehand' if found.radius_fixed else 'from a grid'} ({found.form})"
     parts = f"mean {found.mean:.4g} + complexity {found.complexity:.4g} + chance {found.concentration:.4g}"
@@ -196,18 +308,13 @@ def _corrected(
         basis += f"; at most {100 * found.beyond:.3g} % of tasks lie beyond"
     if found.vacuous:
         basis += f"; the radius alone gives {found.trivial:.4g}"
-    return Statement(
-        "training tasks", quantity, found.bound, "vacuous" if found.vacuous else "holds", basis, 1 - delta, numbers
-    )
+    numbers = {k: v for k, v in asdict(found).items() if type(v) is float} | {"tasks": seen.tasks}
+    verdict: Verdict = "vacuous" if found.vacuous else "holds"
+    return [Statement("training tasks", quantity, found.bound, verdict, basis, confidence, numbers), paper]
 
 
 def across_domains(learned: LearnedOptimiser, family: TaskFamily) -> str:
-    """What the certificate says of domains that it has no tasks of: nothing.
-
-    Args:
-        learned: with a header that may say which domains it was learned on.
-        family: of the held-out tasks.
-    """
+    """What the certificate says of domains that it has no tasks of: nothing."""
     domains = family.drawn().domains
     if not domains:
         return "no guarantee for tasks that are drawn in another way than these"
@@ -243,37 +350,3 @@ def _assumptions(learned: LearnedOptimiser, family: TaskFamily) -> tuple[str, ..
         *plain,
         *other,
     )
-
-
-def _check(learned: object, family: object, held_out_tasks: int, delta: float, stated: Mapping[str, float | None]) -> None:
-    if not isinstance(learned, LearnedOptimiser):
-        raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
-    if not isinstance(family, TaskFamily):
-        raise TypeError(f"family must be a TaskFamily, got {type(family).__name__}. See metamd.tasks for some.")
-    if held_out_tasks < 1:
-        raise ValueError(f"held_out_tasks must be at least 1, got {held_out_tasks}. 50 is usual.")
-    checked([0.0], delta)
-    for name, value in stated.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}. Leave it out to state none.")
-
-
-def _target(learned: LearnedOptimiser, target: float | None) -> float:
-    found = learned.header.target_loss if target is None else target
-    if found is None:
-        raise ValueError(
-            "there must be a loss to count steps to, and the file has none from its training tasks. State one: target=0.1 "
-            "(--target 0.1), chosen without looking at held-out tasks."
-        )
-    if not math.isfinite(found):
-        raise ValueError(f"target must be a finite loss, got {found}.")
-    return found
-
-
-def _refuse_overlap(configs: Sequence[Config], learned: LearnedOptimiser) -> None:
-    used = {config_hash(c) for c in configs} & set(learned.header.task_hashes)
-    if used:
-        raise ValueError(
-            f"{len(used)} of the {len(configs)} tasks drawn were used in learning this file, and a task that was used is "
-            f"not held out (such as {sorted(used)[0]}). Pass another seed, or a family that has other tasks."
-        )

@@ -1,17 +1,32 @@
 """Bounds on the divergence of new tasks from that of the training tasks: the paper's as printed, and corrected ones.
 
-A potential that was chosen by looking at n tasks has a mean divergence on them, (1/n) sum_i B(theta_*^i||theta_1^i), that is
-too good. These functions bound what it is in expectation. docs/concepts/held-out.md has the proofs.
+The mean divergence of the tasks that a potential was learned on, (1/n) sum_i B(theta_*^i||theta_1^i), is too good. These
+functions bound its expectation. docs/concepts/held-out.md has the proofs.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from metamd.files.header import Header
+from metamd.files.learned import LearnedOptimiser
+from metamd.learning.rounds.outer import metric_norms
+from metamd.learning.rounds.round import draw_config
+from metamd.potentials.base import Params
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.forms import grouped_squares
+from metamd.tasks.base import Task, TaskFamily, config_hash
 
 Array = NDArray[np.float64]
+
+PURPOSES = ("train", "judge", "pieces", "scale")
+"""What `meta_train` draws tasks for."""
 
 RATIO = 1.1
 """Neighbours on the grids of C and r."""
@@ -126,15 +141,7 @@ def printed_bound(
     """The generalisation theorem of the paper [GaoMetaMD2022], evaluated as it is printed; it is no bound, see `REASONS`.
 
     (1/n) sum_i B_i/eta + eta T L^2/(2 lambda) + N C^2 r^2/(2 sqrt n) + 3 sqrt(C r ln(2/delta)/(8n)), lambda = min M.
-
-    Args:
-        seen: the training tasks.
-        size: of the potential; its own norm stands for C.
-        delta: the probability with which it is said to fail.
-        lipschitz: L.
-        steps: T.
-        radius: r; the largest displacement that was seen, if not given.
-        lr: eta.
+    The norm of the potential stands for C, and without a radius the largest displacement that was seen for r.
     """
     n, c = seen.tasks, size.norm
     r = float(seen.lengths.max()) if radius is None else radius
@@ -157,7 +164,7 @@ def corrected_bound(
     2 R_n is N C^2 r^2/sqrt(n) with r on the Euclidean length of theta_* - theta_1 ("l2"), and with r on its largest entry
     N C^2 r^2 sqrt(2 ln(kappa + 1)/n) ("l_inf"); learned offsets add (N - 1) C^2 r^2/(2 sqrt n). If both r are stated, or
     none, it is the better of the two, at delta/2 each. A C or r that was not stated beforehand is taken from a grid, at the
-    price of a union bound.
+    price of a union bound. A `ValueError` says why a bound does not apply.
 
     Args:
         seen: the training tasks.
@@ -166,15 +173,22 @@ def corrected_bound(
         max_norm: C, stated before the tasks were seen (`meta_train(max_norm=C)`).
         radius: r of the form "l2", which holds for every task that can be drawn.
         reach: r of the form "l_inf", likewise.
-
-    Raises:
-        ValueError: if the bound does not apply, with the reason.
     """
-    _check(seen, size, delta, max_norm, radius, reach)
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must lie between 0 and 1, got {delta}. Pass delta=0.05, say.")
+    if size.turned and reach is not None and radius is None:
+        raise ValueError("in a learned basis r is on the length of theta_* - theta_1: state radius=r, not reach=r.")
+    if not seen.tasks:
+        raise ValueError("there must be at least one training task, got none.")
+    if not size.centred:
+        raise ValueError(
+            "for several pieces that are not centred at the start, B is not bounded by the displacement: it grows with the "
+            'distance from the origin too. Learn with MaxDiagonal(centre="start").'
+        )
+    if max_norm is not None and size.norm > max_norm * (1 + 1e-12):
+        raise ValueError(f"||m|| is {size.norm:.6g}, above the C = {max_norm:.6g} that was stated beforehand.")
     forms = [("l2", seen.lengths, radius)]
-    if (
-        not size.turned
-    ):  # coordinates that were learned have no largest entry fixed beforehand; the length is the same in all
+    if not size.turned:  # learned coordinates have no largest entry fixed beforehand; the length is the same in all
         forms.append(("l_inf", seen.reaches, reach))
     stated = [row for row in forms if row[2] is not None] or forms
     found = [_bound(form, seen, size, sizes, delta / len(stated), max_norm, r) for form, sizes, r in stated]
@@ -225,9 +239,6 @@ def on_grid(value: float) -> tuple[float, float]:
 
     Share k is 2/3 / ((|k| + 1)(|k| + 2)): numbers far from 1 cost more, but only in a logarithm.
 
-    Args:
-        value: positive, or zero, which counts as tiny.
-
     Example:
         >>> on_grid(1.0)
         (1.0, 0.3333333333333333)
@@ -237,19 +248,90 @@ def on_grid(value: float) -> tuple[float, float]:
     return RATIO**k, 2 / 3 / ((abs(k) + 1) * (abs(k) + 2))
 
 
-def _check(
-    seen: Displacements, size: Size, delta: float, max_norm: float | None, radius: float | None, reach: float | None
-) -> None:
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must lie between 0 and 1, got {delta}. Pass delta=0.05, say.")
-    if size.turned and reach is not None and radius is None:
-        raise ValueError("in a learned basis r is on the length of theta_* - theta_1: state radius=r, not reach=r.")
-    if not seen.tasks:
-        raise ValueError("there must be at least one training task, got none.")
-    if not size.centred:
+# the training tasks, drawn again
+
+
+def training_tasks(header: Header, family: TaskFamily) -> tuple[list[Task], float]:
+    """Draw the training tasks again, each checked against its hash; a `ValueError` says why that cannot be done.
+
+    The second value is the share of delta that is left. Looking at the tasks decided how many outer steps there were, so
+    that step s may only use 1/(s(s + 1)).
+    """
+    known, steps = set(header.task_hashes), int(header.cost.get("outer_steps", 0))
+    if known and not steps:
+        raise ValueError("the file was learned from reference runs, not in outer steps whose tasks can be drawn again.")
+    if not known or len(header.seeds) != 1:
+        raise ValueError("the file does not say which tasks it was learned on.")
+    if len(known) % steps:
+        raise ValueError("its training tasks were not all different, so that they are not a sample of independent tasks.")
+    found: list[Task] = []
+    for step in range(1, steps + 1):
+        for purpose in PURPOSES:
+            configs = [draw_config(family, header.seeds[0], purpose, step, i) for i in range(len(known) // steps)]
+            found += [family.build(config) for config in configs if config_hash(config) in known]
+    if len(found) != len(known):
         raise ValueError(
-            "for several pieces that are not centred at the start, B is not bounded by the displacement: it grows with the "
-            'distance from the origin too. Learn with MaxDiagonal(centre="start").'
+            "the training tasks were not drawn from this family as it is here, and a bound from them says nothing about it."
         )
-    if max_norm is not None and size.norm > max_norm * (1 + 1e-12):
-        raise ValueError(f"||m|| is {size.norm:.6g}, above the C = {max_norm:.6g} that was stated beforehand.")
+    return found, 1 / (steps * (steps + 1))
+
+
+@torch.no_grad()
+def measure(potential: MaxDiagonal, start: Params, solution: Params) -> tuple[float, float, float]:
+    """Divergence, length and reach of theta_* - theta_1, as `Displacements` has them; infinite if theta_* is not finite."""
+    if not all(bool(x.isfinite().all()) for x in solution.values()):
+        return math.inf, math.inf, math.inf
+    moved = {n: (solution[n] - start[n]).double() for n in start}
+    length = math.sqrt(sum(float(x.square().sum()) for x in moved.values()))
+    reach = length if potential.basis.factors() else math.sqrt(_largest_mean_square(potential, moved))
+    return float(potential.divergence(solution, start)), length, reach
+
+
+def _largest_mean_square(potential: MaxDiagonal, moved: Params) -> float:
+    """Over groups of coordinates that share a metric."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, float] = {}
+    for n, slot in potential.slots.items():
+        squares = slot.gather(grouped_squares(potential.basis.into(n, moved[n]), slot.shape))
+        sums[slot.key] = sums.get(slot.key, 0) + squares
+        counts[slot.key] = counts.get(slot.key, 0) + moved[n].numel() / max(squares.numel(), 1)
+    return max(float(s.max()) / counts[k] for k, s in sums.items() if s.numel())
+
+
+def displacements(
+    learned: LearnedOptimiser, tasks: Sequence[Task], solve: Callable[[Task], Params | None]
+) -> tuple[Displacements, Size]:
+    """The displacements of all tasks, and the size of the potential; `solve` finds theta_* without looking at it."""
+    rows = []
+    for task in tasks:
+        solution, start = solve(task), task.init()
+        if solution is None:
+            raise ValueError(
+                "theta_* must not depend on the potential, and the end of a run does. Pass comparator=Reference(...), a "
+                "longer run of another optimiser."
+            )
+        rows.append(measure(learned.potential.bind(start), start, solution))
+    if not all(math.isfinite(divergence) for divergence, _, _ in rows):
+        raise ValueError("theta_* of some training task is not finite. Give the comparator a lower lr.")
+    models = [{n: tuple(x.shape) for n, x in task.init().items()} for task in tasks]
+    if any(shapes != models[0] for shapes in models):
+        raise ValueError("the training tasks have models of different shapes, so that there is no one norm ||m||.")
+    return Displacements(*(np.array(column) for column in zip(*rows, strict=True))), size_of(
+        learned.potential.bind(tasks[0].init()), models[0]
+    )
+
+
+def size_of(potential: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> Size:
+    """The size of a potential that is bound to a model with these shapes."""
+    metrics = [d for n in potential.slots if (d := potential.metric(n).detach()).numel()]
+    b = potential.offsets.detach()
+    return Size(
+        pieces=potential.pieces,
+        numbers=sum(v[0].numel() for v in potential.log_d.values()),
+        norm=float(metric_norms(potential, shapes).max()),
+        largest=max(float(d.max()) for d in metrics),
+        smallest=min(float(d.min()) for d in metrics),
+        centred=potential.pieces == 1 or potential.centre == "start",
+        offsets=bool((b != b[0]).any()),
+        turned=bool(potential.basis.factors()),
+    )

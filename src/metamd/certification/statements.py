@@ -68,6 +68,7 @@ class HeldOutCertificate:
         statements: the guarantees, and those that there are not.
         assumptions: what they rest on.
         across_domains: what follows for other domains.
+        reason: why the first task that diverged did; empty if none did, and in files of earlier versions.
     """
 
     family: str
@@ -82,6 +83,7 @@ class HeldOutCertificate:
     statements: tuple[Statement, ...]
     assumptions: tuple[str, ...]
     across_domains: str
+    reason: str = ""
 
     def of(self, about: About, quantity: str = "") -> Statement:
         """The first statement about this whose quantity begins so.
@@ -92,11 +94,9 @@ class HeldOutCertificate:
         """
         found = [s for s in self.statements if s.about == about and s.quantity.startswith(quantity)]
         if not found:
-            raise ValueError(f"there is no statement about {about!r} {quantity!r}. There are {self._quantities()}.")
+            known = "; ".join(f"{s.about}: {s.quantity}" for s in self.statements)
+            raise ValueError(f"there is no statement about {about!r} {quantity!r}. There are {known}.")
         return found[0]
-
-    def _quantities(self) -> str:
-        return "; ".join(f"{s.about}: {s.quantity}" for s in self.statements)
 
     @property
     def place(self) -> str:
@@ -105,11 +105,7 @@ class HeldOutCertificate:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "HeldOutCertificate":
-        """What `to_dict` gave; what does not have its fields is a `ValueError`.
-
-        Args:
-            plain: of a file, which is not trusted.
-        """
+        """The record of what `to_dict` gave; a file is not trusted, and what is no certificate is a `ValueError`."""
         try:
             drawn = Drawn(**{**plain["task"], "domains": tuple(plain["task"]["domains"])})
             found = cls(
@@ -129,11 +125,10 @@ class HeldOutCertificate:
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types: what is not a finite number is null."""
-        plain: dict[str, Any] = _finite(asdict(self))
-        return plain
+        return dict(_finite(asdict(self)))
 
     def to_json(self) -> str:
-        """As JSON text."""
+        """`to_dict` as text."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     def paragraphs(self) -> list[str]:
@@ -145,15 +140,16 @@ class HeldOutCertificate:
 
     def _opening(self) -> list[str]:
         sure = f"{100 * (1 - self.delta):g} %"
+        why = f". The first: {self.reason}" if self.reason else ""
         return [
             f"held-out certificate: {self.family}, {self.tasks} task{'s' * (self.tasks != 1)}, T = {self.steps}, "
             f"each statement at {sure}",
-            f"{self.diverged} of {self.tasks} diverged; a task that did counts as infinite",
+            f"{self.diverged} of {self.tasks} diverged; a task that did counts as infinite{why}",
         ]
 
     def __str__(self) -> str:
         first, second = self._opening()
-        lines = [first, f"  {second}"]
+        lines = [first, _wrapped(second, "  ")]
         for about, heading in HEADINGS.items():
             here = [s for s in self.statements if s.about == about]
             lines += [f"  {heading}:"] * bool(here)
@@ -165,11 +161,7 @@ class HeldOutCertificate:
 
 
 def certificates(held_out: object) -> dict[str, Any]:
-    """The certificates in the `held_out` of a header, by what they are about; a single one, as it was once kept, too.
-
-    Args:
-        held_out: of a file, which is not trusted.
-    """
+    """The certificates in the `held_out` of a header, by what they are about; earlier versions kept a single one."""
     if not isinstance(held_out, Mapping):
         return {}
     found, single = held_out.get("certificates"), held_out.get("certificate")

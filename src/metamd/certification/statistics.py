@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SUFFIXES = {1: "st", 2: "nd", 3: "rd"}
-
 Scores = Sequence[float] | NDArray[np.float64]
 
 
@@ -51,10 +49,6 @@ def next_task(scores: Scores, alpha: float) -> NextTask:
 
     Whatever the distribution of the scores, as long as all m + 1 of them are exchangeable. The probability is over the
     held-out tasks and the next one together: it says nothing of a single task that is named.
-
-    Args:
-        scores: of the held-out tasks; infinite where a task failed or did not arrive.
-        alpha: the probability with which the next score may lie above.
 
     Example:
         >>> next_task(range(1, 20), alpha=0.05).bound, next_task(range(1, 19), alpha=0.05).bound
@@ -124,14 +118,7 @@ def mean_below(scores: Scores, cap: float, delta: float, *, low: float = 0.0) ->
 
 
 def hoeffding(values: Scores, low: float, high: float, delta: float) -> float:
-    """E x <= mean + (high - low) sqrt(ln(1/delta) / (2m)) with probability 1 - delta, for x in [low, high] [Hoeffding1963].
-
-    Args:
-        values: m independent numbers.
-        low: the least they can be.
-        high: the most they can be.
-        delta: the probability with which the bound may fail.
-    """
+    """E x <= mean + (high - low) sqrt(ln(1/delta) / (2m)) with probability 1 - delta, x in [low, high] [Hoeffding1963]."""
     x = np.asarray(values, dtype=np.float64)
     return float(x.mean()) + (high - low) * math.sqrt(math.log(1 / delta) / (2 * len(x)))
 
@@ -140,12 +127,6 @@ def empirical_bernstein(values: Scores, low: float, high: float, delta: float) -
     """E x <= mean + sqrt(2 V ln(2/delta) / m) + 7 (high - low) ln(2/delta) / (3 (m - 1)) [MaurerPontil2009], Theorem 4.
 
     V is the sample variance. It pays where that is small and m large; with one number it says nothing.
-
-    Args:
-        values: as for `hoeffding`, and so are the others.
-        low: the least they can be.
-        high: the most they can be.
-        delta: the probability with which the bound may fail.
     """
     x = np.asarray(values, dtype=np.float64)
     if len(x) < 2:
@@ -159,11 +140,6 @@ def clopper_pearson(count: int, tasks: int, delta: float) -> float:
 
     [ClopperPearson1934]. Never too small; seen never in m tasks, it is 1 - delta^(1/m).
 
-    Args:
-        count: how many tasks had the event.
-        tasks: m.
-        delta: the probability with which the bound may fail.
-
     Example:
         >>> round(clopper_pearson(0, 59, 0.05), 4)
         0.0495
@@ -173,10 +149,7 @@ def clopper_pearson(count: int, tasks: int, delta: float) -> float:
     if count == tasks:
         return 1.0
     low, high = count / tasks, 1.0
-    while high - low > 1e-15 * high:
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
+    while high - low > 1e-15 * high and low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if _at_most(count, tasks, middle) > delta else (low, middle)
     return high
 
@@ -193,12 +166,7 @@ def _at_most(count: int, tasks: int, p: float) -> float:
 
 
 def checked(scores: Scores, delta: float) -> NDArray[np.float64]:
-    """The scores as an array, refused with a sentence if they are none.
-
-    Args:
-        scores: one number per task.
-        delta: a probability.
-    """
+    """The scores as an array; what is no score and no probability is refused."""
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or not len(values) or bool(np.isnan(values).any()):
         raise ValueError("there must be one score for each held-out task, infinite for one that failed; got none or NaN.")
@@ -208,11 +176,6 @@ def checked(scores: Scores, delta: float) -> NDArray[np.float64]:
 
 
 def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th.
-
-    Example:
-        >>> [ordinal(n) for n in (1, 2, 13, 49, 103)]
-        ['1st', '2nd', '13th', '49th', '103rd']
-    """
+    """1st, 2nd, 3rd, 4th, 11th, 103rd."""
     last = number % 10 if number % 100 not in (11, 12, 13) else 0
-    return f"{number}{SUFFIXES.get(last, 'th')}"
+    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"

@@ -1,16 +1,12 @@
 """`metamd certify`: what held-out tasks guarantee about the next ones, printed and written into the file."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from metamd.certification.certification import certify
+from metamd.certification.certification import Stated, certify
 from metamd.certification.statements import HeldOutCertificate, certificates
 from metamd.cli.families import build_family, check_place, held_out_side
 from metamd.cli.main import one_line
@@ -35,20 +31,15 @@ def run(options: Certify) -> int:
     out = _place(options)
     family = held_out_side(build_family(options, learned.header.family))
     reference = None if options.reference_lr is None else Reference(lr=options.reference_lr)
-    with _Display(options.held_out_tasks) as display:
-        found = certify(
-            learned,
-            family,
-            held_out_tasks=options.held_out_tasks,
-            delta=options.delta,
-            seed=options.seed,
-            target=options.target,
-            regret_cap=options.regret_cap,
-            radius=options.radius,
-            reach=options.reach,
-            comparator=reference,
-            log=display.show,
-        )
+    found = certify(
+        learned,
+        family,
+        held_out_tasks=options.held_out_tasks,
+        delta=options.delta,
+        seed=options.seed,
+        stated=Stated(options.target, options.regret_cap, options.radius, options.reach),
+        comparator=reference,
+    )
     others = _write(options.file, out, learned, found)
     if options.report is not None:
         command = f"metamd certify {options.file} {options.family} --seed {options.seed}"
@@ -92,29 +83,3 @@ def _write(file: str, out: Path, learned: LearnedOptimiser, found: HeldOutCertif
         held_out = {**others, "certificates": {**known, found.place: found.to_dict()}}
         replace(now, header=replace(now.header, held_out=held_out)).save(out)
     return list(known)
-
-
-class _Display:
-    """Tasks done and time left, on standard error."""
-
-    def __init__(self, tasks: int) -> None:
-        console = Console(stderr=True, markup=False, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self.bar = self.progress.add_task("held-out tasks", total=tasks)
-        self.live = console.is_terminal
-        self.tasks = tasks
-
-    def __enter__(self) -> "_Display":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def show(self, record: dict[str, Any], number: int) -> None:
-        """One more task."""
-        self.progress.update(self.bar, completed=number)
-        if record["diverged"] or (not self.live and (number == self.tasks or number % 10 == 0)):
-            why = f"  {one_line(record['diverged'])}" if record["diverged"] else ""
-            print(f"held-out task {number} of {self.tasks}: loss {record['loss']:.4g}{why}", file=sys.stderr)

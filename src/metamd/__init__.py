@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from metamd import learning as learning
     from metamd import rivals as rivals
     from metamd import tasks as tasks
-    from metamd.certification.certification import Stated, certify
+    from metamd.certification.certification import certify
     from metamd.certification.statements import HeldOutCertificate
     from metamd.comparison.compare import compare
     from metamd.comparison.comparison import Comparison
@@ -54,7 +54,7 @@ _PUBLIC = {
     "metamd.learning.recorded": ("learn", "update"),
     "metamd.learning.recorder": ("Recorder",),
     "metamd.learning.usage": ("learn_start", "learn_usage"),
-    "metamd.certification.certification": ("Stated", "certify"),
+    "metamd.certification.certification": ("certify",),
     "metamd.certification.statements": ("HeldOutCertificate",),
     "metamd.comparison.compare": ("compare",),
     "metamd.comparison.comparison": ("Comparison",),
@@ -78,6 +78,7 @@ _ELSEWHERE = {
     "metamd.potentials.online": ("Online",),
     "metamd.files.journal": ("Journal",),
     "metamd.files.usage": ("Usage",),
+    "metamd.certification.certification": ("Stated",),
     "metamd.inner.estimators": ("ClosedForm", "Direct", "Evolution", "Forward", "Reverse"),
     "metamd.inner.objectives": ("LogGap", "PaperBound", "Regret", "TrainingLoss"),
     "metamd.learning": (
@@ -93,7 +94,7 @@ _ELSEWHERE = {
     "metamd.rivals": ("Contender", "Rival", "learned_rival"),
     "metamd.comparison": ("Bayesian", "Grid", "Measuring", "QuasiRandom", "handicap"),
 }
-"""Names that earlier versions listed here. They still work, and are documented with their module."""
+"""Records that other names take, and names that earlier versions listed here. They are documented with their module."""
 
 _HOME = {name: module for table in (_PUBLIC, _ELSEWHERE) for module, names in table.items() for name in names}
 
@@ -113,7 +114,6 @@ __all__ = [
     "Potential",
     "Recorder",
     "Run",
-    "Stated",
     "bregman",
     "certify",
     "compare",

@@ -1,20 +1,18 @@
 """A meta-training in a process of its own, which kills itself for good at a stated point.
 
-python -m tests.meta_worker FOLDER [POINT]. Points: log:K after outer step K; loss:K at the K-th loss; write:K in the middle
-of the K-th write, after its data and before its rename; renamed:K right after it; hang:K waits after outer step K.
+Points: log:K after outer step K; loss:K at the K-th loss; hang:K waits after outer step K; those of `processes.arm`.
 """
 
-import os
-import signal
-import sys
 import time
+import warnings
 from pathlib import Path
 
 from metamd import Forward, Journal, MaxDiagonal, Method, Refine, Stopping, meta_train
-from metamd.files import container
 from metamd.learning.rounds.outer import Adam
 from metamd.tasks import quadratic
 from metamd.tasks.synthetic import _QuadraticTask
+from tests import processes
+from tests.processes import Countdown
 
 OPTIONS = {
     "outer_steps": 3,
@@ -33,16 +31,6 @@ def train(folder, log=None, every=1, **changes):
     return meta_train(family(), MaxDiagonal(2), journal=Journal(folder, every=every), log=log, **(OPTIONS | changes))
 
 
-class Countdown:
-    def __init__(self, count):
-        self.left = count
-
-    def __call__(self):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def arm(point):
     """Place the kill; the callback for the log, if it is there."""
     kind, _, count = point.partition(":")
@@ -50,25 +38,21 @@ def arm(point):
     if kind == "loss":
         loss = _QuadraticTask.loss
         _QuadraticTask.loss = lambda *a: (strike(), loss(*a))[1]
-    elif kind == "write":
-        fsync = os.fsync
-
-        def struck(fd):
-            if Path(f"/proc/self/fd/{fd}").resolve().suffix == ".tmp":
-                strike()
-            fsync(fd)
-
-        container.os.fsync = struck
-    elif kind == "renamed":
-        sync = container._sync_directory
-        container._sync_directory = lambda d: (strike(), sync(d))
     elif kind == "log":
         return lambda record, step: strike()
     elif kind == "hang":
-        return lambda record, step: time.sleep(300) if step == int(count) else None
+        return lambda record, step: hang() if step == int(count) else None
+    else:
+        processes.arm(point)
     return None
 
 
-if __name__ == "__main__":
-    folder, point = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
+def hang():
+    while True:
+        time.sleep(1)
+
+
+def work(folder, point=""):
+    """Learn and save, or be killed at the point."""
+    warnings.simplefilter("ignore")
     train(folder, arm(point)).save(Path(folder) / "learned.safetensors")

@@ -4,7 +4,6 @@ import doctest
 import importlib.util
 import inspect
 import json
-import multiprocessing
 import os
 import pkgutil
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import metamd
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -31,11 +31,9 @@ def sources():
     return [p for folder in ("src", "docs") for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".md", ".c"}]
 
 
-def run_program(program, said):
-    """Run a file as a script in its own folder, with warnings as errors; what it writes goes to `said`."""
-    with said.open("w") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
+def run_program(program):
+    """Run a file as a script in its own folder, with warnings as errors."""
+    os.environ.update({"HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"})
     os.chdir(program.parent)
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -45,19 +43,12 @@ def run_program(program, said):
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
-def test_code_blocks_run(page, tmp_path, monkeypatch):
-    """All blocks of a page, in order, as one program in an empty folder, with warnings as errors."""
-    program, said = tmp_path / "page.py", tmp_path / "said"
+def test_code_blocks_run(page, tmp_path):
+    """All blocks of a page, in order, as one program in an empty folder."""
+    program = tmp_path / "page.py"
     program.write_text("\n\n".join(blocks(page)))
-    for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}.items():
-        monkeypatch.setenv(name, value)
-    # Each page is a fresh process, forked from one that has imported torch.
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["torch", "matplotlib.pyplot", "metamd.comparison.compare", "tests.test_docs"])
-    process = forks.Process(target=run_program, args=(program, said))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, said.read_text()[-3000:]
+    ended = processes.run(run_program, program)
+    assert ended.code == 0, ended.err
 
 
 @pytest.mark.parametrize("name", MODULES)

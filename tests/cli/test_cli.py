@@ -1,5 +1,4 @@
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from metamd.cli import main as cli
 from metamd.cli.inspect import distributions, histogram, span
 from metamd.cli.options import HOMES, Demo
 from tests.learned_files import SHAPES, learned
+from tests.processes import PATIENCE, environment
 
 HOSTILE = "\x1b[31m[bold red]\u202e\x07$\\frac$"
 
@@ -31,8 +31,7 @@ def demo(monkeypatch, run):
 
 def process(*args, code=None, **options):
     command = [sys.executable, *(["-c", code] if code else ["-m", "metamd"]), *args]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 LIGHT = """
@@ -48,13 +47,13 @@ print(sorted({"torch", "numpy", "matplotlib"} & set(sys.modules)), file=sys.stde
 
 @pytest.mark.parametrize("args", [("--help",), ("--version",), ("inspect", "--help"), ("demo", "--help")], ids=" ".join)
 def test_help_and_version_answer_without_torch(args):
-    out, err = process(*args, code=LIGHT).communicate(timeout=60)
+    out, err = process(*args, code=LIGHT).communicate(timeout=PATIENCE)
     assert err == "[]\n"
     assert ("usage: metamd" in out) != (out == f"metamd {__version__}\n")
 
 
 def test_the_law_of_light_commands_rejects_one_that_loads_torch(file):
-    assert "torch" in process("inspect", file, code=LIGHT).communicate(timeout=60)[1]
+    assert "torch" in process("inspect", file, code=LIGHT).communicate(timeout=PATIENCE)[1]
 
 
 def test_every_command_has_a_home_and_help_names_it(capsys):
@@ -114,7 +113,8 @@ STUB = """
 import sys, time, types
 def run(options):
     print("ready", flush=True)
-    time.sleep(60)
+    while True:
+        time.sleep(0.1)
 sys.modules["metamd.cli.demo"] = types.SimpleNamespace(run=run)
 from metamd.cli.main import main
 main(["demo"])
@@ -125,7 +125,7 @@ def test_ctrl_c_exits_with_130():
     child = process(code=STUB)
     assert child.stdout.readline() == "ready\n"
     child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=30) == ("", "metamd: interrupted\n")
+    assert child.communicate(timeout=PATIENCE) == ("", "metamd: interrupted\n")
     assert child.returncode == 130
 
 
@@ -134,7 +134,7 @@ def test_a_reader_that_stops_gets_no_traceback(file):
     child.stdout.close()
     assert child.stderr.read() == ""
     child.stderr.close()
-    assert child.wait(timeout=60) == 1
+    assert child.wait(timeout=PATIENCE) == 1
 
 
 def test_inspect_prints_header_and_steps(file, capsys, monkeypatch):
@@ -239,11 +239,11 @@ def test_the_axis_holds_all_step_sizes():
 def test_data_commands_answer_and_refuse(tmp_path, monkeypatch):
     monkeypatch.setenv("METAMD_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    listed = json.loads(process("data", "list", "--json").communicate(timeout=60)[0])
+    listed = json.loads(process("data", "list", "--json").communicate(timeout=PATIENCE)[0])
     assert {row["name"] for row in listed["datasets"]} >= {"mnist", "cifar10"}
     for words in (("data", "path", "mnist"), ("data", "fetch", "no-such-set"), ("data", "verify", "no-such-set")):
         refused = process(*words)
-        _, err = refused.communicate(timeout=60)
+        _, err = refused.communicate(timeout=PATIENCE)
         assert refused.returncode == 2
         assert err.startswith("metamd: ")
         assert err.count("\n") == 1

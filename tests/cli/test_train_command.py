@@ -1,9 +1,6 @@
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from inspect import signature
 from types import SimpleNamespace
 
@@ -15,15 +12,11 @@ from metamd.cli.options import Train
 from metamd.cli.train import tensorboard
 from metamd.inner.objectives import PRIOR
 from metamd.learning.network import learn_network
+from metamd.tasks.synthetic import _QuadraticTask
+from tests import processes
 
 SHORT = ["--steps", "20", "--outer-steps", "2", "--tasks", "2"]
 QUICK = [*SHORT, "--refine", "0"]
-
-
-def process(*args):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "metamd", "train", *map(str, args)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("family", ["quadratic", "rosenbrock", "logistic", "tabular"])
@@ -127,25 +120,23 @@ def test_another_configuration_on_the_same_file_is_refused(tmp_path, capsys):
     assert "another configuration: seed is 0 there and 7 here" in capsys.readouterr().err
 
 
+def train_until_interrupted(*words):
+    """The command, with a Ctrl-C at its 1800th loss: in the second outer step, each having four tasks of 300 steps."""
+    loss, strike = _QuadraticTask.loss, processes.Countdown(1800, signal.SIGINT)
+    _QuadraticTask.loss = lambda *args: (strike(), loss(*args))[1]
+    processes.command("", "train", *words)
+
+
 def test_ctrl_c_leaves_a_run_that_the_same_command_continues(tmp_path):
     options = ["--steps", "300", "--outer-steps", "4", "--tasks", "4", "--tolerance", "0", "--every", "3", "--refine", "0"]
     out, whole = tmp_path / "x.safetensors", tmp_path / "whole.safetensors"
-    first = process("quadratic", "--out", out, *options)
-    log = tmp_path / "x.safetensors.run" / "log.jsonl"
-    for _ in range(1200):
-        if log.exists() and log.read_text().count("\n") >= 1:
-            break
-        time.sleep(0.05)
-    first.send_signal(signal.SIGINT)
-    _, err = first.communicate(timeout=60)
-    assert first.returncode == 130, err
-    assert "the same command continues" in err
+    first = processes.run(train_until_interrupted, "quadratic", "--out", out, *options)
+    assert first.code == 130, first.err
+    assert "the same command continues" in first.err
     assert not out.exists()
-    assert (log.parent / "checkpoint.safetensors").exists(), "between two checkpoints, Ctrl-C makes one"
-    second, third = process("quadratic", "--out", out, *options), process("quadratic", "--out", whole, *options)
-    for run in (second, third):
-        _, err = run.communicate(timeout=120)
-        assert run.returncode == 0, err
+    assert (tmp_path / "x.safetensors.run" / "checkpoint.safetensors").exists(), "between two checkpoints, Ctrl-C makes one"
+    for where in (out, whole):
+        assert cli.run(["train", "quadratic", "--out", str(where), *options]) == 0
     assert load(out).fingerprint() == load(whole).fingerprint()
 
 

@@ -1,34 +1,18 @@
 """Processes that are really killed, at several points, and continue to the very same result."""
 
 import json
-import os
+import resource
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from metamd import Diagonal, Journal, load, meta_train
 from metamd.files.container import read
 from metamd.learning.rounds.state import State
+from tests import processes
 from tests.meta_families import small
-from tests.meta_worker import STEPS, train
-
-ROOT = Path(__file__).parents[2]
-
-
-def worker(folder, point="", **options):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.meta_worker", str(folder), point]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
-
-
-def finish(process):
-    output = process.communicate(timeout=240)[0]
-    return process.returncode, output.decode()
+from tests.meta_worker import STEPS, train, work
 
 
 def header_without_time(learned):
@@ -45,8 +29,8 @@ def log_without_time(folder):
 def whole(tmp_path_factory):
     """The run that nothing interrupts, in a process of its own as the others are."""
     folder = tmp_path_factory.mktemp("whole")
-    code, output = finish(worker(folder))
-    assert code == 0, output
+    ended = processes.run(work, folder)
+    assert ended.code == 0, ended.err
     return folder, load(folder / "learned.safetensors")
 
 
@@ -55,14 +39,14 @@ POINTS = ["log:4", "loss:70", "loss:300", "write:1", "write:6", "renamed:2"]
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_killed_run_continues_to_the_very_same_result(point, tmp_path, whole):
-    code, output = finish(worker(tmp_path, point))
-    assert code == -signal.SIGKILL, output
+    killed = processes.run(work, tmp_path, point)
+    assert killed.code == -signal.SIGKILL, killed.err
     assert not (tmp_path / "learned.safetensors").exists()
     before = State.restore(*_parts(tmp_path)).step if (tmp_path / "checkpoint.safetensors").exists() else 0
     noted = len(log_without_time(tmp_path))
     assert noted - before in (0, 1), "more than the outer step under way was lost"
-    code, output = finish(worker(tmp_path))
-    assert code == 0, output
+    ended = processes.run(work, tmp_path)
+    assert ended.code == 0, ended.err
     learned = load(tmp_path / "learned.safetensors")
     assert learned.fingerprint() == whole[1].fingerprint()
     assert header_without_time(learned) == header_without_time(whole[1])
@@ -77,7 +61,7 @@ def _parts(folder):
 
 def test_kills_hit_while_a_checkpoint_was_written(tmp_path):
     """The points named write: really leave a half-made file, so that the law above is about something."""
-    finish(worker(tmp_path, "write:2"))
+    processes.run(work, tmp_path, "write:2")
     assert list(tmp_path.glob(".*.tmp"))
 
 
@@ -110,7 +94,7 @@ def test_resumption_that_forgets_something_would_be_seen(tmp_path, whole):
         pass
 
     def stop(record, step):
-        if step == 6:
+        if step == 5:
             raise Stop
 
     with pytest.raises(Stop):
@@ -126,36 +110,30 @@ def test_resumption_that_forgets_something_would_be_seen(tmp_path, whole):
     assert log_without_time(tmp_path) != log_without_time(whole[0])
 
 
+def train_until_the_disk_is_full(folder):
+    def log(record, step):
+        if step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    train(folder, log)
+
+
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, whole):
-    code = f"""
-import resource, sys
-from tests.meta_worker import train
-def log(record, step):
-    if step == 2:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-train({str(tmp_path)!r}, log)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "OSError" in done.stderr
+    ended = processes.run(train_until_the_disk_is_full, tmp_path)
+    assert ended.code == 1
+    assert "OSError" in ended.err
     assert State.restore(*_parts(tmp_path)).step == 2
     assert train(tmp_path).fingerprint() == whole[1].fingerprint()
 
 
 def test_two_runs_on_one_folder_are_refused(tmp_path):
-    first = worker(tmp_path, "hang:1")
+    first = processes.begin(work, tmp_path, "hang:1")
     try:
-        for _ in range(600):
-            if (tmp_path / "log.jsonl").exists():
-                break
-            time.sleep(0.1)
+        first.wait_for((tmp_path / "log.jsonl").exists)
         with pytest.raises(OSError, match="another run is writing"):
             train(tmp_path)
     finally:
         first.kill()
-        first.communicate()
     assert train(tmp_path).header.cost["outer_steps"] == STEPS, "the lock dies with its holder"
 
 

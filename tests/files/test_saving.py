@@ -1,24 +1,24 @@
 import errno
 import os
-import subprocess
+import resource
+import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import metamd
 from metamd.files import container
+from metamd.files import learned as files
+from tests import processes
 from tests.learned_files import learned, same
 
 
 def plain_write(path, data):
-    """The broken double: writes in place. About every second kill finds its file half written; 25 kills in a row that
-    do not are less likely than 1 in 10^6."""
+    """The broken double: writes in place."""
     with Path(path).open("wb") as file:
         file.write(data[: len(data) // 2])
         file.flush()
-        time.sleep(0.03)
         file.write(data[len(data) // 2 :])
 
 
@@ -74,71 +74,60 @@ def test_a_link_is_followed_and_permissions_are_those_of_any_new_file(tmp_path):
     assert (tmp_path / "real").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-LIMITED = """
-import resource, sys
-from tests.learned_files import learned, same
-import metamd
-learned(horizon=1).save(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    learned(horizon=2).save(sys.argv[1])
-except OSError as error:
-    print("refused", error.strerror)
-print(metamd.load(sys.argv[1]).header.horizon)
-"""
-
-KILLED = """
-import os, random, signal, sys, time
-from tests.learned_files import learned
-from metamd import LearnedOptimiser, MaxDiagonal, load
-from metamd.files import container
-from metamd.files import learned as module
-import torch
-path, writer = sys.argv[1:]
-if writer == "plain":
-    from tests.files.test_saving import plain_write
-    module.write_atomically = plain_write
-both = [LearnedOptimiser.from_potential(MaxDiagonal(2).with_metrics({"x": torch.zeros(2, n)}), horizon=n)
-        for n in (300_000, 200_000)]
-both[0].save(path)
-rng, broken = random.Random(0), 0
-for _ in range(25):
-    child = os.fork()
-    if child == 0:
-        while True:
-            for one in both:
-                one.save(path)
-    time.sleep(rng.uniform(0.005, 0.08))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    try:
-        found = load(path)
-        broken += found.header.tensors["x"] != (2, found.header.horizon)
-    except ValueError:
-        broken += 1
-print(broken)
-"""
-
-
-def in_process(script, *args):
-    here = str(Path(__file__).parents[1])
-    paths = os.pathsep.join([here, *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script, *map(str, args)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+def save_with_little_space(path):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    learned(horizon=2).save(path)
 
 
 def test_a_full_disk_keeps_the_old_file(tmp_path):
-    out = in_process(LIMITED, tmp_path / "x.st")
-    assert out[0] == "refused"
-    assert out[-1] == "1"
+    learned(horizon=1).save(tmp_path / "x.st")
+    ended = processes.run(save_with_little_space, tmp_path / "x.st")
+    assert ended.code == 1
+    assert "OSError: [Errno 27] File too large" in ended.err
+    assert metamd.load(tmp_path / "x.st").header.horizon == 1
     assert [p.name for p in tmp_path.iterdir()] == ["x.st"]
 
 
+def save_until(line, path, write, horizon):
+    """Save, and be killed when the writing function comes to its line of that number; 0 comes before them all."""
+
+    def follow(frame, event, argument):
+        if frame.f_code is not write.__code__:
+            return None
+        return lambda frame, event, argument: event == "line" and passed()
+
+    passed = processes.Countdown(line + 1)
+    files.write_atomically = write
+    found = learned(horizon=horizon)
+    sys.settrace(follow)
+    found.save(path)
+
+
+def killed_at_every_line(path, write):
+    """Kill a process at each line of a function that writes files: how many kills there were, and broke the file."""
+    broken = 0
+    for kills, horizon in enumerate(range(2, 40)):
+        ended = processes.run(save_until, kills, path, write, horizon)
+        try:
+            found = metamd.load(path)
+            broken += found.header.horizon not in (horizon - 1, horizon)
+        except ValueError:
+            broken += 1
+        if ended.code == 0:
+            return kills, broken
+        assert ended.code == -signal.SIGKILL, ended.err
+        learned(horizon=horizon).save(path)
+    raise AssertionError("the function never ends")
+
+
 def test_a_killed_process_never_leaves_a_broken_file(tmp_path):
-    assert in_process(KILLED, tmp_path / "x.st", "atomic") == ["0"]
+    learned(horizon=1).save(tmp_path / "x.st")
+    kills, broken = killed_at_every_line(tmp_path / "x.st", container.write_atomically)
+    assert kills > 8
+    assert broken == 0
 
 
 def test_the_law_of_kills_rejects_a_plain_write(tmp_path):
-    assert int(in_process(KILLED, tmp_path / "x.st", "plain")[0]) > 0
+    learned(horizon=1).save(tmp_path / "x.st")
+    kills, broken = killed_at_every_line(tmp_path / "x.st", plain_write)
+    assert 0 < broken < kills

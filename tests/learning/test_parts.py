@@ -1,12 +1,7 @@
 """The default for networks, stopped and continued: the same result, no part computed twice, other settings refused."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,20 +14,11 @@ from metamd.learning.parts import Parts, parts_of
 from metamd.learning.reference import learn_from_reference
 from metamd.tasks import quadratic, starting_at, supervised, tabular
 from metamd.tasks.wrapped import Counted
-from tests.cli.test_train_command import process
-from tests.network_worker import family, train
-
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-
+from tests import processes
+from tests.network_worker import family, train, work
 
 LOOKS = 3
 """Batches by which a family is known again, one for each stage that has a journal."""
-
-
-def worker(folder, point=""):
-    command = [sys.executable, "-W", "ignore", "-m", "tests.network_worker", str(folder), point]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
 
 
 def said(learned):
@@ -72,12 +58,12 @@ def test_the_cost_is_all_that_was_drawn(whole):
 def test_killed_in_every_stage_it_continues_to_the_same_result(tmp_path, whole):
     """The points are places in the uninterrupted run: a process that began again each time would never come past them."""
     learned, drawn = whole
-    for point in ("batch:60", "write:8", "batch:150", f"batch:{drawn // 2}", "write:30"):
-        killed = worker(tmp_path, point)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    for point in ("batch:60", "renamed:4", "batch:150", f"batch:{drawn // 2}", "renamed:15"):
+        killed = processes.run(work, tmp_path, point)
+        assert killed.code == -signal.SIGKILL, killed.err
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"reference", "follow", "usage"}
-    last = worker(tmp_path)
-    assert last.returncode == 0, last.stderr[-2000:]
+    last = processes.run(work, tmp_path)
+    assert last.code == 0, last.err
     assert said(load(tmp_path / "0.safetensors")) == said(learned)
     spied = Spied()
     assert said(train(Journal(tmp_path / "run"), of=spied.family)) == said(learned)
@@ -151,16 +137,10 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_continues(tmp_path):
     torch.save(family().example(), tmp_path / "start.pt")
     options = ["tabular", "--steps", "4", "--tasks", "1", "--start", tmp_path / "start.pt", "--learn-start"]
     out, whole = tmp_path / "x.safetensors", tmp_path / "whole.safetensors"
-    first = process(*options, "--out", out)
     cells = tmp_path / "x.safetensors.run" / "usage" / "cells"
-    for _ in range(1200):
-        if first.poll() is not None or len(list(cells.glob("run-*.json"))) > 3:
-            break
-        time.sleep(0.02)
-    first.send_signal(signal.SIGINT)
-    _, err = first.communicate(timeout=60)
-    assert first.returncode == 130, err
-    assert "the same command continues" in err
+    first = processes.run(processes.command, "cell:20:SIGINT", "train", *options, "--out", out)
+    assert first.code == 130, first.err
+    assert "the same command continues" in first.err
     assert not out.exists()
     made = {p: p.stat().st_mtime_ns for p in cells.glob("run-*.json")}
     assert cli.run(["train", *map(str, options), "--seed", "7", "--out", str(out)]) == 2

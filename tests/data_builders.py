@@ -13,7 +13,7 @@ from scipy.io import savemat
 
 import metamd.data as data
 from metamd.data import canonical, registry
-from metamd.data.records import Dataset, Form, Split
+from metamd.data.registry import Dataset, Form, Split
 from tests.data_fixtures import (
     cifar_bytes,
     dataset,

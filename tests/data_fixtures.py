@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from metamd.data.records import Dataset, RemoteFile, Split
+from metamd.data.registry import Dataset, RemoteFile, Split
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 DIGITS = tuple("0123456789")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from metamd.data.archives import decompress, tar_members, zip_members
-from metamd.data.records import DataError
+from metamd.data.registry import DataError
 from tests.data_fixtures import tar_gz
 
 

@@ -15,7 +15,8 @@ import pytest
 import metamd.data as data
 from metamd.cli import data_commands as commands
 from metamd.data import registry
-from metamd.data.records import DataError
+from metamd.data.registry import DataError
+from metamd.files.progress import showing
 from tests.data_builders import place, put, server, tiny
 
 
@@ -43,7 +44,8 @@ def test_list_calls_a_file_of_unknown_size_unrecorded_and_a_fetched_one_official
 
 
 def test_fetch_prints_what_it_fetched_and_fetches_again_when_forced(tiny, server, capsys):
-    rows = commands.fetch("mnist", json=True)
+    with showing("always"):
+        rows = commands.fetch("mnist", json=True)
     out, err = capsys.readouterr()
     assert json.loads(out) == {"fetched": rows}
     assert [row["count"] for row in rows] == [10, 5]

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from scipy.io import savemat
 
 from metamd.data import canonical, decoders
-from metamd.data.records import DataError
+from metamd.data.registry import DataError
 from tests.data_fixtures import cifar_bytes, idx_bytes, libsvm_bytes, pictures, stl_bytes
 
 # --- idx ---

@@ -1,5 +1,5 @@
-"""Downloads from a loopback server that is whole, slow, stalled, wrong or gone, in one process and in "
-"several."""
+"""Downloads from a loopback server that is whole, slow, stalled, wrong or gone, in one process and in
+several."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ import pytest
 
 from metamd.data import download as module
 from metamd.data.download import download, mismatch, partial
-from metamd.data.records import DataError, RemoteFile
+from metamd.data.registry import DataError, RemoteFile
 from metamd.files.locks import locked
+from metamd.files.progress import showing
 from tests.data_fixtures import (
     endless,
     in_turn,
@@ -158,7 +159,8 @@ def test_a_server_that_labels_the_file_as_gzip_encoded_is_asked_not_to(server, t
 
 
 def test_the_bar_goes_to_standard_error(server, tmp_path, capsys):
-    quick(remote(NAME, CONTENT, server.serve("a", whole(CONTENT))), tmp_path, progress=True)
+    with showing("always"):
+        quick(remote(NAME, CONTENT, server.serve("a", whole(CONTENT))), tmp_path)
     out, err = capsys.readouterr()
     assert out == ""
     assert NAME in err
@@ -171,7 +173,7 @@ import json, sys
 from contextlib import nullcontext
 from pathlib import Path
 from metamd.data import download as module
-from metamd.data.records import RemoteFile
+from metamd.data.registry import RemoteFile
 file, folder, lock = json.loads(sys.argv[1])
 if not lock:
     module.locked = lambda path: nullcontext()

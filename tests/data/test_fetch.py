@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import metamd.data as data
-from metamd.data import canonical, registry, store
-from metamd.data.records import DataError, Form, Split
+from metamd.data import canonical, loading, registry
+from metamd.data.registry import DataError, Form, Split
 from metamd.files.locks import locked
 from tests.data_builders import COUNT, GREY, KINDS, form_of, idx_files, place, publish, put, server, tiny
 from tests.data_fixtures import dataset, remote, slow, whole
@@ -55,7 +55,7 @@ def test_arrays_fetched_from_official_files_are_official_even_where_only_a_rebui
     publish("svhn", server, monkeypatch, lambda split: (form_of("svhn", split, "rebuilt", "by hand"),))
     data.load("svhn", "train")
     assert data.provenance("svhn", "train").status == "official"
-    path = store.split_file(store.cache_folder(), "svhn", "train")
+    path = loading.split_file(loading.cache_folder(), "svhn", "train")
     put(place / "npz", "svhn", "train", **np.load(path))
     monkeypatch.setenv("METAMD_DATA", str(place / "npz"))
     assert data.provenance("svhn", "train").note == "by hand"
@@ -77,12 +77,12 @@ def test_splits_of_one_archive_are_fetched_together_and_others_apart(place, serv
 def test_files_that_decode_to_other_arrays_than_recorded_are_not_kept(place, server, monkeypatch):
     publish("mnist", server, monkeypatch, lambda split: (form_of("mnist", split),))
     assert data.provenance("mnist", "train").status == "official"
-    store.split_file(store.cache_folder(), "mnist", "train").unlink()
+    loading.split_file(loading.cache_folder(), "mnist", "train").unlink()
     wrong = Form(10, "0" * 64, "0" * 64, "official")
     publish("mnist", server, monkeypatch, lambda split: (wrong,))
     with pytest.raises(DataError, match="decoded to other arrays than the recorded ones"):
         data.load("mnist", "train")
-    assert not store.split_file(store.cache_folder(), "mnist", "train").exists()
+    assert not loading.split_file(loading.cache_folder(), "mnist", "train").exists()
 
 
 def test_a_count_other_than_the_recorded_one_is_refused(place, server, monkeypatch):
@@ -107,7 +107,7 @@ sys.path.insert(0, sys.argv[1])
 from tests.data_builders import COUNT, idx_files
 from tests.data_fixtures import dataset, remote
 from metamd.data import canonical, registry, loading
-from metamd.data.records import Split
+from metamd.data.registry import Split
 files = [remote(key, body, f"{sys.argv[2]}/{key}") for key, body in idx_files("train")[0].items()]
 record = dataset("mnist", "idx", (28, 28), {"train": Split(COUNT["train"], tuple(files))})
 registry.datasets = lambda: {"mnist": record}
@@ -144,18 +144,18 @@ def test_a_process_waits_while_another_one_makes_the_dataset(place, server):
 def test_a_crash_between_a_file_and_its_checksum_leaves_no_wrong_pair(tiny, place, monkeypatch):
     data.load("mnist")
     path = place / "cache" / "mnist-train.npz"
-    real = store._replace
+    real = loading._replace
 
     def crash(target, content):
         if target.suffix == ".sha256":
             raise KeyboardInterrupt
         real(target, content)
 
-    monkeypatch.setattr(store, "_replace", crash)
+    monkeypatch.setattr(loading, "_replace", crash)
     with pytest.raises(KeyboardInterrupt):
-        store.write_npz(path, tiny[0][::-1], tiny[1])
+        loading.write_npz(path, tiny[0][::-1], tiny[1])
     assert path.exists()
-    assert store.find("mnist", "train") is None  # absent, rather than beside a checksum that is another file's
+    assert loading.find("mnist", "train") is None  # absent, rather than beside a checksum that is another file's
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_sentence(place, server, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 import metamd.data as data
 from metamd.cli import data_commands as commands
 from metamd.data import canonical, registry
-from metamd.data.records import DataError, Form, Split
+from metamd.data.registry import DataError, Form, Split
 from tests.data_builders import GREY, idx_files, place, put, server, tiny
 from tests.data_fixtures import dataset, pictures
 

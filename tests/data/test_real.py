@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import metamd.data as data
-from metamd.data import decoders, loading, registry, store
+from metamd.data import decoders, loading, registry
 from tests.data_fixtures import cifar_bytes, idx_bytes, loopback, whole
 
 pytestmark = pytest.mark.real_data
@@ -44,7 +44,7 @@ STATUS = {"usps-train": "rebuilt", "svhn": "rebuilt", "cifar10-train": "partial"
 
 
 def at_hand(name: str, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if store.find(name, split) is None:
+    if loading.find(name, split) is None:
         pytest.skip(f"{name}-{split}.npz is not in METAMD_DATA")
     return data.load(name, split, download=False)
 
@@ -115,7 +115,7 @@ def test_stl_labels_are_the_content_of_the_official_files(split, sha256):
 
 @needs_data
 def test_qmnist_is_not_among_the_data():
-    if store.find("qmnist", "train") is not None:
+    if loading.find("qmnist", "train") is not None:
         pytest.skip("QMNIST was fetched on this machine")
     assert "qmnist" not in data.available()
     with pytest.raises(data.DataError, match="MNIST is not a substitute"):

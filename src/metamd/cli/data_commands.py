@@ -9,8 +9,8 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from metamd.data import registry, store
-from metamd.data.records import DataError, Dataset
+from metamd.data import loading, registry
+from metamd.data.registry import DataError, Dataset
 
 Row = dict[str, Any]
 
@@ -37,10 +37,8 @@ def fetch(name: str, *, split: str | None = None, force: bool = False, json: boo
         force: fetch again what is already cached.
         json: print one JSON object instead of text.
     """
-    from metamd.data import loading
-
     wanted = [split] if split else list(registry.dataset(name).splits)
-    paths = loading.fetch(name, wanted, force=force, progress=True)
+    paths = loading.fetch(name, wanted, force=force)
     rows = [_checked(name, key, path) for key, path in zip(wanted, paths, strict=True)]
     _show({"fetched": rows}, [_line(row) for row in rows], json)
     return rows
@@ -57,7 +55,7 @@ def verify(name: str | None = None, *, json: bool = False) -> list[Row]:
     rows = []
     for key in names:
         for split in registry.dataset(key).splits:
-            path = store.find(key, split)
+            path = loading.find(key, split)
             if path is not None:
                 rows.append(_checked(key, split, path))
     bad = [row for row in rows if not row["ok"]]
@@ -78,10 +76,10 @@ def path(name: str | None = None, *, split: str = "train", json: bool = False) -
         json: print one JSON object instead of text.
     """
     if name is None:
-        found = store.cache_folder()
+        found = loading.cache_folder()
     else:
         registry.split_of(name, split)
-        at_hand = store.find(name, split)
+        at_hand = loading.find(name, split)
         if at_hand is None:
             raise DataError(f"{name} {split} is not at hand. Run `metamd data fetch {name}` first.")
         found = at_hand
@@ -91,7 +89,7 @@ def path(name: str | None = None, *, split: str = "train", json: bool = False) -
 
 def _listed(record: Dataset, split: str) -> Row:
     known = record.splits[split]
-    found = store.find(record.name, split)
+    found = loading.find(record.name, split)
     row: Row = {
         "name": record.name,
         "title": record.title,
@@ -107,9 +105,9 @@ def _listed(record: Dataset, split: str) -> Row:
     }
     if found is None:
         return row
-    row["where"] = "cache" if store.in_cache(found) else "METAMD_DATA"
+    row["where"] = "cache" if loading.in_cache(found) else "METAMD_DATA"
     try:
-        count = store.stored_count(found)
+        count = loading.stored_count(found)
     except DataError as error:
         return row | {"status": "wrong", "note": str(error)}
     forms = [form for form in known.forms if form.count == count]
@@ -119,13 +117,11 @@ def _listed(record: Dataset, split: str) -> Row:
     elif forms:
         row |= {"status": forms[0].status, "note": forms[0].note}
     else:
-        row |= {"status": "unrecorded", "note": store.UNRECORDED}
+        row |= {"status": "unrecorded", "note": loading.UNRECORDED}
     return row
 
 
 def _checked(name: str, split: str, path: Path) -> Row:
-    from metamd.data import loading
-
     row: Row = {"name": name, "split": split, "path": str(path), "ok": True}
     try:
         _, came = loading.read(path, name, split)

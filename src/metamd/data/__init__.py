@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from metamd.data.folders import image_folder
-from metamd.data.records import DataError, Dataset, Provenance
-from metamd.data.registry import dataset, datasets
+from metamd.data.loading import find, load_arrays
+from metamd.data.registry import DataError, Dataset, Provenance, dataset, datasets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +27,9 @@ def load(name: str, split: str = "train", *, download: bool = True) -> tuple[Ten
     Args:
         name: which dataset, one of `datasets()`.
         split: `"train"` or `"test"`.
-        download: fetch what is neither in METAMD_DATA nor in the cache; METAMD_OFFLINE=1 forbids it
-        everywhere.
+        download: fetch what is neither in METAMD_DATA nor in the cache; METAMD_OFFLINE=1 forbids it everywhere.
     """
     import torch
-
-    from metamd.data.loading import load_arrays
 
     (images, labels), _ = load_arrays(name, split, fetch_missing=download)
     return torch.from_numpy(images), torch.from_numpy(labels.astype("int64"))
@@ -46,13 +43,9 @@ def provenance(name: str, split: str = "train", *, download: bool = True) -> Pro
         split: `"train"` or `"test"`.
         download: fetch what is neither in METAMD_DATA nor in the cache.
     """
-    from metamd.data.loading import load_arrays
-
     return load_arrays(name, split, fetch_missing=download)[1]
 
 
 def available() -> tuple[str, ...]:
     """The datasets whose splits are all at hand, in METAMD_DATA or in the cache, without any download."""
-    from metamd.data.store import find
-
     return tuple(name for name, record in datasets().items() if all(find(name, s) for s in record.splits))

@@ -15,19 +15,14 @@ from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
-from metamd.data.records import DataError
+from metamd.data.registry import DataError
 
 MEMBERS = 1000
 """More members than any archive read here holds."""
 
 
 def decompress(path: Path, limit: int) -> bytes:
-    """The bytes inside a `.gz` or `.bz2` file, refused when there are more than `limit`.
-
-    Args:
-        path: the file; its suffix says how it is compressed, and another suffix means that it is not.
-        limit: the most bytes that may come out.
-    """
+    """The bytes inside a `.gz` or `.bz2` file, refused when there are more than `limit`."""
     try:
         with _open(path) as stream:
             content = stream.read(limit + 1)
@@ -45,12 +40,7 @@ def _open(path: Path) -> gzip.GzipFile | bz2.BZ2File | BufferedReader:
 
 
 def tar_members(path: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
-    """Named members of a `.tar.gz` file, each of which must have exactly the given size.
-
-    Args:
-        path: the archive.
-        sizes: the size in bytes of every member wanted; reading stops at the last of them.
-    """
+    """Named members of a `.tar.gz` file, each of which must have exactly the given size."""
     found: dict[str, bytes] = {}
     try:
         with tarfile.open(path, "r|gz") as archive:
@@ -72,17 +62,15 @@ def _tar_member(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo, s
     stream = archive.extractfile(member) if member.isreg() else None
     if stream is None:
         raise DataError(f"{member.name} in {path} is not an ordinary file, so it was not read. Delete the archive.")
-    _refuse_size(path, member.name, member.size, size)
+    if member.size != size:
+        raise DataError(
+            f"{member.name} in {path} must have {size} bytes, got {member.size}. Delete the archive and fetch it again."
+        )
     return stream.read(size)
 
 
 def zip_members(path: Path, limits: Mapping[str, int]) -> dict[str, bytes]:
-    """Named members of a zip file, each refused when it holds more bytes than its limit.
-
-    Args:
-        path: the archive, for instance an `.npz` file.
-        limits: the most bytes that each member wanted may hold.
-    """
+    """Named members of a zip file, each refused when it holds more bytes than its limit."""
     found: dict[str, bytes] = {}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -103,11 +91,6 @@ def zip_members(path: Path, limits: Mapping[str, int]) -> dict[str, bytes]:
 def _refuse_path(path: Path, member: str) -> None:
     if member.startswith(("/", "\\")) or ".." in PurePosixPath(member.replace("\\", "/")).parts or ":" in member:
         raise DataError(f"{path} has a member that leaves its folder, {member!r}, so it was not read. Delete it.")
-
-
-def _refuse_size(path: Path, member: str, got: int, size: int) -> None:
-    if got != size:
-        raise DataError(f"{member} in {path} must have {size} bytes, got {got}. Delete the archive and fetch it again.")
 
 
 def _refuse_missing(path: Path, wanted: Mapping[str, int], found: Mapping[str, bytes]) -> None:

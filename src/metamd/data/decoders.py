@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from metamd.data.records import DataError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from metamd.data.registry import DataError
 
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
 def idx(content: bytes, what: str = "the idx file") -> NDArray[Any]:
-    """Decode an idx file: two zero bytes, type, number of dimensions, dimensions, values (big-endian).
-
-    Args:
-        content: the decompressed file.
-        what: how to call it in an error.
-    """
+    """Decode an idx file: two zero bytes, type, number of dimensions, dimensions, values (big-endian)."""
     if len(content) < 4 or content[:2] != b"\x00\x00" or content[2] not in IDX_TYPES or content[3] == 0:
         raise DataError(f"{what} must start with an idx header, got {content[:4].hex(' ') or 'nothing'}. Fetch it again.")
     start = 4 + 4 * content[3]
@@ -41,13 +34,7 @@ def idx(content: bytes, what: str = "the idx file") -> NDArray[Any]:
 
 
 def class_labels(labels: NDArray[Any], classes: int, what: str = "the label file") -> NDArray[np.uint8]:
-    """Labels as uint8 in `0 .. classes - 1`; of QMNIST's table of eight columns the first is the class.
-
-    Args:
-        labels: one integer per example, or one row per example whose first column is the class.
-        classes: how many classes there are.
-        what: how to call the file in an error.
-    """
+    """Labels as uint8 in `0 .. classes - 1`; of QMNIST's table of eight columns the first is the class."""
     column = labels[:, 0] if labels.ndim == 2 and labels.shape[1] > 0 else labels
     if column.ndim != 1 or not np.issubdtype(column.dtype, np.integer):
         raise DataError(f"{what} must hold one whole number per example, got {labels.dtype} of shape {labels.shape}.")
@@ -58,13 +45,7 @@ def class_labels(labels: NDArray[Any], classes: int, what: str = "the label file
 
 
 def libsvm(content: bytes, features: int = 256, what: str = "the LIBSVM file") -> tuple[NDArray[np.float64], Any]:
-    """Decode LIBSVM text, `label index:value ...` with indices from 1, into dense values and integer labels.
-
-    Args:
-        content: the decompressed text.
-        features: how many values a row has; an index left out stands for zero.
-        what: how to call the file in an error.
-    """
+    """Decode LIBSVM text, `label index:value ...` with indices from 1, into dense values and integer labels."""
     rows = [line.split() for line in content.splitlines() if line.strip()]
     if not rows:
         raise DataError(f"{what} is empty. Fetch it again.")
@@ -89,10 +70,6 @@ def usps(content: bytes, what: str = "the USPS file") -> tuple[NDArray[np.uint8]
 
     In double precision: in single precision, which torchvision uses, one pixel of the test set rounds up from
     123.9999975 to 124 before it is truncated.
-
-    Args:
-        content: the decompressed text.
-        what: how to call the file in an error.
     """
     values, labels = libsvm(content, 256, what)
     # Written as "not all inside" so that a nan is refused too.
@@ -103,11 +80,7 @@ def usps(content: bytes, what: str = "the USPS file") -> tuple[NDArray[np.uint8]
 
 
 def svhn(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Decode SVHN's MATLAB file into (number, 32, 32, 3) images and labels; its class 10 is the digit 0.
-
-    Args:
-        path: `train_32x32.mat` or `test_32x32.mat`.
-    """
+    """Decode SVHN's MATLAB file into (number, 32, 32, 3) images and labels; its class 10 is the digit 0."""
     from scipy.io import loadmat, whosmat
 
     try:
@@ -129,12 +102,7 @@ def svhn(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def cifar10(batches: list[bytes], what: str = "the CIFAR-10 file") -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Decode CIFAR-10's binary version: per image a label byte, then 1024 red, 1024 green, 1024 blue bytes.
-
-    Args:
-        batches: the content of each batch, in order.
-        what: how to call it in an error.
-    """
+    """Decode CIFAR-10's binary version: per image a label byte, then 1024 red, 1024 green, 1024 blue bytes."""
     for batch in batches:
         if not batch or len(batch) % 3073:
             raise DataError(f"{what} must hold a multiple of 3073 bytes, got {len(batch)}. Fetch it again.")
@@ -144,13 +112,7 @@ def cifar10(batches: list[bytes], what: str = "the CIFAR-10 file") -> tuple[NDAr
 
 
 def stl10(images: bytes, labels: bytes, what: str = "the STL-10 file") -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Decode STL-10's binary files into (number, 96, 96, 3) images and labels 0-9; they store columns first.
-
-    Args:
-        images: the content of `train_X.bin` or `test_X.bin`.
-        labels: the content of `train_y.bin` or `test_y.bin`, classes 1-10.
-        what: how to call them in an error.
-    """
+    """Decode STL-10's binary files into (number, 96, 96, 3) images and labels 0-9; they store columns first."""
     side = 96
     if not images or len(images) != len(labels) * 3 * side * side:
         expected = len(labels) * 3 * side * side

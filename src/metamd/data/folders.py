@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metamd.data.records import DataError
+from metamd.data.registry import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

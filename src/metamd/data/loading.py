@@ -1,67 +1,59 @@
-"""Find, fetch and check a split: METAMD_DATA first, then the cache, then the official files."""
+"""The splits at hand, and how missing ones are fetched: METAMD_DATA first, then the cache, then the official files.
+
+A split is a file `<dataset>-<split>.npz` with `images` (uint8) and `labels`. Those in the cache have their sha256 in
+a file beside them, in the format of `sha256sum`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import math
 import os
 import shutil
-import sys
-from typing import TYPE_CHECKING
+import zipfile
+from pathlib import Path
 
-from metamd.data import canonical, recipes, registry, store
+import numpy as np
+from numpy.typing import NDArray
+
+from metamd.data import registry
+from metamd.data.archives import zip_members
+from metamd.data.canonical import Arrays, canonical, decode, digest
+from metamd.data.decoders import class_labels
 from metamd.data.download import download
-from metamd.data.records import DataError, Dataset, Form, Provenance
+from metamd.data.registry import DataError, Dataset, Form, Provenance
 from metamd.files.locks import locked
 
-if TYPE_CHECKING:
-    from pathlib import Path
+HEADER = 4096
+"""Room for the header of an `.npy` file."""
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Arrays = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+UNRECORDED = "not one of the recorded arrays; vouched for by the checksum beside it"
 
 
 def load_arrays(name: str, split: str, *, fetch_missing: bool = True) -> tuple[Arrays, Provenance]:
-    """The canonical images and labels of a split, and where they came from.
-
-    Args:
-        name: which dataset.
-        split: `"train"` or `"test"`.
-        fetch_missing: whether to download what is found nowhere.
-    """
+    """The canonical images and labels of a split, and where they came from: METAMD_DATA, the cache or the official files."""
     registry.split_of(name, split)
-    path = store.find(name, split)
+    path = find(name, split)
     if path is None:
         if not fetch_missing or os.environ.get("METAMD_OFFLINE"):
-            raise DataError(_absent(name, split))
-        fetch(name, [split], progress=sys.stderr.isatty())
-        path = store.split_file(store.cache_folder(), name, split)
+            record, folder = registry.dataset(name), offline_folder()
+            here = f"in METAMD_DATA ({folder})" if folder else "in METAMD_DATA (not set)"
+            note = f" {record.note}" if record.note else ""
+            raise DataError(
+                f"{record.title} {split} is required and there is no {name}-{split}.npz {here} or in the cache "
+                f"({cache_folder()}).{note} Run `metamd data fetch {name}` where there is a network."
+            )
+        (path,) = fetch(name, [split])
     return read(path, name, split)
 
 
-def _absent(name: str, split: str) -> str:
-    record = registry.dataset(name)
-    folder = store.offline_folder()
-    here = f"in METAMD_DATA ({folder})" if folder else "in METAMD_DATA (not set)"
-    note = f" {record.note}" if record.note else ""
-    return (
-        f"{record.title} {split} is required and there is no {name}-{split}.npz {here} or in the cache "
-        f"({store.cache_folder()}).{note} Run `metamd data fetch {name}` where there is a network."
-    )
-
-
 def read(path: Path, name: str, split: str) -> tuple[Arrays, Provenance]:
-    """The canonical arrays in an `.npz` file, refused unless recorded or vouched for by a checksum beside it.
-
-    Args:
-        path: the `.npz` file.
-        name: which dataset it must hold.
-        split: which split of it.
-    """
+    """The canonical arrays in an `.npz` file, refused unless recorded or vouched for by a checksum beside it."""
     record = registry.dataset(name)
-    vouched = store.check_sum(path)
-    images, labels = store.read_npz(path, record, split)
-    images = canonical.canonical(name, images)
+    vouched = check_sum(path)
+    images, labels = read_npz(path, record, split)
+    images = canonical(name, images)
     form = recognise(record, split, images, labels)
     if form is None and not vouched:
         raise DataError(
@@ -69,93 +61,183 @@ def read(path: Path, name: str, split: str) -> tuple[Arrays, Provenance]:
             f"somebody's own. Make it again, or vouch for your own data with `sha256sum {path.name} > "
             f"{path.name}.sha256`."
         )
-    provenance = _provenance(record, split, path, len(images), form)
-    return (images, labels), provenance
+    official = record.splits[split].count
+    status, note = (form.status, form.note) if form else ("unrecorded", UNRECORDED)
+    if in_cache(path) and len(images) == official:
+        # Only `fetch` writes there, from files whose checksums it has compared.
+        status, note = "official", ""
+    return (images, labels), Provenance(name, split, str(path), len(images), official, status, note)
 
 
 def recognise(record: Dataset, split: str, images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Form | None:
-    """The recorded form that canonical arrays are, or None; images recorded for another are refused.
-
-    Args:
-        record: which dataset they should be.
-        split: which split of it.
-        images: the canonical images.
-        labels: the labels.
-    """
-    digest, label_digest = canonical.digest(images), canonical.digest(labels)
+    """The recorded form that canonical arrays are, or None; images recorded for another are refused."""
+    digests = digest(images), digest(labels)
     for form in record.splits[split].forms:
-        if (form.images_sha256, form.labels_sha256) == (digest, label_digest):
+        if (form.images_sha256, form.labels_sha256) == digests:
             return form
-    owner = registry.owner_of(digest)
+    owner = registry.owner_of(digests[0])
     if owner is not None and owner != (record.name, split):
         whose = " ".join(owner)
         raise DataError(f"The images offered as {record.title} {split} are those of {whose}. Load that by its name.")
     return None
 
 
-def _provenance(record: Dataset, split: str, path: Path, count: int, form: Form | None) -> Provenance:
-    official = record.splits[split].count
-    status, note = (form.status, form.note) if form else ("unrecorded", store.UNRECORDED)
-    if store.in_cache(path) and count == official:
-        # Only `fetch` writes there, from files whose checksums it has compared.
-        status, note = "official", ""
-    return Provenance(record.name, split, str(path), count, official, status, note)
-
-
-def fetch(name: str, splits: list[str], *, force: bool = False, progress: bool = False) -> list[Path]:
+def fetch(name: str, splits: list[str], *, force: bool = False) -> list[Path]:
     """Download, decode and cache splits of a dataset; the official files are removed once they are decoded.
 
-    Args:
-        name: which dataset.
-        splits: which splits of it; splits that come from one archive are made together.
-        force: fetch again what is already in the cache.
-        progress: draw bars on standard error.
+    Splits that come from one archive are made together. What is in the cache is fetched again if `force` says so.
     """
+    record, cache = registry.dataset(name), cache_folder()
+    asked = {file.name for split in splits for file in registry.split_of(name, split).files}
+    together = [key for key, split in record.splits.items() if asked & {file.name for file in split.files}]
     try:
-        return _fetch(registry.dataset(name), splits, force, progress)
+        with locked(cache / "locks" / f"{name}.lock"):
+            wanted = [split for split in together if force or not _is_whole(split_file(cache, name, split))]
+            folder = cache / "files" / name
+            for file in {file.name: file for split in wanted for file in record.splits[split].files}.values():
+                download(file, folder)
+            for split in wanted:
+                images, labels = decode(record, split, folder)
+                form = recognise(record, split, canonical(name, images), labels)
+                if form is None and any(known.status == "official" for known in record.splits[split].forms):
+                    raise DataError(
+                        f"The official files of {record.title} {split} decoded to other arrays than the recorded ones, "
+                        "so they were not kept. Please report this with the versions of metamd and numpy."
+                    )
+                write_npz(split_file(cache, name, split), images, labels)
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise DataError(
-            f"The cache folder {store.cache_folder()} must be writable and have room, got: {error}. "
-            "Set METAMD_CACHE to another folder."
+            f"The cache folder {cache} must be writable and have room, got: {error}. Set METAMD_CACHE to another folder."
         ) from error
+    return [split_file(cache, name, split) for split in splits]
 
 
-def _fetch(record: Dataset, splits: list[str], force: bool, progress: bool) -> list[Path]:
-    cache, name = store.cache_folder(), record.name
-    with locked(cache / "locks" / f"{name}.lock"):
-        wanted = [s for s in _together(record, splits) if force or not _cached(record, s)]
-        files = {file.name: file for split in wanted for file in record.splits[split].files}
-        folder = cache / "files" / name
-        for file in files.values():
-            download(file, folder, progress=progress)
-        for split in wanted:
-            images, labels = recipes.decode(record, split, folder)
-            _check_decoded(record, split, images, labels)
-            store.write_npz(store.split_file(cache, name, split), images, labels)
-        shutil.rmtree(folder, ignore_errors=True)
-    return [store.split_file(cache, name, split) for split in splits]
-
-
-def _together(record: Dataset, splits: list[str]) -> list[str]:
-    files = {file.name for split in splits for file in registry.split_of(record.name, split).files}
-    return [key for key, split in record.splits.items() if files & {file.name for file in split.files}]
-
-
-def _cached(record: Dataset, split: str) -> bool:
-    path = store.split_file(store.cache_folder(), record.name, split)
-    if not path.exists() or not store.checksum_file(path).exists():
-        return False
+def _is_whole(path: Path) -> bool:
     try:
-        return store.check_sum(path)
+        return path.exists() and check_sum(path)
     except DataError:
         return False
 
 
-def _check_decoded(record: Dataset, split: str, images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> None:
-    form = recognise(record, split, canonical.canonical(record.name, images), labels)
-    recorded = any(known.status == "official" for known in record.splits[split].forms)
-    if recorded and form is None:
+# files
+
+
+def offline_folder() -> Path | None:
+    """The folder that METAMD_DATA names, or None when it is not set."""
+    value = os.environ.get("METAMD_DATA")
+    if not value:
+        return None
+    folder = Path(value).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"METAMD_DATA must name a folder of .npz files, got {value}, which is none. Correct or unset it.")
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where fetched data is kept: METAMD_CACHE, else `metamd` under XDG_CACHE_HOME or `~/.cache`."""
+    value = os.environ.get("METAMD_CACHE")
+    if value:
+        return Path(value).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "metamd"
+
+
+def split_file(folder: Path, name: str, split: str) -> Path:
+    """The `.npz` file of one split in a folder."""
+    return folder / f"{name}-{split}.npz"
+
+
+def checksum_file(path: Path) -> Path:
+    """The file that holds the sha256 of `path`."""
+    return path.with_name(f"{path.name}.sha256")
+
+
+def find(name: str, split: str) -> Path | None:
+    """The `.npz` file of a split: in METAMD_DATA, else in the cache, else None.
+
+    In the cache a file without its checksum is what an interrupted write left, and counts as absent.
+    """
+    folder = offline_folder()
+    if folder is not None and split_file(folder, name, split).exists():
+        return split_file(folder, name, split)
+    cached = split_file(cache_folder(), name, split)
+    return cached if cached.exists() and checksum_file(cached).exists() else None
+
+
+def in_cache(path: Path) -> bool:
+    """Whether a file is one that `fetch` wrote."""
+    return path.parent == cache_folder()
+
+
+def check_sum(path: Path) -> bool:
+    """Whether a checksum stands beside an `.npz` file; one that differs is refused."""
+    beside = checksum_file(path)
+    if not beside.exists():
+        return False
+    words = beside.read_text(encoding="utf-8", errors="replace").split()
+    required = words[0] if words else "nothing"
+    with path.open("rb") as stream:
+        got = hashlib.file_digest(stream, "sha256").hexdigest()
+    if got != required:
         raise DataError(
-            f"The official files of {record.title} {split} decoded to other arrays than the recorded ones, "
-            "so they were not kept. Please report this with the versions of metamd and numpy."
+            f"{path} must have the sha256 {required} that stands in {beside.name}, got {got}. Delete both "
+            "files and fetch or copy them again."
         )
+    return True
+
+
+def read_npz(path: Path, record: Dataset, split: str) -> Arrays:
+    """The stored images and labels of one split, with their types, shapes and classes checked."""
+    most = record.splits[split].count
+    pixels = math.prod(record.stored_shape)
+    members = zip_members(path, {"images.npy": most * pixels + HEADER, "labels.npy": most * 8 + HEADER})
+    try:
+        images = np.load(io.BytesIO(members["images.npy"]), allow_pickle=False)
+        labels = np.load(io.BytesIO(members["labels.npy"]), allow_pickle=False)
+    except (ValueError, EOFError, MemoryError) as error:
+        raise DataError(f"{path} holds an array that cannot be read ({error}). Delete it and make it again.") from error
+    if images.dtype != np.uint8 or images.shape[1:] != record.stored_shape or labels.shape != images.shape[:1]:
+        expected = " x ".join(map(str, record.stored_shape))
+        raise DataError(
+            f"{path} must hold uint8 images of {expected} with one label each, got {images.dtype} "
+            f"{images.shape} and labels {labels.shape}. Make it again as docs/data.md says."
+        )
+    if not len(images):
+        raise DataError(f"{path} holds no image at all. Delete it and make it again.")
+    return images, class_labels(labels, len(record.classes), str(path))
+
+
+def stored_count(path: Path) -> int:
+    """How many examples an `.npz` file holds, from the header of its labels alone."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open("labels.npy") as stream:
+            np.lib.format.read_magic(stream)
+            shape, _, _ = np.lib.format.read_array_header_1_0(stream)
+            return int(shape[0])
+    except (zipfile.BadZipFile, KeyError, ValueError, IndexError, OSError) as error:
+        raise DataError(f"{path} is not a readable .npz file ({error}). Delete it and make it again.") from error
+
+
+def write_npz(path: Path, images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> None:
+    """Write one split and then its checksum, each whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()
+    np.savez(content, images=images, labels=labels)
+    # Without this, a crash between the two writes would leave the old checksum beside the new file.
+    checksum_file(path).unlink(missing_ok=True)
+    _replace(path, content.getvalue())
+    line = f"{hashlib.sha256(content.getvalue()).hexdigest()}  {path.name}\n"
+    _replace(checksum_file(path), line.encode())
+
+
+def _replace(path: Path, content: bytes) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The datasets that can be loaded, read from `registry.toml` into frozen records.
+"""The datasets that can be loaded: what is known of them, read from `registry.toml` into frozen records.
 
 Hosts move: each file lists several addresses, and the checksum, not the host, decides what is accepted.
 """
@@ -7,12 +7,114 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-from metamd.data.records import DataError, Dataset, Form, RemoteFile, Split
+Status = Literal["official", "derived", "rebuilt", "partial", "unrecorded"]
+"""How a pair of arrays relates to the official files.
+
+official    decoded from files whose official checksum was equal
+derived     resized from such files; another version of the resizing routine may round differently
+rebuilt     made from another source, with the evidence in the note; the official checksum was not checkable
+partial     a leading part of the official data
+unrecorded  none of the recorded arrays, vouched for by a checksum file: a user's own
+"""
+
+
+class DataError(ValueError):
+    """Data that is missing, malformed or not what was asked for; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """An official file: where it is served and what it must be.
+
+    `sha256` and `size` are None where only the md5 is published. `content_sha256` and `content_size` describe
+    the decompressed bytes, so that a mirror which compressed them anew is still recognised.
+    """
+
+    name: str
+    urls: tuple[str, ...]
+    md5: str
+    sha256: str | None = None
+    size: int | None = None
+    content_sha256: str | None = None
+    content_size: int | None = None
+
+    @property
+    def largest(self) -> int:
+        """How many bytes a download may write before it is refused."""
+        if self.size is None:
+            return 64 * 2**20
+        # A mirror that compressed the file anew may be larger; a file without recorded content may not.
+        return self.size if self.content_sha256 is None else 2 * self.size + 2**16
+
+
+@dataclass(frozen=True)
+class Form:
+    """A pair of canonical arrays that a split is known to have, by the sha256 of their bytes."""
+
+    count: int
+    images_sha256: str
+    labels_sha256: str
+    status: Status
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split: how many examples its official files hold, which files, and the arrays seen of it."""
+
+    count: int
+    files: tuple[RemoteFile, ...]
+    forms: tuple[Form, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One dataset: its canonical image shape, licence, source and splits.
+
+    `stored` is the shape in a `.npz` file where that differs from the canonical `shape` (USPS is 16x16).
+    """
+
+    name: str
+    title: str
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+    licence: str
+    homepage: str
+    splits: Mapping[str, Split]
+    recipe: str
+    note: str = ""
+    stored: tuple[int, ...] | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The image shape inside this dataset's `.npz` files."""
+        return self.stored or self.shape
+
+    @property
+    def download_size(self) -> int | None:
+        """The bytes of all official files together, or None where one of them is not known."""
+        files = {file.name: file for split in self.splits.values() for file in split.files}
+        sizes = [file.size for file in files.values()]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a loaded split came from; a table says `status` and `note` wherever a number rests on it."""
+
+    name: str
+    split: str
+    path: str
+    count: int
+    official_count: int
+    status: Status
+    note: str
 
 
 @cache
@@ -47,26 +149,13 @@ def owner_of(images_sha256: str) -> tuple[str, str] | None:
 
 
 def _dataset(name: str, entry: Mapping[str, Any]) -> Dataset:
-    hosts = tuple(entry["hosts"])
-    return Dataset(
-        name=name,
-        title=entry["title"],
-        shape=tuple(entry["shape"]),
-        stored=tuple(entry["stored"]) if "stored" in entry else None,
-        classes=tuple(entry["classes"]),
-        licence=entry["licence"],
-        homepage=entry["homepage"],
-        recipe=entry["recipe"],
-        note=entry.get("note", ""),
-        splits=MappingProxyType({key: _split(value, hosts) for key, value in entry["splits"].items()}),
-    )
-
-
-def _split(entry: Mapping[str, Any], hosts: tuple[str, ...]) -> Split:
-    files = tuple(_file(file, hosts) for file in entry.get("files", ()))
-    return Split(entry["count"], files, tuple(Form(**form) for form in entry.get("forms", ())))
-
-
-def _file(entry: Mapping[str, Any], hosts: tuple[str, ...]) -> RemoteFile:
-    urls = *(host + entry["name"] for host in hosts), *entry.get("urls", ())
-    return RemoteFile(**{**entry, "urls": urls})
+    hosts, splits = entry["hosts"], {}
+    for key, split in entry["splits"].items():
+        files = [
+            RemoteFile(**{**file, "urls": (*(host + file["name"] for host in hosts), *file.get("urls", ()))})
+            for file in split.get("files", ())
+        ]
+        splits[key] = Split(split["count"], tuple(files), tuple(Form(**form) for form in split.get("forms", ())))
+    plain = {key: value for key, value in entry.items() if key not in ("hosts", "splits")}
+    plain |= {key: tuple(plain[key]) for key in ("shape", "stored", "classes") if key in plain}
+    return Dataset(name=name, splits=MappingProxyType(splits), **plain)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential
+from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential
 from metamd.potentials.base import Params
-from metamd.potentials.simplex import Array
+from metamd.potentials.forms import Array
+from metamd.potentials.kronecker import Learned
 from metamd.tasks import Config, Evaluation, SolvedTask, TaskFamily, logistic, quadratic, rosenbrock, supervised, tabular
 from metamd.tasks.base import draw_seed
 
@@ -167,11 +168,10 @@ def random_basis(
 ) -> MaxDiagonal:
     """A potential in a random basis with random metrics, bound."""
     generator = torch.Generator().manual_seed(seed)
-    blank = Kronecker(pieces, sides=sides, centre=centre).bind(start)
+    blank = MaxDiagonal(pieces, tying="tensor", centre=centre, basis=Learned(sides)).bind(start)
     factors = {}
-    for name, turning in blank.basis.turning().items():
-        place = blank.basis.places[name]
-        for side in turning:
+    for place in blank.basis.places.values():
+        for side in ("left", "right") if sides == "both" else ("right",):
             n = place.sizes[side]
             q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
             factors[f"{side}/{place.key}"] = q[:, : rank or n]

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from metamd import Kronecker, LearnedOptimiser, MaxDiagonal, Online, Usage
+from metamd import LearnedOptimiser, MaxDiagonal, Online, Usage
 from metamd.files.header import Header
+from metamd.potentials.kronecker import Learned
 
 SHAPES = {"fc1.weight": (4, 3), "fc1.bias": (4,), "fc2.weight": (2, 4), "fc2.bias": (2,)}
 TYINGS = ("parameter", "channel", "column", "tensor", "role")
@@ -34,11 +35,10 @@ def turned(
 ) -> LearnedOptimiser:
     """A learned optimiser in a random basis, with random metrics."""
     generator = torch.Generator().manual_seed(seed)
-    blank = Kronecker(pieces, sides=sides, tying=tying).bind(model())
+    blank = MaxDiagonal(pieces, tying=tying, basis=Learned(sides)).bind(model())
     factors = {}
-    for name, turning in blank.basis.turning().items():
-        place = blank.basis.places[name]
-        for side in turning:
+    for place in blank.basis.places.values():
+        for side in ("left", "right") if sides == "both" else ("right",):
             n = place.sizes[side]
             q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
             factors[f"{side}/{place.key}"] = q[:, : rank or n].float().contiguous()

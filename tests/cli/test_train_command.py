@@ -90,7 +90,7 @@ def test_quadratics_are_refined_by_their_digits_unless_told_otherwise(tmp_path):
         (["quadratic", "--tying", "mine"], "tying must be one of"),
         (["quadratic", "--pieces", "0"], "pieces must be at least 1"),
         (["quadratic", "--potential", "mine"], "--potential must be diagonal or kronecker"),
-        (["quadratic", "--rank", "3"], "--rank and --sides are for --potential kronecker"),
+        (["quadratic", "--rank", "3"], "--rank is for --potential kronecker"),
         (["quadratic", "--follow", "--refine", "2"], "--refine would change nothing with --follow"),
         (["quadratic", "--preset", "paper", "--pieces", "2"], "--pieces would change nothing with --preset paper"),
         (["quadratic", "--potential", "kronecker", "--rank", "some"], "--rank must be a number of directions, auto or all"),

@@ -18,19 +18,17 @@ SHAPES = {"first.weight": (4, 3), "first.bias": (4,), "last.weight": (2, 4), "sc
 
 
 TYINGS = ["parameter", "channel", "role"]
-BASES = ["right", "both"]
+BASES = ["right"]
 
 
 def iterate(pieces, tying, seed=0, dtype=torch.float64):
-    """Random metrics under a tying, or in a random basis of these sides, with fewer columns than all on one of them."""
+    """Random metrics under a tying, or in a random basis, with fewer columns than all of one of them."""
     g, model = torch.Generator().manual_seed(seed), {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()}
     if tying in BASES:
         factors = {}
-        for n, (rows, columns) in {n: s for n, s in SHAPES.items() if len(s) == 2}.items():
-            for side, size in (("right", columns), ("left", rows)):
-                if side in ("right", "left" if tying == "both" else "right"):
-                    square = torch.linalg.qr(torch.randn(size, size, generator=g, dtype=torch.float64))[0]
-                    factors[f"{side}/{n}"] = square[:, : size - (size > 3) * 2]
+        for n, (_, columns) in {n: s for n, s in SHAPES.items() if len(s) == 2}.items():
+            square = torch.linalg.qr(torch.randn(columns, columns, generator=g, dtype=torch.float64))[0]
+            factors[f"right/{n}"] = square[:, : columns - (columns > 3) * 2]
         potential = MaxDiagonal(pieces, tying="tensor", basis=Learned(tying, factors=factors)).bind(model)
     else:
         potential = MaxDiagonal(pieces, tying=tying).bind(model)

@@ -6,8 +6,8 @@ import torch
 
 from metamd import Diagonal, MaxDiagonal, MetaMD
 from metamd.optimiser.certificate.sums import Sums
-from metamd.potentials import diagonal, simplex
-from metamd.potentials.simplex import Solution
+from metamd.potentials import diagonal, forms
+from metamd.potentials.forms import Solution
 from tests.certified_runs import random_bundle, random_run
 
 MIXTURES, BUNDLES, RUNS = 2000, 80, 100  # 2,000 runs of mixtures, 8,000 of one piece
@@ -36,7 +36,7 @@ def test_mixtures_obey_the_laws(monkeypatch):
     """Kinks, offsets, both centres, schedules, decay, averages; the weights solved for exactly, or hardly at all."""
     kinks, ratios = 0, []
     for seed in range(MIXTURES):
-        monkeypatch.setattr(simplex, "MAX_ITERATIONS", (0, 1, 2, 200)[seed % 4])
+        monkeypatch.setattr(forms, "MAX_ITERATIONS", (0, 1, 2, 200)[seed % 4])
         run = random_run(seed)
         u = run.comparator(np.random.default_rng(seed + 10**6))
         certificate = run.certificate(u)
@@ -133,7 +133,7 @@ def test_the_solver_never_raises_the_dual_objective():
             return 0.5 * d @ x**2, (d * x**2 / (w @ d)) @ d.T
 
         w = rng.dirichlet(np.full(n, 0.5)) if rng.integers(2) else np.eye(n)[rng.integers(n)]
-        found = simplex.solve(evaluate, w, b, tolerance=1e-12)
+        found = forms.solve(evaluate, w, b, tolerance=1e-12)
         assert h(found.weights) <= h(w) + 1e-12 * (1 + abs(h(w)))
 
 

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from metamd import MaxDiagonal
-from metamd.optimiser.fused import native
-from metamd.optimiser.fused.fused import MARGINS, FusedDiagonals, decided, drift
-from metamd.optimiser.fused.native import CHUNK, Passes, layout
+from metamd.optimiser import fused as native
+from metamd.optimiser.fused import CHUNK, MARGINS, FusedDiagonals, Passes, decided, drift, layout
 from metamd.potentials.base import Active, Move, Params
-from metamd.potentials.simplex import Array
+from metamd.potentials.forms import Array
 
 SHAPES = {"conv.weight": (6, 3, 5, 5), "conv.bias": (6,), "fc.weight": (2, 1100), "scale": ()}
 EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}

@@ -343,8 +343,10 @@ def test_unnamed_parameters_of_a_learned_geometry_are_refused():
 
 
 def test_geometry_must_be_one():
-    with pytest.raises(TypeError, match="must be a LearnedOptimiser or a Potential, got str"):
-        MetaMD([nn.Parameter(torch.zeros(1))], "adam")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a LearnedOptimiser or a Potential, got float"):
+        MetaMD([nn.Parameter(torch.zeros(1))], 0.1)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="no learned optimiser 'adam' is shipped"):
+        MetaMD([nn.Parameter(torch.zeros(1))], "adam")
 
 
 def test_closure_and_hooks():

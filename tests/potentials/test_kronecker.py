@@ -30,16 +30,15 @@ from metamd.inner.closed_form import (
     best_shares,
     geometric_mean,
     learn_factors,
-    moment_shapes,
     root,
     towards,
 )
 from metamd.inner.comparators import Reference
 from metamd.inner.run import run_inner
 from metamd.inner.sums import moments_of
+from metamd.potentials.basis import Orthogonal
 from metamd.potentials.kronecker import Learned
 from metamd.potentials.online import Online
-from metamd.potentials.orthogonal import Orthogonal
 from metamd.tasks import TaskFamily
 from tests.helpers import random_basis
 from tests.learned_files import SHAPES, learned, same, turned
@@ -289,12 +288,11 @@ def test_a_convolution_steps_as_its_unfolded_matrix():
     assert torch.allclose(stepped["conv.bias"], start["conv.bias"] - 0.3 * grads["conv.bias"] / phi.metric("conv.bias")[0])
 
 
-@pytest.mark.parametrize("sides", ["right", "both"])
-def test_all_directions_but_one_are_all_of_them(sides):
+def test_all_directions_but_one_are_all_of_them():
     """The number of all that is left is then that of one: low rank says the same as no rank, and one less does not."""
     task = Regression(outputs=5)
     start = task.init()
-    full = random_basis(start, sides=sides)
+    full = random_basis(start)
     generator = torch.Generator().manual_seed(1)
     grads = {n: torch.randn(x.shape, generator=generator, dtype=F64) for n, x in start.items()}
 
@@ -306,11 +304,11 @@ def test_all_directions_but_one_are_all_of_them(sides):
     assert not any(Orthogonal(v).full for v in basis.factors().values())
     again = MaxDiagonal(1, tying="tensor", basis=basis).with_metrics(full.log_d).bind(start)
     torch.testing.assert_close(stepped(again), stepped(full))
-    blank = Kronecker(sides=sides).bind(start)
+    blank = Kronecker().bind(start)
     moments = moments_of(run_inner(task, blank, lr=0.2, products=True), blank, Regret())
     results = {}
     for rank in (None, 4, 3, 5, 50):
-        now = Iterate.of(Kronecker(sides=sides, rank=rank).bind(start))
+        now = Iterate.of(Kronecker(rank=rank).bind(start))
         found = learn_factors(now, moments, 100.0)
         results[rank] = stepped(now.moved(dict(now.log_d) | found.log_d, basis=found.basis).apply(blank).bind(start))
         assert {v.shape[1] for v in found.basis.factors().values()} == {min(rank or 5, 5)}
@@ -355,12 +353,12 @@ def test_the_automatic_rank_stops_at_its_largest():
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-@pytest.mark.parametrize(("sides", "rank"), [("right", None), ("right", 2), ("both", None), ("both", 2)])
-def test_the_bound_on_the_regret_holds(sides, rank, pieces):
+@pytest.mark.parametrize("rank", [None, 2])
+def test_the_bound_on_the_regret_holds(rank, pieces):
     switches = 0
     for seed in range(6):
         task = Regression(seed, steps=40)
-        phi = random_basis(task.init(), sides=sides, rank=rank, pieces=pieces, seed=seed)
+        phi = random_basis(task.init(), rank=rank, pieces=pieces, seed=seed)
         run = run_inner(task, phi, lr=0.3, certify=True)
         assert not run.diverged
         u = {n: x + 0.5 for n, x in run.end.items()}
@@ -424,30 +422,28 @@ def samples(runs: int = 3, steps: int = 20, lr: float = 0.3) -> list[tuple[Tenso
     return found
 
 
-def two_sided_bound(left: Tensor, right: Tensor, lr: float, data) -> float:
+def dense_right(now: Iterate) -> Tensor:
+    """R of the weight of a `Regression`, of phi(W) = 1/2 tr(W R W')."""
+    v, logs = now.basis.factors().get("right/fc.weight", torch.eye(5)).double(), now.log_d["fc.weight"][0].double()
+    return (v * logs.exp()) @ v.T
+
+
+def regret_bound(right: Tensor, lr: float, data) -> float:
     """The bound of one tensor from its definition, summed over runs."""
-    moved = sum(float(torch.trace(left @ delta @ right @ delta.T)) for delta, _ in data)
-    inverse = torch.linalg.inv(left), torch.linalg.inv(right)
-    spent = sum(float(torch.trace(inverse[0] @ g @ inverse[1] @ g.T)) for _, grads in data for g in grads)
+    moved = sum(float(torch.trace(delta @ right @ delta.T)) for delta, _ in data)
+    spent = sum(float(torch.trace(g @ torch.linalg.inv(right) @ g.T)) for _, grads in data for g in grads)
     return 0.5 * (moved / lr + lr * spent)
 
 
-@pytest.mark.parametrize("sides", ["right", "both"])
-def test_the_moments_of_runs_are_their_sums_of_products_and_no_step_increases_the_bound(sides):
+def test_the_moments_of_runs_are_their_sums_of_products_and_no_step_increases_the_bound():
     lr, data = 0.3, samples()
-    now = Iterate.of(Kronecker(sides=sides, shrinkage=(1e-9, 1e-9)).bind(Regression().init()))
+    now = Iterate.of(Kronecker(shrinkage=(1e-9, 1e-9)).bind(Regression().init()))
     values = []
     for _ in range(4):
-        phi = now.apply(Kronecker(sides=sides)).bind(Regression().init())
-        left, right = dense_sides(now)
-        values.append(two_sided_bound(left, right, lr, data))
-        x = {"right/fc.weight": sum(d.T @ left @ d for d, _ in data) / lr}
-        inverse = torch.linalg.inv(left)
-        y = {"right/fc.weight": lr * sum(g.T @ inverse @ g for _, grads in data for g in grads)}
-        if sides == "both":
-            x["left/fc.weight"] = sum(d @ right @ d.T for d, _ in data) / lr
-            inverse = torch.linalg.inv(right)
-            y["left/fc.weight"] = lr * sum(g @ inverse @ g.T for _, grads in data for g in grads)
+        phi = now.apply(Kronecker()).bind(Regression().init())
+        values.append(regret_bound(dense_right(now), lr, data))
+        x = {"right/fc.weight": sum(d.T @ d for d, _ in data) / lr}
+        y = {"right/fc.weight": lr * sum(g.T @ g for _, grads in data for g in grads)}
         if not values[1:]:  # the runs were made with D = 1
             parts = [moments_of(run_inner(Regression(s, 20), phi, lr=lr, products=True), phi, Regret()) for s in range(3)]
             found = Moments.total(parts, [1.0] * 3)
@@ -456,60 +452,6 @@ def test_the_moments_of_runs_are_their_sums_of_products_and_no_step_increases_th
         now = now.moved(dict(now.log_d) | turned_now.log_d, basis=turned_now.basis)
     assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(values)), values
     assert values[-1] < 0.9 * values[0]
-
-
-@pytest.mark.parametrize("limit", [4, 2])
-def test_a_right_side_beyond_the_limit_learns_a_number_per_column_beside_the_left_one(limit):
-    """Three rows and five columns: with 4 the rows have a factor, with 2 they keep the identity."""
-    lr, data = 0.3, samples()
-    now = Iterate.of(Kronecker(sides="both", limit=limit, shrinkage=(1e-9, 1e-9)).bind(Regression().init()))
-    values = []
-    for _ in range(12):
-        phi = now.apply(Kronecker(sides="both", limit=limit)).bind(Regression().init())
-        left, right = dense_sides(now)
-        values.append(two_sided_bound(left, right, lr, data))
-        back = torch.linalg.inv(left), torch.linalg.inv(right)
-        x = {"right/fc.weight": sum(d.T @ left @ d for d, _ in data).diagonal() / lr}
-        y = {"right/fc.weight": lr * sum(g.T @ back[0] @ g for _, grads in data for g in grads).diagonal()}
-        if limit == 4:
-            x["left/fc.weight"] = sum(d @ right @ d.T for d, _ in data) / lr
-            y["left/fc.weight"] = lr * sum(g @ back[1] @ g.T for _, grads in data for g in grads)
-        if not values[1:]:
-            parts = [moments_of(run_inner(Regression(s, 20), phi, lr=lr, products=True), phi, Regret()) for s in range(3)]
-            found = Moments.total(parts, [1.0] * 3)
-            assert {k for k in found.x if "weight" in k} == set(x)
-            assert {k: tuple(v.shape) for k, v in found.x.items()} == moment_shapes(now)
-            assert all(torch.allclose(found.x[k], x[k]) and torch.allclose(found.y[k], y[k]) for k in x)
-        step = learn_factors(now, Moments(x, y), 100.0)
-        now = now.moved(dict(now.log_d) | step.log_d, basis=step.basis)
-    assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(values)), values
-    assert set(now.basis.factors()) == ({"left/fc.weight"} if limit == 4 else set())
-    best = 0.5 * (y["right/fc.weight"].log() - x["right/fc.weight"].log())
-    assert torch.allclose(now.log_d["fc.weight"][0, 3:].double(), best, atol=1e-3)
-    assert best.std() > 0.1, "all columns are alike: nothing was learned of each"
-    if limit == 2:
-        assert not now.log_d["fc.weight"][0, :3].any()
-
-
-def test_meta_training_and_middles_know_sides_of_both_kinds():
-    long = meta_train(Regressions(), Kronecker(sides="both", limit=4), **(QUICK | {"outer_steps": 5}))
-    assert set(long.potential.basis.factors()) == {"left/fc.weight"}
-    right = long.potential.log_d["fc.weight"][0, 3:].detach()
-    assert right.std() > 0.1
-    one, other = Iterate.of(long.potential), Iterate.of(long.potential).shifted(1.0)
-    middle = one.halfway(other)
-    torch.testing.assert_close(middle.log_d["fc.weight"][0, 3:], right + 0.25)
-
-
-def dense_sides(now: Iterate) -> tuple[Tensor, Tensor]:
-    """L and R of the weight of a `Regression`."""
-    factors, logs = now.basis.factors(), now.log_d["fc.weight"][0].double()
-    sizes = (3, 5) if now.basis.kind == "both" else (0, 5)
-    found = []
-    for side, n, part in zip(("left", "right"), (3, 5), logs.split(sizes), strict=True):
-        v = factors.get(f"{side}/fc.weight", torch.eye(n)).double()
-        found.append((v * part.exp()) @ v.T if len(part) else torch.eye(n, dtype=F64))
-    return found[0], found[1]
 
 
 def test_automatic_shrinkage_is_the_best_on_tasks_not_learned_from():
@@ -551,22 +493,20 @@ def test_meta_training_finds_the_inputs_of_the_family_and_beats_the_diagonal(shr
 QUICK = {"objective": Regret(comparator=Reference(lr=0.05, factor=1.0)), "outer_steps": 2, "tasks_per_step": 2}
 
 
-@pytest.mark.parametrize(
-    ("sides", "rank", "tying"), [("right", 3, "role"), ("both", None, "tensor"), ("right", "auto", "tensor")]
-)
-def test_an_interrupted_meta_training_continues_to_the_very_same_file(tmp_path, sides, rank, tying):
+@pytest.mark.parametrize(("rank", "tying"), [(3, "role"), (None, "tensor"), ("auto", "tensor")])
+def test_an_interrupted_meta_training_continues_to_the_very_same_file(tmp_path, rank, tying):
     def stop(record, step):
         if step == 1:
             raise KeyboardInterrupt
 
-    phi = Kronecker(sides=sides, rank=rank, tying=tying)
+    phi = Kronecker(rank=rank, tying=tying)
     whole = meta_train(Regressions(), phi, **QUICK)
     with pytest.raises(KeyboardInterrupt):
         meta_train(Regressions(), phi, **QUICK, journal=metamd.Journal(tmp_path), log=stop)
     again = meta_train(Regressions(), phi, **QUICK, journal=metamd.Journal(tmp_path))
     assert again.fingerprint() == whole.fingerprint()
     assert "right/fc.weight" in whole.header.factors or tying == "role"
-    other = Kronecker(sides=sides, rank=rank, tying=tying, shrinkage=(0.2, 0.2))
+    other = Kronecker(rank=rank, tying=tying, shrinkage=(0.2, 0.2))
     with pytest.raises(ValueError, match="another configuration: basis is"):
         meta_train(Regressions(), other, **QUICK, journal=metamd.Journal(tmp_path))
 
@@ -574,7 +514,7 @@ def test_an_interrupted_meta_training_continues_to_the_very_same_file(tmp_path, 
 def test_the_middle_of_two_metrics_in_different_bases_is_their_geometric_mean():
     start = Regression().init()
     a, b = (Iterate.of(random_basis(start, seed=seed)) for seed in (1, 2))
-    (_, first), (_, second), (_, middle) = (dense_sides(i) for i in (a, b, a.halfway(b)))
+    first, second, middle = (dense_right(i) for i in (a, b, a.halfway(b)))
     assert torch.allclose(middle, geometric_mean(first, second), rtol=1e-5)
     bias = [float(i.log_d["fc.bias"]) for i in (a, b, a.halfway(b))]
     assert bias[2] == pytest.approx((bias[0] + bias[1]) / 2)
@@ -617,8 +557,8 @@ def test_tasks_that_diverge_are_left_out_and_the_metrics_retreat(monkeypatch, ti
 def test_the_estimators_differentiate_in_the_basis():
     """Against finite differences of the objective itself."""
     task, objective = Regression(steps=6), metamd.TrainingLoss()
-    for sides, rank in (("right", None), ("right", 2), ("both", 2)):
-        phi = random_basis(task.init(), sides=sides, rank=rank)
+    for rank in (None, 2):
+        phi = random_basis(task.init(), rank=rank)
         found = Reverse()(task, phi, objective, lr=0.3).grads["fc.weight"]
         forward = metamd.Forward()(task, phi, objective, lr=0.3).grads["fc.weight"]
         assert torch.allclose(found, forward)
@@ -788,7 +728,6 @@ def test_what_a_basis_cannot_do_is_refused():
     with pytest.raises(ValueError, match='tying must be "tensor" or "role"'):
         Kronecker(tying="parameter").bind(Regression().init())
     for wrong, sentence in (
-        ({"sides": "left"}, "sides must be"),
         ({"rank": 0}, "rank must be"),
         ({"shrinkage": (0.1, 0.0)}, "shrinkage must be"),
         ({"limit": 0}, "limit must be"),

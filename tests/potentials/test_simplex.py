@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from metamd.potentials import simplex
+from metamd.potentials import forms as simplex
 from tests.helpers import brute_force_weights
 
 

@@ -218,7 +218,6 @@ class Train:
         pieces: metrics in the mixture.
         tying: which coordinates share a metric: parameter (if not given), channel, column, tensor or role; with kronecker
             tensor (if not given) or role.
-        sides: of a kronecker potential: right, or both.
         rank: leading directions of a learned basis that are kept: a number, auto, or all.
         steps: training steps of one run; the family's own if not given.
         model: of a family of images: linear, mlp, lenet or resnet18.
@@ -254,7 +253,6 @@ class Train:
     potential: str | None = None
     pieces: int = 1
     tying: str | None = None
-    sides: str = "right"
     rank: str = "all"
     steps: int | None = None
     model: str | None = None

@@ -176,7 +176,7 @@ def _refuse_ignored(options: Train) -> None:
     """Options that would change nothing beside others are a mistake, not a wish."""
     usual = Train(options.family)
     rounds = ("refine", "estimator", "max_norm", "tolerance")
-    shape = ("potential", "pieces", "tying", "sides", "rank", "reference", "prior", "follow")
+    shape = ("potential", "pieces", "tying", "rank", "reference", "prior", "follow")
     for why, names in {
         "with --follow": ("outer_steps", *rounds) if options.follow else (),
         "with --preset paper": (*shape, *rounds[:2], "tolerance") if options.preset == "paper" else (),
@@ -219,11 +219,11 @@ def _potential(options: Train) -> MaxDiagonal:
         if not options.rank.isdecimal() and options.rank not in ("all", "auto"):
             raise ValueError(f"--rank must be a number of directions, auto or all; got {options.rank!r}.")
         rank: Any = {"all": None, "auto": "auto"}.get(options.rank) if not options.rank.isdecimal() else int(options.rank)
-        return Kronecker(options.pieces, sides=options.sides, rank=rank, **named)  # type: ignore[arg-type]
+        return Kronecker(options.pieces, rank=rank, **named)
     if options.potential != "diagonal":
         raise ValueError(f"--potential must be diagonal or kronecker, got {options.potential!r}.")
-    if options.rank != "all" or options.sides != "right":
-        raise ValueError("--rank and --sides are for --potential kronecker. Leave them out, or choose it.")
+    if options.rank != "all":
+        raise ValueError("--rank is for --potential kronecker. Leave it out, or choose it.")
     return MaxDiagonal(options.pieces, **named)
 
 

@@ -26,7 +26,6 @@ from metamd.inner.objectives import Objective, PaperBound, Regret, TrainingLoss
 from metamd.learning.meta import Method
 from metamd.learning.rounds.outer import Adam
 from metamd.learning.usage import RULES
-from metamd.optimiser.averaging import AveragingName
 from metamd.potentials import Diagonal, Kronecker
 from metamd.potentials.online import Online
 from metamd.potentials.tying import TyingName
@@ -103,16 +102,10 @@ def _used(label: str, potential: Any, **choices: Any) -> Geometry:
 
 
 def _averaged() -> Geometry:
-    """Learned coordinates, plainly, under every kind of average that momentum may be, at constant rates and with decay."""
-    averages: dict[str, tuple[AveragingName, float]] = {
-        "plain": ("constant", 0.0),
-        "momentum 0.9": ("constant", 0.9),
-        "anytime average": ("anytime", 0.0),
-        "Schedule-Free average": ("schedule-free", 0.9),
-    }
+    """Learned coordinates, plainly and with momentum, at constant rates and with decay."""
     entries = {
-        f"Kronecker, {said}{ending}": Entry(Usage(momentum=momentum, schedule=schedule), averaging=averaging)
-        for said, (averaging, momentum) in averages.items()
+        f"Kronecker, {said}{ending}": Entry(Usage(momentum=momentum, schedule=schedule))
+        for said, momentum in (("plain", 0.0), ("momentum 0.9", 0.9))
         for schedule, ending in SCHEDULES
     }
     return Geometry(COORDINATES, entries, objective=REGRET, same_tasks=True)
@@ -135,9 +128,6 @@ EXPERIMENT = Experiment(
         "used-iterates": _used("MetaMD, judged by its iterates", COORDINATES, averages=("constant",)),
         "used-learned": _used("Kronecker, best usage of the learned metric", COORDINATES, metrics=("learned",)),
         "used-average": _used("Kronecker, rule average", COORDINATES, metrics=("online",), rules=(Online(),)),
-        "used-refresh": _used(
-            "Kronecker, rule average, output side renewed", COORDINATES, metrics=("online",), rules=(Online(refresh=10),)
-        ),
         "used-whole": _used(
             "Kronecker of all directions, rule polar, signal",
             partial(Kronecker, rank=None),
@@ -158,9 +148,6 @@ EXPERIMENT = Experiment(
             "one number per tensor, rule polar", partial(Diagonal, tying="tensor"), metrics=("online",), rules=POLAR
         ),
         "used-diagonal": _used("diagonal, best usage of the learned metric", Diagonal, metrics=("learned",)),
-        "used-both": _used(
-            "Kronecker on both sides, best usage", partial(Kronecker, sides="both", rank="auto"), metrics=("learned",)
-        ),
         "kronecker": _averaged(),
         "diagonal": _closed("diagonal, regret to a reference", Diagonal),
         "end": _closed("diagonal, regret to the run's end", Diagonal, Regret()),

@@ -336,7 +336,8 @@ def _record(kind: type[Usage] | type[Online]) -> Callable[[str, Any], dict[str, 
                 raise ValueError(f"the {key} of {name} must be of type {type(default).__name__}, got {shown(plain[key])}.")
         if "scale" in plain:
             plain["scale"] = {k: float(v) for k, v in _numbers(f"the scale of {name}", plain["scale"]).items()}
-        return kind(**plain).to_dict()
+        made = Online.from_dict(plain) if kind is Online else kind(**plain)
+        return made.to_dict()
 
     return check
 

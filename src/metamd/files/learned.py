@@ -164,7 +164,7 @@ class LearnedOptimiser:
     @property
     def online(self) -> Online | None:
         """The rule and the scales of its online metric, if they were learned."""
-        return None if self.header.online is None else Online(**self.header.online)
+        return None if self.header.online is None else Online.from_dict(self.header.online)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file whole or not at all: a crash, a full disk or a kill leaves what was there before.

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from metamd.files.learned import Moments
-from metamd.potentials.basis import Basis, Identity
+from metamd.potentials.basis import Basis, Identity, Orthogonal
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.kronecker import Learned, Rank
-from metamd.potentials.orthogonal import Orthogonal
 
 TOLERATED = 0.05
 """The share of the bound that `rank="auto"` gives away at most, if `LARGEST` allows it."""
@@ -60,7 +59,7 @@ class Iterate:
 
     def shifted(self, by: float) -> "Iterate":
         """All metrics, and the offsets with them, multiplied by exp(by): the same potential times a number."""
-        return self.moved({k: v + by / self.basis.terms(k) for k, v in self.log_d.items()}, self.offsets * math.exp(by))
+        return self.moved({k: v + by for k, v in self.log_d.items()}, self.offsets * math.exp(by))
 
     def halfway(self, other: "Iterate") -> "Iterate":
         """The geometric mean of two metrics."""

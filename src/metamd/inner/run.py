@@ -15,7 +15,7 @@ from torch import Tensor
 from metamd.inner.sums import GradientSums
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.simplex import gap_of
+from metamd.potentials.forms import gap_of
 from metamd.potentials.step import Stepping
 from metamd.tasks.base import Task
 

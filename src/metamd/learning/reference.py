@@ -149,7 +149,7 @@ def _steady(potential: MaxDiagonal, tasks: Sequence[Task]) -> MaxDiagonal:
         bound = potential.bind(tasks[0].init())
         if all(math.isfinite(train(task, bound, Usage(factor=MARGIN)).loss) for task in tasks):
             break
-        twice = {k: v.detach() + math.log(2) / potential.basis.terms(k) for k, v in potential.log_d.items()}
+        twice = {k: v.detach() + math.log(2) for k, v in potential.log_d.items()}
         potential = Iterate.of(potential).moved(twice).apply(potential)
     else:
         warnings.warn(

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from metamd.files.usage import Usage
-from metamd.potentials.simplex import Array
+from metamd.potentials.forms import Array
 
 PHASES = 10
 """Of a run; a learned schedule has a number at each of their ends."""

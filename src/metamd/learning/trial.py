@@ -125,7 +125,7 @@ class _UsageSteps:
     def step(self, loss: Tensor, grads: Params) -> str:
         """One step of all tensors."""
         usage, sums, share = self.usage, self.sums, self.usage.share(self.taken, self.total)
-        lr = rate_of_iterate(usage.lr * share, usage.momentum, "constant")
+        lr = rate_of_iterate(usage.lr * share, usage.momentum)
         moves = {n: Move(g, lr) for n, g in grads.items()}
         if usage.metric == "online" and self.online is not None:
             for n, move in moves.items():
@@ -142,7 +142,7 @@ class _UsageSteps:
             if self.tail:
                 x.lerp_(self.z[n], tail_share(self.taken))
             else:
-                blend(x, self.z[n], self.taken, usage.momentum, "constant")
+                blend(x, self.z[n], usage.momentum)
         return ""
 
 
@@ -184,6 +184,6 @@ class _Sums:
         for name, metric in self.metrics.items():
             mean = metric if self.online.rule == "sum" else metric / steps
             key = self.potential.slots[name].key
-            far = self.online.distance(self.potential, name, comparator[name] - start[name], mean, states[name])
+            far = self.online.distance(self.potential, name, comparator[name] - start[name], mean)
             x[key] = x.get(key, 0.0) + far
         return Tally(x, self.y)

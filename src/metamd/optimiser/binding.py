@@ -1,14 +1,17 @@
-"""How an optimiser's parameters meet a geometry: names, options of groups, metrics where the parameters are."""
+"""How an optimiser's parameters meet a geometry: options, names, metrics where the parameters are, and what is refused."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metamd.files.learned import LearnedOptimiser, fingerprint
-from metamd.files.usage import Metric
-from metamd.optimiser.averaging import AveragingName, check_averaging, rate_of_learned_steps
+from metamd.files.learned import LearnedOptimiser, fingerprint, load
+from metamd.files.usage import Metric, Usage
+from metamd.optimiser.averaging import AveragingName
 from metamd.optimiser.guard import FamilyWatch
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
@@ -16,6 +19,11 @@ from metamd.potentials.forms import widen
 from metamd.potentials.online import KEPT, Online
 from metamd.potentials.sharding import any_process, is_sharded, local, local_metric, shard_dims, spread_like, total_for
 from metamd.potentials.tying import clean_names, some
+
+
+def opened(geometry: LearnedOptimiser | Potential | str | PathLike[str]) -> LearnedOptimiser | Potential:
+    """The learned optimiser at a path or of a shipped name; anything else is returned as it is."""
+    return load(geometry) if isinstance(geometry, str | PathLike) else geometry
 
 
 def unwrap(geometry: LearnedOptimiser | Potential) -> tuple[Potential, FamilyWatch | None]:
@@ -30,11 +38,79 @@ def unwrap(geometry: LearnedOptimiser | Potential) -> tuple[Potential, FamilyWat
     )
 
 
-def recommended(geometry: LearnedOptimiser | Potential) -> str:
-    """A line about the usage that a file recommends, which `MetaMD` leaves to `prepare`; empty without one."""
-    if not isinstance(geometry, LearnedOptimiser) or geometry.header.usage is None:
-        return ""
-    return f"\nThe learned file recommends: {geometry.usage}. metamd.prepare(params, learned, steps=T) sets it up."
+# options: those that were given, then those that the file recommends
+
+
+@dataclass(frozen=True)
+class Options:
+    """How `MetaMD` uses its geometry.
+
+    Args:
+        metric: as for `MetaMD`, and so are the next two.
+        momentum: of groups without one of their own.
+        averaging: the kind of average.
+        given_lr: the lr that was given, if any.
+        usage: what the file recommends, where it is followed.
+        steps: the length of the schedule that is inside, if there is one.
+        about: what `print` says about the recommended usage.
+    """
+
+    metric: Metric | Online
+    momentum: float
+    averaging: AveragingName
+    given_lr: float | Tensor | None = None
+    usage: Usage | None = None
+    steps: int | None = None
+    about: str = ""
+
+    def rate_of(self, momentum: float) -> float | Tensor:
+        """The lr of a group without one of its own: by default, the one at which z takes the learned steps."""
+        if self.given_lr is not None:
+            return self.given_lr
+        factor = 1.0 if self.usage is None else self.usage.factor
+        if self.averaging != "constant":
+            return factor
+        # a recommended rate is rounded as `Usage.lr` is, so that it reads 0.1 and not 0.09999999999999998
+        return 1.0 - momentum if self.usage is None else Usage(momentum=momentum, factor=factor).lr
+
+    def share(self, step: int) -> float:
+        """The factor of the schedule at step t, counted from 0; after the end that of the last step."""
+        if self.usage is None or self.steps is None:
+            return 1.0
+        return self.usage.share(min(step, self.steps - 1), self.steps)
+
+
+def choose(
+    geometry: LearnedOptimiser | Potential, steps: int | None, params: Iterable[Any], given: Mapping[str, Any]
+) -> Options:
+    """The options of a run: those that were given, and with `steps` those that the file recommends for all others."""
+    learned = isinstance(geometry, LearnedOptimiser)
+    recommends = isinstance(geometry, LearnedOptimiser) and geometry.header.usage is not None
+    usage = geometry.usage if isinstance(geometry, LearnedOptimiser) else Usage()
+    plain: dict[str, Any] = {"metric": "learned", "momentum": 0.0, "averaging": "constant"}
+    kept = {"given_lr": given.get("lr"), **{k: given[k] for k in plain if k in given}}
+    if steps is None:
+        about = f"\nThe learned file recommends: {usage}. MetaMD(params, learned, steps=T) uses it so." if recommends else ""
+        return Options(**{**plain, **kept, "about": about})
+    if not isinstance(steps, int | float) or not 1 <= steps < math.inf:
+        raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of the run.")
+    if not learned:
+        raise ValueError(
+            f"steps={steps} sets up what a learned file recommends, but {type(geometry).__name__} is no learned file. "
+            "Leave steps out, and use a torch scheduler for a schedule."
+        )
+    own = given.get("momentum") or any(isinstance(p, dict) and p.get("momentum") for p in params)
+    average = "constant" if own else usage.averaging  # a tail average has no momentum
+    about = f"\nUsed as the learned file recommends for {steps} steps: {usage}" if recommends else ""
+    about = about or f"\nThe learned file recommends nothing, and is used plainly for {steps} steps"
+    about += f"; {', '.join(sorted(given))} as given." if recommends and given else "."
+    advised = {"metric": usage.metric, "momentum": usage.momentum, "averaging": average}
+    return Options(**{**advised, **kept, "usage": usage, "steps": steps, "about": about})
+
+
+def without_schedule(options: Options) -> Options:
+    """The same options for an optimiser whose schedule is outside."""
+    return replace(options, steps=None)
 
 
 def geometry_code(potential: Potential) -> str:
@@ -71,15 +147,7 @@ def layer_order(geometry: LearnedOptimiser | Potential) -> tuple[str, ...]:
 
 
 def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = False, order: Sequence[str] = ()) -> Potential:
-    """The potential with its metrics evaluated for these parameters, on their devices and in their shards.
-
-    Args:
-        potential: phi.
-        named: the parameters.
-        starts: where those that have moved started, the local part of each.
-        fused: whether the compiled kernel takes the steps.
-        order: the names in the order of the layers; parameter groups may have another.
-    """
+    """The potential with its metrics evaluated for these parameters, on their devices and in their shards."""
     if not isinstance(potential, MaxDiagonal):
         return potential.bind(named)
     known = {n: named[n] for n in order if n in named}
@@ -90,7 +158,7 @@ def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = Fa
         _check_basis(bound, named, fused=fused)
     kernel = None
     if fused and bound.pieces > 1:
-        from metamd.optimiser.fused.fused import FusedDiagonals
+        from metamd.optimiser.fused import FusedDiagonals
 
         if any(is_sharded(p) for p in named.values()):
             raise ValueError(
@@ -113,17 +181,12 @@ def _check_basis(bound: MaxDiagonal, named: Params, *, fused: bool) -> None:
         if cut and (bound.basis.kind == "both" or cut != {0}) and p.ndim > 1:
             raise ValueError(
                 f"the basis of {name!r} needs whole {'tensors' if bound.basis.kind == 'both' else 'rows'} on one process, "
-                f'but its dimensions {sorted(cut)} are sharded. Shard dimension 0 alone with sides="right", or not at all.'
+                f"but its dimensions {sorted(cut)} are sharded. Shard dimension 0 alone, or not at all."
             )
 
 
 def online_metric(metric: Metric | Online, geometry: LearnedOptimiser | Potential) -> Online | None:
-    """The rule that the diagonal follows the run by; None where it does not.
-
-    Args:
-        metric: what was asked for.
-        geometry: the file or potential, which must have coordinates, and scales if none were given.
-    """
+    """The rule that the diagonal follows the run by; None where it does not."""
     if metric == "learned":
         return None
     found = geometry.online if metric == "online" and isinstance(geometry, LearnedOptimiser) else metric
@@ -140,7 +203,7 @@ def online_metric(metric: Metric | Online, geometry: LearnedOptimiser | Potentia
 def check_whole(online: Online | None, named: Params) -> None:
     """Refuse sharded weights where a rule looks at whole ones."""
     for name, p in named.items():
-        if online is not None and (online.rule == "polar" or online.refresh) and p.ndim > 1 and is_sharded(p):
+        if online is not None and online.rule == "polar" and p.ndim > 1 and is_sharded(p):
             raise ValueError(
                 f"this online metric needs whole weights on one process, but {name!r} is sharded. Use metric='learned', or "
                 'metamd.Online("average").'
@@ -148,13 +211,7 @@ def check_whole(online: Online | None, named: Params) -> None:
 
 
 def check_scales(online: Online | None, potential: Potential, names: Iterable[str]) -> None:
-    """Refuse parameters that an online metric has no scale for.
-
-    Args:
-        online: the rule and its scales.
-        potential: bound to the parameters.
-        names: of those that are to move.
-    """
+    """Refuse parameters that an online metric has no scale for."""
     if online is None or not isinstance(potential, MaxDiagonal):
         return
     for name in names:
@@ -168,29 +225,15 @@ def check_scales(online: Online | None, potential: Potential, names: Iterable[st
 
 
 def share_state(state: dict[str, Any], param: Tensor) -> None:
-    """Make what an online metric keeps of a sharded parameter a shard too: a checkpoint would take it for a whole otherwise.
-
-    Args:
-        state: of the parameter.
-        param: the parameter.
-    """
+    """Make what an online metric keeps of a sharded parameter a shard too; checkpoints would take it for a whole."""
     if is_sharded(param):
         for key in KEPT:
             if key in state and not is_sharded(state[key]):
                 state[key] = spread_like(state[key], param)
 
 
-def settle_group(group: dict[str, Any], averaging: AveragingName, *, learned_steps: bool) -> None:
-    """Refuse options of a group that no step can be taken with.
-
-    Args:
-        group: its options.
-        averaging: the kind of average.
-        learned_steps: whether its lr is the one at which the learned steps are taken as they are.
-    """
-    check_averaging(averaging, group["momentum"])
-    if learned_steps:
-        group["lr"] = rate_of_learned_steps(group["momentum"], averaging)
+def check_group(group: Mapping[str, Any]) -> None:
+    """Refuse options of a group that no step can be taken with."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}. Give each group its own lr instead.")
@@ -232,13 +275,7 @@ def refuse_nonfinite(named: Params, grads: Params) -> None:
 
 
 def refuse_edited(named: Params, versions: Mapping[str, int], stores: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse to look for the end of a run in parameters that were changed after its last step.
-
-    Args:
-        named: the parameters.
-        versions: how often each had been changed when the step was done; empty if that is not known.
-        stores: the optimiser's state of each; an iterate `z` is the end itself.
-    """
+    """Refuse to look for the end of a run in parameters that were changed after its last step."""
     for n, p in named.items():
         if versions and "z" not in stores[n] and local(p)._version != versions.get(n):
             raise ValueError(

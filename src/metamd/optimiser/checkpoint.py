@@ -1,19 +1,25 @@
-"""Going on with a run from its state_dict: what is refused, what is warned of, and what torch's loading would round."""
+"""What a state_dict holds of a run, and going on from it: what is refused, warned of, and kept from being rounded."""
 
 import hashlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
+from metamd.optimiser.averaging import AveragingName
 from metamd.optimiser.certificate.sums import SUM
 from metamd.potentials.online import KEPT, Online
 
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
 """Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
+
+
+FORMER = ("products", "turn")
+"""What earlier versions kept where the output side of a weight was followed."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +31,19 @@ class Kind:
         geometry: its fingerprint.
         metric: "learned", or the rule that it follows the run by and a fingerprint of its numbers; see `metric_code`.
         averaging: the kind of average.
+        steps: the length of the schedule inside, if there is one.
     """
 
     pieces: int
     geometry: str
     metric: str
     averaging: str
+    steps: int | None = None
 
-    def shared(self) -> dict[str, str]:
+    def shared(self) -> dict[str, Any]:
         """What a state_dict says about it."""
-        return {"geometry": self.geometry, "metric": self.metric, "averaging": self.averaging}
+        said = {"geometry": self.geometry, "metric": self.metric, "averaging": self.averaging}
+        return said if self.steps is None else {**said, "steps": self.steps}
 
 
 def metric_code(online: Online | None) -> str:
@@ -42,17 +51,11 @@ def metric_code(online: Online | None) -> str:
     if online is None:
         return "learned"
     numbers = hashlib.sha256(json.dumps(online.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
-    turned = online.refresh and online.rule != "polar"  # polar averages are the same however often a direction is found
-    return f"{online.rule}{'-refreshed' if turned else ''}{'-signal' if online.signal else ''} {numbers}"
+    return f"{online.rule}{'-signal' if online.signal else ''} {numbers}"
 
 
 def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:
-    """Refuse the state_dict of another optimiser, of other pieces or averages; warn of one of another geometry or metric.
-
-    Args:
-        state_dict: what is to be loaded; one from before metrics and averages were noted has none to compare.
-        kind: of the optimiser.
-    """
+    """Refuse the state_dict of another optimiser, of other pieces or averages; warn of one of another geometry or metric."""
     saved = state_dict["param_groups"][0] if state_dict.get("param_groups") else {}
     missing = [key for key in SHARED if key not in saved]
     if missing:
@@ -66,10 +69,26 @@ def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:
             f"{kind.pieces}. Build MetaMD with the geometry that the run used."
         )
     averaging = saved.get("averaging", kind.averaging)
+    if averaging not in get_args(AveragingName):
+        raise ValueError(
+            f"this state_dict is of a run with averaging={averaging!r}, which this version no longer has. Start a new run "
+            "from the parameters, or finish the run with the version that began it."
+        )
     if averaging != kind.averaging:
         raise ValueError(
             f"this state_dict is of a run with averaging={averaging!r}, but this optimiser has {kind.averaging!r}, and its "
             f"averages would be wrong. Build MetaMD with averaging={averaging!r}, or start a new run from the parameters."
+        )
+    steps = saved.get("steps")
+    if (steps is None) != (kind.steps is None):  # the lr of a group is a constant with a schedule inside, and moves without
+        raise ValueError(
+            f"this state_dict is of a run with {_schedule(steps)}, but this optimiser has {_schedule(kind.steps)}: its "
+            "rates would be wrong. Build the optimiser as that of the run: MetaMD(..., steps=N), or metamd.prepare."
+        )
+    if steps != kind.steps:
+        warnings.warn(
+            f"this state_dict is of a run with {_schedule(steps)}, and will be continued with {_schedule(kind.steps)}.",
+            stacklevel=3,
         )
     for what in ("geometry", "metric"):
         if saved.get(what, getattr(kind, what)) != getattr(kind, what):
@@ -80,29 +99,21 @@ def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:
             )
 
 
-def forget_metric(state_dict: Mapping[str, Any], kind: Kind, state: Any) -> None:
-    """Forget what an online metric kept under another rule, for which it means something else: it begins anew.
+def _schedule(steps: int | None) -> str:
+    return "no schedule inside" if steps is None else f"a schedule of {steps} steps inside"
 
-    Args:
-        state_dict: what was loaded.
-        kind: of the optimiser.
-        state: the optimiser's, by parameter.
-    """
+
+def forget_metric(state_dict: Mapping[str, Any], kind: Kind, state: Any) -> None:
+    """Forget what an online metric kept under another rule, for which it means something else: it begins anew."""
     rules = (code.split()[0] for code in (state_dict["param_groups"][0].get("metric", kind.metric), kind.metric))
     if len(set(rules)) > 1:
         for store in state.values():
-            for key in (*KEPT, "counted", "found"):
+            for key in (*KEPT, *FORMER, "counted", "found"):
                 store.pop(key, None)
 
 
 def keep_wide(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], state: Any) -> None:
-    """Undo what loading does to sums of half-precision parameters: torch rounds all state to the parameter's dtype.
-
-    Args:
-        state_dict: what was loaded.
-        groups: the optimiser's.
-        state: the optimiser's, by parameter.
-    """
+    """Undo what loading does to sums of half-precision parameters: torch rounds all state to the parameter's dtype."""
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
         saved = state_dict["state"].get(i, {})
@@ -110,3 +121,39 @@ def keep_wide(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
             if key in saved:
                 dtype = saved[key].dtype if key == SUM else torch.promote_types(p.dtype, torch.float32)
                 state[p][key] = saved[key].detach().clone().to(p.device, dtype)
+
+
+@dataclass
+class PieceRecord:
+    """The active piece of every step, kept as runs of equal ones so that a million steps stay small.
+
+    Example:
+        >>> record = PieceRecord()
+        >>> for piece in (0, 0, 2):
+        ...     record.append(piece)
+        >>> record.encode(), record.expand()
+        ('0x2 2x1', tensor([0, 0, 2]))
+    """
+
+    runs: list[list[int]] = field(default_factory=list)
+
+    def append(self, piece: int) -> None:
+        """Note the piece of one more step."""
+        if self.runs and self.runs[-1][0] == piece:
+            self.runs[-1][1] += 1
+        else:
+            self.runs.append([piece, 1])
+
+    def expand(self) -> Tensor:
+        """One integer per step."""
+        pieces = torch.tensor([p for p, _ in self.runs], dtype=torch.int64)
+        return pieces.repeat_interleave(torch.tensor([n for _, n in self.runs], dtype=torch.int64))
+
+    def encode(self) -> str:
+        """The runs as text, for a state_dict: a leaf of any length, which distributed checkpoints need."""
+        return " ".join(f"{p}x{n}" for p, n in self.runs)
+
+    @classmethod
+    def decode(cls, text: str) -> "PieceRecord":
+        """The record that was encoded."""
+        return cls([[int(x) for x in run.split("x")] for run in text.split()])

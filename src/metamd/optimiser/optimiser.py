@@ -1,28 +1,57 @@
 """`MetaMD`, mirror descent in a learned geometry as a `torch.optim.Optimizer`."""
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from os import PathLike
 from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import Metric
 from metamd.optimiser import averaging as average
 from metamd.optimiser import binding
-from metamd.optimiser.averaging import WITH_MODES, AveragingName
+from metamd.optimiser.averaging import AveragingName
 from metamd.optimiser.certificate.bounds import CertifiedRun
 from metamd.optimiser.certificate.record import Certificate, Reference
 from metamd.optimiser.certificate.sums import Sums
-from metamd.optimiser.checkpoint import Kind, forget_metric, keep_wide, metric_code, refuse_foreign
+from metamd.optimiser.checkpoint import Kind, PieceRecord, forget_metric, keep_wide, metric_code, refuse_foreign
 from metamd.optimiser.guard import Safeguard, energy
-from metamd.optimiser.pieces import PieceRecord
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.online import Online
 from metamd.potentials.sharding import local
+
+
+@dataclass(slots=True)
+class Entry:
+    """One parameter in one step.
+
+    Args:
+        name: cleaned, by which its metric is found.
+        param: as the user holds it.
+        x: its part on this process, where the gradient was taken.
+        grad: the part of the gradient on this process; None for a parameter that rests.
+        group: its options.
+        state: what is kept of it from step to step.
+    """
+
+    name: str
+    param: Tensor
+    x: Tensor
+    grad: Tensor | None
+    group: dict[str, Any]
+    state: dict[str, Any]
+
+    @property
+    def z(self) -> Tensor:
+        """The iterate of mirror descent, which moves: x itself, unless x is an average of the iterates."""
+        return local(self.state["z"]) if "z" in self.state else self.x
 
 
 class MetaMD(Optimizer):
@@ -31,17 +60,20 @@ class MetaMD(Optimizer):
     theta+ = argmin <g, theta> + B(theta||theta_t)/lr. A learned geometry has its step sizes inside: lr = 1 uses them as
     they are. The choice of the active piece is one for the whole model, over all groups.
 
-    The metric, momentum and schedule that a file recommends are set up by `metamd.prepare`. Here every option is what its
-    default says, as in any torch optimiser; `print(opt)` has a line about the difference.
+    With `steps` a learned file is used as it recommends: its metric, momentum or tail average, factor and schedule. Options
+    that are given win over recommended ones. Without `steps` every option is what its default says, as in any torch
+    optimiser; `print(opt)` has a line about the difference.
 
     Args:
         params: as for any torch optimiser; `model.named_parameters()` for a learned geometry.
-        geometry: a `LearnedOptimiser`, or a potential.
-        lr: a factor on the learned step sizes; the learning rate for a potential that was not learned. Of a group, it
-            scales that group's gradient. Its default takes the learned step sizes as they are: 1 - momentum, of a group
-            its own.
+        geometry: a `LearnedOptimiser`, the path of one, the name of a shipped one, or a potential.
+        lr: for a learned file, a factor on its step sizes (default: use them unchanged, which is 1 - momentum). For any
+            other potential, the learning rate. The lr of a group scales the gradient of that group.
+        steps: the number of steps of the run, for which the file's recommended usage is set up. The schedule is inside:
+            every step multiplies lr by its share, and the last share is kept after the end. A torch scheduler on top
+            multiplies once more.
         momentum: gradients are taken at an average of the iterates, which keeps this share of itself in every step; for
-            `Euclidean()` that is SGD with momentum, and lr means the same.
+            `Euclidean()` that is SGD with momentum, and lr means the same. 0 if neither given nor recommended.
         weight_decay: decoupled, towards zero.
         maximize: ascend instead.
         exact: False takes the paper's step.
@@ -49,10 +81,10 @@ class MetaMD(Optimizer):
         certify: add up what `certificate` needs, at the cost of one copy of the parameters.
         check_finite: refuse a step with NaN or infinite gradients before anything is written.
         safeguard: halve the step while the run blows up.
-        averaging: the weights of the average: "constant" ones (momentum), "anytime" (1/t), "schedule-free", or "tail", an
-            average beside the run; these two need `opt.eval()` before the model is used and `opt.train()` after.
-        metric: "learned", or "online": the diagonal follows the run in the learned coordinates, at the scale that the file
-            has for it; an `Online` for a rule and scales of your own.
+        averaging: "constant", the average of the momentum, if neither given nor recommended; or "tail", an average beside
+            the run. A tail average needs `opt.eval()` before the model is used and `opt.train()` after.
+        metric: "learned" if neither given nor recommended; "online": the diagonal follows the run in the learned
+            coordinates, at the scale that the file has for it; an `Online` for a rule and scales of your own.
 
     Example:
         >>> x = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
@@ -67,10 +99,11 @@ class MetaMD(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        geometry: LearnedOptimiser | Potential,
+        geometry: LearnedOptimiser | Potential | str | PathLike[str],
         lr: float | Tensor | None = None,
         *,
-        momentum: float = 0.0,
+        steps: int | None = None,
+        momentum: float | None = None,
         weight_decay: float = 0.0,
         maximize: bool = False,
         exact: bool = True,
@@ -78,14 +111,18 @@ class MetaMD(Optimizer):
         certify: bool = False,
         check_finite: bool = True,
         safeguard: bool = False,
-        averaging: AveragingName = "constant",
-        metric: Metric | Online = "learned",
+        averaging: AveragingName | None = None,
+        metric: Metric | Online | None = None,
     ) -> None:
-        self.exact, self.fused, self.check_finite, self.averaging = exact, fused, check_finite, averaging
-        self._safeguard = Safeguard() if safeguard else None
+        given = {"lr": lr, "momentum": momentum, "averaging": averaging, "metric": metric}
+        geometry, params = binding.opened(geometry), params if isinstance(params, Tensor) else list(params)
+        used = binding.choose(geometry, steps, params, {k: v for k, v in given.items() if v is not None})
+        self.exact, self.fused, self.check_finite, self.averaging = exact, fused, check_finite, used.averaging
+        self._used = used
         self._potential, self._watch = binding.unwrap(geometry)
-        self._online = binding.online_metric(metric, geometry)
-        self._recommended, self._order = binding.recommended(geometry), binding.layer_order(geometry)
+        self._online = binding.online_metric(used.metric, geometry)
+        self._order = binding.layer_order(geometry)
+        self._safeguard = Safeguard() if safeguard else None
         self._bound: Potential | None = None
         if certify and self._online is not None:
             raise ValueError(
@@ -98,11 +135,15 @@ class MetaMD(Optimizer):
         self._places: dict[int, tuple[str, Tensor, torch.device]] = {}
         self._active: Active | None = None
         self._versions: dict[str, int] = {}
-        self._steps, self._restart, self._training = 0, 0, True
+        self._steps, self._training = 0, True
         self._record = PieceRecord()
-        self._learned_steps = lr is None
-        lr = 1.0 if lr is None else lr
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "maximize": maximize})
+        options = {
+            "lr": used.rate_of(used.momentum),
+            "momentum": used.momentum,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, options)
         self._bind()
 
     # names and geometry
@@ -114,10 +155,14 @@ class MetaMD(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; those added during a run start where they are then."""
-        learned_steps = self._learned_steps and "lr" not in param_group
+        own_rate = "lr" in param_group
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            binding.settle_group(self.param_groups[-1], self.averaging, learned_steps=learned_steps)
+            average.check_averaging(self.averaging, group["momentum"])
+            if not own_rate:
+                group["lr"] = self._used.rate_of(group["momentum"])
+            binding.check_group(group)
             if self._bound is not None:
                 self._bind()
         except ValueError:
@@ -155,58 +200,49 @@ class MetaMD(Optimizer):
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], float] | None) -> float | None:
+        """One step, from top to bottom: look at the gradients, move the iterates z, then the averages x."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if not self._training:
             raise RuntimeError("this optimiser is in eval mode: its parameters are averages now. Call opt.train() first.")
-        named, grads, groups = self._gather()
-        if not grads:
+        entries = self._entries()
+        moving = [e for e in entries if e.grad is not None]
+        if not moving:
             return loss
-        average.check_groups(self.param_groups, self.averaging)
-        binding.check_scales(self._online, self.potential, grads)
-        if self.check_finite:
-            binding.refuse_nonfinite(named, grads)
-        self._check_domain(named)
-        self._notice_edits(named)
-        self._begin(named, grads, loss)
-        params = {n: local(p) for n, p in named.items() if n in grads or self._stands_off_centre(n)}
-        points = {n: local(self.state.get(named[n], {}).get("z", x)) for n, x in params.items()}
-        moves = {n: self._move(grads[n], groups[n]) for n in grads}
-        averaged = {n: groups[n]["momentum"] for n in grads if points[n] is not params[n]}
-        counts = {n: self._steps - self.state[named[n]].get("since", self._restart) for n in averaged}
+        self._check(entries, moving)
+        self._notice_edits(entries)
+        share = self._used.share(self._steps)
+        self._steps += 1
+        self._open(moving, loss)
+
+        # z_{t+1} = argmin <g(x_t), z> + B(z||z_t)/eta
+        moves = {e.name: self._move(e, share) for e in moving}
+        points = {e.name: e.z for e in entries if e.grad is not None or self._stands_off_centre(e.name)}
         active = None if self._online is not None else self._current(points)
         if self._sums is not None:
-            stores = {n: self.state[p] if n in moves else self.state.get(p, {}) for n, p in named.items()}
-            self._sums.before(active, moves, named, stores)
-        if self.averaging == "schedule-free":
-            for n, momentum in averaged.items():
-                average.lift(params[n], points[n], counts[n], momentum, self.state[named[n]])
-        step = self._advance(named, points, moves, active)
+            self._sums.before(active, moves, {e.name: e.param for e in entries}, {e.name: e.state for e in entries})
+        step = self._advance(moving, points, moves, active)
         if self._sums is not None:
             self._sums.after(step.active)
-        for n, momentum in averaged.items():
-            average.blend(params[n], points[n], counts[n], momentum, self.averaging)
-        for n, p in named.items() if self.averaging == "tail" else ():
-            if n in grads or "mean" in self.state.get(p, {}):
-                average.follow(p, self.state[p], self._steps)
-        self._finish(step, named)
+
+        # x_{t+1} = m x_t + (1 - m) z_{t+1}
+        for e in moving:
+            if "z" in e.state:
+                average.blend(e.x, e.z, e.group["momentum"])
+        for e in entries if self.averaging == "tail" else ():
+            if e.grad is not None or "mean" in e.state:
+                average.follow(e.param, e.state, self._steps)
+        if step.active is not None:
+            self._active = step.active
+            self._record.append(step.active.piece)
+        self._versions = {e.name: e.x._version for e in entries}
         return loss
 
-    def _advance(self, named: Params, points: dict[str, Tensor], moves: Mapping[str, Move], active: Active | None) -> Step:
-        """Move the iterates, in place."""
-        bound = self.potential
-        if self._online is None or not isinstance(bound, MaxDiagonal):
-            return bound.step(points, moves, active=active, exact=self.exact, into=points)
-        for n, move in moves.items():
-            state = self.state[named[n]]
-            self._online.advance(bound, n, points[n], move, state)
-            binding.share_state(state, named[n])
-        return Step(points)
-
-    def _gather(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
-        named, grads, groups = {}, {}, {}
+    def _entries(self) -> list[Entry]:
+        """All parameters, in the order of the groups."""
+        found = []
         for group in self.param_groups:
             for p in group["params"]:
                 name, _, device = self._places.get(id(p), ("", p, None))
@@ -214,41 +250,55 @@ class MetaMD(Optimizer):
                     # Moved to another device, or replaced by its shards, since this was bound: Accelerate does both.
                     self._versions = {}
                     self._bind()
-                    return self._gather()
-                named[name] = p
-                if p.grad is None:
-                    continue
-                binding.refuse_unusual(name, p.grad)
-                grads[name], groups[name] = local(p.grad), group
-        return named, grads, groups
+                    return self._entries()
+                if p.grad is None:  # without a gradient a parameter gets no state
+                    found.append(Entry(name, p, local(p), None, group, self.state.get(p, {})))
+                else:
+                    binding.refuse_unusual(name, p.grad)
+                    found.append(Entry(name, p, local(p), local(p.grad), group, self.state[p]))
+        return found
 
-    def _notice_edits(self, named: Params) -> None:
-        """After somebody else changed or added a parameter, pieces begin again at the new point, and averages of those."""
-        changed = self._edited(named)
+    def _check(self, entries: list[Entry], moving: list[Entry]) -> None:
+        """Refuse a step that cannot be taken, before anything is written."""
+        for group in self.param_groups:
+            if not math.isfinite(group["lr"]):
+                raise ValueError(f"lr must be finite, got {group['lr']}: a scheduler or an edit of param_groups set it.")
+            if self.averaging == "constant":  # a tail average does not use its momentum
+                average.check_averaging(self.averaging, group["momentum"])
+        binding.check_scales(self._online, self.potential, [e.name for e in moving])
+        if self.check_finite:
+            grads = {e.name: e.grad for e in moving if e.grad is not None}
+            binding.refuse_nonfinite({e.name: e.param for e in entries}, grads)
+        if self._steps == 0 or self._versions:
+            self.potential.check({e.name: e.x for e in entries if e.name not in self._versions})
+
+    def _notice_edits(self, entries: list[Entry]) -> None:
+        """After somebody else changed or added a parameter, pieces begin again at the new point, and its averages."""
+        changed = [e for e in entries if self._edited(e.name, e.x)]
         if changed:
-            average.begin_again([self.state[named[n]] for n in changed], self.state.values(), self._restart)
-            self._versions, self._restart = {}, self._steps
+            for e in changed:
+                e.state.pop("z", None)
+                e.state.pop("mean", None)
+            self._versions = {}
         if changed and self._sums is not None:
             self._sums.restart("a parameter was changed or added from outside")
 
-    def _edited(self, named: Params) -> list[str]:
-        """What somebody else has changed or added since the last step or change of mode."""
-        return [n for n, p in named.items() if self._versions and local(p)._version != self._versions.get(n)]
+    def _edited(self, name: str, x: Tensor) -> bool:
+        """Whether somebody else has changed or added a parameter since the last step or change of mode."""
+        return bool(self._versions) and x._version != self._versions.get(name)
 
-    def _check_domain(self, named: Params) -> None:
-        """Refuse parameters outside of the domain before their first step."""
-        if self._steps == 0 or self._versions:
-            self.potential.check({n: local(p) for n, p in named.items() if n not in self._versions})
-
-    def _begin(self, named: Params, grads: Params, loss: float | None) -> None:
-        """What a step needs before it is taken: domain, start, the watch over the family, damping."""
-        self._steps += 1
+    def _open(self, moving: list[Entry], loss: float | None) -> None:
+        """What a step needs before it is taken: iterates, starts, the watch over the family, damping."""
         bound = self.potential
-        average.open_iterates(self.param_groups, self.state, self.averaging, self._steps - 1)
+        for e in moving:
+            if self.averaging == "constant" and e.group["momentum"] > 0:
+                kept = e.state.get("z")
+                e.state["z"] = e.param.detach().clone() if kept is None else kept.to(e.param.device)
+        grads = {e.name: e.grad for e in moving if e.grad is not None}
         if isinstance(bound, MaxDiagonal):
-            if bound.keeps_start and any("start" not in self.state[named[n]] for n in grads):
-                for n in grads:
-                    self.state[named[n]].setdefault("start", named[n].detach().clone())
+            if bound.keeps_start and any("start" not in e.state for e in moving):
+                for e in moving:
+                    e.state.setdefault("start", e.param.detach().clone())
                 self._bind()
             if self._watch is not None:
                 keys = {n: s.key for n, s in bound.slots.items()}
@@ -256,61 +306,73 @@ class MetaMD(Optimizer):
         if self._safeguard is not None:
             self._safeguard.update(energy(bound, self._active, grads), None if loss is None else float(loss))
 
+    def _move(self, entry: Entry, share: float) -> Move:
+        lr, grad = self._rate(entry.group, share), entry.grad
+        assert grad is not None
+        return Move(grad, -lr if entry.group["maximize"] else lr, lr * entry.group["weight_decay"])
+
+    def _rate(self, group: dict[str, Any], share: float) -> float:
+        """Eta, the rate at which z moves: of the group, by the schedule and damped."""
+        lr = float(group["lr"]) * share
+        lr = average.rate_of_iterate(lr, group["momentum"]) if self.averaging == "constant" else lr
+        return lr * (self._safeguard.damping if self._safeguard is not None else 1.0)
+
     def _stands_off_centre(self, name: str) -> bool:
         """Whether a tensor that does not move contributes to the forms."""
         bound = self.potential
         return not (isinstance(bound, MaxDiagonal) and bound.keeps_start) or name in bound.start
 
-    def _move(self, grad: Tensor, group: Mapping[str, Any]) -> Move:
-        lr = self._rate(group)
-        return Move(grad, -lr if group["maximize"] else lr, lr * group["weight_decay"])
-
-    def _rate(self, group: Mapping[str, Any]) -> float:
-        lr = average.rate_of_iterate(float(group["lr"]), group["momentum"], self.averaging)
-        return lr * (self._safeguard.damping if self._safeguard is not None else 1.0)
-
-    def _current(self, params: Params) -> Active | None:
+    def _current(self, points: Params) -> Active | None:
         """The active pieces at the present point; recomputed if somebody else changed a parameter since the last step."""
         bound = self.potential
         if not isinstance(bound, MaxDiagonal) or bound.pieces == 1:
             return None
-        if not self._versions.keys() >= params.keys():
-            self._active = bound.activate(params, self._active)
+        if not self._versions.keys() >= points.keys():
+            self._active = bound.activate(points, self._active)
         return self._active
 
-    def _finish(self, step: Step, named: Params) -> None:
-        if step.active is not None:
-            self._active = step.active
-            self._record.append(step.active.piece)
-        self._versions = {n: local(p)._version for n, p in named.items()}
+    def _advance(
+        self, moving: list[Entry], points: dict[str, Tensor], moves: dict[str, Move], active: Active | None
+    ) -> Step:
+        """Move the iterates, in place."""
+        bound = self.potential
+        if self._online is None or not isinstance(bound, MaxDiagonal):
+            return bound.step(points, moves, active=active, exact=self.exact, into=points)
+        for e in moving:
+            self._online.advance(bound, e.name, e.z, moves[e.name], e.state)
+            binding.share_state(e.state, e.param)
+        return Step(points)
 
-    # the modes of averages that are not in the parameters
+    # the modes of a tail average, which is not in the parameters during training
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Put the average into the parameters, to evaluate or save the model; "schedule-free" and "tail" need it."""
+        """Put the tail average into the parameters, to evaluate or save the model."""
         self._switch(training=False)
 
     @torch.no_grad()
     def train(self) -> None:
-        """Put the point where gradients are taken into the parameters, to go on."""
+        """Put the iterates back into the parameters, to go on."""
         self._switch(training=True)
 
     def _switch(self, *, training: bool) -> None:
-        if self.averaging not in WITH_MODES or self._training == training:
+        if self.averaging != "tail" or self._training == training:
             return
         named = {n: p for n, p, _ in self._places.values()}
-        edited = self._edited(named) if self.averaging == "tail" else []
-        (average.to_gradient_points if training else average.to_averages)(self.param_groups, self.state, self.averaging)
+        edited = [n for n, p in named.items() if self._edited(n, local(p))]
+        for p, store in self.state.items():
+            if "mean" in store:
+                (average.to_iterate if training else average.to_average)(p, store)
         self._training = training
         if self._versions:
-            noticed = (n for n in edited if not training or "mean" not in self.state[named[n]])  # for the next step
+            # an edit is noticed by the next step, unless going back to the iterate has dealt with it
+            noticed = (n for n in edited if not training or "mean" not in self.state[named[n]])
             self._versions = {n: local(p)._version for n, p in named.items()} | dict.fromkeys(noticed, -1)
 
     # what can be read off it
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()}{self._recommended}"
+        return f"{super().__repr__()}{self._used.about}"
 
     @property
     def active_piece(self) -> int | None:
@@ -336,6 +398,11 @@ class MetaMD(Optimizer):
         binding.refuse_edited(named, self._versions, stores)
         return CertifiedRun(self._sums, named, stores, self._active, self.averaging).certificate(reference, radius)
 
+    def scheduler(self) -> LambdaLR:
+        """The schedule of the recommended usage as a torch scheduler, which from now on has to be stepped instead."""
+        share, self._used = self._used.share, binding.without_schedule(self._used)
+        return LambdaLR(self, share)
+
     # saving and copying
 
     def state_dict(self) -> dict[str, Any]:
@@ -348,7 +415,6 @@ class MetaMD(Optimizer):
             "safeguard": torch.tensor([guard.damping, guard.log_reference], dtype=torch.float64),
             "pieces": self._record.encode(),
             **self._kind().shared(),
-            "restart": torch.tensor(self._restart),
             "training": self._training,
             **({} if self._sums is None else {"certificate": self._sums.encode()}),
         }
@@ -368,8 +434,7 @@ class MetaMD(Optimizer):
         self._sums = sums
         for each in self.param_groups:
             each.pop("certificate", None)  # or a run that goes on without would save it again
-        self._steps, self._restart = int(group["step"]), int(group.get("restart", 0))
-        self._training = bool(group.get("training", True))
+        self._steps, self._training = int(group["step"]), bool(group.get("training", True))
         self._record = PieceRecord.decode(group["pieces"])
         weights = group["weights"].cpu().double().numpy()
         # The forms are found again at the next step: the versions say that nothing is known of the parameters.
@@ -394,11 +459,12 @@ class MetaMD(Optimizer):
     def _kind(self) -> Kind:
         if self._hash is None:
             self._hash = binding.geometry_code(self._potential)  # reads all metrics: once
-        return Kind(binding.piece_count(self._potential), self._hash, metric_code(self._online), self.averaging)
+        pieces, metric = binding.piece_count(self._potential), metric_code(self._online)
+        return Kind(pieces, self._hash, metric, self.averaging, self._used.steps)
 
 
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
-    *("_active", "_hash", "_potential", "_record", "_restart", "_safeguard", "_steps", "_sums", "_training", "_watch"),
-    *("_learned_steps", "_online", "_order", "_recommended", "averaging", "check_finite", "exact", "fused"),
+    *("_active", "_hash", "_potential", "_record", "_safeguard", "_steps", "_sums", "_training", "_watch"),
+    *("_online", "_order", "_used", "averaging", "check_finite", "exact", "fused"),
 )

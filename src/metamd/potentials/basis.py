@@ -1,4 +1,4 @@
-"""The coordinates in which a potential is diagonal: the parameters themselves, or learned ones that share its slot."""
+"""The coordinates in which a potential is diagonal: the interface, the parameters themselves, and orthogonal matrices."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -32,10 +32,6 @@ class Basis(Protocol):
 
     def with_factors(self, factors: Mapping[str, Tensor]) -> "Basis":
         """Other factors for the same tensors."""
-        ...
-
-    def terms(self, key: str) -> int:
-        """How many of the stored numbers add up to one logarithm of this metric."""
         ...
 
     def into(self, name: str, x: Tensor) -> Tensor:
@@ -76,10 +72,6 @@ class Identity:
         """Itself."""
         return self
 
-    def terms(self, key: str) -> int:
-        """One."""
-        return 1
-
     def into(self, name: str, x: Tensor) -> Tensor:
         """X, unchanged."""
         return x
@@ -97,3 +89,65 @@ class Identity:
 
     def __repr__(self) -> str:
         return "Identity()"
+
+
+class Orthogonal:
+    """An orthogonal matrix Q of which r columns U are given; the others complete them, whichever way.
+
+    With all columns given, Q = U. With fewer, Q = I - Y T Y' is a product of r Householder reflections, so that applying it
+    takes O(r) operations per number, and no others than r columns are stored. (Its first columns are those of U up to
+    sign.)
+
+    Args:
+        columns: U, (n, r) with r <= n, orthonormal.
+    """
+
+    def __init__(self, columns: Tensor) -> None:
+        self.columns = columns
+        self.size, self.rank = columns.shape
+        self._reflections: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether all columns are given."""
+        return self.rank == self.size
+
+    def into(self, x: Tensor) -> Tensor:
+        """Rows x Q: their coordinates."""
+        if self.full:
+            return x @ self.columns
+        y, ty, _ = self._compact()
+        return x - (x @ y) @ ty
+
+    def out_of(self, x: Tensor) -> Tensor:
+        """Rows x Q': back from coordinates."""
+        if self.full:
+            return x @ self.columns.mT
+        y, _, ty = self._compact()
+        return x - (x @ y) @ ty
+
+    def divide(self, x: Tensor, d: Tensor) -> Tensor:
+        """Rows x Q diag(d)^-1 Q', where d is one number for all columns that are not given.
+
+        Args:
+            x: the rows, (..., n).
+            d: broadcastable against them.
+        """
+        if self.full:
+            return (x @ self.columns / d) @ self.columns.mT
+        # I = U U' + (I - U U'), of which the second part has the same d everywhere
+        given, rest = d[..., : self.rank], d[..., self.rank :][..., :1]
+        return x / rest + ((x @ self.columns) * (1 / given - 1 / rest)) @ self.columns.mT
+
+    def _compact(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Y, T Y' and T' Y' of Q = I - Y T Y', the compact form of the reflections that reduce U."""
+        if self._reflections is None:
+            packed, tau = torch.geqrf(self.columns.detach().double())
+            y = torch.tril(packed, -1) + torch.eye(self.size, self.rank, dtype=packed.dtype, device=packed.device)
+            products, t = y.mT @ y, torch.zeros(self.rank, self.rank, dtype=packed.dtype, device=packed.device)
+            for i in range(self.rank):
+                t[:i, i] = -tau[i] * (t[:i, :i] @ products[:i, i])
+                t[i, i] = tau[i]
+            kind = self.columns.dtype
+            self._reflections = y.to(kind), (t @ y.mT).to(kind), (t.mT @ y.mT).to(kind)
+        return self._reflections

@@ -10,8 +10,19 @@ from torch import Tensor, nn
 
 from metamd.potentials.base import ALONE, Active, Centre, Move, Named, Params, Potential, Step, StrongConvexity
 from metamd.potentials.basis import Basis, Identity
-from metamd.potentials.forms import Total, combine, find_weights, grouped_squares, half_forms, local_total, widen
-from metamd.potentials.simplex import Array, Evaluate, gap_of, solve
+from metamd.potentials.forms import (
+    Array,
+    Evaluate,
+    Total,
+    combine,
+    find_weights,
+    gap_of,
+    grouped_squares,
+    half_forms,
+    local_total,
+    solve,
+    widen,
+)
 from metamd.potentials.tying import Rename, Slot, TyingName, clean_names, match, some
 
 Missing = Literal["error", "euclidean"]

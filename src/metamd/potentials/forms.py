@@ -1,24 +1,57 @@
-"""The arithmetic of phi(x) = max_j (1/2 x'D_j x + b_j) over named tensors: reductions to N or N x N numbers.
+"""The arithmetic of phi(x) = max_j (1/2 x'D_j x + b_j) over named tensors, and the weights of its active pieces.
 
 Tied coordinates share their metric, so a tensor enters every form through the sums of its squares over tied groups. These
 have the metric's shape, not the tensor's: under any tying but "parameter" the weights are found at next to no cost.
+
+The exact mirror step from the dual point y is x = D(w)^-1 y, where w minimises
+
+    h(w) = 1/2 y' D(w)^-1 y - <w, b>,    D(w) = sum_j w_j D_j,    w in the simplex,
+
+so that phi*(y) = min_w h(w). `solve` sees N numbers or an N x N matrix; the vectors stay with `Evaluate`.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from metamd.potentials.base import Params
-from metamd.potentials.simplex import Array, Solution, solve
 from metamd.potentials.tying import Shape
 
-_JOIN_LIMIT = 2**20
-_CHUNK = 2**16
+Array = NDArray[np.float64]
+
+Evaluate = Callable[[Array], tuple[Array, Array]]
+"""w -> (q, H) at x = D(w)^-1 y: q_j = 1/2 x'D_j x, so that grad h = -(q + b), and the Hessian H_jk = x'D_j D(w)^-1 D_k x."""
 
 Total = Callable[[Mapping[str, Tensor]], Array]
 """Adds contributions by tensor name; where tensors are sharded over processes, over the processes too."""
+
+MAX_ITERATIONS = 200
+_HALVINGS = 50
+_JOIN_LIMIT = 2**20
+_CHUNK = 2**16
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Where the solver stopped: h(weights) is never above h of the weights it was given.
+
+    Args:
+        weights: w, a point of the simplex.
+        forms: q_j + b_j at x = D(w)^-1 y; they are equal on the support of w at the minimum.
+        gap: max_j (q_j + b_j) - <w, q + b> >= 0, by which h(w) can exceed its minimum at most.
+        iterations: Newton steps taken.
+        converged: whether the gap fell below the tolerance, or to what rounding allows.
+    """
+
+    weights: Array
+    forms: Array
+    gap: float
+    iterations: int
+    converged: bool
 
 
 def local_total(contributions: Mapping[str, Tensor]) -> Array:
@@ -110,3 +143,115 @@ def _reductions(rows: Tensor, before: Tensor, squares: Tensor, w: Array) -> Tens
     s = squares * (before / dw).square()
     hessian = (rows * (s / dw)) @ rows.T
     return torch.cat([0.5 * (rows @ s), hessian.reshape(-1)]).double()
+
+
+# the convex problem over the simplex
+
+
+def gap_of(weights: Array, forms: Array) -> float:
+    """max_j F_j - <w, F>: zero exactly when w is supported on the largest forms."""
+    return float(forms.max() - weights @ forms)
+
+
+def solve(evaluate: Evaluate, weights: Array, offsets: Array, *, tolerance: float) -> Solution:
+    """Minimise h over the simplex by Newton's method, never increasing h.
+
+    Each step minimises the quadratic model of h over the whole simplex and then halves its way back until h has fallen.
+    A segment between two points of the simplex stays inside it, so no projection is needed.
+
+    Args:
+        evaluate: the two reductions over the parameters that a step needs.
+        weights: where to start; the weights of the previous step are a good place.
+        offsets: b.
+        tolerance: the gap to reach, relative to the size of the forms.
+    """
+    w, iterations = weights, 0
+    q, hessian = evaluate(w)
+    while True:
+        forms = q + offsets
+        gap = gap_of(w, forms)
+        if gap <= tolerance * _size(w, q, offsets):
+            return Solution(w, forms, gap, iterations, converged=True)
+        direction = model_minimiser(hessian, forms, w) - w
+        found = _line_search(evaluate, w, q, offsets, direction) if iterations < MAX_ITERATIONS else None
+        if found is None:
+            # The model promises less than rounding can show: there is nothing left to gain.
+            stalled = bool(_slope(forms, direction) <= 64 * np.finfo(np.float64).eps * _size(w, q, offsets))
+            return Solution(w, forms, gap, iterations, converged=stalled)
+        w, q, hessian = found
+        iterations += 1
+
+
+def _size(w: Array, q: Array, offsets: Array) -> float:
+    return float(w @ q + np.abs(offsets).max() + np.finfo(np.float64).tiny)
+
+
+def _slope(forms: Array, direction: Array) -> float:
+    """-<grad h, direction>. The direction sums to zero, and to rounding only: a common part of the forms must not show."""
+    return float((forms - forms.max()) @ direction)
+
+
+def _line_search(
+    evaluate: Evaluate, w: Array, q: Array, offsets: Array, direction: Array
+) -> tuple[Array, Array, Array] | None:
+    h = float(w @ (q - offsets))
+    slope = _slope(q + offsets, direction)
+    length = 1.0
+    for _ in range(_HALVINGS):
+        # Both ends are in the simplex; clipping removes the rounding below zero, which D(w) would feel as a pole.
+        trial = np.clip(w + length * direction, 0.0, None)
+        trial /= trial.sum()
+        q_trial, hessian = evaluate(trial)
+        fell = float(trial @ (q_trial - offsets)) < h - 1e-4 * length * slope
+        # h is convex: while it still slopes down at the trial, it fell all the way there, even where rounding hides it.
+        if np.isfinite(q_trial).all() and (fell or _slope(q_trial + offsets, direction) >= 0):
+            return trial, q_trial, hessian
+        length /= 2
+    return None
+
+
+def model_minimiser(hessian: Array, forms: Array, w: Array) -> Array:
+    """argmin over the simplex of 1/2 (v-w)'H(v-w) - <F, v-w>, by a primal active-set method from w."""
+    v = w.copy()
+    support = v > 0
+    support[int(np.argmax(forms))] = True
+    for _ in range(4 * len(w) + 4):
+        residual = forms - hessian @ (v - w)
+        p, multiplier = _equality_step(hessian, residual, support, int(np.argmax(v)))
+        blocked = support & (p < 0) & (v + p < 0)
+        if blocked.any():
+            ratios = np.where(blocked, v / np.where(blocked, -p, 1.0), np.inf)
+            first = int(np.argmin(ratios))
+            v = np.clip(v + ratios[first] * p, 0.0, None)
+            v[first] = 0.0
+            support[first] = False
+            continue
+        v = np.clip(v + p, 0.0, None)
+        reduced = np.where(support, -np.inf, forms - hessian @ (v - w) - multiplier)
+        enters = int(np.argmax(reduced))
+        if reduced[enters] <= 1e-12 * (abs(multiplier) + np.abs(forms).max()):
+            break
+        support[enters] = True
+    return v / v.sum()
+
+
+def _equality_step(hessian: Array, residual: Array, support: NDArray[np.bool_], pivot: int) -> tuple[Array, float]:
+    """The step p on the support with sum p = 0 that solves the model there, and the multiplier of the sum.
+
+    The pivot's weight is eliminated: with p_pivot = -(sum of the others) the others see a positive definite matrix.
+    """
+    p = np.zeros_like(residual)
+    others = np.flatnonzero(support & (np.arange(len(p)) != pivot))
+    if len(others):
+        cross = hessian[others, pivot]
+        reduced = hessian[np.ix_(others, others)] - cross - cross[:, None] + hessian[pivot, pivot]
+        scale = 1 / np.sqrt(np.maximum(np.diag(reduced), 1e-30 * np.trace(hessian) + 1e-150))
+        # The ridge turns a direction without curvature (equal pieces, few parameters) into a long step to the boundary.
+        matrix = reduced * scale * scale[:, None] + 1e-12 * np.eye(len(others))
+        slopes = (residual[others] - residual[pivot]) * scale
+        try:
+            p[others] = np.linalg.solve(matrix, slopes) * scale
+        except np.linalg.LinAlgError:  # pieces that are equal but for rounding: what is left of the curvature is noise
+            p[others] = np.linalg.lstsq(matrix, slopes)[0] * scale
+        p[pivot] = -p[others].sum()
+    return p, float(residual[pivot] - hessian[pivot] @ p)

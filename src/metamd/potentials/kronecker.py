@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from metamd.potentials.base import Centre
-from metamd.potentials.basis import Identity
+from metamd.potentials.basis import Identity, Orthogonal
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import widen
-from metamd.potentials.orthogonal import Orthogonal
 from metamd.potentials.tying import Shape, Slot, TyingName, roles
 
 Sides = Literal["right", "both"]
@@ -27,7 +26,6 @@ LIMIT = 2048
 def Kronecker(  # noqa: N802
     pieces: int = 1,
     *,
-    sides: Sides = "right",
     rank: Rank = None,
     tying: TyingName = "tensor",
     centre: Centre = "start",
@@ -42,8 +40,7 @@ def Kronecker(  # noqa: N802
 
     Args:
         pieces: N; they share the basis.
-        sides: "right" learns D on the input side; "both" learns L x R, a factor on the output side too.
-        rank: keep so many leading directions per side, and one number for all others; "auto" finds out how many are worth
+        rank: keep so many leading directions, and one number for all others; "auto" finds out how many are worth
             it and what a gradient pays for, None keeps all.
         tying: "tensor", or "role" to share basis and metric between tensors of one role and input size, so that they fit
             models of another width.
@@ -57,7 +54,7 @@ def Kronecker(  # noqa: N802
         >>> {k: tuple(v.shape) for k, v in phi.log_d.items()}
         {'fc.weight': (1, 5), 'fc.bias': (1,)}
     """
-    basis = Learned(sides, rank=rank, shrinkage=shrinkage, limit=limit)
+    basis = Learned(rank=rank, shrinkage=shrinkage, limit=limit)
     return MaxDiagonal(pieces, tying=tying, centre=centre, basis=basis)
 
 
@@ -238,14 +235,11 @@ class Learned:
         """Orthonormal columns by side and key."""
         return dict(self._factors)
 
-    def terms(self, key: str) -> int:
-        """Two for a matrix with factors on both sides."""
-        return 2 if self.sides == "both" and any(p.key == key for p in self.places.values()) else 1
-
     def turning(self) -> dict[str, tuple[str, ...]]:
-        """The sides of every tensor for which a factor can be learned: "left", "right", or both, by name."""
-        allowed = ("left", "right") if self.sides == "both" else ("right",)
-        return {n: tuple(s for s in allowed if p.sizes[s] <= self.limit) for n, p in self.places.items()}
+        """The sides of every tensor for which a factor can be learned, by name: ("right",), or none."""
+        if self.sides == "both":
+            raise ValueError("a basis of both sides is no longer learned, only used. Learn anew from Kronecker().")
+        return {n: ("right",) if p.sizes["right"] <= self.limit else () for n, p in self.places.items()}
 
     def scaling(self) -> dict[str, tuple[str, ...]]:
         """The sides of every tensor that learn a number per column without a factor, being too long for one, by name.

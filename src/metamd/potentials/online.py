@@ -5,12 +5,11 @@ With c = V'g the coordinates of a gradient, H_t = s a_t is the metric of step t,
     a_t = sqrt(sum_{r <= t} c_r^2)                       rule "sum", AdaGrad's [Duchi2011]
     a_t = sqrt(average of c_r^2, beta a step)            rule "average", Adam's [Kingma2015]
 
-and s, a number per tensor, is learned: see `metamd.choosing`. Hidden units are exchangeable from task to task, so that a
-family knows the input side of a weight and not the other. `refresh` estimates a basis of the output side during the run, as
-SOAP does on both sides [Vyas2024]. Rule "polar" gives it a whole metric instead: with M_t the average of the gradients of a
-weight and D the learned metric of its inputs,
+and s, a number per tensor, is learned: see `metamd.learn_usage`. Hidden units are exchangeable from task to task, so that a
+family knows the input side of a weight and not the other. Rule "polar" gives the output side a whole metric: with M_t the
+average of the gradients G_t of a weight and D the learned metric of its inputs,
 
-    theta <- theta - lr/s (C C')^-1/2 C D^-1/2,  C = M_t D^-1/2,
+    theta <- theta - lr/s (C C')^-1/2 C D^-1/2,  C = A D^-1/2,  A = (1 - beta) G_t + beta M_t,
 
 so that H_t = s (C C')^1/2 x D: steepest descent by the spectral norm of theta D^1/2. For D = 1 it is Muon [Jordan2024]. With
 a `signal` the step is multiplied by the share of signal in the gradients of the weight, and H_t divided by it. With a
@@ -20,7 +19,6 @@ a `signal` the step is multiplied by the share of signal in the gradients of the
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -34,12 +32,11 @@ from metamd.potentials.sharding import local
 Rule = Literal["sum", "average", "polar"]
 
 State = dict[str, Any]
-"""What a tensor carries from step to step: the `squares` of its coordinates, how many were `counted`, and, where the output
-side is followed too, the average `products` of its rows and the `turn`, an orthonormal basis of them; for the rule "polar",
-the `average` of its gradients, with a signal their usual `length`, and the `direction` that is taken again, `found` so many
-steps into the run. Half precision has them in float32."""
+"""What a tensor carries from step to step: the `squares` of its coordinates, and how many were `counted`; for the rule
+"polar", the `average` of its gradients, with a signal their usual `length`, and the `direction` that is taken again, `found`
+so many steps into the run. Half precision has them in float32."""
 
-KEPT = ("squares", "average", "products", "turn", "length", "direction")
+KEPT = ("squares", "average", "length", "direction")
 """The tensors among them. Of sharded parameters `MetaMD` keeps the first two as shards of tensors that are spread alike."""
 
 Along = tuple[Tensor, float]
@@ -51,14 +48,8 @@ Watch = Callable[[Tensor, Tensor], None]
 SQUARES = 0.99
 """What the squares of a tensor that is no matrix keep of themselves in each step, under the rule "polar"."""
 
-FOLLOW = 0.95
-"""What the average of the rows' products keeps of itself in each step."""
-
 SETTLED = 15
 """Steps after which directions are found every second step instead of every one, then every third, up to `refresh`."""
-
-LIMIT = 512
-"""Rows above which the output side of a weight is not followed."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +63,9 @@ class Online:
         epsilon: added to the root, so that coordinates without gradients stay where they are. Under the rule "polar" a
             weight whose gradient has no entry as large as this moves by as much less.
         scale: s by metric key.
-        refresh: follow the output side of weights too, and renew its basis every so many steps; 0 leaves it as it is. Under
-            the rule "polar", find the direction of a weight every so many steps and take it again in between, at the length
-            that is right then: cheaper steps, of which more are needed; 0 finds it in every step. At the start of a run,
-            where directions change most, it is found more often.
+        refresh: under the rule "polar", find the direction of a weight every so many steps and take it again in between, at
+            the length that is right then: cheaper steps, of which more are needed; 0 finds it in every step. At the start of
+            a run, where directions change most, it is found more often.
         signal: what the average of the squared lengths of a weight's gradients keeps of itself in each step, under the rule
             "polar": a weight then moves by the share of signal in its gradients, the length of their average over the root
             of that of their squares. Where gradients agree, as at the start of a run, steps are several times longer than
@@ -101,7 +91,9 @@ class Online:
         if not 0 < self.epsilon < math.inf:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}. Pass epsilon=1e-8, say.")
         if type(self.refresh) is not int or self.refresh < 0:
-            raise ValueError(f"refresh must be a number of steps, or 0 for never; got {self.refresh!r}.")
+            raise ValueError(f"refresh must be a number of steps, or 0 for every one; got {self.refresh!r}.")
+        if self.refresh and self.rule != "polar":
+            raise ValueError(f'refresh is for the rule "polar", got {self.refresh} for {self.rule!r}. Leave it out.')
         if not 0 <= self.signal < 1 or (self.signal and self.rule != "polar"):
             raise ValueError(
                 f'signal must lie in [0, 1), and is for the rule "polar"; got {self.signal} for {self.rule!r}. Leave it out.'
@@ -138,28 +130,6 @@ class Online:
         """a_t after the last step, for sums."""
         return local(state["squares"]).sqrt().add_(self.epsilon)
 
-    def turn(self, coordinates: Tensor, state: State) -> Tensor | None:
-        """The basis of the output side, brought up to date with the present gradient; None where it is not followed.
-
-        It is renewed by one step of orthogonal iteration, and the squares are kept as they are.
-
-        Args:
-            coordinates: V'g, (rows, columns).
-            state: of this tensor.
-        """
-        if not self.refresh or coordinates.ndim != 2 or not 1 < coordinates.shape[0] <= LIMIT:
-            return None
-        products = coordinates @ coordinates.mT
-        if "products" not in state:
-            state["products"] = (1 - FOLLOW) * products
-            state["turn"] = _eigh(state["products"])[1]
-        else:
-            state["products"].lerp_(products, 1 - FOLLOW)
-            if state["counted"] % self.refresh == 0:
-                state["turn"] = torch.linalg.qr(state["products"] @ state["turn"])[0]
-        basis: Tensor = state["turn"]
-        return basis
-
     def advance(
         self, potential: MaxDiagonal, name: str, x: Tensor, move: Move, state: State, watch: Watch | None = None
     ) -> None:
@@ -173,102 +143,55 @@ class Online:
             state: of this tensor.
             watch: told what the step met, before the tensor moves.
         """
-        follow = self._polar if self.rule == "polar" else self._scaled
-        moved, share = follow(potential, name, widen(move.grad), state, watch)
+        grad = widen(move.grad)
+        if self.rule != "polar":
+            moved, share = self._scaled(potential, name, grad, state, watch), 1.0
+        elif grad.ndim < 2:
+            moved, share = self._averaged(grad, state, watch)
+        else:
+            moved, share = polar_step(self, potential, name, grad, state, watch)
         if isinstance(move.decay, Tensor) or move.decay != 0:
             x.mul_(1 - move.decay)
         x.sub_(moved.reshape(x.shape), alpha=float(move.lr) * self.step_size(potential.slots[name].key) * share)
 
-    def _scaled(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Along:
-        """V (c / a_t), the whole of it."""
+    def _scaled(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Tensor:
+        """V (c / a_t)."""
         coordinates = potential.basis.into(name, grad)
-        turn = self.turn(coordinates, state)
-        if turn is not None:
-            coordinates = turn.mT @ coordinates
         metric = self.metric(coordinates, state)
         moved = coordinates / metric
         if watch is not None:
             watch((coordinates * moved).sum(), metric)
-        return potential.basis.out_of(name, moved if turn is None else turn @ moved), 1.0
+        return potential.basis.out_of(name, moved)
 
-    def _polar(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Along:
-        """(C C')^-1/2 C D^-1/2 of a weight, and the share of signal; others follow the average of their squares."""
-        if "average" not in state:
-            state["average"] = torch.zeros_like(grad)
-        average = local(state["average"])
-        average.lerp_(grad, 1 - self.beta)
-        if grad.ndim < 2:
-            metric = self.metric(grad, state)
-            if watch is not None:
-                watch((grad.square() / metric).sum(), metric)
-            return grad.lerp(average, self.beta).div_(metric), 1 / (1 - self.beta ** (state["counted"] + 1))
-        if not grad.numel():
-            return grad, 1.0
-        if self.signal or self.refresh:
-            state["counted"] = state.get("counted", 0) + 1
-        share = self._share(grad, average, state)
-        if self.refresh < 2:
-            return self._direction(potential, name, grad.lerp(average, self.beta), share, watch), share
-        interval = min(self.refresh, 1 + state["counted"] // SETTLED)
-        if "direction" not in state or state["counted"] - state["found"] >= interval:
-            state["found"] = state["counted"]
-            state["direction"] = self._direction(potential, name, grad.lerp(average, self.beta), share, watch)
-        return state["direction"], share
+    def _averaged(self, grad: Tensor, state: State, watch: Watch | None) -> Along:
+        """The step of a vector beside polar steps: the average of its gradients over the root of that of their squares."""
+        average = _average(grad, state, self.beta)
+        metric = self.metric(grad, state)
+        if watch is not None:
+            watch((grad.square() / metric).sum(), metric)
+        return grad.lerp(average, self.beta).div_(metric), 1 / (1 - self.beta ** (state["counted"] + 1))
 
-    def _direction(self, potential: MaxDiagonal, name: str, ahead: Tensor, share: float, watch: Watch | None) -> Tensor:
-        """(C C')^-1/2 C D^-1/2 for M = ahead."""
-        d, rows = potential.metric(name)[0], ahead.shape[0]
-        size = ahead.abs().amax()
-        scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
-        ahead = ahead / scale
-        full = (size / self.epsilon).clamp_max(1)
-        whitened = partial(_whitened, full=full, watch=watch and _scaled_up(watch, scale, share))
-        if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(ahead.shape[1:]):
-            # the metric is of the columns: C C' = M D^-1 M' and C D^-1/2 = M D^-1, one product with D^-1 for both
-            m = ahead.reshape(rows, -1)
-            b = potential.basis.descend(name, torch.zeros_like(ahead), ahead, d, -1.0, None).reshape(rows, -1)
-            return whitened(b @ m.mT) @ b
-        root, coordinates = d.sqrt(), potential.basis.into(name, ahead)
-        c = (coordinates / root).reshape(rows, -1)
-        c = whitened(c @ c.mT) @ c if rows <= c.shape[1] else c @ whitened(c.mT @ c)
-        return potential.basis.out_of(name, c.reshape(coordinates.shape) / root)
-
-    def _share(self, grad: Tensor, average: Tensor, state: State) -> float:
-        """The share of signal in the gradients of a weight; 1 at the first step and where it is not followed."""
-        if not self.signal:
-            return 1.0
-        if "length" not in state:
-            state["length"] = grad.new_zeros(())
-        count, kept = state["counted"], state["length"]
-        # a root mean square, whose squares are never formed: they would be lost or overflow where lengths are not
-        length = math.hypot(math.sqrt(self.signal) * float(kept), math.sqrt(1 - self.signal) * _length(grad))
-        kept.fill_(length)
-        usual = max(length / math.sqrt(1 - self.signal**count), torch.finfo(grad.dtype).tiny)
-        return min(_length(average) / (1 - self.beta**count) / usual, 1.0)
-
-    def distance(self, potential: MaxDiagonal, name: str, delta: Tensor, metric: Tensor, state: State) -> float:
-        """|delta|^2 in a metric a, such as the mean of those that `watch` was given.
-
-        Args:
-            potential: bound.
-            name: of the tensor.
-            delta: in its shape.
-            metric: a.
-            state: of this tensor.
-        """
+    def distance(self, potential: MaxDiagonal, name: str, delta: Tensor, metric: Tensor) -> float:
+        """|delta|^2 in a metric a, such as the mean of those that `watch` was given."""
         c = potential.basis.into(name, delta)
         if self.rule == "polar" and delta.ndim > 1:
             c = (c * potential.metric(name)[0].detach().sqrt()).reshape(delta.shape[0], -1)
             return float((c * (metric @ c if len(c) <= c.shape[1] else c @ metric)).sum())
-        if "turn" in state:
-            c = state["turn"].mT @ c
         return float((c.square() * metric).sum())
 
     def __str__(self) -> str:
         """The rule and its numbers but for the scales, in words."""
-        what = "direction found" if self.rule == "polar" else "output side renewed"
-        renewed = f", {what} every {self.refresh} steps" if self.refresh else ""
+        renewed = f", direction found every {self.refresh} steps" if self.refresh else ""
         return f"{self.rule} rule, beta {self.beta:g}{f', signal {self.signal:g}' if self.signal else ''}{renewed}"
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "Online":
+        """What `to_dict` gave, of this version or an earlier one."""
+        if found.get("rule") in ("sum", "average"):
+            # Earlier versions could turn the output side of weights every `refresh` steps. Scales were learned in both
+            # coordinates alike, and the turn gained nothing: such a file is used in its learned coordinates alone.
+            found = {**found, "refresh": 0}
+        return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types, for a header."""
@@ -291,31 +214,83 @@ def _length(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x / scale)) * float(scale)
 
 
-def _scaled_up(watch: Watch, scale: Tensor, share: float) -> Watch:
-    """Told of a whole step from the gradient over a scale; tells what was met in truth, in the metric a_t over the share."""
-    known = max(share, torch.finfo(scale.dtype).tiny)
-    return lambda energy, metric: watch(scale * energy * share, scale / known * metric)
+def _average(grad: Tensor, state: State, beta: float) -> Tensor:
+    """M_t, the average of the gradients of a tensor, the present one included."""
+    if "average" not in state:
+        state["average"] = torch.zeros_like(grad)
+    average = local(state["average"])
+    return average.lerp_(grad, 1 - beta)
 
 
-def _eigh(products: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and vectors; NaN for what is not finite, which torch refuses while other tensors have moved already."""
-    if not math.isfinite(float(products.detach().sum())) and not bool(products.isfinite().all()):
-        return torch.full_like(products[0], math.nan), torch.full_like(products, math.nan)
-    values, vectors = torch.linalg.eigh(products)
-    return values, vectors
+def polar_step(
+    online: Online, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None = None
+) -> Along:
+    """The direction (C C')^-1/2 C D^-1/2 of a weight, C = A D^-1/2, and the share of it that is taken.
 
-
-def _whitened(products: Tensor, *, full: Tensor, watch: Watch | None) -> Tensor:
-    """A^-1/2 of A = C C'; directions lost in rounding, of a length below the root of its precision, are left small.
-
-    Args:
-        products: A.
-        full: what the result is multiplied by.
-        watch: told the energy and the metric.
+    Beside torch's Muon: M_t and A are its two `lerp`s, and `inverse_root` takes the place of its Newton-Schulz iteration.
     """
-    values, vectors = _eigh(products)
+    average = _average(grad, state, online.beta)  # M_t
+    if not grad.numel():
+        return grad, 1.0
+    if online.signal or online.refresh:
+        state["counted"] = state.get("counted", 0) + 1
+    share = _signal_share(online, grad, average, state)
+    if online.refresh > 1:  # the direction of an earlier step, at the length that is right now
+        interval = min(online.refresh, 1 + state["counted"] // SETTLED)
+        if "direction" in state and state["counted"] - state["found"] < interval:
+            return state["direction"], share
+    ahead = grad.lerp(average, online.beta)  # A, Nesterov's
+    size = ahead.abs().amax()
+    scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
+    a, full, rows = ahead / scale, (size / online.epsilon).clamp_max(1), ahead.shape[0]
+    d, told = potential.metric(name)[0], watch and _scaled_up(watch, scale, share)
+    if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(ahead.shape[1:]):
+        # the metric is of the columns: C C' = A D^-1 A' and C D^-1/2 = A D^-1, one product with D^-1 for both
+        b = potential.basis.descend(name, torch.zeros_like(a), a, d, -1.0, None).reshape(rows, -1)
+        direction = inverse_root(b @ a.reshape(rows, -1).mT, full, told) @ b
+    else:
+        coordinates, root = potential.basis.into(name, a), d.sqrt()
+        c = (coordinates / root).reshape(rows, -1)
+        wide = rows <= c.shape[1]
+        c = inverse_root(c @ c.mT, full, told) @ c if wide else c @ inverse_root(c.mT @ c, full, told)
+        direction = potential.basis.out_of(name, c.reshape(coordinates.shape) / root)
+    if online.refresh > 1:
+        state["found"], state["direction"] = state["counted"], direction
+    return direction, share
+
+
+def _signal_share(online: Online, grad: Tensor, average: Tensor, state: State) -> float:
+    """The share of signal in the gradients of a weight; 1 at the first step and where it is not followed."""
+    if not online.signal:
+        return 1.0
+    if "length" not in state:
+        state["length"] = grad.new_zeros(())
+    count, kept = state["counted"], state["length"]
+    # a root mean square, whose squares are never formed: they would be lost or overflow where lengths are not
+    length = math.hypot(math.sqrt(online.signal) * float(kept), math.sqrt(1 - online.signal) * _length(grad))
+    kept.fill_(length)
+    usual = max(length / math.sqrt(1 - online.signal**count), torch.finfo(grad.dtype).tiny)
+    return min(_length(average) / (1 - online.beta**count) / usual, 1.0)
+
+
+def inverse_root(products: Tensor, full: Tensor, watch: Watch | None) -> Tensor:
+    """A^-1/2 of A = C C', times `full`, by eigenvalues: the one place where they are found.
+
+    Directions lost in rounding, of a length below the root of the precision, are left small. What is not finite gives NaN:
+    torch would refuse it when other tensors have moved already.
+    """
+    if not math.isfinite(float(products.detach().sum())) and not bool(products.isfinite().all()):
+        values, vectors = torch.full_like(products[0], math.nan), torch.full_like(products, math.nan)
+    else:
+        values, vectors = torch.linalg.eigh(products)
     limits = torch.finfo(products.dtype)
     roots = values.maximum((limits.eps * values[-1]).clamp_min(limits.tiny)).sqrt()
     if watch is not None:
         watch(values.clamp_min(0).sqrt().sum(), (vectors * values.clamp_min(0).sqrt()) @ vectors.mT)
     return (vectors * (full / roots)) @ vectors.mT
+
+
+def _scaled_up(watch: Watch, scale: Tensor, share: float) -> Watch:
+    """Told of a whole step from the gradient over a scale; tells what was met in truth, in the metric a_t over the share."""
+    known = max(share, torch.finfo(scale.dtype).tiny)
+    return lambda energy, metric: watch(scale * energy * share, scale / known * metric)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.potentials.forms import Total, local_total
-from metamd.potentials.simplex import Array
+from metamd.potentials.forms import Array, Total, local_total
 
 WHOLE = (Tensor, torch.nn.Parameter)
 """What is certainly no DTensor: the answer is needed dozens of times in every step."""

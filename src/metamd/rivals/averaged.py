@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from metamd.optimiser.averaging import follow, to_averages, to_gradient_points
+from metamd.optimiser.averaging import follow, to_average, to_iterate
 from metamd.rivals.base import Named, Rival, Setting, Stepper
 
 
@@ -23,7 +23,6 @@ class Averaged:
         self.optimiser, self.param_groups = optimiser, optimiser.param_groups
         self.taken, self._training = 0, True
         self.state: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in params}
-        self._everything = [{"params": list(params)}]  # Muon's groups have matrices in the place of kernels
 
     @torch.no_grad()
     def step(self) -> None:
@@ -39,14 +38,18 @@ class Averaged:
     def eval(self) -> None:
         """Put the averages into the parameters."""
         if self._training:
-            to_averages(self._everything, self.state, "tail")
+            for p, store in self.state.items():
+                if "mean" in store:
+                    to_average(p, store)
             self._training = False
 
     @torch.no_grad()
     def train(self) -> None:
         """Put the iterates back."""
         if not self._training:
-            to_gradient_points(self._everything, self.state, "tail")
+            for p, store in self.state.items():
+                if "mean" in store:
+                    to_iterate(p, store)
             self._training = True
 
 

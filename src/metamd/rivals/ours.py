@@ -52,13 +52,12 @@ def learned_rival(
 
     how: dict[str, Any] = {"metric": used.metric, "online": learned.header.online if used.metric == "online" else None}
     how |= {"exact": exact, "averaging": averaging} | ({"knots": used.knots} if used.knots else {})
-    momentum = used.momentum or (0.9 if averaging == "schedule-free" else 0.0)
     return Rival(
         name,
         title,
         make,
         {"lr": Range(_digits(0.1 * used.factor), _digits(10 * used.factor)), "weight_decay": DECAY},
-        {"lr": used.factor, "weight_decay": 0.0, "momentum": momentum},
+        {"lr": used.factor, "weight_decay": 0.0, "momentum": used.momentum},
         {"lr": tuple(_digits(x * used.factor) for x in (1.0, 0.1, 0.3, 3.0, 10.0)), "weight_decay": (0.001, 0.0001, 0.0005)},
         schedules=(used.schedule, *(s for s in SCHEDULES if s != used.schedule)),
         identity=f"{learned.fingerprint()} {json.dumps(how, sort_keys=True)}",

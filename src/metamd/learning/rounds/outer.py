@@ -319,7 +319,7 @@ class Ball:
         fall = 2 * (self.norms(iterate) / self.radius).log().clamp_min(0)
         if not bool((fall > 0).any()):
             return iterate
-        moved = {k: _lower(v, fall / iterate.basis.terms(k)) for k, v in iterate.log_d.items()}
+        moved = {k: _lower(v, fall) for k, v in iterate.log_d.items()}
         return iterate.moved(moved)
 
 

@@ -12,9 +12,8 @@ from metamd.optimiser.certificate.record import SHARED, Certificate, Layer, Refe
 from metamd.optimiser.certificate.sums import SUM, Row, Stores, Sums, iterate, start_of
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.forms import combine, grouped_squares, half_forms
+from metamd.potentials.forms import Array, combine, grouped_squares, half_forms
 from metamd.potentials.sharding import local, local_part, sum_shards
-from metamd.potentials.simplex import Array
 
 
 class CertifiedRun:

@@ -18,9 +18,8 @@ from torch import Tensor
 from metamd.potentials.base import Active, Move, Params, Potential
 from metamd.potentials.classical import Euclidean
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
-from metamd.potentials.forms import combine
+from metamd.potentials.forms import Array, combine
 from metamd.potentials.sharding import is_sharded, local, sum_shards
-from metamd.potentials.simplex import Array
 
 START, SUM = "certificate_start", "certificate_sum"
 """Where the state of a parameter keeps theta_1, if that is not its centre, and sum v_t, where that is kept."""

@@ -1,1 +1,0 @@
-"""The steps of diagonal metrics in single passes over memory."""

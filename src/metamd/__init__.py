@@ -76,7 +76,7 @@ _SUBMODULES = {
 
 _ELSEWHERE = {
     "metamd.potentials.online": ("Online",),
-    "metamd.files.journal": ("Journal",),
+    "metamd.files.store": ("Journal",),
     "metamd.files.usage": ("Usage",),
     "metamd.certification.certification": ("Stated",),
     "metamd.inner.estimators": ("ClosedForm", "Direct", "Evolution", "Forward", "Reverse"),

@@ -117,7 +117,7 @@ def test_another_configuration_on_the_same_file_is_refused(tmp_path, capsys):
     out = str(tmp_path / "x.safetensors")
     assert cli.run(["train", "quadratic", "--out", out, *QUICK]) == 0
     assert cli.run(["train", "quadratic", "--out", out, *QUICK, "--seed", "7"]) == 2
-    assert "another configuration: seed is 0 there and 7 here" in capsys.readouterr().err
+    assert "other settings: seed is 0, and would be 7" in capsys.readouterr().err
 
 
 def train_until_interrupted(*words):

@@ -20,8 +20,8 @@ import pytest
 from metamd.data import download as module
 from metamd.data.download import download, mismatch, partial
 from metamd.data.registry import DataError, RemoteFile
-from metamd.files.locks import locked
 from metamd.files.progress import showing
+from metamd.files.store import locked
 from tests.data_fixtures import (
     endless,
     in_turn,
@@ -244,7 +244,7 @@ def test_a_longer_leftover_does_not_shine_through(server, tmp_path):
 
 def test_the_lock_excludes_another_process(tmp_path):
     script = (
-        "import sys; from pathlib import Path; from metamd.files.locks import locked\n"
+        "import sys; from pathlib import Path; from metamd.files.store import locked\n"
         "try:\n    with locked(Path(sys.argv[1]), wait=False): print('in')\n"
         "except BlockingIOError: print('held')"
     )

@@ -16,7 +16,7 @@ import torch
 import metamd.data as data
 from metamd.data import canonical, loading, registry
 from metamd.data.registry import DataError, Form, Split
-from metamd.files.locks import locked
+from metamd.files.store import locked
 from tests.data_builders import COUNT, GREY, KINDS, form_of, idx_files, place, publish, put, server, tiny
 from tests.data_fixtures import dataset, remote, slow, whole
 

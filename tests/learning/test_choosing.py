@@ -9,7 +9,7 @@ import torch
 
 import metamd
 from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, meta_train, tasks
-from metamd.files.journal import Journal
+from metamd.files.store import Journal
 from metamd.inner.comparators import Reference
 from metamd.learning import reference as following
 from metamd.learning.parts import parts_of

@@ -158,7 +158,7 @@ def test_another_bound_does_not_continue_a_run(tmp_path):
     family = tasks.quadratic(steps=30)
     one = meta_train(family, Diagonal(), max_norm=6.0, **options)
     assert meta_train(family, Diagonal(), max_norm=6.0, **options).header.target_loss == one.header.target_loss
-    with pytest.raises(ValueError, match="another configuration: max_norm"):
+    with pytest.raises(ValueError, match="other settings: max_norm"):
         meta_train(family, Diagonal(), max_norm=7.0, **options)
 
 

@@ -431,7 +431,7 @@ def test_wrong_moments_are_neither_saved_nor_loaded(kind, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="moments"):
         made.save(tmp_path / "x.st")
     with monkeypatch.context() as patched:
-        patched.setattr(learned_module, "_check_moments", lambda header, moments: None)
+        patched.setattr(learned_module, "_check", lambda header, tensors: None)
         made.save(tmp_path / "x.st")
     with pytest.raises(ValueError, match="moments"):
         metamd.load(tmp_path / "x.st")

@@ -15,8 +15,8 @@ from metamd.comparison.page import write_page
 from metamd.comparison.sections import Section
 from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, load
-from metamd.files.locks import locked
 from metamd.files.shipped import FOLDER, locate
+from metamd.files.store import locked
 from metamd.inner.comparators import Reference
 
 

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from metamd.cli.families import build_family, check_place
 from metamd.cli.main import one_line
 from metamd.cli.options import Train
-from metamd.files.journal import Journal, Log
 from metamd.files.learned import LearnedOptimiser, load
+from metamd.files.store import Journal, Log
 from metamd.files.usage import Usage
 from metamd.inner.comparators import End, Reference
 from metamd.inner.estimators import Forward, Reverse

@@ -11,8 +11,8 @@ from metamd.cli.main import one_line
 from metamd.cli.options import Update
 from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, load
-from metamd.files.locks import locked
 from metamd.files.recorded_run import Run
+from metamd.files.store import locked
 from metamd.learning.recorded import update
 
 

@@ -16,11 +16,10 @@ from metamd.comparison.fold import Candidate, Fold, Target, cell_name
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.training import ROUNDS, WARM_UP, Measuring, Outcome, step_seconds, train
 from metamd.comparison.tuning import METRICS
-from metamd.files.learned import versions
 from metamd.files.progress import Progress
 from metamd.files.store import Records, Result, write_json
 from metamd.files.usage import Schedule
-from metamd.files.versions import environment
+from metamd.files.versions import environment, versions
 from metamd.rivals.base import Contender, Rival
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed, domain_of
 from metamd.tasks.supervised import Supervised

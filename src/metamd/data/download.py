@@ -16,8 +16,8 @@ from typing import IO
 
 from metamd.data.archives import decompress
 from metamd.data.registry import DataError, RemoteFile
-from metamd.files.locks import locked
 from metamd.files.progress import Progress
+from metamd.files.store import locked
 
 CHUNK = 2**16
 

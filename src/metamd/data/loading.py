@@ -23,7 +23,7 @@ from metamd.data.canonical import Arrays, canonical, decode, digest
 from metamd.data.decoders import class_labels
 from metamd.data.download import download
 from metamd.data.registry import DataError, Dataset, Form, Provenance
-from metamd.files.locks import locked
+from metamd.files.store import locked
 
 HEADER = 4096
 """Room for the header of an `.npy` file."""

@@ -12,7 +12,7 @@ from functools import partial
 from metamd import tasks
 from metamd.experiments.declare import Family
 from metamd.experiments.experiment import MODERN, Entry, Experiment, Geometry, Scale, sections
-from metamd.files.start import LearnedStart
+from metamd.files.learned import LearnedStart
 from metamd.files.usage import Usage
 from metamd.inner.comparators import Reference
 from metamd.inner.objectives import Regret

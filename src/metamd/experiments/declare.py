@@ -11,11 +11,8 @@ from metamd.comparison.entrants import Protocol
 from metamd.comparison.training import Measuring, one_thread
 from metamd.experiments.synthetic.trainings import Training, train
 from metamd.files.container import write_atomically
-from metamd.files.costs import total_cost
-from metamd.files.journal import Journal
-from metamd.files.learned import LearnedOptimiser
-from metamd.files.start import LearnedStart
-from metamd.files.store import Result
+from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
+from metamd.files.store import Journal, Result
 from metamd.files.usage import Usage
 from metamd.inner.comparators import Reference
 from metamd.inner.objectives import Objective, Regret

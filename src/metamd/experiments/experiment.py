@@ -28,8 +28,7 @@ from metamd.experiments.declare import (
     settings_of,
 )
 from metamd.experiments.recorded import failures, recorded, standing, unlearned
-from metamd.files.learned import load
-from metamd.files.start import LearnedStart
+from metamd.files.learned import LearnedStart, load
 from metamd.files.store import Records, Result
 from metamd.optimiser.recommended import takes_polar_steps
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival

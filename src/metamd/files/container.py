@@ -1,15 +1,21 @@
-"""Reading a safetensors file that may be damaged or hostile, and writing one so that a crash leaves the old file."""
+"""The one container: tensors, a JSON text and a checksum in a safetensors file, which may be damaged or hostile when read.
+
+Every file that MetaMD writes with tensors is a `Kind` of it. A crash while writing leaves the old file.
+"""
 
 import json
 import math
 import os
 import secrets
 import stat
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as decode
 from safetensors.torch import save as encode
@@ -21,37 +27,73 @@ HEADER_LIMIT = 8 * 2**20
 WIDTHS = {"F64": 8, "F32": 4, "BF16": 2}
 """Bytes per number of the types that may be stored. F16 is not one: exp(12) overflows there."""
 
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
+
 AGAIN = "The file is damaged or was not written by MetaMD: copy it again or make a new one."
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor in the file.
-
-    Args:
-        dtype: its type in the words of safetensors.
-        shape: its shape.
-        begin: where its bytes begin, counted from the end of the header.
-        end: where they end.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+T = TypeVar("T")
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Container:
-    """What a safetensors file holds.
+class Kind:
+    """A kind of file.
 
     Args:
-        metadata: its free entries, text to text.
-        tensors: its tensors by name.
+        name: in sentences.
+        key: of the JSON text in the metadata of the file.
+        seal: of the checksum there.
     """
 
-    metadata: dict[str, str]
-    tensors: dict[str, Tensor]
+    name: str
+    key: str
+    seal: str = "metamd.checksum"
+
+    def write(self, path: Path, text: str, tensors: Tensors, digest: str) -> None:
+        """Write a file whole or not at all."""
+        write_atomically(path, pack(tensors, {self.key: text, self.seal: digest}))
+
+    def read(self, path: Path, assemble: Callable[[str, Tensors], tuple[T, str]]) -> T:
+        """What a file holds; whatever is wrong with it is a sentence that begins with its path.
+
+        Args:
+            path: what the user named.
+            assemble: makes it of the text and the tensors, and says which checksum the file should have.
+        """
+        try:
+            _check_regular(path)
+            metadata, tensors = read(path)
+            if set(metadata) != {self.key, self.seal}:
+                raise ValueError(
+                    f"its metadata must have the entries {self.key!r} and {self.seal!r}, got {shown(sorted(metadata))}: it "
+                    f"is a safetensors file, but no {self.name}."
+                )
+            found, digest = assemble(metadata[self.key], tensors)
+            if metadata[self.seal] != digest:
+                raise ValueError(f"its content does not match its checksum. {AGAIN}")
+            return found
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no file {str(path)!r}. Check the path.") from None
+        except OSError as error:
+            raise type(error)(f"{str(path)!r} cannot be read: {error.strerror or error}".rstrip(".") + ".") from None
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r} cannot be loaded: {error}") from None
+
+
+def checksum(text: str, tensors: Mapping[str, Tensor], *, described: bool = True) -> str:
+    """The digest of a text and of tensors on the CPU: names, types, shapes and bytes, in the order of the names.
+
+    Starts and checkpoints are not `described`: types and shapes never entered their checksum.
+    """
+    digest = blake2b(text.encode(), digest_size=16)
+    for name, value in sorted(tensors.items()):
+        about = (
+            json.dumps([name, DTYPES.get(value.dtype, str(value.dtype)), list(value.shape)]) if described else f"{name}\0"
+        )
+        digest.update(about.encode())
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def shown(value: object) -> str:
@@ -62,10 +104,6 @@ def shown(value: object) -> str:
 
 def strict_json(text: bytes | str, what: str) -> Any:
     """Parse JSON and refuse what parsers disagree on: repeated keys, NaN, half surrogates, very deep nesting.
-
-    Args:
-        text: the JSON text.
-        what: what the text is, for the sentences.
 
     Example:
         >>> strict_json('{"a": 1, "a": 2}', "the header")
@@ -100,14 +138,11 @@ class _RefusedError(ValueError):
     """A sentence raised inside the JSON parser, told apart from the parser's own errors."""
 
 
-def read(path: Path) -> Container:
-    """Read a file whose every size is checked before it is believed.
+def read(path: Path) -> tuple[dict[str, str], Tensors]:
+    """The metadata and the tensors of a file whose every size is checked before it is believed.
 
-    The length of the header is judged first, from the first eight bytes; then the header is parsed, then its offsets
-    are held against the size of the file. Only then are the tensors decoded. What fails is a `ValueError`.
-
-    Args:
-        path: a regular file.
+    The length of the header is judged first, from the first eight bytes. Then the header is parsed, and its offsets are held
+    against the size of the file. Only then are the tensors decoded.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -116,16 +151,16 @@ def read(path: Path) -> Container:
         header = file.read(length)
         if len(header) < length:
             raise ValueError(f"the file was cut while it was read. {AGAIN}")
-        entries, metadata = parse_header(header, size - 8 - length)
+        shapes, metadata = _parse_header(header, size - 8 - length)
         # One read of one open file: what is decoded is what was checked, whatever happens to the path meanwhile.
         data = file.read(size - 8 - length)
     try:
         tensors = decode(b"".join((prefix, header, data)))
     except SafetensorError as error:
         raise ValueError(f"safetensors refuses the file ({shown(str(error))}). {AGAIN}") from None
-    if {n: tuple(t.shape) for n, t in tensors.items()} != {n: e.shape for n, e in entries.items()}:
+    if {n: tuple(t.shape) for n, t in tensors.items()} != shapes:
         raise ValueError(f"its header reads differently in different parsers. {AGAIN}")
-    return Container(metadata, tensors)
+    return metadata, tensors
 
 
 def _header_length(prefix: bytes, size: int) -> int:
@@ -147,12 +182,10 @@ def _header_length(prefix: bytes, size: int) -> int:
     return length
 
 
-def parse_header(header: bytes, available: int) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The entries and the metadata of a safetensors header, held against the bytes that follow it.
+def _parse_header(header: bytes, available: int) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The shapes of the tensors and the metadata, held against the bytes of data that the file has.
 
-    Args:
-        header: the JSON text.
-        available: how many bytes of data the file has.
+    The tensors must lie one after another and fill the data exactly: nothing shared, nothing hidden between.
     """
     table = strict_json(header, "the safetensors header")
     if not isinstance(table, dict):
@@ -160,12 +193,23 @@ def parse_header(header: bytes, available: int) -> tuple[dict[str, Entry], dict[
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError(f"__metadata__ must map texts to texts, got {shown(metadata)}. {AGAIN}")
-    entries = {name: _entry(name, value) for name, value in table.items()}
-    _check_coverage(entries, available)
-    return entries, metadata
+    for name, entry in table.items():
+        _check_entry(name, entry)
+    position = 0
+    for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        if begin != position:
+            kind = "overlaps the one before it" if begin < position else "leaves a gap before it"
+            raise ValueError(f"the tensor {shown(name)} {kind}: tensors must lie one after another. {AGAIN}")
+        position = end
+    if position > available:
+        raise ValueError(f"the file is truncated: its tensors need {position:,} bytes, and {available:,} are there. {AGAIN}")
+    if position < available:
+        raise ValueError(f"{available - position:,} bytes follow the last tensor and belong to none. {AGAIN}")
+    return {name: tuple(entry["shape"]) for name, entry in table.items()}, metadata
 
 
-def _entry(name: str, value: Any) -> Entry:
+def _check_entry(name: str, value: Any) -> None:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"the tensor {shown(name)} must be described by dtype, shape and data_offsets. {AGAIN}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -181,7 +225,6 @@ def _entry(name: str, value: Any) -> Entry:
             f"the tensor {shown(name)} of shape {shown(shape)} needs {shown(needed)} bytes, but its offsets leave it "
             f"{shown(offsets[1] - offsets[0])}. {AGAIN}"
         )
-    return Entry(dtype, tuple(shape), offsets[0], offsets[1])
 
 
 def naturals(value: object) -> bool:
@@ -189,43 +232,8 @@ def naturals(value: object) -> bool:
     return isinstance(value, list) and len(value) <= 64 and all(type(i) is int and 0 <= i < 2**63 for i in value)
 
 
-def _check_coverage(entries: dict[str, Entry], available: int) -> None:
-    """The tensors must lie one after another and fill the data exactly: nothing shared, nothing hidden between."""
-    position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != position:
-            kind = "overlaps the one before it" if entry.begin < position else "leaves a gap before it"
-            raise ValueError(f"the tensor {shown(name)} {kind}: tensors must lie one after another. {AGAIN}")
-        position = entry.end
-    if position > available:
-        raise ValueError(f"the file is truncated: its tensors need {position:,} bytes, and {available:,} are there. {AGAIN}")
-    if position < available:
-        raise ValueError(f"{available - position:,} bytes follow the last tensor and belong to none. {AGAIN}")
-
-
-def read_checked(path: Path) -> Container:
-    """Read a file that a user named; whatever is wrong with it is a sentence that begins with its path.
-
-    Args:
-        path: what the user named.
-    """
-    try:
-        check_regular(path)
-        return read(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {str(path)!r}. Check the path.") from None
-    except OSError as error:
-        raise type(error)(f"{str(path)!r} cannot be read: {error.strerror or error}".rstrip(".") + ".") from None
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} cannot be loaded: {error}") from None
-
-
-def check_regular(path: Path) -> None:
-    """Refuse what is no file, before it is opened: a pipe would wait for ever.
-
-    Args:
-        path: what the user named.
-    """
+def _check_regular(path: Path) -> None:
+    """Refuse what is no file, before it is opened: a pipe would wait for ever."""
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError("it is a directory. Name the .safetensors file inside it.")
@@ -233,13 +241,8 @@ def check_regular(path: Path) -> None:
         raise ValueError("it must be a regular file, and it is a pipe or a device. Copy it to a file first.")
 
 
-def pack(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """The bytes of a safetensors file; equal content gives equal bytes, since safetensors itself shuffles metadata.
-
-    Args:
-        tensors: by name.
-        metadata: text to text.
-    """
+def pack(tensors: Tensors, metadata: dict[str, str]) -> bytes:
+    """The bytes of a safetensors file; equal content gives equal bytes, since safetensors itself shuffles metadata."""
     data = encode(tensors)
     length = int.from_bytes(data[:8], "little")
     header = json.dumps({"__metadata__": metadata, **json.loads(data[8 : 8 + length])}, separators=(",", ":")).encode()
@@ -253,12 +256,7 @@ def pack(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that at every moment the path holds the old content or the new one, whole.
-
-    Args:
-        path: where to write; a symbolic link keeps pointing where it does.
-        data: the content.
-    """
+    """Write a file so that at every moment the path holds the old content or the new one, whole. A link stays a link."""
     path = path.resolve()
     if path.is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a directory. Name a file inside it, such as learned.safetensors.")

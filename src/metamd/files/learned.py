@@ -1,25 +1,20 @@
-"""The learned-optimiser file: the metrics of a potential in safetensors, with a JSON header that says where from."""
+"""What is learned, and its file: the metrics of a potential, a header that says where from, and a learned start."""
 
 import json
 import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
-from metamd._version import __version__
-from metamd.files.container import AGAIN, Container, pack, read_checked, shown, write_atomically
-from metamd.files.costs import total_cost
-from metamd.files.header import SCHEMA_VERSIONS, Header
+from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shown, strict_json
+from metamd.files.header import CHECKS, SCHEMA_VERSIONS, Header
 from metamd.files.shipped import locate
-from metamd.files.start import LearnedStart
 from metamd.files.usage import Usage
+from metamd.files.versions import versions
 from metamd.potentials.base import Named
 from metamd.potentials.basis import Identity
 from metamd.potentials.diagonal import MaxDiagonal, Missing
@@ -27,12 +22,10 @@ from metamd.potentials.kronecker import Learned
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Rename, Shape
 
-HEADER_KEY, CHECKSUM_KEY = "metamd", "metamd.checksum"
-MOMENTS, START = ("moments/x/", "moments/y/"), "start/"
+LEARNED, START = Kind("learned optimiser", "metamd"), Kind("learned start", "metamd.start")
+MOMENTS = ("moments/x/", "moments/y/")
 ORTHONORMAL = 1e-3
 """How far the products of a basis's columns may be from those of orthonormal ones; float32 leaves about 1e-6."""
-
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +53,65 @@ class Moments:
                 for key, value in part.items():
                     into[key] = into[key] + weight * value if key in into else weight * value
         return cls(*sums)
+
+
+def total_cost(*costs: Mapping[str, float]) -> dict[str, float]:
+    """The sum of several costs, such as `header.cost`, entry by entry.
+
+    Example:
+        >>> total_cost({"gradient_evaluations": 3, "outer_steps": 1}, {"gradient_evaluations": 4})
+        {'gradient_evaluations': 7, 'outer_steps': 1}
+    """
+    names = dict.fromkeys(name for cost in costs for name in cost)
+    return {name: sum(cost.get(name, 0) for cost in costs) for name in names}
+
+
+class LearnedStart(Tensors):
+    """Parameters by name, as `metamd.learn_start` finds them; `LearnedOptimiser.with_start` takes the rest from it too.
+
+    Args:
+        params: by name.
+        tasks: hashes of the tasks that they were learned on.
+        cost: of learning them, as headers have it.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], tasks: Iterable[str] = (), cost: Mapping[str, float] | None = None
+    ) -> None:
+        super().__init__(params)
+        self.tasks, self.cost = tuple(tasks), dict(cost or {})
+
+    def save(self, path: str | Path) -> None:
+        """Write it whole or not at all.
+
+        Args:
+            path: where; conventionally `*.safetensors`.
+        """
+        # safetensors has an order of its own
+        text = json.dumps({"names": list(self), "tasks": list(self.tasks), "cost": self.cost}, allow_nan=False)
+        tensors = _copied(self)
+        START.write(Path(path), text, tensors, checksum(text, tensors, described=False))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "LearnedStart":
+        """Read what `save` wrote; nothing in it is executed.
+
+        Args:
+            path: of the file.
+        """
+
+        def assemble(text: str, tensors: Tensors) -> tuple[LearnedStart, str]:
+            said = strict_json(text, "its record")
+            known = isinstance(said, dict) and set(said) == {"names", "tasks", "cost"}
+            lists = [said["names"], said["tasks"]] if known else [None]
+            if not all(isinstance(one, list) and all(isinstance(name, str) for name in one) for one in lists):
+                raise ValueError(f"its record must have names, tasks and cost, got {shown(said)}. {AGAIN}")
+            if sorted(said["names"]) != sorted(tensors):
+                raise ValueError(f"its record must name every tensor once, got {shown(said['names'])}. {AGAIN}")
+            found = cls({n: tensors[n] for n in said["names"]}, said["tasks"], CHECKS["cost"]("cost", said["cost"]))
+            return found, checksum(text, tensors, described=False)
+
+        return START.read(Path(path), assemble)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -172,16 +224,11 @@ class LearnedOptimiser:
         Args:
             path: where; conventionally `*.safetensors`.
         """
-        tensors, moments = _tensors(self.potential), _moment_tensors(self.moments)
-        check_metrics(tensors)
-        check_factors(self.potential.basis.factors())
-        _check_moments(self.header, moments)
-        others = moments | _start_tensors(self.start)
-        _check_start(others)
+        tensors, others = _tensors(self.potential), _other_tensors(self.moments, self.start)
+        _check(self.header, tensors | others)
         text = self.header.to_json()
         Header.from_json(text)  # what is saved can be loaded
-        metadata = {HEADER_KEY: text, CHECKSUM_KEY: _checksum(text, self.fingerprint(), others)}
-        write_atomically(Path(path), pack({**tensors, **others}, metadata))
+        LEARNED.write(Path(path), text, tensors | others, checksum(f"{self.fingerprint()}\n{text}", others))
 
     def fingerprint(self) -> str:
         """The fingerprint of the geometry; what the header says about its origin does not enter."""
@@ -218,47 +265,43 @@ def load(path_or_name: str | os.PathLike[str]) -> LearnedOptimiser:
         Traceback (most recent call last):
         FileNotFoundError: no learned optimiser 'no-such-optimiser' is shipped with metamd ...
     """
-    path = locate(path_or_name)
-    container = read_checked(path)
-    try:
-        return _assemble(container)
-    except ValueError as error:
-        raise ValueError(f"{shown(str(path))} cannot be loaded: {error}") from None
+    return LEARNED.read(locate(path_or_name), _assemble)
 
 
-def _assemble(container: Container) -> LearnedOptimiser:
+def _assemble(text: str, tensors: Tensors) -> tuple[LearnedOptimiser, str]:
     """Hold the tensors against the header and make the potential of them."""
-    metadata, tensors = container.metadata, container.tensors
-    if set(metadata) != {HEADER_KEY, CHECKSUM_KEY}:
-        raise ValueError(
-            f"its metadata must have the entries {HEADER_KEY!r} and {CHECKSUM_KEY!r}, got {shown(sorted(metadata))}: it is "
-            "a safetensors file, but no learned optimiser."
-        )
-    header = Header.from_json(metadata[HEADER_KEY])
-    moments = {n: v for n, v in tensors.items() if n.startswith(MOMENTS)} if header.learned_from else {}
-    tensors = {n: v for n, v in tensors.items() if n not in moments}
-    _check_shapes(header, tensors)
-    _check_start(tensors)
-    start = {n: tensors.pop(f"{START}{n}") for n in header.start}
-    check_metrics(tensors)
-    _check_moments(header, moments)
-    log_d = {k: tensors[f"log_d/{k}"] for k in header.tensors}
+    header = Header.from_json(text)
+    _check(header, tensors)
+    log_d, factors, start = (
+        {k: tensors[f"{prefix}/{k}"] for k in names}
+        for prefix, names in (("log_d", header.tensors), ("basis", header.factors), ("start", header.start))
+    )
     # The offsets have the shape (pieces,) by now, so that `pieces` is no larger than the file.
-    factors = {k: tensors[f"basis/{k}"] for k in header.factors}
-    check_factors(factors)
     basis = Identity() if header.basis == "identity" else Learned(header.basis, factors=factors)  # type: ignore[arg-type]
     blank = MaxDiagonal(header.pieces, tying=header.tying, centre=header.centre, basis=basis)
     potential = blank.with_metrics(log_d, tensors["offsets"])
-    others = moments | _start_tensors(start)
-    if metadata[CHECKSUM_KEY] != _checksum(metadata[HEADER_KEY], fingerprint(potential), others):
-        raise ValueError(f"its content does not match its checksum. {AGAIN}")
-    x, y = ({k: moments[f"{prefix}{k}"] for k in header.tensors} if moments else {} for prefix in MOMENTS)
-    return LearnedOptimiser(header, potential, Moments(x, y) if moments else None, start or None)
+    moments = None
+    if any(name.startswith(MOMENTS) for name in tensors):
+        moments = Moments(*({k: tensors[f"{prefix}{k}"] for k in header.tensors} for prefix in MOMENTS))
+    found = LearnedOptimiser(header, potential, moments, start or None)
+    return found, checksum(f"{fingerprint(potential)}\n{text}", _other_tensors(moments, start))
 
 
-def _check_shapes(header: Header, tensors: Mapping[str, Tensor]) -> None:
+def _check(header: Header, tensors: Tensors) -> None:
+    """Refuse tensors that the header does not announce, and values that give no step."""
     wanted = {"offsets": (header.pieces,)} | {f"log_d/{k}": s for k, s in header.tensors.items()}
-    wanted |= {f"basis/{k}": s for k, s in header.factors.items()} | {f"{START}{n}": s for n, s in header.start.items()}
+    wanted |= {f"basis/{k}": s for k, s in header.factors.items()} | {f"start/{n}": s for n, s in header.start.items()}
+    if header.learned_from and any(name.startswith(MOMENTS) for name in tensors):
+        if header.pieces != 1:
+            raise ValueError(f"moments must be of one piece, got {header.pieces}. {AGAIN}")
+        wanted |= {f"{prefix}{k}": s[1:] for prefix in MOMENTS for k, s in header.tensors.items()}
+    check_shapes(wanted, tensors)
+    for name, value in tensors.items():
+        _check_values(name, value)
+
+
+def check_shapes(wanted: Mapping[str, Shape], tensors: Tensors) -> None:
+    """Refuse tensors that are not those which a header announces."""
     for name in sorted(set(wanted) - set(tensors)):
         raise ValueError(f"the tensor {shown(name)}, which its header announces, is missing. {AGAIN}")
     for name in sorted(set(tensors) - set(wanted)):
@@ -271,110 +314,43 @@ def _check_shapes(header: Header, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_metrics(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse metrics that give no step: every log D finite, D = exp(log D) and 1/D finite and positive in its own type.
-
-    Args:
-        tensors: `offsets` and `log_d/<key>`, as in the file.
-    """
-    for name, value in tensors.items():
-        if name.startswith("basis/"):  # `check_factors` looks at them
-            continue
-        if value.dtype not in DTYPES:
-            raise ValueError(f"{shown(name)} must be float64, float32 or bfloat16, got {value.dtype}. Convert it first.")
-        if name == "offsets" and value.dtype != torch.float64:
-            raise ValueError(f"'offsets' must be float64, got {value.dtype}. Convert them with offsets.double().")
-        if not value.numel():
-            continue
+def _check_values(name: str, value: Tensor) -> None:
+    """Finite numbers; log D such that D and 1/D are positive and finite in their own type; a basis orthonormal."""
+    part = name.partition("/")[0]
+    if value.dtype not in DTYPES:
+        raise ValueError(f"{shown(name)} must be float64, float32 or bfloat16, got {value.dtype}. Convert it first.")
+    if part == "offsets" and value.dtype != torch.float64:
+        raise ValueError(f"'offsets' must be float64, got {value.dtype}. Convert them with offsets.double().")
+    if part == "basis":
+        if value.dtype == torch.bfloat16:
+            raise ValueError(f"the basis {shown(name)} must be float32 or float64, got {value.dtype}.")
+        off = (value.mT @ value - torch.eye(value.shape[1], dtype=value.dtype)).abs()
+        if off.numel() and not float(off.max()) <= ORTHONORMAL:  # other columns have other metrics than the file states
+            raise ValueError(f"the columns of the basis {shown(name)} must be orthonormal, but they are not. {AGAIN}")
+    elif value.numel():
         ends = torch.stack(value.aminmax())  # exp is monotone, and a NaN anywhere shows in both ends
         if not bool(torch.isfinite(ends).all()):
             raise ValueError(f"{shown(name)} must be finite, but it contains NaN or infinity.")
+        if part == "moments" and bool(ends[0] < 0):
+            raise ValueError(f"{shown(name)} must hold numbers >= 0, got {float(ends[0]):.4g}.")
         d = ends.exp()
         usable = torch.isfinite(d) & (d > 0) & torch.isfinite(1 / d) & (1 / d > 0)
-        if name != "offsets" and not bool(usable.all()):
+        if part == "log_d" and not bool(usable.all()):
             raise ValueError(
                 f"{shown(name)} holds log D = {float(ends[~usable][0]):.4g}, for which the metric D = exp(log D) or the "
                 f"step size 1/D is zero or infinite in {DTYPES[value.dtype]}. Metrics must be positive and finite."
             )
 
 
-def check_factors(factors: Mapping[str, Tensor]) -> None:
-    """Refuse a basis whose columns are not orthonormal: its metrics would not be those that the file states.
-
-    Args:
-        factors: (n, r) each, by side and key.
-    """
-    for name, columns in factors.items():
-        if columns.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"the basis {shown(name)} must be float32 or float64, got {columns.dtype}.")
-        off = (columns.mT @ columns - torch.eye(columns.shape[1], dtype=columns.dtype)).abs()
-        if off.numel() and not float(off.max()) <= ORTHONORMAL:
-            raise ValueError(f"the columns of the basis {shown(name)} must be orthonormal, but they are not. {AGAIN}")
-
-
-def _start_tensors(start: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    return {f"{START}{n}": x.contiguous() for n, x in (start or {}).items()}
-
-
-def _check_start(tensors: Mapping[str, Tensor]) -> None:
-    for name, value in tensors.items():
-        if name.startswith(START) and (value.dtype not in DTYPES or not bool(value.isfinite().all())):
-            raise ValueError(f"{shown(name)} must be finite numbers in float64, float32 or bfloat16. {AGAIN}")
-
-
-def _check_moments(header: Header, moments: Mapping[str, Tensor]) -> None:
-    if not moments:
-        return
-    wanted = {f"{prefix}{k}": s[1:] for prefix in MOMENTS for k, s in header.tensors.items()}
-    if header.pieces != 1 or {n: tuple(v.shape) for n, v in moments.items()} != wanted:
-        raise ValueError(f"moments must be of one piece and have the shapes of its metrics, for all of them. {AGAIN}")
-    for name, value in moments.items():
-        if value.dtype not in DTYPES or not bool((value.isfinite() & (value >= 0)).all()):
-            raise ValueError(f"{shown(name)} must hold finite numbers >= 0 in float64, float32 or bfloat16.")
-
-
 def fingerprint(potential: MaxDiagonal) -> str:
     """A digest of the geometry: equal for equal metrics, offsets and structure, whatever it is bound to.
-
-    Args:
-        potential: with metrics, bound or not.
 
     Example:
         >>> phi = MaxDiagonal(pieces=2).bind({"x": torch.zeros(3)})
         >>> fingerprint(phi) == fingerprint(phi.bind({"x": torch.ones(3)}))
         True
     """
-    digest = blake2b(json.dumps(_structure(potential), sort_keys=True).encode(), digest_size=16)
-    absorb(digest, _tensors(potential))
-    return digest.hexdigest()
-
-
-def absorb(digest: "blake2b", tensors: Mapping[str, Tensor]) -> None:
-    """Add tensors to a digest: names, types, shapes and bytes, in the order of the names.
-
-    Args:
-        digest: what is updated.
-        tensors: on the CPU and contiguous.
-    """
-    for name, value in sorted(tensors.items()):
-        digest.update(json.dumps([name, DTYPES.get(value.dtype, str(value.dtype)), list(value.shape)]).encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().data)
-
-
-def versions() -> dict[str, str]:
-    """The versions of the libraries that decide what a run computes."""
-    return {
-        "metamd": __version__,
-        "torch": str(torch.__version__),
-        "safetensors": safetensors.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _checksum(text: str, geometry: str, moments: Mapping[str, Tensor]) -> str:
-    digest = blake2b(f"{geometry}\n{text}".encode(), digest_size=16)
-    absorb(digest, moments)
-    return digest.hexdigest()
+    return checksum(json.dumps(_structure(potential), sort_keys=True), _tensors(potential))
 
 
 def _structure(potential: MaxDiagonal) -> dict[str, Any]:
@@ -403,15 +379,19 @@ def _model(potential: MaxDiagonal) -> dict[str, Shape]:
     return {n: tuple(x.shape) for n, x in potential.start.items()}
 
 
-def _tensors(potential: MaxDiagonal) -> dict[str, Tensor]:
-    """What the file stores, on the CPU and with memory of its own."""
+def _tensors(potential: MaxDiagonal) -> Tensors:
+    """What the file stores of the geometry."""
     held = {"offsets": potential.offsets.double()} | {f"log_d/{k}": v for k, v in potential.log_d.items()}
-    held |= {f"basis/{k}": v for k, v in potential.basis.factors().items()}
-    return {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in held.items()}
+    return _copied(held | {f"basis/{k}": v for k, v in potential.basis.factors().items()})
 
 
-def _moment_tensors(moments: Moments | None) -> dict[str, Tensor]:
-    if moments is None:
-        return {}
-    held = {f"{prefix}{k}": v for prefix, part in zip(MOMENTS, (moments.x, moments.y), strict=True) for k, v in part.items()}
-    return {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in held.items()}
+def _other_tensors(moments: Moments | None, start: Mapping[str, Tensor] | None) -> Tensors:
+    """What the file stores beside the geometry."""
+    parts = () if moments is None else zip(MOMENTS, (moments.x, moments.y), strict=True)
+    held = {f"{prefix}{k}": v for prefix, part in parts for k, v in part.items()}
+    return _copied(held | {f"start/{n}": x for n, x in (start or {}).items()})
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> Tensors:
+    """On the CPU and with memory of their own, as safetensors asks."""
+    return {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in tensors.items()}

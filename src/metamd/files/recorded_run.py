@@ -2,22 +2,21 @@
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metamd.files.container import AGAIN, Container, pack, read_checked, shown, strict_json, write_atomically
+from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shown, strict_json
 from metamd.files.header import CHECKS
-from metamd.files.learned import DTYPES, absorb, versions
+from metamd.files.learned import check_shapes
+from metamd.files.versions import versions
 from metamd.potentials.tying import Shape, TyingName, stored_shape, tied_shape
 
-RUN_KEY, CHECKSUM_KEY = "metamd.run", "metamd.run.checksum"
+RUN = Kind("recorded run", "metamd.run", "metamd.run.checksum")
 RUN_VERSION = 1
 RMS = "gradient_rms"
 PARTS = ("start/", "end/", "squares/")
@@ -100,9 +99,7 @@ class Run:
 
     def fingerprint(self) -> str:
         """A digest of what was recorded; the same run has the same one, whatever it is called."""
-        digest = blake2b(json.dumps([self.steps, self.tying]).encode(), digest_size=16)
-        absorb(digest, self._tensors())
-        return digest.hexdigest()
+        return checksum(json.dumps([self.steps, self.tying]), self._tensors())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file whole or not at all. A run that diverged is written too, and refused by whoever learns.
@@ -113,8 +110,7 @@ class Run:
         said = {n: getattr(self, n) for n in _FIELDS}
         model = [{"name": n, "shape": list(s)} for n, s in self.model.items()]
         text = json.dumps({"schema_version": RUN_VERSION, **said, "model": model}, allow_nan=False)
-        metadata = {RUN_KEY: text, CHECKSUM_KEY: _checksum(text, self.fingerprint())}
-        write_atomically(Path(path), pack(self._tensors(), metadata))
+        RUN.write(Path(path), text, self._tensors(), checksum(f"{self.fingerprint()}\n{text}", {}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Run":
@@ -123,13 +119,9 @@ class Run:
         Args:
             path: where.
         """
-        container = read_checked(Path(path))
-        try:
-            return _assemble(container)
-        except ValueError as error:
-            raise ValueError(f"{shown(str(path))} cannot be loaded: {error}") from None
+        return RUN.read(Path(path), _assemble)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> Tensors:
         parts = zip(PARTS, (self.start, self.end, self.squares), strict=True)
         held = {f"{prefix}{n}": x.detach().cpu() for prefix, part in parts for n, x in part.items()}
         held = {n: (x if x.dtype in DTYPES else x.float()).clone().contiguous() for n, x in held.items()}
@@ -151,28 +143,20 @@ COARSER: dict[TyingName, tuple[TyingName, ...]] = {
 """Which tyings can be computed from sums recorded under one. (By role, too, a tensor is recorded by itself.)"""
 
 
-def _checksum(text: str, content: str) -> str:
-    return blake2b(f"{content}\n{text}".encode(), digest_size=16).hexdigest()
-
-
-def _assemble(container: Container) -> Run:
-    metadata, tensors = container.metadata, container.tensors
-    if set(metadata) != {RUN_KEY, CHECKSUM_KEY}:
-        raise ValueError(
-            f"its metadata must have the entries {RUN_KEY!r} and {CHECKSUM_KEY!r}, got {shown(sorted(metadata))}: it is a "
-            "safetensors file, but no recorded run."
-        )
-    said, model = _header(metadata[RUN_KEY])
-    _check_shapes(said, model, tensors)
+def _assemble(text: str, tensors: Tensors) -> tuple[Run, str]:
+    said, model = _header(text)
+    wanted: dict[str, Shape] = {RMS: (len(model),)}
+    for name, shape in model.items():
+        wanted |= {f"start/{name}": shape, f"end/{name}": shape}
+        wanted[f"squares/{name}"] = (said["phases"], *stored_shape(said["tying"], shape))
+    check_shapes(wanted, tensors)
     start, end, squares = ({n: tensors[f"{prefix}{n}"] for n in model} for prefix in PARTS)
     rms = dict(zip(model, tensors[RMS].double().tolist(), strict=True))
     said.pop("phases")  # the shape of the sums says it
     if any(bool((v < 0).any()) for v in (tensors[RMS], *squares.values())):
         raise ValueError(f"sums of squares must not be negative. {AGAIN}")
     run = Run(start, end, squares, rms, **said)
-    if metadata[CHECKSUM_KEY] != _checksum(metadata[RUN_KEY], run.fingerprint()):
-        raise ValueError(f"its content does not match its checksum. {AGAIN}")
-    return run
+    return run, checksum(f"{run.fingerprint()}\n{text}", {})
 
 
 def _header(text: str) -> tuple[dict[str, Any], dict[str, Shape]]:
@@ -193,19 +177,3 @@ def _header(text: str) -> tuple[dict[str, Any], dict[str, Shape]]:
     if not all(isinstance(r["name"], str) for r in rows) or len({r["name"] for r in rows}) < len(rows):
         raise ValueError(f"model must give every tensor a name of its own, got {shown(rows)}.")
     return said, CHECKS["model"]("model", {r["name"]: r["shape"] for r in rows})
-
-
-def _check_shapes(said: Mapping[str, Any], model: Mapping[str, Shape], tensors: Mapping[str, Tensor]) -> None:
-    wanted: dict[str, Shape] = {RMS: (len(model),)}
-    for name, shape in model.items():
-        wanted |= {f"start/{name}": shape, f"end/{name}": shape}
-        wanted[f"squares/{name}"] = (said["phases"], *stored_shape(said["tying"], shape))
-    found = {n: tuple(x.shape) for n, x in tensors.items()}
-    for name in sorted(set(wanted) ^ set(found)):
-        where = "is missing" if name in wanted else "is not announced by its header"
-        raise ValueError(f"the tensor {shown(name)} {where}. {AGAIN}")
-    for name, shape in wanted.items():
-        if found[name] != shape:
-            raise ValueError(
-                f"the tensor {shown(name)} must have the shape {shown(shape)}, got {shown(found[name])}. {AGAIN}"
-            )

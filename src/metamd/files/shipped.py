@@ -9,6 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from metamd.files.store import read_json
+
 FOLDER = Path(str(files("metamd.files"))) / "pretrained"
 NAME = re.compile("[a-z0-9-]+")
 
@@ -58,8 +60,6 @@ def card(name: str) -> Card:
         >>> card("quadratic").comparisons[0]["family"]
         'quadratic'
     """
-    from metamd.files.store import read_json
-
     found = read_json(FOLDER / f"{name}.json")
     return Card(**{**found, "comparisons": tuple(found["comparisons"])})
 

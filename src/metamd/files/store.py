@@ -1,26 +1,38 @@
-"""Results on disk: one small JSON file per cell of a table, written whole, so that an interrupted run continues.
+"""One store: a folder with the settings of a run, its finished results and tensors, and a lock that keeps a second run out.
 
-A run that is done may be packed: then all cells are lines of one file, `cells.jsonl`, and more may still be added beside it.
+Everything is written whole or not at all, so that the same call continues a run that was stopped at any moment.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from metamd.files.container import strict_json, write_atomically
+from torch import Tensor
+
+from metamd.files.container import Kind, Tensors, checksum, shown, strict_json, write_atomically
 
 FORMAT = 1
 PACKED = "cells.jsonl"
-TOP = ("", "settings")
+CHECKPOINT, CHECKPOINT_VERSION = Kind("checkpoint", "metamd.checkpoint"), 2
 
 Result = dict[str, Any]
 """What a cell holds, in JSON's own types; the count of a run that never arrived, say, is None."""
 
+Log = Callable[[dict[str, Any], int], None]
+"""Called with the record of an outer step and its number."""
+
 
 class Records:
     """The cells of one run in a folder, together with the settings that they were made with.
+
+    Each cell is a small JSON file. A run that is done may be packed: then all cells are lines of one file, `cells.jsonl`.
+    More cells may still be added beside it.
 
     Args:
         folder: made if it is not there.
@@ -47,32 +59,19 @@ class Records:
             )
         if not path.exists():
             write_json(path, about)
-        elif (found := read_json(path, "Put it back, or choose another folder (--out).")) != about:
-            lines = _differences(found, about)
-            differing = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
-            raise ValueError(
-                f"{str(folder)!r} holds a run with other settings: {differing}. Choose another folder (--out) or delete it."
-            )
+        else:
+            _check_settings(read_json(path, "Put it back, or choose another folder (--out)."), about, folder)
 
     @staticmethod
     def settings(folder: Path) -> dict[str, Any]:
-        """What the run in a folder was made with.
-
-        Args:
-            folder: of the run.
-        """
+        """What the run in a folder was made with."""
         found = read_json(folder / "run.json").get("settings")
         if not isinstance(found, dict):
             raise ValueError(f"{str(folder / 'run.json')!r} must have the settings of the run, by name.")
         return found
 
     def cell(self, name: str, compute: Callable[[], Result]) -> Result:
-        """The result of that name: read if it is there, else computed and written.
-
-        Args:
-            name: a file name without its ending.
-            compute: makes the result.
-        """
+        """The result of that name, which may be a file's: read if it is there, else computed and written."""
         if not self.has(name):
             self.write(name, compute())
         return self.read(name)
@@ -95,11 +94,7 @@ class Records:
         return read_packed(self.folder)
 
     def forget(self, name: str) -> None:
-        """Have a cell computed again.
-
-        Args:
-            name: of the cell.
-        """
+        """Have a cell computed again."""
         self.path(name).unlink(missing_ok=True)
         if self.packed.pop(name, None) is not None:
             self._write_packed()
@@ -124,13 +119,206 @@ class Records:
         return self.folder / "cells" / f"{name}.json"
 
 
-def read_cell(folder: Path, name: str) -> Result:
-    """One cell of a run that is not packed.
+@dataclass(frozen=True)
+class Journal:
+    """Where a meta-training keeps its checkpoint and its log, so that the same call continues one that was stopped.
+
+    Tensors and JSON only, written whole or not at all: a kill at any moment loses at most the outer steps since the last
+    checkpoint, and a full disk leaves the old one.
 
     Args:
-        folder: of the run.
-        name: of the cell.
+        folder: made if it is not there; one run at a time.
+        every: outer steps between checkpoints.
+
+    Example:
+        >>> Journal("runs/quadratic", every=5)
+        Journal(folder='runs/quadratic', every=5)
     """
+
+    folder: str | Path
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every must be at least 1, got {self.every}. It is the number of outer steps per checkpoint.")
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file of the last checkpoint."""
+        return Path(self.folder) / "checkpoint.safetensors"
+
+    @property
+    def log(self) -> Path:
+        """One JSON object per outer step."""
+        return Path(self.folder) / "log.jsonl"
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the folder; a second run is refused with a sentence, and so is a folder that cannot be written."""
+        folder = Path(self.folder)
+        with ExitStack() as stack:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(folder / "lock", wait=False))
+            except BlockingIOError:
+                raise BlockingIOError(
+                    f"another run is writing to {shown(str(folder))}. Wait for it, stop it, or write elsewhere."
+                ) from None
+            except OSError as error:
+                raise type(error)(
+                    f"{shown(str(folder))} cannot be written ({error.strerror or error}). Choose another place."
+                ) from None
+            for left in folder.glob(".*.tmp"):  # of a process that was killed while it wrote
+                with suppress(OSError):
+                    left.unlink()
+            yield
+
+    def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+        """Write a checkpoint: the tensors and the facts of a state, and the configuration that it belongs to."""
+        facts = {"version": CHECKPOINT_VERSION, "identity": dict(identity), "state": dict(state)}
+        text, kept = json.dumps(facts, allow_nan=False), dict(tensors)
+        CHECKPOINT.write(self.checkpoint, text, kept, checksum(text, kept, described=False))
+
+    def resume(self, identity: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]] | None:
+        """The tensors and facts of the last checkpoint, if there is one of the same configuration; the log is cut to it."""
+        found = None
+        if self.checkpoint.exists():
+            try:
+                found, there = CHECKPOINT.read(self.checkpoint, _checkpoint)
+            except ValueError as error:
+                raise ValueError(f"{error} Delete the checkpoint to begin again.") from None
+            _check_settings(there, identity, Path(self.folder))
+        if self.log.exists():
+            kept = [line for line in _lines(self.log) if found is not None and line["step"] <= found[1]["step"]]
+            write_atomically(self.log, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        return found
+
+    def note(self, record: dict[str, Any], step: int) -> None:
+        """Append one record to the log."""
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | record) + "\n")
+
+
+def _checkpoint(text: str, tensors: Tensors) -> tuple[tuple[tuple[Tensors, dict[str, Any]], dict[str, Any]], str]:
+    facts = strict_json(text, "its record")
+    try:
+        if facts["version"] != CHECKPOINT_VERSION:
+            raise ValueError(f"it has the version {facts['version']}, and this metamd reads {CHECKPOINT_VERSION}.")
+        state, identity = {"step": int(facts["state"]["step"]), **facts["state"]}, dict(facts["identity"])
+    except (KeyError, TypeError):
+        raise ValueError("its record must have a version, an identity and a state with its step.") from None
+    return ((tensors, state), identity), checksum(text, tensors, described=False)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a log; the last one may be cut in the middle."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record
+
+
+class Meter(Protocol):
+    """What counts the gradients that parts take, such as `metamd.tasks.counted.Counted`."""
+
+    @property
+    def batches(self) -> int:
+        """So many so far."""
+
+    def spent(self, batches: int, seconds: float) -> None:
+        """Count work that was done elsewhere or before."""
+
+
+class Savable(Protocol):
+    """What writes itself to a file."""
+
+    def save(self, path: Path, /) -> None:
+        """Write it whole or not at all."""
+
+
+Saved = TypeVar("Saved", bound=Savable)
+Pieces = Mapping[str, Callable[[], Result]]
+
+
+class Parts:
+    """Finished parts of a learning by name, each with its cost: read if it is kept, else computed and kept.
+
+    The cost of a part that is read is added to the meter. So a learning that was stopped says in the end what one that was
+    not would have said.
+
+    Args:
+        meter: counts the gradients.
+        records: where parts are kept; None computes all of them.
+    """
+
+    def __init__(self, meter: Meter, records: Records | None = None) -> None:
+        self.meter, self.records = meter, records
+
+    def part(self, name: str, compute: Callable[[], Result]) -> Result:
+        """The part of that name, in JSON's types and without infinities."""
+        return self.parts({name: compute}, lambda pieces: ((n, c()) for n, c in pieces.items()))[name]
+
+    def parts(self, pieces: Pieces, results: Callable[[Pieces], Iterable[tuple[str, Result]]]) -> dict[str, Result]:
+        """Several parts, in their order; each is kept as soon as it is there.
+
+        Args:
+            pieces: compute them.
+            results: what computes pieces and gives names and results as they are finished, such as `Executor.results`.
+        """
+        found = {name: self._read(name) for name in pieces if self.records is not None and self.records.has(name)}
+        missing = {name: self._measured(compute) for name, compute in pieces.items() if name not in found}
+        before, gradients = self.meter.batches, 0
+        for name, result in results(missing):
+            if self.records is not None:
+                self.records.write(name, result)
+            found[name] = result
+            gradients += result["gradients"]
+        here = self.meter.batches - before
+        self.meter.spent(gradients - here, 0.0)  # what other processes counted; their time is that of this one
+        return {name: found[name] for name in pieces}
+
+    def file(self, name: str, compute: Callable[[], Saved], read: Callable[[Path], Saved]) -> Saved:
+        """The part of that name, as a file of its own."""
+        if self.records is None:
+            return compute()
+        path = self.records.folder / f"{name}.safetensors"
+        if self.records.has(name) and path.exists():
+            self._read(name)
+            return read(path)
+
+        found: list[Saved] = []
+
+        def saved() -> Result:
+            found.append(compute())
+            found[0].save(path)
+            return {}
+
+        cost = self._measured(saved)()
+        self.records.forget(name)
+        self.records.write(name, cost)
+        return found[0]
+
+    def _measured(self, compute: Callable[[], Result]) -> Callable[[], Result]:
+        def measured() -> Result:
+            before, began = self.meter.batches, time.perf_counter()
+            found = compute()
+            return {**found, "gradients": self.meter.batches - before, "seconds": time.perf_counter() - began}
+
+        return measured
+
+    def _read(self, name: str) -> Result:
+        assert self.records is not None
+        found = self.records.read(name)
+        gradients, seconds = found.get("gradients"), found.get("seconds")
+        if not isinstance(gradients, int) or not isinstance(seconds, int | float):
+            raise ValueError(f"{str(self.records.path(name))!r} must say what it has cost. Delete it to compute it again.")
+        self.meter.spent(gradients, seconds)
+        return found
+
+
+def read_cell(folder: Path, name: str) -> Result:
+    """One cell of a run that is not packed."""
     path = folder / "cells" / f"{name}.json"
     found = read_json(path)
     if not isinstance(found, dict):
@@ -139,20 +327,12 @@ def read_cell(folder: Path, name: str) -> Result:
 
 
 def read_loose(folder: Path) -> dict[str, Result]:
-    """The cells of a run that are not packed, by name.
-
-    Args:
-        folder: of the run.
-    """
+    """The cells of a run that are not packed, by name."""
     return {path.stem: read_cell(folder, path.stem) for path in sorted((folder / "cells").glob("*.json"))}
 
 
 def read_packed(folder: Path) -> dict[str, Result]:
-    """The packed cells of a run, by name; none if it is not packed.
-
-    Args:
-        folder: of the run.
-    """
+    """The packed cells of a run, by name; none if it is not packed."""
     path = folder / PACKED
     if not path.exists():
         return {}
@@ -166,34 +346,36 @@ def read_packed(folder: Path) -> dict[str, Result]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write an object as JSON, whole or not at all, one line for each of its keys.
-
-    Args:
-        path: the file; its folder exists.
-        value: in JSON's types, without NaN and infinity.
-    """
+    """Write an object as JSON without NaN and infinity, whole or not at all, one line for each of its keys."""
     lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in value.items())
     write_atomically(path, f"{{\n{lines}\n}}\n".encode())
 
 
 def read_json(path: Path, advice: str = "Delete the file, and it is computed again.") -> Any:
-    """The value of a JSON file, or a sentence that names the file.
-
-    Args:
-        path: the file.
-        advice: what to do where it is damaged.
-    """
+    """The value of a JSON file, or a sentence that names the file and says what to do."""
     try:
         return strict_json(path.read_bytes(), repr(str(path)))
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}. {advice}") from None
 
 
+def _check_settings(found: Any, now: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a folder whose results were made with other settings."""
+    lines = _differences(found, _plain(now))
+    if lines:
+        differing = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
+        raise ValueError(
+            f"{str(folder)!r} holds a run with other settings: {differing}. Choose another folder (--out) or delete it."
+        )
+
+
 def _differences(found: Any, now: Any, path: str = "") -> list[str]:
-    """Where two values of JSON differ, such as "steps is 30 there, not 20"."""
+    """Where two values of JSON differ, such as "steps is 30, and would be 20"."""
+    if found == now:
+        return []
     if isinstance(found, dict) and isinstance(now, dict):
-        names = [k for k in {**found, **now} if found.get(k) != now.get(k)]
-        return [line for k in names for line in _differences(found.get(k), now.get(k), k if path in TOP else f"{path}.{k}")]
+        below = {k: k if path in ("", "settings") else f"{path}.{k}" for k in {**found, **now}}
+        return [line for k, name in below.items() for line in _differences(found.get(k), now.get(k), name)]
     was, is_now = ("not there" if x is None else json.dumps(x) for x in (found, now))
     return [f"{path} is {was}, and would be {is_now}"]
 
@@ -201,3 +383,48 @@ def _differences(found: Any, now: Any, path: str = "") -> list[str]:
 def _plain(value: Any) -> Any:
     """As it will be read back: tuples become lists."""
     return json.loads(json.dumps(value, allow_nan=False))
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock file `path` exclusively; the system releases it when its holder dies, even by SIGKILL.
+
+    The file stays behind: removing it would let two processes hold two files of one name.
+
+    Args:
+        path: the lock file; its folder is made if need be.
+        wait: whether to wait; otherwise a lock that another process holds is a `BlockingIOError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        _acquire(file.fileno(), wait)
+        try:
+            yield
+        finally:
+            _release(file.fileno())
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _acquire(descriptor: int, wait: bool) -> None:
+        while True:
+            try:
+                msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+                return
+            except OSError as error:
+                if not wait:
+                    raise BlockingIOError(*error.args) from None
+                time.sleep(0.1)
+
+    def _release(descriptor: int) -> None:
+        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
+
+else:
+    import fcntl
+
+    def _acquire(descriptor: int, wait: bool) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _release(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -1,14 +1,28 @@
-"""What a comparison was computed with, and in what several of them differ."""
+"""The versions of libraries that a file was learned with or a comparison computed with."""
 
 import json
+import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from metamd.files.learned import versions
+import safetensors
+import torch
+
+from metamd._version import __version__
 
 PACKAGES = ("pytorch_optimizer", "schedulefree", "prodigyopt", "botorch", "gpytorch")
 """Where rivals and the search of the protocol `paper` come from. A learned file does not depend on them."""
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that decide what a run computes."""
+    return {
+        "metamd": __version__,
+        "torch": str(torch.__version__),
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def environment() -> dict[str, str]:
@@ -24,9 +38,6 @@ def environment() -> dict[str, str]:
 
 def joined(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The versions of several comparisons as one: what is the same in all as it is, else every value with where it is from.
-
-    Args:
-        found: by the name of the comparison, as records have them.
 
     Example:
         >>> joined({"a": {"torch": "2.6", "python": "3.11"}, "b": {"torch": "2.7", "python": "3.11"}, "c": {"torch": "2.6"}})

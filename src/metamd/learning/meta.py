@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from metamd.files.journal import Journal, Log
 from metamd.files.learned import LearnedOptimiser, fingerprint
+from metamd.files.store import Journal, Log
 from metamd.inner.closed_form import Iterate
 from metamd.inner.estimators import ClosedForm, Estimator, Forward
 from metamd.inner.objectives import PRIOR, FromLipschitz, Objective, PaperBound, Regret

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from metamd.files.costs import total_cost
-from metamd.files.journal import Journal
-from metamd.files.learned import LearnedOptimiser
+from metamd.files.learned import LearnedOptimiser, total_cost
+from metamd.files.store import Journal
 from metamd.inner.comparators import Reference
 from metamd.inner.estimators import Forward, Reverse
 from metamd.inner.objectives import PRIOR, LogGap

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, Moments
-from metamd.files.learned import versions as library_versions
 from metamd.files.recorded_run import Run
+from metamd.files.versions import versions as library_versions
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost, Trajectory
 from metamd.inner.sums import minimiser, moments_of

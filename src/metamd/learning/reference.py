@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.files.costs import total_cost
-from metamd.files.journal import Journal
-from metamd.files.learned import LearnedOptimiser, Moments, fingerprint, load
+from metamd.files.learned import LearnedOptimiser, Moments, fingerprint, load, total_cost
+from metamd.files.store import Journal
 from metamd.files.usage import Usage
 from metamd.inner.closed_form import Iterate, learn_factors
 from metamd.inner.comparators import Reference

@@ -14,15 +14,12 @@ from typing import Any, get_args
 
 import torch
 
-from metamd.files.costs import total_cost
 from metamd.files.header import SCHEMA_VERSIONS
-from metamd.files.journal import Journal
-from metamd.files.learned import LearnedOptimiser
-from metamd.files.start import LearnedStart
-from metamd.files.store import Result
+from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
+from metamd.files.store import Journal, Parts, Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
 from metamd.inner.comparators import Reference
-from metamd.learning.parts import Parts, parts_of
+from metamd.learning.parts import parts_of
 from metamd.learning.rounds.round import draw_config
 from metamd.learning.trial import train
 from metamd.learning.usage_trials import LEFT, JudgedOn, Trials, Watch, best_usage, first_usages, tail_loss

@@ -507,7 +507,7 @@ def test_an_interrupted_meta_training_continues_to_the_very_same_file(tmp_path, 
     assert again.fingerprint() == whole.fingerprint()
     assert "right/fc.weight" in whole.header.factors or tying == "role"
     other = Kronecker(rank=rank, tying=tying, shrinkage=(0.2, 0.2))
-    with pytest.raises(ValueError, match="another configuration: basis is"):
+    with pytest.raises(ValueError, match="other settings: basis is"):
         meta_train(Regressions(), other, **QUICK, journal=metamd.Journal(tmp_path))
 
 

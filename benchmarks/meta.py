@@ -53,6 +53,7 @@ from meta_contenders import (
 )
 from meta_report import Row, draw, markdown, show, targets
 from metamd import Diagonal
+from metamd.inner.run import Trajectory, run_inner
 from metamd.inner.together import run_many
 from metamd.tasks.models import MLP, LeNet
 
@@ -207,8 +208,11 @@ def quadratic_rows() -> list[Row]:
     where, g = metamd.tasks.quadratic(steps=steps), torch.Generator().manual_seed(0)
     tasks = [where.build(where.sample(g)) for _ in range(number)]
     phi = Diagonal()
-    together = partial(run_many, tasks, phi, together=where.shared_loss, lr=0.01)
-    apart = partial(run_many, tasks[:one], phi, lr=0.01)
+    together = partial(run_many, tasks, phi, lr=0.01)
+
+    def apart() -> list[Trajectory]:
+        return [run_inner(task, phi, lr=0.01) for task in tasks[:one]]
+
     seconds = {}
     for name, run, of in (("all at once", together, number), ("one by one", apart, one)):
         began = time.perf_counter()

@@ -156,7 +156,7 @@ def test_direct_is_what_remains_without_the_indirect_part():
     d = {n: phi.metric(n)[0].detach() for n in run.start}
     h = Direct()(task, phi, Regret(), lr=0.5)
     for n in d:
-        delta, squares = run.end[n] - run.start[n], run.squares[n].sum(0)
+        delta, squares = run.end[n] - run.start[n], run.squares[n]
         assert torch.allclose(h.grads[n][0], d[n] * delta**2 / (2 * 0.5) - 0.25 * squares / d[n])
     assert relative(flat(Forward()(task, phi, Regret(), lr=0.5)), flat(h)) > 1e-3
     assert float(flat(Direct()(task, phi, TrainingLoss(), lr=0.5)).abs().sum()) == 0
@@ -215,7 +215,7 @@ def test_the_closed_form_is_the_formula():
     runs = [run_inner(t, phi, lr=0.5) for t in tasks]
     best = ClosedForm().minimise(runs, phi, Regret())
     for n in phi.slots:
-        y = sum(r.squares[n].sum(0) for r in runs)
+        y = sum(r.squares[n] for r in runs)
         x = sum((r.end[n] - r.start[n]) ** 2 for r in runs)
         assert torch.allclose(best[n][0].exp(), 0.5 * (y / x).sqrt())
 

@@ -9,7 +9,8 @@ import torch
 from metamd import Diagonal, Euclidean, MaxDiagonal, mirror_step
 from metamd.inner.comparators import Fixed
 from metamd.inner.objectives import Regret
-from metamd.inner.run import GradientSums, gradient, local_norm, run_inner
+from metamd.inner.run import gradient, local_norm, run_inner
+from metamd.inner.sums import GradientSums
 from metamd.potentials.forms import combine
 from tests.small_tasks import F64, BecomesNaN, ConvNet, Logistic, Quadratic, Separable, TanhNet, potential_for
 
@@ -57,21 +58,17 @@ def test_the_run_is_the_obvious_loop(name):
         max(math.sqrt(sum(float((g**2).sum()) for g in p[1].values())) for p in path)
     )
     assert run.cost.gradients == task.steps
-    assert run.local_norm == pytest.approx(sum_of(phi, path), rel=1e-10)
+    assert local_norm(run.shares, phi).item() == pytest.approx(sum_of(phi, path), rel=1e-10)
 
 
 @settings
-def test_squares_by_phase_are_in_the_shape_of_the_metrics(name):
+def test_squares_are_in_the_shape_of_the_metrics(name):
     task, options = SETTINGS[name]
     phi = potential_for(task, **options)
     path, _ = obvious(task, phi, 0.7)
-    run = run_inner(task, phi, lr=0.7, phases=3)
-    for n, squares in run.squares.items():
-        tied = phi.metric(n).shape[1:]
-        for phase in range(3):
-            steps = [t for t in range(task.steps) if t * 3 // task.steps == phase]
-            expected = sum((path[t][1][n] ** 2).sum_to_size(tied) for t in steps)
-            assert torch.allclose(squares[phase], expected, rtol=1e-12)
+    for n, squares in run_inner(task, phi, lr=0.7).squares.items():
+        expected = sum((p[1][n] ** 2).sum_to_size(phi.metric(n).shape[1:]) for p in path)
+        assert torch.allclose(squares, expected, rtol=1e-12)
 
 
 def test_kinks_happen_in_these_settings():
@@ -86,10 +83,10 @@ def shares_bound_the_sum(sums, task, options):
     """The shares give the local-norm sum at the run's metrics, and an upper bound on it at any others."""
     phi = potential_for(task, **options)
     path, _ = obvious(task, phi, 0.7)
-    collected = sums(phi, 1)
+    collected = sums(phi)
     with torch.no_grad():
         for _, grads, weights, _ in path:
-            collected.add(grads, weights, 0)
+            collected.add(grads, weights)
         here = float(local_norm(collected.by_piece(), phi))
         exact = here == pytest.approx(sum_of(phi, path), rel=1e-10)
         others = [potential_for(task, seed=s, **options) for s in range(1, 6)]
@@ -127,7 +124,7 @@ def bound_holds(seed, *, exact=True, factor=1.0):
     run = run_inner(task, phi, lr=0.6, exact=exact, certify=True)
     u = {n: x + torch.randn(x.shape, generator=g, dtype=F64) for n, x in run.end.items()}
     bound = float(Regret(Fixed(u)).value(run, phi).detach()) + float(run.gaps.sum()) / run.lr
-    b = bound - 0.5 * run.lr * run.local_norm * (1 - factor)
+    b = bound - 0.5 * run.lr * local_norm(run.shares, phi).item() * (1 - factor)
     return run.diverged or run.regret(u) <= b + 1e-9 * abs(b)
 
 
@@ -192,7 +189,6 @@ def test_a_last_step_to_infinity_is_reported():
         ({"lr": 0.0}, "lr must be positive"),
         ({"lr": math.nan}, "lr must be positive"),
         ({"steps": 0}, "steps must be at least 1"),
-        ({"phases": 0}, "phases must be at least 1"),
     ],
 )
 def test_bad_options_are_refused(options, words):

@@ -69,7 +69,7 @@ def test_regret_by_hand():
     run = run_inner(task, phi, lr=0.5)
     d = {n: phi.metric(n)[0].detach() for n in run.start}
     far = sum(0.5 * (d[n] * (run.end[n] - run.start[n]) ** 2).sum() for n in d)
-    near = sum((run.squares[n].sum(0) / d[n]).sum() for n in d)
+    near = sum((run.squares[n] / d[n]).sum() for n in d)
     assert float(Regret().value(run, phi).detach()) == pytest.approx(float(far / 0.5 + 0.25 * near))
 
 
@@ -180,7 +180,7 @@ def test_the_prior_averages_squared_step_sizes_with_those_of_tensor_and_model():
     run = run_inner(task, phi, lr=0.5)
     found = ClosedForm().minimise([run], phi, Regret(prior=s))
     x = {n: (run.end[n] - run.start[n]) ** 2 for n in run.start}
-    y = {n: run.squares[n].sum(0) for n in run.start}
+    y = {n: run.squares[n] for n in run.start}
     model = sum(v.sum() for v in x.values()) / sum(v.sum() for v in y.values())
     for n in x:
         typical = (x[n].sum() / y[n].sum() + model) / 2

@@ -49,7 +49,7 @@ def test_shared_starts_run_together_and_alone_alike():
     family = starting_at(tasks.quadratic(steps=20), point())
     built = [drawn(family, s) for s in range(3)]
     potential = Diagonal().bind(family.example())
-    many = run_many(built, potential, together=True, lr=0.01)
+    many = run_many(built, potential, lr=0.01)
     for task, run in zip(built, many, strict=True):
         torch.testing.assert_close(run.end["theta"], run_inner(task, potential, lr=0.01).end["theta"])
 

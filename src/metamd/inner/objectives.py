@@ -181,7 +181,7 @@ class Regret(Objective):
         if isinstance(self.comparator, Fixed) and self.comparator.pseudo is not None:
             return self.comparator.pseudo
         s, typical = self.prior, typical_rates(run, u)
-        y = {n: v.double().sum(0) for n, v in run.squares.items()}
+        y = {n: v.double() for n, v in run.squares.items()}
         return {n: (s * typical[n] * v, s * v) for n, v in y.items()}
 
     def _penalty(self, run: Trajectory, potential: MaxDiagonal, u: Params) -> Tensor:

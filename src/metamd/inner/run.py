@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -44,6 +44,16 @@ class Cost:
 
 
 # the training loop
+
+
+class Problem(Protocol):
+    """What the training loop needs of a `Task`."""
+
+    def batch(self, step: int) -> Any:
+        """The batch of step t."""
+
+    def loss(self, params: Params, batch: Any) -> Tensor:
+        """The loss on a batch, a scalar."""
 
 
 class StepRule(Protocol):
@@ -94,7 +104,7 @@ def explodes(step: int, losses: Sequence[float], grads: Params) -> str:
 
 
 def train(
-    task: Task, rule: StepRule, steps: int | range, *, watch: Watch | None = None, until: Rule | None = explodes
+    task: Problem, rule: StepRule, steps: int | range, *, watch: Watch | None = None, until: Rule | None = explodes
 ) -> Training:
     """Train a task: batch, loss and gradient at the rule's point, then its step.
 
@@ -183,7 +193,7 @@ class OptimiserSteps:
             getattr(self.optimiser, mode)()
 
 
-def gradient(task: Task, params: Params, batch: Any, *, graph: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+def gradient(task: Problem, params: Params, batch: Any, *, graph: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss on a batch and its gradient; a parameter that the loss ignores has a gradient of zero.
 
     Args:
@@ -260,46 +270,48 @@ class Trajectory:
         losses: loss of theta_t on the batch of step t; shorter than `steps` if the run diverged.
         start: theta_1.
         end: theta_{T+1}, the last finite point if the run diverged.
-        reference: theta_*, the best known point, if one was asked for.
-        squares: sum_t g_t^2 by phase, (phases, ...).
-        shares: the same by piece, (N, ...): a gradient at D(w) counts w_j D_j^2 / D(w)^2 for piece j. See `local_norm`.
-        weights: w_t, (T, N).
-        gaps: by how much w_t misses the largest form at theta_t; they enter a certificate as gap / lr.
-        switches: how often the set of active pieces changed.
-        largest_gradient: max_t |g_t|.
-        local_norm: sum_t g_t' D(w_t)^-1 g_t.
-        gradient_sum: sum_t g_t, if `certify` asked for it.
-        linear: sum_t <g_t, theta_t - theta_1>, if `certify` asked for it.
+        squares: sum_t g_t^2.
         lr: eta.
         steps: T as asked for.
         diverged: why the run was given up, in a sentence; empty if it was not.
         cost: gradients and time, those of a reference run included.
-        products: for a learned basis, if asked for: sum_t G_t'G_t of the weight matrices by phase, (phases, n, n), under
-            "right/name"; with factors on both sides L^-1 or R^-1 stands between, and "left/name" has G R^-1 G'.
+        reference: theta_*, the best known point, if one was asked for.
+        shares: the squares by piece, (N, ...): a gradient at D(w) counts w_j D_j^2 / D(w)^2 for piece j. See `local_norm`.
+        weights: w_t, (T, N).
+        gaps: by how much w_t misses the largest form at theta_t; they enter a certificate as gap / lr.
+        switches: how often the set of active pieces changed.
+        largest_gradient: max_t |g_t|.
+        gradient_sum: sum_t g_t, if `certify` asked for it.
+        linear: sum_t <g_t, theta_t - theta_1>, if `certify` asked for it.
+        products: for a learned basis, if asked for: sum_t G_t'G_t of the weight matrices, (n, n), under "right/name"; with
+            factors on both sides L^-1 or R^-1 stands between, and "left/name" has G R^-1 G'.
     """
 
     losses: Tensor
     start: dict[str, Tensor]
     end: dict[str, Tensor]
-    reference: dict[str, Tensor] | None
     squares: dict[str, Tensor]
-    shares: dict[str, Tensor]
-    weights: Array
-    gaps: Array
-    switches: int
-    largest_gradient: float
-    local_norm: float
-    gradient_sum: dict[str, Tensor] | None
-    linear: float | None
     lr: float
     steps: int
-    diverged: str
-    cost: Cost
+    diverged: str = ""
+    cost: Cost = field(default_factory=Cost)
+    reference: dict[str, Tensor] | None = None
+    shares: dict[str, Tensor] = field(default_factory=dict)
+    weights: Array = field(default_factory=lambda: np.ones((0, 1)))
+    gaps: Array = field(default_factory=lambda: np.zeros(0))
+    switches: int = 0
+    largest_gradient: float = math.nan
+    gradient_sum: dict[str, Tensor] | None = None
+    linear: float = 0.0
     products: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.shares:  # a single piece has all
+            object.__setattr__(self, "shares", {n: s.unsqueeze(0) for n, s in self.squares.items()})
 
     def regret(self, u: Params) -> float:
         """sum_t <g_t, theta_t - u>: the linearised regret against u, which bounds that of convex losses."""
-        if self.gradient_sum is None or self.linear is None:
+        if self.gradient_sum is None:
             raise ValueError("the regret needs the sum of the gradients. Run with run_inner(..., certify=True).")
         away = sum(float((g * (u[n] - self.start[n])).sum(dtype=torch.float64)) for n, g in self.gradient_sum.items())
         return self.linear - away
@@ -320,7 +332,6 @@ def run_inner(
     lr: float = 1.0,
     exact: bool = True,
     steps: int | None = None,
-    phases: int = 3,
     reference: ReferenceRun | Params | None = None,
     certify: bool = False,
     products: bool = False,
@@ -333,7 +344,6 @@ def run_inner(
         lr: eta.
         exact: False takes the paper's step.
         steps: T.
-        phases: into how many parts of equal length the sums of squared gradients are divided.
         reference: a point to compare with, or what finds one.
         certify: whether to record the sum of the gradients, from which the regret against any point follows.
         products: whether to record what a learned basis is computed from.
@@ -349,7 +359,7 @@ def run_inner(
         >>> run_inner(Parabola({}, steps=3), Diagonal(), lr=0.25).losses
         tensor([9.0000, 2.2500, 0.5625], dtype=torch.float64)
     """
-    run = MirrorDescent(task, potential, lr=lr, exact=exact, steps=steps, phases=phases, certify=certify, products=products)
+    run = MirrorDescent(task, potential, lr=lr, exact=exact, steps=steps, certify=certify, products=products)
     train(task, run, run.steps, until=None)
     return run.finish(reference)
 
@@ -368,14 +378,13 @@ class MirrorDescent:
         lr: float = 1.0,
         exact: bool = True,
         steps: int | None = None,
-        phases: int = 3,
         certify: bool = False,
         products: bool = False,
     ) -> None:
         self._began = time.perf_counter()
         self.steps = task.steps if steps is None else steps
-        check_run(potential, lr, self.steps, phases)
-        self.task, self.lr, self.exact, self.phases = task, lr, exact, phases
+        check_run(potential, lr, self.steps)
+        self.task, self.lr, self.exact = task, lr, exact
         self.start = {n: x.detach() for n, x in task.init().items()}
         self.potential = bound(potential, self.start)
         self.take = Stepping(self.potential, self.start, lr, exact=exact)
@@ -386,7 +395,7 @@ class MirrorDescent:
         self._weights: list[Array] = []
         self._gaps: list[float] = [max(gap_of(self.active.weights, self.active.forms), 0.0)]
         self._largest = 0.0
-        self._sums = GradientSums(self.potential, phases, products=products)
+        self._sums = GradientSums(self.potential, products=products)
         self._gradient_sum = {n: torch.zeros_like(x) for n, x in self.start.items()} if certify else None
         self._linear = 0.0
 
@@ -406,8 +415,7 @@ class MirrorDescent:
         self._losses.append(value)
         self._weights.append(self.active.weights)
         self._largest = max(self._largest, norm)
-        phase = self.taken * self.phases // self.steps
-        self._sums.add(grads, self.active.weights, phase, norms)
+        self._sums.add(grads, self.active.weights, norms)
         if self._gradient_sum is not None:
             for n, g in grads.items():
                 self._linear += float((g * (self.params[n] - self.start[n])).sum(dtype=torch.float64))
@@ -423,43 +431,41 @@ class MirrorDescent:
         return self.params if _finite(self.params) else self._before
 
     def finish(self, reference: ReferenceRun | Params | None = None) -> Trajectory:
-        """The record of the run so far.
-
-        Args:
-            reference: as for `run_inner`.
-        """
-        finite = _finite(self.params)
-        if not self.diverged and not finite:
+        """The record of the run so far, with what `reference` finds, as `run_inner` has it."""
+        if not self.diverged and not _finite(self.params):
             self.diverged = "The last step led to parameters that are not finite. Lower lr or start from larger metrics."
         cost = Cost(gradients=len(self._losses), seconds=time.perf_counter() - self._began)
-        best: dict[str, Tensor] | None = None
-        if isinstance(reference, Mapping):
-            best = {n: x.detach() for n, x in reference.items()}
-        elif reference is not None and not self.diverged:
-            best, extra = reference.run(self.task, self.start, self.steps)
-            cost, self.diverged = cost + extra, reference_trouble(best)
         supports = [tuple(w > 0) for w in (*self._weights, self.active.weights)]
-        squares, shares = self._sums.by_phase(), self._sums.by_piece()
-        return Trajectory(
+        run = Trajectory(
             losses=torch.tensor(self._losses, dtype=torch.float64),
             start=self.start,
             end=self.model(),
-            reference=best,
-            squares=squares,
-            shares=shares,
-            weights=np.array(self._weights).reshape(-1, self.potential.pieces),
-            gaps=np.array(self._gaps[: len(self._losses)]),
-            switches=sum(a != b for a, b in pairwise(supports)),
-            largest_gradient=self._largest,
-            local_norm=float(local_norm(shares, self.potential)),
-            gradient_sum=self._gradient_sum,
-            linear=None if self._gradient_sum is None else self._linear,
+            squares=self._sums.squares(),
             lr=self.lr,
             steps=self.steps,
             diverged=self.diverged,
             cost=cost,
+            shares=self._sums.by_piece(),
+            weights=np.array(self._weights).reshape(-1, self.potential.pieces),
+            gaps=np.array(self._gaps[: len(self._losses)]),
+            switches=sum(a != b for a, b in pairwise(supports)),
+            largest_gradient=self._largest,
+            gradient_sum=self._gradient_sum,
+            linear=self._linear,
             products=self._sums.products(),
         )
+        return referred(run, self.task, reference)
+
+
+def referred(run: Trajectory, task: Task, reference: ReferenceRun | Params | None) -> Trajectory:
+    """The record with a reference point, which is sought only if the run did not diverge."""
+    if isinstance(reference, Mapping):
+        return replace(run, reference={n: x.detach() for n, x in reference.items()})
+    if reference is None or run.diverged:
+        return run
+    best, extra = reference.run(task, run.start, run.steps)
+    why = "" if _finite(best) else "The reference run diverged. Give the comparator a lower lr."
+    return replace(run, reference=best, cost=run.cost + extra, diverged=why)
 
 
 def local_norm(shares: Params, potential: MaxDiagonal) -> Tensor:
@@ -479,16 +485,11 @@ def bound(potential: Potential, start: Params) -> MaxDiagonal:
         return fit.fixed({n: fit.metric(n) for n in start})
 
 
-def reference_trouble(end: Params) -> str:
-    """What is wrong with the end of a reference run; empty if it is finite."""
-    return "" if _finite(end) else "The reference run diverged. Give the comparator a lower lr."
-
-
 def _finite(params: Params) -> bool:
     return all(bool(x.isfinite().all()) for x in params.values())
 
 
-def check_run(potential: Potential, lr: float, steps: int, phases: int) -> None:
+def check_run(potential: Potential, lr: float, steps: int) -> None:
     """Refuse, with a sentence, what no run can be made with."""
     if not isinstance(potential, MaxDiagonal):
         raise ValueError(
@@ -499,5 +500,3 @@ def check_run(potential: Potential, lr: float, steps: int, phases: int) -> None:
         raise ValueError(f"lr must be positive, got {lr}. Pass lr=1.0 to use the learned step sizes as they are.")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of one run.")
-    if phases < 1:
-        raise ValueError(f"phases must be at least 1, got {phases}. One phase is the whole run.")

@@ -25,59 +25,49 @@ Array = NDArray[np.float64]
 
 
 class GradientSums:
-    """Sums of squared gradients in the shape of a potential's metrics, by phase and by piece.
+    """Sums of squared gradients in the shape of a potential's metrics, and by piece.
 
     Args:
         potential: the bound potential.
-        phases: the number of phases.
         products: whether to add up what a learned basis is computed from; for one piece.
     """
 
-    def __init__(self, potential: MaxDiagonal, phases: int, *, products: bool = False) -> None:
+    def __init__(self, potential: MaxDiagonal, *, products: bool = False) -> None:
         self.potential = potential
-        self._products = Products(potential, phases) if products and isinstance(potential.basis, Learned) else None
+        self._products = Products(potential) if products and isinstance(potential.basis, Learned) else None
         metrics = {n: potential.metric(n) for n in potential.slots}
-        self._phases = {n: d.new_zeros(phases, *d.shape[1:]) for n, d in metrics.items()}
-        self._rows = [{n: scalar(x[i]) for n, x in self._phases.items()} for i in range(phases)]
-        self._pieces = {n: torch.zeros_like(d) for n, d in metrics.items()} if potential.pieces > 1 else None
-        plain = self._pieces is None and self._products is None and potential.basis.kind == "identity"
-        self._one_each = plain and all(x.ndim == 0 for x in self._rows[0].values())
-        self._counted = [dict.fromkeys(metrics, 0.0) for _ in range(phases)]
+        self._squares = {n: d.new_zeros(d.shape[1:]) for n, d in metrics.items()}
+        self._views = {n: scalar(x) for n, x in self._squares.items()}
+        self._pieces = {n: torch.zeros_like(d) for n, d in metrics.items()} if potential.pieces > 1 else {}
+        plain = not self._pieces and self._products is None and potential.basis.kind == "identity"
+        self._one_each = plain and all(x.ndim == 0 for x in self._views.values())
+        self._counted = dict.fromkeys(metrics, 0.0)
 
-    def add(self, grads: Params, weights: Array, phase: int, norms: list[float] | None = None) -> None:
-        """Count one step's gradients.
-
-        Args:
-            grads: by tensor.
-            weights: w that they were taken at.
-            phase: that the step belongs to.
-            norms: of the gradients, if they are known: where each has one metric, nothing else is needed.
-        """
+    def add(self, grads: Params, weights: Array | None = None, norms: list[float] | None = None) -> None:
+        """Count one step's gradients, taken at w; where each tensor has one metric, its norms say all, if they are known."""
         if self._one_each and norms is not None:
-            counted = self._counted[phase]
             for n, norm in zip(grads, norms, strict=True):
-                counted[n] += norm * norm
+                self._counted[n] += norm * norm
             return
-        rows = [self._rows[phase][n] for n in grads]
         if self._products is not None:
-            self._products.add(grads, phase)
-        for (n, grad), into in zip(grads.items(), rows, strict=True):
+            self._products.add(grads)
+        for n, grad in grads.items():
             if self._products is not None and self._products.knows_squares(n):
                 continue
-            g = self.potential.basis.into(n, grad)
-            if self._pieces is None and into.shape == g.shape and into.dtype == g.dtype:
-                into.addcmul_(g, g)
-                continue
-            if self._pieces is None and into.numel() == 1 and into.dtype == g.dtype:
-                into += torch.dot(g.reshape(-1), g.reshape(-1))
-                continue
-            square = grouped_squares(g, tuple(into.shape))
-            into += square
-            if self._pieces is not None:
+            g, into = self.potential.basis.into(n, grad), self._views[n]
+            if self._pieces:
+                assert weights is not None
+                square = grouped_squares(g, tuple(into.shape))
+                into += square
                 self._share(n, square, weights)
+            elif into.shape == g.shape and into.dtype == g.dtype:
+                into.addcmul_(g, g)
+            elif into.ndim == 0 and into.dtype == g.dtype:
+                into += torch.dot(g.reshape(-1), g.reshape(-1))
+            else:
+                into += grouped_squares(g, tuple(into.shape))
 
     def _share(self, name: str, square: Tensor, weights: Array) -> None:
-        assert self._pieces is not None
         support = np.flatnonzero(weights)
         if len(support) == 1:
             self._pieces[name][int(support[0])] += square
@@ -87,13 +77,13 @@ class GradientSums:
         for j in support:
             self._pieces[name][j] += float(weights[j]) * (d[j] / mixed).square() * square
 
-    def by_phase(self) -> dict[str, Tensor]:
-        """sum_t g_t^2, (phases, ...) by tensor."""
+    def squares(self) -> dict[str, Tensor]:
+        """sum_t g_t^2 by tensor."""
         if self._products is not None:
-            return self._phases | self._products.squares()
+            return self._squares | self._products.squares()
         if not self._one_each:
-            return self._phases
-        return {n: x + x.new_tensor([c[n] for c in self._counted]).view_as(x) for n, x in self._phases.items()}
+            return self._squares
+        return {n: x + self._counted[n] for n, x in self._squares.items()}
 
     def products(self) -> dict[str, Tensor]:
         """As `Trajectory` has them; none if they were not asked for."""
@@ -101,7 +91,7 @@ class GradientSums:
 
     def by_piece(self) -> dict[str, Tensor]:
         """sum_t w_j D_j^2 / D(w_t)^2 g_t^2, (N, ...) by tensor."""
-        return self._pieces or {n: s.sum(0, keepdim=True) for n, s in self.by_phase().items()}
+        return self._pieces or {n: s.unsqueeze(0) for n, s in self.squares().items()}
 
 
 def scalar(x: Tensor) -> Tensor:
@@ -110,51 +100,46 @@ def scalar(x: Tensor) -> Tensor:
 
 
 class Products:
-    """sum_t G_t'G_t of every weight matrix whose basis can be learned, by phase; with the other side's metric between.
+    """sum_t G_t'G_t of every weight matrix whose basis can be learned, with the other side's metric between.
 
     Of a side that learns a number per column and no basis, the diagonal alone.
-
-    Args:
-        potential: the bound potential, of one piece, in a learned basis.
-        phases: the number of phases.
     """
 
-    def __init__(self, potential: MaxDiagonal, phases: int) -> None:
+    def __init__(self, potential: MaxDiagonal) -> None:
         assert isinstance(potential.basis, Learned)
-        self.basis, self.phases = potential.basis, phases
-        self.metrics = side_metrics(potential)
+        self.basis, self.metrics = potential.basis, side_metrics(potential)
         self.sums: dict[str, Tensor] = {}
         for name, sides in self.basis.turning().items():
             for side in sides:
                 size = self.basis.places[name].sizes[side]
-                self.sums[f"{side}/{name}"] = self.metrics[f"right/{name}"].new_zeros(phases, size, size)
+                self.sums[f"{side}/{name}"] = self.metrics[f"right/{name}"].new_zeros(size, size)
         self.diagonals = {f"{side}/{name}" for name, sides in self.basis.scaling().items() for side in sides}
         for key in self.diagonals:
-            self.sums[key] = self.metrics[key].new_zeros(phases, len(self.metrics[key]))
+            self.sums[key] = self.metrics[key].new_zeros(len(self.metrics[key]))
 
     def knows_squares(self, name: str) -> bool:
         """Whether the squares in the coordinates follow from the products, so that nobody needs to add them up."""
         return self.basis.sides == "right" and f"right/{name}" in self.sums
 
-    def add(self, grads: Params, phase: int) -> None:
+    def add(self, grads: Params) -> None:
         """Count one step's gradients."""
         for name, grad in grads.items():
             if name not in self.basis.places:
                 continue
             m = self.basis.places[name].matrix(grad)
             if self.basis.sides == "right":
-                _add(self.sums.get(f"right/{name}"), phase, m.mT, m)
+                _add(self.sums.get(f"right/{name}"), m.mT, m)
                 continue
             for side, other in (("right", "left"), ("left", "right")):
                 between = self.basis.scaled(name, other, m, 1 / self.metrics[f"{other}/{name}"])
                 if f"{side}/{name}" in self.diagonals:
-                    self.sums[f"{side}/{name}"][..., phase, :] += (m * between).sum(-2)
+                    self.sums[f"{side}/{name}"] += (m * between).sum(-2)
                     continue
                 pair = (m.mT, between) if side == "right" else (between, m.mT)
-                _add(self.sums.get(f"{side}/{name}"), phase, *pair)
+                _add(self.sums.get(f"{side}/{name}"), *pair)
 
     def squares(self) -> dict[str, Tensor]:
-        """The diagonals of V'(G'G)V, (phases, 1, n) by tensor: the sums of squares in the coordinates of the basis."""
+        """The diagonals of V'(G'G)V, (1, n) by tensor: the sums of squares in the coordinates of the basis."""
         found = {}
         for name in self.basis.places:
             if self.knows_squares(name):
@@ -175,14 +160,9 @@ def side_metrics(potential: MaxDiagonal) -> dict[str, Tensor]:
     return found
 
 
-def _add(into: Tensor | None, phase: int, a: Tensor, b: Tensor) -> None:
-    if into is None:
-        return
-    a, b = a.to(into.dtype), b.to(into.dtype)
-    if a.ndim == 2:
-        into[phase].addmm_(a, b)
-    else:
-        into[..., phase, :, :] += a @ b
+def _add(into: Tensor | None, a: Tensor, b: Tensor) -> None:
+    if into is not None:
+        into.addmm_(a.to(into.dtype), b.to(into.dtype))
 
 
 # moments
@@ -204,7 +184,7 @@ def moments_of(run: "Trajectory", potential: MaxDiagonal, objective: "Regret") -
         delta = potential.basis.into(n, (u[n] - start).double())
         more = pseudo.get(n, (0.0, 0.0))
         here = (grouped_squares(delta, slot.shape) + more[0]) / run.lr
-        there = (run.squares[n].double().sum(0) + more[1]) * run.lr
+        there = (run.squares[n].double() + more[1]) * run.lr
         x[slot.key] = x.get(slot.key, 0) + slot.gather(here)
         y[slot.key] = y.get(slot.key, 0) + slot.gather(there)
     return Moments(x, y) if matrices is None else Moments(x | matrices.x, y | matrices.y)
@@ -270,7 +250,7 @@ class MatrixMoments:
                 between = scaled if side == "right" else scaled.mT
                 weight, weight_back = float(d.sum()), float((1 / d).sum())
             key = f"{side}/{place.key}"
-            products = run.products[f"{side}/{name}"].double().sum(0)
+            products = run.products[f"{side}/{name}"].double()
             moved = (rows * between).sum(0) if side in scaling else rows.mT @ between
             x = (moved + prior * rate * weight / weight_back * products) / run.lr
             y = (1 + prior) * products * run.lr

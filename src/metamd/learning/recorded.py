@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,21 +113,12 @@ def update(
 
 def as_trajectory(run: Run, tying: TyingName | None = None) -> Trajectory:
     """A recorded run as meta-learning sees one, at eta = 1. Losses, pieces and weights were not recorded."""
-    squares = run.tied_squares(tying or run.tying)
+    squares = {n: s.double().sum(0) for n, s in run.tied_squares(tying or run.tying).items()}
     return Trajectory(
         losses=torch.zeros(0, dtype=torch.float64),
         start=run.start,
         end=run.end,
-        reference=None,
         squares=squares,
-        shares={n: s.sum(0, keepdim=True) for n, s in squares.items()},
-        weights=np.ones((0, 1)),
-        gaps=np.zeros(0),
-        switches=0,
-        largest_gradient=float("nan"),
-        local_norm=float("nan"),
-        gradient_sum=None,
-        linear=None,
         lr=1.0,
         steps=run.steps,
         diverged=run.diverged,

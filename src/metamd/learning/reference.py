@@ -19,7 +19,7 @@ from metamd.files.usage import Usage
 from metamd.inner.closed_form import Iterate, learn_factors
 from metamd.inner.comparators import Reference
 from metamd.inner.objectives import Regret
-from metamd.inner.run import Cost, Trajectory
+from metamd.inner.run import Trajectory
 from metamd.inner.sums import GradientSums, minimiser, moments_of
 from metamd.learning.parts import parts_of
 from metamd.learning.rounds.first_look import affording, gradient_scale, look, squares_by_key
@@ -163,8 +163,7 @@ def _steady(potential: MaxDiagonal, tasks: Sequence[Task]) -> MaxDiagonal:
 def _follow(task: Task, potential: MaxDiagonal, reference: Reference, first: list[dict[str, list[float]]]) -> Trajectory:
     """The record of a reference run, as if mirror descent had made it; the squares of its first gradient are added."""
     start = {n: x.detach() for n, x in task.init().items()}
-    sums = GradientSums(potential, 1, products=True)
-    weights = torch.ones(1, dtype=torch.float64).numpy()
+    sums = GradientSums(potential, products=True)
     losses: list[float] = []
 
     def watch(step: int, loss: Tensor, grads: Params) -> None:
@@ -172,7 +171,7 @@ def _follow(task: Task, potential: MaxDiagonal, reference: Reference, first: lis
             first.append(squares_by_key(grads, potential.slots))
         if step < task.steps:
             losses.append(float(loss))
-            sums.add(grads, weights, 0)
+            sums.add(grads)
 
     end, cost = reference.run(task, start, task.steps, watch=watch)
     finite = all(bool(x.isfinite().all()) for x in end.values()) and all(map(math.isfinite, losses))
@@ -180,19 +179,11 @@ def _follow(task: Task, potential: MaxDiagonal, reference: Reference, first: lis
         losses=torch.tensor(losses, dtype=torch.float64),
         start=start,
         end=end,
-        reference=end,
-        squares=sums.by_phase(),
-        shares=sums.by_piece(),
-        weights=torch.ones(len(losses), 1, dtype=torch.float64).numpy(),
-        gaps=torch.zeros(len(losses), dtype=torch.float64).numpy(),
-        switches=0,
-        largest_gradient=0.0,
-        local_norm=0.0,
-        gradient_sum=None,
-        linear=None,
+        squares=sums.squares(),
         lr=1.0,
         steps=task.steps,
         diverged="" if finite else "The reference run diverged.",
-        cost=Cost(gradients=cost.gradients, seconds=cost.seconds),
+        cost=cost,
+        reference=end,
         products=sums.products(),
     )

@@ -164,7 +164,7 @@ class Learner:
         options: dict[str, Any] = {"exact": self.exact, "reference": reference, "products": products}
         if self.together and len(tasks) > 1:
             fit = self.fit(iterate, tasks[0])
-            return [(fit, run) for run in run_many(tasks, fit, together=True, **options)]
+            return [(fit, run) for run in run_many(tasks, fit, **options)]
         fits = [self.fit(iterate, task) for task in tasks]
         return [(fit, run_inner(task, fit, **options)) for fit, task in zip(fits, tasks, strict=True)]
 

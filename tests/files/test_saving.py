@@ -9,7 +9,6 @@ import pytest
 
 import metamd
 from metamd.files import container
-from metamd.files import learned as files
 from tests import processes
 from tests.learned_files import learned, same
 
@@ -97,7 +96,7 @@ def save_until(line, path, write, horizon):
         return lambda frame, event, argument: event == "line" and passed()
 
     passed = processes.Countdown(line + 1)
-    files.write_atomically = write
+    container.write_atomically = write
     found = learned(horizon=horizon)
     sys.settrace(follow)
     found.save(path)

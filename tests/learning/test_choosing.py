@@ -19,6 +19,7 @@ from metamd.learning.trial import train
 from metamd.learning.usage import draw_tasks, learn_usage, tuned_reference
 from metamd.learning.usage_trials import LEFT, Losses, Trials, best_usage
 from metamd.tasks import quadratic, tabular
+from metamd.tasks.wrapped import Counted
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,10 @@ def test_ends_of_runs_that_are_as_good_as_nothing_do_not_decide(learned):
     fresh = [[float(task.loss(p, task.batch(30 + i))) for i in range(10)] for p in (run.end, task.init())]
     last, first = (sum(losses) / 10 for losses in fresh)
     for left in (0.0, 1e-2, 10.0):
-        with parts_of(None, "usage", family, {}) as parts:
+        with parts_of(None, "usage", Counted(family), {}) as parts:
             score = Trials([task], potential, None, parts, left).score(Usage(), None)
         assert score == pytest.approx((run.loss * (last + left * first)) ** 0.5, rel=1e-6)
-    with parts_of(None, "usage", family, {}) as parts:
+    with parts_of(None, "usage", Counted(family), {}) as parts:
         assert Trials([task], potential, None, parts).left == LEFT == 1e-2
 
 
@@ -50,7 +51,7 @@ def test_losses_below_zero_are_ranked_from_the_lowest_of_their_task():
         def _run(self, task, usage, online, about):
             return dict(zip(("first", "mean", "end"), planted[usage.factor], strict=True))
 
-    with parts_of(None, "usage", tabular(), {}) as parts:
+    with parts_of(None, "usage", Counted(tabular()), {}) as parts:
         trials = Planted([None], None, None, parts, 0.0)
         worse = trials.score(Usage(factor=0.5), None)
         better = trials.score(Usage(factor=1.0), None)
@@ -111,7 +112,7 @@ def test_the_better_of_two_rules_is_found_although_the_other_is_better_at_first(
 
     monkeypatch.setattr("metamd.learning.usage_trials.FINALISTS", finalists)
     starts = [(Online("polar", beta=beta), Usage("online", factor=0.5)) for beta in (0.9, 0.7, 0.5)]
-    with parts_of(None, "usage", tabular(), {}) as parts:
+    with parts_of(None, "usage", Counted(tabular()), {}) as parts:
         trials = Planted([None] * 6, None, None, parts)
         usage, online = best_usage(trials, starts, ("linear",), ("constant",), (0.25, 0.35, 0.5, 0.7))
     assert (online.beta, usage.factor) == chosen
@@ -127,7 +128,7 @@ def test_the_schedule_that_is_best_at_its_own_factor_is_taken(best):
             score = abs(math.log(usage.factor / peaks[usage.schedule])) + (0.9 if usage.schedule == best else 1.0)
             return Losses(first=0.0, mean=score, end=score)
 
-    with parts_of(None, "usage", tabular(), {}) as parts:
+    with parts_of(None, "usage", Counted(tabular()), {}) as parts:
         trials = Planted([None] * 2, None, None, parts)
         factors = (0.25, 0.35, 0.5, 0.7, 1.0)
         usage, _ = best_usage(trials, [(None, Usage(factor=0.5))], tuple(peaks), ("constant",), factors)
@@ -143,7 +144,7 @@ def test_an_average_is_taken_if_it_is_better_at_its_own_factor_and_never_with_mo
             score = abs(math.log(usage.factor / peaks[usage.averaging])) + (0.9 if usage.averaging == best else 1.0)
             return Losses(first=0.0, mean=score, end=score)
 
-    with parts_of(None, "usage", tabular(), {}) as parts:
+    with parts_of(None, "usage", Counted(tabular()), {}) as parts:
         trials, factors = Planted([None] * 2, None, None, parts), (0.25, 0.35, 0.5, 0.7, 1.0)
         starts = [(None, Usage(momentum=momentum, factor=0.5))]
         usage, _ = best_usage(trials, starts, ("linear",), ("tail", "constant"), factors)
@@ -158,7 +159,7 @@ def test_what_is_better_on_two_tasks_alone_is_not_taken():
             score = 1.0 if usage.schedule == "linear" else (0.5 if number < 2 else 3.0)
             return Losses(first=0.0, mean=score, end=score)
 
-    with parts_of(None, "usage", tabular(), {}) as parts:
+    with parts_of(None, "usage", Counted(tabular()), {}) as parts:
         trials = Planted([None] * 6, None, None, parts)
         usage, _ = best_usage(trials, [(None, Usage())], ("linear", "quadratic"), ("constant",), (1.0,))
     assert trials.score(replace(usage, schedule="quadratic"), None, 2) < 1
@@ -381,7 +382,7 @@ def test_the_score_on_validation_data_by_hand():
     task = draw_tasks(family, 0, "usage", 1)[0]
     potential = geometry.potential.bind(task.init())
     first, end = (task.evaluate(p, "validation").loss for p in (task.init(), train(task, potential, Usage()).end))
-    with parts_of(None, "usage", family, {}) as parts:
+    with parts_of(None, "usage", Counted(family), {}) as parts:
         score = Trials([task], potential, None, parts, LEFT, "validation").score(Usage(), None)
     assert score == pytest.approx((end * (end + LEFT * first)) ** 0.5)
 

@@ -3,15 +3,10 @@
 import base64
 import json
 import math
-import os
 import platform
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import asdict, replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -44,6 +39,7 @@ from metamd.files.versions import environment
 from metamd.potentials import Diagonal
 from metamd.rivals import Range, rival
 from metamd.tasks.wrapped import Variant
+from tests import processes
 from tests.data_builders import place
 from tests.tasks.test_families import tiny_data
 
@@ -473,27 +469,19 @@ def test_bad_input_is_a_sentence(args, message, learned, tmp_path, capsys):
     assert message in said
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_stopped_comparison_continues(how, learned, tmp_path):
-    args = ["compare", str(learned), "quadratic", "--out", str(tmp_path), "--rivals", "sgd", "--budget", "12"]
-    args += ["--steps", "150", "--seeds", "3", "--workers", "2", "--json"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    first = subprocess.Popen(
-        [sys.executable, "-m", "metamd", *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    while len(list(tmp_path.glob("cells/*.json"))) < 8:
-        time.sleep(0.05)
-        assert first.poll() is None
-    first.send_signal(how)
-    _, said = first.communicate(timeout=60)
-    if how == signal.SIGINT:
-        assert first.returncode == 130
-        assert b"the same command continues" in said
+@pytest.mark.parametrize(("how", "code"), [("SIGINT", 130), ("SIGKILL", -9)])
+def test_a_stopped_comparison_continues(how, code, learned, tmp_path, capsys):
+    args = ["compare", str(learned), "quadratic", "--out", str(tmp_path), "--rivals", "sgd", "--budget", "4"]
+    args += ["--steps", "20", "--seeds", "3", "--workers", "2", "--json"]
+    first = processes.run(processes.command, f"cell:8:{how}", *args)
+    assert first.code == code, first.err
+    assert ("the same command continues" in first.err) == (how == "SIGINT")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*.json")}
-    assert 8 <= len(before) < 3 * 26
-    second = subprocess.run([sys.executable, "-m", "metamd", *args], env=env, capture_output=True, timeout=200, check=True)
-    assert json.loads(second.stdout)["protocol"] == "handicap"
+    assert len(before) == 8
+    assert cli.run(args) == 0
+    assert json.loads(capsys.readouterr().out)["protocol"] == "handicap"
     assert {path: path.stat().st_mtime_ns for path in before} == before, "a finished cell was computed twice"
+    assert len(list(tmp_path.glob("cells/*.json"))) > 8
 
 
 # protocols

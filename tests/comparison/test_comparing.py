@@ -5,28 +5,29 @@ import math
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from metamd import Comparison, Diagonal, Measuring, compare, handicap, learned_rival, meta_train, tasks
+from metamd import Comparison, Diagonal, Measuring, compare, handicap, learned_rival, load, meta_train, tasks
+from metamd.cli import main as cli
 from metamd.comparison.compare import draw
+from metamd.comparison.entrants import entrants as entered
 from metamd.comparison.fold import Candidate, Fold, Target
 from metamd.comparison.pace import geometric_mean, pace, pace_section
 from metamd.comparison.page import as_markdown
 from metamd.comparison.parallel import Cell, fill
+from metamd.comparison.search import SEARCHES
 from metamd.comparison.statistics import bootstrap, holm, profiles, rank, rank_sum, resample, signed_rank_test, smallest_p
 from metamd.comparison.training import Outcome
+from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.files.store import Records
 from metamd.rivals import rival
 from metamd.rivals.base import Tuning
+from tests import processes
 
 BARE = Measuring(splits=())
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=40)
@@ -620,125 +621,91 @@ def test_a_killed_worker_is_replaced_and_its_cell_run_again(tmp_path):
     assert all(r["process"] != os.getpid() for r in found.values())
 
 
-def run_with_ray(program, *arguments):
-    """In a process of its own, which leaves no cluster behind."""
-    pytest.importorskip("ray")
-    ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # others are being tested beside it
-    env = {**os.environ, **ray, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+def fill_on_ray(folder):
+    """A killed actor's cell is run again; the records are written here, whatever process computed them."""
+
+    def compute(i):
+        mark = folder / f"tried-{i}"
+        first = not mark.exists()
+        mark.touch()
+        if i == 2 and first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if i == 9:
+            raise ValueError("nine is too many.")
+        return {"i": i, "process": os.getpid()}
+
+    cells = [Cell(f"c{i}", lambda i=i: compute(i)) for i in range(5)]
+    found = fill(Records(folder / "r", {}), cells, title="t", workers=2, ray="local")
+    assert [r["i"] for r in found.values()] == list(range(5))
+    assert os.getpid() not in {r["process"] for r in found.values()}
+    assert fill(Records(folder / "r", {}), cells, title="t", workers=2, ray="local") == found
+    with pytest.raises(ValueError, match=r"^nine is too many\.$"):
+        fill(Records(folder / "r", {}), [Cell("c9", lambda: compute(9))], title="t", ray="local")
 
 
-def test_lessons_and_searches_on_a_ray_cluster_bring_their_files(tmp_path):
-    """From the command line too; and the cluster that is started listens on loopback alone."""
-    run_with_ray(
-        """
-import sys
-from dataclasses import replace
-from pathlib import Path
+def compare_on_ray(folder):
+    both = {"a": rival("sgd").untuned(), "b": rival("muon").untuned()}
+    options = {"seeds": 2, "steps": 12, "measuring": Measuring(splits=())}
+    there = compare(both, tasks.quadratic(), folder=folder, workers=2, ray="local", **options)
+    here = compare(both, tasks.quadratic(), **options)
+    assert there.values("b", "mean_loss").tolist() == here.values("b", "mean_loss").tolist()
 
-import torch
 
-from metamd import Diagonal, Measuring, load, tasks
-from metamd.cli import main as cli
-from metamd.comparison.parallel import Cell, fill
-from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
-from metamd.comparison.entrants import entrants
-from metamd.files.store import Records
-from metamd.rivals import rival
-from metamd.comparison.search import SEARCHES
-
-folder = Path(sys.argv[1])
-small = ["--rivals", "sgd", "--schedules", "constant", "--budget", "2", "--seeds", "1", "--steps", "10"]
-assert cli.run(["compare", "quadratic", "quadratic", "--out", str(folder / "c"), *small, "--ray", "local"]) == 0
-assert (folder / "c" / "report.html").exists()
-
-import ray
-
-assert not ray.is_initialized(), "the cluster of the command is gone"
-begun = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)  # one for all that follows
-assert begun.address_info["node_ip_address"] == "127.0.0.1", "as the command's was, in this process"
-family = tasks.quadratic((0.5, 1.0), steps=20)
-family.held_out = lambda: tasks.quadratic((0.5, 1.0), steps=20)
-size = Scale(("a",), None, 20, 1, 2, 1, 2, ("sgd",), ("constant",), usage_tasks=0, measuring=Measuring(splits=()))
-experiment = Experiment("x", lambda size, domain: family, {"d": Geometry(Diagonal, {"MetaMD": Entry()})}, {"t": size}, {})
-experiment = replace(experiment, target="SGD")
-found = {ray: experiment.compared("t", folder / str(ray), 0, 2, ray)[0][0] for ray in (None, "local")}
-files = [load(folder / where / "learned" / "a-d.safetensors").fingerprint() for where in ("None", "local")]
-assert files[0] == files[1]
-assert [p.name for p in (folder / "local" / "learned").iterdir()] == ["a-d.safetensors"], "nothing else is left here"
-assert found["local"].values("MetaMD", "mean_loss").tolist() == found[None].values("MetaMD", "mean_loss").tolist()
-
-inputs, tuned = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), {}
-points = {"a": (inputs, (inputs.sum(1) > 0).long())}
-sorting = tasks.supervised(lambda: torch.nn.Linear(4, 2), points, batch_size=10, steps=5)
-for where in (None, "local"):
-    records = Records(folder / f"tuning-{where}", {})
-    options = {"budget": 3, "schedules": ["constant"], "search": SEARCHES["random"], "records": records, "ray": where}
-    tuned[where] = entrants("paper", {}, [rival("sgd"), rival("adam")], sorting, **options)["Adam"].setting
-names = [sorted(p.name for p in (folder / f"tuning-{where}" / "cells").iterdir()) for where in (None, "local")]
-assert names[0] == names[1] and len(names[0]) == 2 * 3 + 2, names
-assert tuned["local"] == tuned[None]
-
-ray.shutdown()
-ray._private.ray_constants.ENABLE_RAY_CLUSTER = True  # as if it had been imported before
-try:
-    fill(Records(folder / "open", {}), [Cell("a", dict)], title="t", ray="local")
-except ValueError as error:
-    assert "must be out of reach of other machines" in str(error)
-else:
-    raise AssertionError
-""",
-        tmp_path,
+def experiment_on_ray(folder):
+    """What is learned there comes here as a file."""
+    family = tasks.quadratic((0.5, 1.0), steps=20)
+    family.held_out = lambda: tasks.quadratic((0.5, 1.0), steps=20)
+    size = Scale(("a",), None, 20, 1, 2, 1, 2, ("sgd",), ("constant",), usage_tasks=0, measuring=Measuring(splits=()))
+    experiment = Experiment(
+        "x", lambda size, domain: family, {"d": Geometry(Diagonal, {"MetaMD": Entry()})}, {"t": size}, {}
     )
+    experiment = replace(experiment, target="SGD")
+    found = {ray: experiment.compared("t", folder / str(ray), 0, 2, ray)[0][0] for ray in (None, "local")}
+    files = [load(folder / where / "learned" / "a-d.safetensors").fingerprint() for where in ("None", "local")]
+    assert files[0] == files[1]
+    assert [p.name for p in (folder / "local" / "learned").iterdir()] == ["a-d.safetensors"], "nothing else is left here"
+    assert found["local"].values("MetaMD", "mean_loss").tolist() == found[None].values("MetaMD", "mean_loss").tolist()
 
 
-def test_a_local_ray_cluster_and_a_killed_actor(tmp_path):
-    """As above on a cluster; the records are written here, whatever process computed them."""
-    program = """
-import os, signal, sys
-from dataclasses import replace
-from pathlib import Path
-from metamd.comparison.parallel import Cell, fill
-from metamd.files.store import Records
+def tune_on_ray(folder):
+    inputs, tuned = torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), {}
+    points = {"a": (inputs, (inputs.sum(1) > 0).long())}
+    sorting = tasks.supervised(lambda: torch.nn.Linear(4, 2), points, batch_size=10, steps=5)
+    for where in (None, "local"):
+        records = Records(folder / f"tuning-{where}", {})
+        options = {"budget": 3, "schedules": ["constant"], "search": SEARCHES["random"], "records": records, "ray": where}
+        tuned[where] = entered("paper", {}, [rival("sgd"), rival("adam")], sorting, **options)["Adam"].setting
+    names = [sorted(p.name for p in (folder / f"tuning-{where}" / "cells").iterdir()) for where in (None, "local")]
+    assert names[0] == names[1]
+    assert len(names[0]) == 2 * 3 + 2
+    assert tuned["local"] == tuned[None]
 
-folder = Path(sys.argv[1])
 
-def compute(i):
-    mark = folder / f"tried-{i}"
-    first = not mark.exists()
-    mark.touch()
-    if i == 2 and first:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if i == 9:
-        raise ValueError("nine is too many.")
-    return {"i": i, "process": os.getpid()}
+def all_on_ray(folder):
+    os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"})  # others are being tested beside it
+    small = ["--rivals", "sgd", "--schedules", "constant", "--budget", "2", "--seeds", "1", "--steps", "10"]
+    assert cli.run(["compare", "quadratic", "quadratic", "--out", str(folder / "c"), *small, "--ray", "local"]) == 0
+    assert (folder / "c" / "report.html").exists()
 
-cells = [Cell(f"c{i}", lambda i=i: compute(i)) for i in range(5)]
-found = fill(Records(folder / "r", {}), cells, title="t", workers=2, ray="local")
-assert [r["i"] for r in found.values()] == list(range(5))
-assert os.getpid() not in {r["process"] for r in found.values()}
-assert fill(Records(folder / "r", {}), cells, title="t", workers=2, ray="local") == found
+    import ray
 
-import ray
-from metamd import Measuring, compare, tasks
-from metamd.rivals import rival
+    assert not ray.is_initialized(), "the cluster of the command is gone"
+    begun = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)  # one for all that follows
+    assert begun.address_info["node_ip_address"] == "127.0.0.1", "as the command's was, in this process"
+    for work in (fill_on_ray, compare_on_ray, experiment_on_ray, tune_on_ray):
+        (folder / work.__name__).mkdir()
+        work(folder / work.__name__)
+    ray.shutdown()
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = True  # as if it had been imported before
+    with pytest.raises(ValueError, match="must be out of reach of other machines"):
+        fill(Records(folder / "open", {}), [Cell("a", dict)], title="t", ray="local")
 
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-both = {"a": rival("sgd").untuned(), "b": rival("muon").untuned()}
-options = {"seeds": 2, "steps": 12, "measuring": Measuring(splits=())}
-there = compare(both, tasks.quadratic(), folder=folder / "c", workers=2, ray="local", **options)
-here = compare(both, tasks.quadratic(), **options)
-assert there.values("b", "mean_loss").tolist() == here.values("b", "mean_loss").tolist()
-try:
-    fill(Records(folder / "r", {}), [Cell("c9", lambda: compute(9))], title="t", ray="local")
-except ValueError as error:
-    assert str(error) == "nine is too many."
-else:
-    raise AssertionError
-"""
-    run_with_ray(program, tmp_path)
+
+def test_a_local_ray_cluster(tmp_path):
+    """In a process of its own, which leaves no cluster behind, and with one cluster for nearly all: each takes seconds."""
+    pytest.importorskip("ray")
+    ended = processes.run(all_on_ray, tmp_path)
+    assert ended.code == 0, ended.err
 
 
 def test_a_cell_that_always_kills_its_process_is_given_up(tmp_path):
@@ -767,40 +734,25 @@ def test_the_sentence_of_a_cell_arrives(tmp_path):
         fill(Records(tmp_path / "c", {}), [], title="t", workers=0)
 
 
-PROGRAM = """
-import sys, time
-from dataclasses import replace
-from pathlib import Path
-from metamd.comparison.parallel import Cell, fill
-from metamd.files.store import Records
+def fill_twelve(point, folder, workers):
+    def compute(i):
+        with (folder / "log").open("a") as log:
+            log.write(f"{i}\n")
+        return {"i": i}
 
-def compute(i):
-    with open(Path(sys.argv[1]) / "log", "a") as log:
-        log.write(f"{i}\\n")
-    time.sleep(0.15)
-    return {"i": i}
-
-cells = [Cell(f"c{i}", lambda i=i: compute(i)) for i in range(12)]
-fill(Records(Path(sys.argv[1]) / "r", {}), cells, title="t", workers=2)
-"""
+    processes.arm(point)
+    cells = [Cell(f"c{i}", lambda i=i: compute(i)) for i in range(12)]
+    fill(Records(folder / "r", {}), cells, title="t", workers=workers)
 
 
-@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL])
-def test_filling_survives_ctrl_c_and_kill(tmp_path, blow):
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    first = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, start_new_session=True)
-    while len(list(tmp_path.glob("r/cells/*.json"))) < 3:
-        time.sleep(0.02)
-        assert first.poll() is None
-    first.send_signal(blow)
-    first.communicate(timeout=30)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("how", ["SIGINT", "SIGKILL"])
+def test_filling_survives_ctrl_c_and_kill(tmp_path, how, workers):
+    assert processes.run(fill_twelve, f"cell:3:{how}", tmp_path, workers).code != 0
     done = {p.stem for p in tmp_path.glob("r/cells/*.json")}
-    assert 3 <= len(done) < 12
-    time.sleep(0.5)  # a child of a killed parent ends its cell
-    done = {p.stem for p in tmp_path.glob("r/cells/*.json")}
+    assert len(done) == 3
     before = (tmp_path / "log").read_text().split()
-    subprocess.run(command, env=env, check=True, capture_output=True, timeout=60)
+    fill_twelve("", tmp_path, workers)
     log = (tmp_path / "log").read_text().split()
     assert {p.stem for p in tmp_path.glob("r/cells/*.json")} == {f"c{i}" for i in range(12)}
     assert not {f"c{i}" for i in log[len(before) :]} & done, "a finished cell was run twice"

@@ -1,11 +1,6 @@
 """Rivals against torch.optim, races against loops, records that resume, and the experiments at their smallest scale."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from importlib import import_module
 from pathlib import Path
 
@@ -226,39 +221,6 @@ def test_only_our_own_warnings_belong_to_a_result(recwarn):
     warnings.warn("ours", OffFamilyWarning, stacklevel=1)
     warnings.warn("theirs", UserWarning, stacklevel=1)
     assert own_warnings(recwarn) == ["OffFamilyWarning"]
-
-
-SLOW = """
-import sys, time
-from pathlib import Path
-from metamd.comparison.parallel import Cell, fill
-from metamd.files.store import Records
-
-def cell(i):
-    def compute():
-        time.sleep(0.2)
-        return {"value": i}
-    return Cell(f"cell-{i}", compute)
-
-fill(Records(Path(sys.argv[1]), {"n": 6}), [cell(i) for i in range(6)], title="slow")
-"""
-
-
-def test_a_killed_run_continues(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", SLOW, tmp_path], env=environment, stderr=subprocess.DEVNULL)
-    folder = tmp_path / "cells"
-    while len(list(folder.glob("cell-*.json")) if folder.exists() else []) < 2:
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = {p.name: p.stat().st_mtime_ns for p in folder.glob("cell-*.json")}
-    assert 2 <= len(before) < 6
-    subprocess.run([sys.executable, "-c", SLOW, tmp_path], env=environment, check=True, stderr=subprocess.DEVNULL)
-    after = {p.name: p.stat().st_mtime_ns for p in folder.glob("cell-*.json")}
-    assert [read_json(folder / f"cell-{i}.json")["value"] for i in range(6)] == list(range(6))
-    assert all(after[name] == stamp for name, stamp in before.items())
 
 
 # the experiments

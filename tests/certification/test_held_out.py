@@ -35,12 +35,16 @@ def above(hits, level=0.999):
     return float(stats.beta.ppf(1 - level, k, n - k + 1)) >= 1 - DELTA
 
 
+def bound_of(statement):
+    return math.inf if statement.bound is None else statement.bound
+
+
 def conformal_hits(draw, m, rank=None, seed=0):
     rng = np.random.default_rng(seed)
     scores, new = draw(rng, (REPEATS, m)), draw(rng, REPEATS)
     if rank is not None:
         return new <= np.sort(scores, axis=1)[:, rank - 1]
-    return new <= np.array([next_task(row, DELTA).bound for row in scores])
+    return new <= np.array([bound_of(next_task(row, DELTA)) for row in scores])
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -59,20 +63,22 @@ def test_a_rank_without_the_plus_one_is_rejected(name):
     scores, new = DISTRIBUTIONS[name](rng, (20_000, 50)), DISTRIBUTIONS[name](rng, 20_000)
     ordered = np.sort(scores, axis=1)
     assert below(new <= ordered[:, wrong - 1])
-    assert above(new <= ordered[:, next_task(scores[0], DELTA).rank - 1])
+    assert above(new <= ordered[:, next_task(scores[0], DELTA).numbers["rank"] - 1])
 
 
 def test_ranks_and_reasons():
-    assert next_task(range(19), 0.05).rank == 19
+    assert next_task(range(19), 0.05).numbers["rank"] == 19
     few = next_task(range(18), 0.05)
-    assert few.bound == math.inf
-    assert "18 tasks are too few at 0.95: the 19th smallest score is needed" in few.why
+    assert (few.bound, few.verdict) == (None, "no bound")
+    assert few.basis == "18 tasks are too few at 0.95: the 19th smallest score is needed"
     failed = next_task([1.0] * 45 + [math.inf] * 5, 0.05)
-    assert failed.bound == math.inf
-    assert failed.why == "the 49th smallest of 50 scores is not finite, and 5 are not"
+    assert (failed.bound, failed.verdict) == (None, "no bound")
+    assert failed.basis == "the 49th smallest of 50 scores is not finite, and 5 are not"
     one = next_task([1.0] * 49 + [math.inf], 0.05)  # one failure in fifty is within delta
-    assert one.bound == 1.0
-    assert one.why == ""
+    assert (one.bound, one.verdict) == (1.0, "holds")
+    assert one.basis == "49th smallest of 50 scores; 1 not finite; split conformal"
+    ranks = {"1st": (1, 0.6), "2nd": (2, 0.4), "3rd": (3, 0.3), "11th": (11, 0.1), "21st": (21, 0.05)}
+    assert all(next_task(range(m), alpha).basis.startswith(f"{name} ") for name, (m, alpha) in ranks.items())
 
 
 def bernoulli(rng, shape, p=0.03):
@@ -125,17 +131,17 @@ def test_each_inequality_against_its_formula_and_the_better_is_taken():
     assert empirical_bernstein([1.0], 0, 5, 0.1) == math.inf
     rng = np.random.default_rng(0)
     many, few = mean_below(0.01 * rng.random(500), 1.0, 0.05), mean_below(0.01 * rng.random(20), 1.0, 0.05)
-    assert (many.method, few.method) == ("empirical Bernstein", "Hoeffding")
+    assert many.basis.endswith("; empirical Bernstein")
+    assert few.basis.endswith("; Hoeffding")
     assert many.bound == pytest.approx(empirical_bernstein(0.01 * np.random.default_rng(0).random(500), 0, 1, 0.025))
 
 
 def test_clipping_is_counted_and_a_bound_at_the_cap_is_vacuous():
     found = mean_below([1.0, 2.0, math.inf, 30.0, -5.0], cap=10.0, delta=0.05)
-    assert found.clipped == 0.4
-    assert found.mean == pytest.approx((1 + 2 + 10 + 10 + 0) / 5)
-    assert found.vacuous
-    assert found.bound == 10.0
-    assert not mean_below([1.0] * 100, cap=10.0, delta=0.05).vacuous
+    assert found.numbers["clipped"] == 0.4
+    assert found.numbers["mean"] == pytest.approx((1 + 2 + 10 + 10 + 0) / 5)
+    assert (found.bound, found.verdict) == (10.0, "vacuous")
+    assert mean_below([1.0] * 100, cap=10.0, delta=0.05).verdict == "holds"
 
 
 @pytest.mark.parametrize("m", [1, 7, 50, 1000])

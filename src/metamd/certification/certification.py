@@ -4,14 +4,14 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 from torch import Tensor
 
 from metamd.certification.generalisation import (
-    PRINTED,
+    DIVERGENCE,
     REASONS,
     corrected_bound,
     displacements,
@@ -20,7 +20,7 @@ from metamd.certification.generalisation import (
     training_tasks,
 )
 from metamd.certification.statements import HeldOutCertificate, Statement, Verdict
-from metamd.certification.statistics import checked, clopper_pearson, mean_below, next_task, ordinal
+from metamd.certification.statistics import checked, clopper_pearson, mean_below, next_task
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import Usage
 from metamd.inner.comparators import Reference
@@ -226,51 +226,28 @@ def _about_the_next(scores: Sequence[Score], delta: float, target: float, steps:
         f"loss after {steps} steps": [s.loss for s in scores],
         "distance sqrt(2 B(theta_*||theta_1))": [s.distance for s in scores],
     }
-    return [_next(quantity, values, delta) for quantity, values in rows.items()]
+    found = []
+    for quantity, values in rows.items():
+        known = [v for v in values if v is not None]
+        missing = Statement("next task", quantity, None, "no bound", UNKNOWN, 1 - delta)
+        found.append(next_task(known, delta, quantity) if len(known) == len(values) else missing)
+    return found
 
 
-def _next(quantity: str, values: Sequence[float | None], delta: float) -> Statement:
-    known = [v for v in values if v is not None]
-    if len(known) < len(values):
-        return Statement("next task", quantity, None, "no bound", UNKNOWN, 1 - delta)
-    found = next_task(known, delta)
-    numbers = {"rank": found.rank, "tasks": found.tasks, "infinite": found.infinite}
-    if found.why:
-        return Statement("next task", quantity, None, "no bound", found.why, 1 - delta, numbers)
-    censored = f"; {found.infinite} not finite" if found.infinite else ""
-    basis = f"{ordinal(found.rank)} smallest of {found.tasks} scores{censored}; split conformal"
-    return Statement("next task", quantity, found.bound, "holds", basis, 1 - delta, numbers)
-
-
-def _about_the_mean(
-    scores: Sequence[Score], delta: float, target: float, steps: int, regret_cap: float | None
-) -> list[Statement]:
-    counts = [s.steps for s in scores]
-    found = [_mean(f"min(steps to a loss of {target:.4g}, {steps})", counts, steps, delta)]
+def _about_the_mean(scores: Sequence[Score], delta: float, target: float, steps: int, cap: float | None) -> list[Statement]:
+    found = [mean_below([s.steps for s in scores], steps, delta, f"min(steps to a loss of {target:.4g}, {steps})")]
     regrets = [s.regret for s in scores if s.regret is not None]
-    if len(regrets) < len(scores):
-        return [*found, Statement("mean", "regret", None, "no bound", UNKNOWN, 1 - delta)]
-    if regret_cap is None:
-        missing = "the regret has no range of its own: state one beforehand with Stated(regret_cap=b) (--regret-cap)"
-        return [*found, Statement("mean", "regret", None, "no bound", missing, 1 - delta)]
+    if len(regrets) < len(scores) or cap is None:
+        unstated = "the regret has no range of its own: state one beforehand with Stated(regret_cap=b) (--regret-cap)"
+        why = unstated if len(regrets) == len(scores) else UNKNOWN
+        return [*found, Statement("mean", "regret", None, "no bound", why, 1 - delta)]
     # both together at 1 - delta
-    found.append(_mean(f"min(regret, {regret_cap:.4g})", regrets, regret_cap, delta / 2))
-    above = sum(r > regret_cap for r in regrets)
+    found.append(mean_below(regrets, cap, delta / 2, f"min(regret, {cap:.4g})"))
+    above = sum(r > cap for r in regrets)
     share = clopper_pearson(above, len(regrets), delta / 2)
-    basis = f"{above} of {len(regrets)} were above; Clopper-Pearson"
-    numbers = {"above": above, "tasks": len(regrets)}
-    quantity = f"regret above {regret_cap:.4g}"
-    return [
-        *found,
-        Statement("share", quantity, share, "holds" if share < 1 else "vacuous", basis, 1 - delta / 2, numbers),
-    ]
-
-
-def _mean(quantity: str, values: Sequence[float], cap: float, delta: float) -> Statement:
-    found = mean_below(values, cap, delta)
-    basis = f"mean {found.mean:.5g}, {100 * found.clipped:.3g} % clipped; {found.method}"
-    numbers = {"mean": found.mean, "cap": found.cap, "clipped": found.clipped, "tasks": found.tasks}
-    return Statement("mean", quantity, found.bound, "vacuous" if found.vacuous else "holds", basis, 1 - delta, numbers)
+    basis, numbers = f"{above} of {len(regrets)} were above; Clopper-Pearson", {"above": above, "tasks": len(regrets)}
+    verdict: Verdict = "holds" if share < 1 else "vacuous"
+    return [*found, Statement("share", f"regret above {cap:.4g}", share, verdict, basis, 1 - delta / 2, numbers)]
 
 
 def _from_training(
@@ -282,35 +259,21 @@ def _from_training(
     comparator: Reference | None,
 ) -> list[Statement]:
     """The bounds of the generalisation theorem, corrected and as printed."""
-    quantity, confidence = "B(theta_*||theta_1)", 1 - delta
+    found = []
     try:
         tasks, share = training_tasks(learned.header, family)
         seen, size = displacements(learned, tasks, lambda task: solve(task, comparator))
+        lipschitz = max(s.largest_gradient for s in scores)
+        value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=stated.radius)
+        numbers = {"lipschitz": lipschitz, "max_norm": size.norm, "tasks": seen.tasks}
+        quantity, basis = "regret, the paper's formula", "; ".join(REASONS)
+        verdict: Verdict = "as printed; not a valid bound"
+        found = [Statement("training tasks", quantity, value, verdict, basis, 1 - delta, numbers)]
+        fixed = {"max_norm": learned.header.max_norm, "radius": stated.radius, "reach": stated.reach}
+        corrected = replace(corrected_bound(seen, size, delta=share * delta, **fixed), confidence=1 - delta)
     except ValueError as error:
-        return [Statement("training tasks", quantity, None, "does not apply", str(error), confidence)]
-    lipschitz = max(s.largest_gradient for s in scores)
-    value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=stated.radius)
-    numbers = {"lipschitz": lipschitz, "max_norm": size.norm, "tasks": seen.tasks}
-    paper = Statement(
-        "training tasks", "regret, the paper's formula", value, PRINTED, "; ".join(REASONS), confidence, numbers
-    )
-    fixed = {"max_norm": learned.header.max_norm, "radius": stated.radius, "reach": stated.reach}
-    try:
-        found = corrected_bound(seen, size, delta=share * delta, **fixed)
-    except ValueError as error:
-        return [Statement("training tasks", quantity, None, "does not apply", str(error), confidence), paper]
-    c = f"C = {found.max_norm:.4g} {'stated beforehand' if found.norm_fixed else 'from a grid'}"
-    r = f"r = {found.radius:.4g} {'stated beforehand' if found.radius_fixed else 'from a grid'} ({found.form})"
-    parts = f"mean {found.mean:.4g} + complexity {found.complexity:.4g} + chance {found.concentration:.4g}"
-    basis = f"{seen.tasks} training tasks; {c}, {r}; {parts}"
-    if not found.radius_fixed:
-        quantity += f" over displacements up to {found.radius:.4g}"
-        basis += f"; at most {100 * found.beyond:.3g} % of tasks lie beyond"
-    if found.vacuous:
-        basis += f"; the radius alone gives {found.trivial:.4g}"
-    numbers = {k: v for k, v in asdict(found).items() if type(v) is float} | {"tasks": seen.tasks}
-    verdict: Verdict = "vacuous" if found.vacuous else "holds"
-    return [Statement("training tasks", quantity, found.bound, verdict, basis, confidence, numbers), paper]
+        corrected = Statement("training tasks", DIVERGENCE, None, "does not apply", str(error), 1 - delta)
+    return [corrected, *found]
 
 
 def across_domains(learned: LearnedOptimiser, family: TaskFamily) -> str:

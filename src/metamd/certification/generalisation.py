@@ -7,13 +7,13 @@ functions bound its expectation. docs/concepts/held-out.md has the proofs.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from metamd.certification.statements import Statement, Verdict
 from metamd.files.header import Header
 from metamd.files.learned import LearnedOptimiser
 from metamd.learning.rounds.outer import metric_norms
@@ -31,7 +31,7 @@ PURPOSES = ("train", "judge", "pieces", "scale")
 RATIO = 1.1
 """Neighbours on the grids of C and r."""
 
-PRINTED: Final = "as printed; not a valid bound"
+DIVERGENCE = "B(theta_*||theta_1)"
 
 REASONS = (
     "symmetrisation costs a factor 2 that the third term lacks",
@@ -90,44 +90,6 @@ class Size:
     turned: bool = False
 
 
-@dataclass(frozen=True)
-class Generalisation:
-    """A bound on E B(theta_*||theta_1) of a new task, or of its part within a radius.
-
-    Args:
-        form: which displacements are bounded: "l2" or "l_inf".
-        bound: mean + complexity + concentration.
-        mean: over the training tasks.
-        complexity: twice the Rademacher complexity of the class.
-        concentration: what chance adds.
-        max_norm: C.
-        radius: r, of the form.
-        norm_fixed: whether C was stated beforehand; else it is from a grid, whose union bound has been paid.
-        radius_fixed: likewise for r. If not, the bound is on E B 1{displacement <= r}.
-        beyond: then, a bound on the probability of a displacement beyond r; 0 if r was stated.
-        trivial: what the radius alone says about B.
-        confidence: with which all of it holds.
-    """
-
-    form: str
-    bound: float
-    mean: float
-    complexity: float
-    concentration: float
-    max_norm: float
-    radius: float
-    norm_fixed: bool
-    radius_fixed: bool
-    beyond: float
-    trivial: float
-    confidence: float
-
-    @property
-    def vacuous(self) -> bool:
-        """Whether the radius alone says as much."""
-        return self.bound >= self.trivial
-
-
 def printed_bound(
     seen: Displacements,
     size: Size,
@@ -158,7 +120,7 @@ def corrected_bound(
     max_norm: float | None = None,
     radius: float | None = None,
     reach: float | None = None,
-) -> Generalisation:
+) -> Statement:
     """With probability 1 - delta, E B <= mean B + 2 R_n + C^2 r^2/2 sqrt(ln(1/delta)/(2n)), whatever metrics were chosen.
 
     2 R_n is N C^2 r^2/sqrt(n) with r on the Euclidean length of theta_* - theta_1 ("l2"), and with r on its largest entry
@@ -192,12 +154,13 @@ def corrected_bound(
         forms.append(("l_inf", seen.reaches, reach))
     stated = [row for row in forms if row[2] is not None] or forms
     found = [_bound(form, seen, size, sizes, delta / len(stated), max_norm, r) for form, sizes, r in stated]
-    return replace(min(found, key=lambda g: g.bound), confidence=1 - delta)
+    best = min(found, key=lambda statement: statement.numbers["bound"])
+    return replace(best, confidence=1 - delta, numbers={**best.numbers, "confidence": 1 - delta})
 
 
 def _bound(
     form: str, seen: Displacements, size: Size, sizes: Array, delta: float, max_norm: float | None, radius: float | None
-) -> Generalisation:
+) -> Statement:
     n, root = seen.tasks, math.sqrt(seen.tasks)
     c, share = (max_norm, 1.0) if max_norm is not None else on_grid(size.norm)
     farthest, beyond, chance = float(sizes.max()), 0.0, delta
@@ -217,21 +180,21 @@ def _bound(
     complexity = unit * (size.pieces * each + 0.5 * (size.pieces - 1) * size.offsets)
     concentration = unit / 2 * math.sqrt(math.log(1 / (chance * share)) / 2)
     mean = float(seen.divergences.mean())
-    trivial = 0.5 * r**2 * (size.largest if form == "l2" else size.norm**2)
-    return Generalisation(
-        form=form,
-        bound=mean + complexity + concentration,
-        mean=mean,
-        complexity=complexity,
-        concentration=concentration,
-        max_norm=c,
-        radius=r,
-        norm_fixed=max_norm is not None,
-        radius_fixed=radius is not None,
-        beyond=beyond,
-        trivial=trivial,
-        confidence=1 - delta,
-    )
+    bound = mean + complexity + concentration
+    trivial = 0.5 * r**2 * (size.largest if form == "l2" else size.norm**2)  # what the radius alone says
+    how = {True: "stated beforehand", False: "from a grid"}
+    basis = f"{n} training tasks; C = {c:.4g} {how[max_norm is not None]}, r = {r:.4g} {how[radius is not None]} ({form}); "
+    basis += f"mean {mean:.4g} + complexity {complexity:.4g} + chance {concentration:.4g}"
+    quantity = DIVERGENCE
+    if radius is None:
+        quantity += f" over displacements up to {r:.4g}"
+        basis += f"; at most {100 * beyond:.3g} % of tasks lie beyond"
+    if bound >= trivial:
+        basis += f"; the radius alone gives {trivial:.4g}"
+    numbers = {"bound": bound, "mean": mean, "complexity": complexity, "concentration": concentration}
+    numbers |= {"max_norm": c, "radius": r, "beyond": beyond, "trivial": trivial, "confidence": 1 - delta, "tasks": n}
+    verdict: Verdict = "vacuous" if bound >= trivial else "holds"
+    return Statement("training tasks", quantity, bound, verdict, basis, 1 - delta, numbers)
 
 
 def on_grid(value: float) -> tuple[float, float]:

@@ -6,45 +6,16 @@ task that failed has an infinite score; none is left out.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from metamd.certification.statements import Statement
+
 Scores = Sequence[float] | NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class NextTask:
-    """A bound on the score of one more task.
-
-    Args:
-        bound: the score of rank k; infinite if nothing is bounded.
-        rank: k = ceil((1 - alpha)(m + 1)).
-        tasks: m.
-        infinite: how many scores were infinite.
-        confidence: 1 - alpha, over the draw of all m + 1 tasks.
-    """
-
-    bound: float
-    rank: int
-    tasks: int
-    infinite: int
-    confidence: float
-
-    @property
-    def why(self) -> str:
-        """Why there is no bound; empty if there is one."""
-        if self.rank > self.tasks:
-            return (
-                f"{self.tasks} tasks are too few at {self.confidence:g}: the {ordinal(self.rank)} smallest score is needed"
-            )
-        if math.isinf(self.bound):
-            return f"the {ordinal(self.rank)} smallest of {self.tasks} scores is not finite, and {self.infinite} are not"
-        return ""
-
-
-def next_task(scores: Scores, alpha: float) -> NextTask:
+def next_task(scores: Scores, alpha: float, quantity: str = "score") -> Statement:
     """Split conformal prediction [Vovk2005]: P(next score <= k-th smallest of m) >= 1 - alpha, k = ceil((1 - alpha)(m + 1)).
 
     Whatever the distribution of the scores, as long as all m + 1 of them are exchangeable. The probability is over the
@@ -52,45 +23,25 @@ def next_task(scores: Scores, alpha: float) -> NextTask:
 
     Example:
         >>> next_task(range(1, 20), alpha=0.05).bound, next_task(range(1, 19), alpha=0.05).bound
-        (19.0, inf)
+        (19.0, None)
     """
     values = checked(scores, alpha)
     m = len(values)
     # (1 - alpha)(m + 1) can be an integer that floats miss by a little, to either side
     k = math.ceil(round((1 - alpha) * (m + 1), 9))
-    bound = float(np.sort(values)[k - 1]) if k <= m else math.inf
-    return NextTask(bound, k, m, int(np.isinf(values).sum()), 1 - alpha)
+    bound, infinite = float(np.sort(values)[k - 1]) if k <= m else math.inf, int(np.isinf(values).sum())
+    numbers, confidence = {"rank": k, "tasks": m, "infinite": infinite}, 1 - alpha
+    if math.isinf(bound):
+        why = f"the {_ordinal(k)} smallest of {m} scores is not finite, and {infinite} are not"
+        if k > m:
+            why = f"{m} tasks are too few at {confidence:g}: the {_ordinal(k)} smallest score is needed"
+        return Statement("next task", quantity, None, "no bound", why, confidence, numbers)
+    censored = f"; {infinite} not finite" if infinite else ""
+    basis = f"{_ordinal(k)} smallest of {m} scores{censored}; split conformal"
+    return Statement("next task", quantity, bound, "holds", basis, confidence, numbers)
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A bound on the expectation of min(score, cap).
-
-    Args:
-        bound: at most `cap`.
-        mean: of the clipped scores.
-        cap: the end of the range, stated beforehand.
-        clipped: the share of scores above it.
-        method: which of the two inequalities gave the bound.
-        tasks: m.
-        confidence: 1 - delta.
-    """
-
-    bound: float
-    mean: float
-    cap: float
-    clipped: float
-    method: str
-    tasks: int
-    confidence: float
-
-    @property
-    def vacuous(self) -> bool:
-        """Whether the range alone says as much."""
-        return self.bound >= self.cap
-
-
-def mean_below(scores: Scores, cap: float, delta: float, *, low: float = 0.0) -> Mean:
+def mean_below(scores: Scores, cap: float, delta: float, quantity: str = "score", *, low: float = 0.0) -> Statement:
     """A bound on E min(score, cap): the better of Hoeffding's and the empirical Bernstein bound, at delta/2 each.
 
     Args:
@@ -101,7 +52,7 @@ def mean_below(scores: Scores, cap: float, delta: float, *, low: float = 0.0) ->
         low: the other end of the range, stated beforehand too.
 
     Example:
-        >>> mean_below([1.0, 2.0, 3.0, 400.0], cap=100.0, delta=0.05).clipped
+        >>> mean_below([1.0, 2.0, 3.0, 400.0], cap=100.0, delta=0.05).numbers["clipped"]
         0.25
     """
     values = checked(scores, delta)
@@ -113,8 +64,11 @@ def mean_below(scores: Scores, cap: float, delta: float, *, low: float = 0.0) ->
         "empirical Bernstein": empirical_bernstein(clipped, low, cap, delta / 2),
     }
     method = min(bounds, key=lambda n: bounds[n])
-    above = float((values > cap).mean())
-    return Mean(min(bounds[method], cap), float(clipped.mean()), cap, above, method, len(values), 1 - delta)
+    bound, mean, above = min(bounds[method], cap), float(clipped.mean()), float((values > cap).mean())
+    basis = f"mean {mean:.5g}, {100 * above:.3g} % clipped; {method}"
+    numbers = {"mean": mean, "cap": cap, "clipped": above, "tasks": len(values)}
+    # At the cap the bound says no more than the range that was stated.
+    return Statement("mean", quantity, bound, "vacuous" if bound >= cap else "holds", basis, 1 - delta, numbers)
 
 
 def hoeffding(values: Scores, low: float, high: float, delta: float) -> float:
@@ -175,7 +129,6 @@ def checked(scores: Scores, delta: float) -> NDArray[np.float64]:
     return values
 
 
-def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th, 11th, 103rd."""
+def _ordinal(number: int) -> str:
     last = number % 10 if number % 100 not in (11, 12, 13) else 0
     return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"

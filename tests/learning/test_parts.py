@@ -9,9 +9,8 @@ from torch import nn
 
 from metamd import Diagonal, Journal, learn_start, learn_usage, load, meta_train
 from metamd.cli import main as cli
-from metamd.files.store import Parts
 from metamd.inner.comparators import Reference
-from metamd.learning.parts import parts_of
+from metamd.learning.parts import Parts, parts_of
 from metamd.learning.reference import learn_from_reference
 from metamd.tasks import quadratic, starting_at, supervised, tabular
 from metamd.tasks.wrapped import Counted
@@ -130,7 +129,7 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path):
 
 def test_what_was_done_before_counts_for_all_who_count():
     outer = Counted(family())
-    Parts(Counted(outer)).meter.spent(7, 1.5)
+    Parts(Counted(outer)).family.spent(7, 1.5)
     assert (outer.batches, outer.seconds) == (7, 1.5)
 
 

@@ -6,12 +6,12 @@ Everything is written whole or not at all, so that the same call continues a run
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -217,104 +217,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record
-
-
-class Meter(Protocol):
-    """What counts the gradients that parts take, such as `metamd.tasks.counted.Counted`."""
-
-    @property
-    def batches(self) -> int:
-        """So many so far."""
-
-    def spent(self, batches: int, seconds: float) -> None:
-        """Count work that was done elsewhere or before."""
-
-
-class Savable(Protocol):
-    """What writes itself to a file."""
-
-    def save(self, path: Path, /) -> None:
-        """Write it whole or not at all."""
-
-
-Saved = TypeVar("Saved", bound=Savable)
-Pieces = Mapping[str, Callable[[], Result]]
-
-
-class Parts:
-    """Finished parts of a learning by name, each with its cost: read if it is kept, else computed and kept.
-
-    The cost of a part that is read is added to the meter. So a learning that was stopped says in the end what one that was
-    not would have said.
-
-    Args:
-        meter: counts the gradients.
-        records: where parts are kept; None computes all of them.
-    """
-
-    def __init__(self, meter: Meter, records: Records | None = None) -> None:
-        self.meter, self.records = meter, records
-
-    def part(self, name: str, compute: Callable[[], Result]) -> Result:
-        """The part of that name, in JSON's types and without infinities."""
-        return self.parts({name: compute}, lambda pieces: ((n, c()) for n, c in pieces.items()))[name]
-
-    def parts(self, pieces: Pieces, results: Callable[[Pieces], Iterable[tuple[str, Result]]]) -> dict[str, Result]:
-        """Several parts, in their order; each is kept as soon as it is there.
-
-        Args:
-            pieces: compute them.
-            results: what computes pieces and gives names and results as they are finished, such as `Executor.results`.
-        """
-        found = {name: self._read(name) for name in pieces if self.records is not None and self.records.has(name)}
-        missing = {name: self._measured(compute) for name, compute in pieces.items() if name not in found}
-        before, gradients = self.meter.batches, 0
-        for name, result in results(missing):
-            if self.records is not None:
-                self.records.write(name, result)
-            found[name] = result
-            gradients += result["gradients"]
-        here = self.meter.batches - before
-        self.meter.spent(gradients - here, 0.0)  # what other processes counted; their time is that of this one
-        return {name: found[name] for name in pieces}
-
-    def file(self, name: str, compute: Callable[[], Saved], read: Callable[[Path], Saved]) -> Saved:
-        """The part of that name, as a file of its own."""
-        if self.records is None:
-            return compute()
-        path = self.records.folder / f"{name}.safetensors"
-        if self.records.has(name) and path.exists():
-            self._read(name)
-            return read(path)
-
-        found: list[Saved] = []
-
-        def saved() -> Result:
-            found.append(compute())
-            found[0].save(path)
-            return {}
-
-        cost = self._measured(saved)()
-        self.records.forget(name)
-        self.records.write(name, cost)
-        return found[0]
-
-    def _measured(self, compute: Callable[[], Result]) -> Callable[[], Result]:
-        def measured() -> Result:
-            before, began = self.meter.batches, time.perf_counter()
-            found = compute()
-            return {**found, "gradients": self.meter.batches - before, "seconds": time.perf_counter() - began}
-
-        return measured
-
-    def _read(self, name: str) -> Result:
-        assert self.records is not None
-        found = self.records.read(name)
-        gradients, seconds = found.get("gradients"), found.get("seconds")
-        if not isinstance(gradients, int) or not isinstance(seconds, int | float):
-            raise ValueError(f"{str(self.records.path(name))!r} must say what it has cost. Delete it to compute it again.")
-        self.meter.spent(gradients, seconds)
-        return found
 
 
 def read_cell(folder: Path, name: str) -> Result:

@@ -16,10 +16,10 @@ import torch
 
 from metamd.files.header import SCHEMA_VERSIONS
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
-from metamd.files.store import Journal, Parts, Result
+from metamd.files.store import Journal, Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
 from metamd.inner.comparators import Reference
-from metamd.learning.parts import parts_of
+from metamd.learning.parts import Parts, parts_of
 from metamd.learning.rounds.round import draw_config
 from metamd.learning.trial import train
 from metamd.learning.usage_trials import LEFT, JudgedOn, Trials, Watch, best_usage, first_usages, tail_loss

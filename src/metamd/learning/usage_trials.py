@@ -8,8 +8,9 @@ from typing import Literal
 
 import torch
 
-from metamd.files.store import Parts, Result
+from metamd.files.store import Result
 from metamd.files.usage import Average, Schedule, Usage
+from metamd.learning.parts import Parts
 from metamd.learning.schedule import refined
 from metamd.learning.trial import train
 from metamd.potentials.base import Params

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential
 from metamd.potentials.base import Params
+from metamd.potentials.basis import Learned
 from metamd.potentials.forms import Array
-from metamd.potentials.kronecker import Learned
 from metamd.tasks import Config, Evaluation, SolvedTask, TaskFamily, logistic, quadratic, rosenbrock, supervised, tabular
 from metamd.tasks.base import draw_seed
 

@@ -9,7 +9,7 @@ import torch
 
 from metamd import LearnedOptimiser, MaxDiagonal, Online, Usage
 from metamd.files.header import Header
-from metamd.potentials.kronecker import Learned
+from metamd.potentials.basis import Learned
 
 SHAPES = {"fc1.weight": (4, 3), "fc1.bias": (4,), "fc2.weight": (2, 4), "fc2.bias": (2,)}
 TYINGS = ("parameter", "channel", "column", "tensor", "role")

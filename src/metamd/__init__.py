@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from metamd.learning.usage import learn_start, learn_usage
     from metamd.optimiser.certificate.record import Certificate
     from metamd.optimiser.guard import OffFamilyWarning
-    from metamd.optimiser.optimiser import MetaMD
-    from metamd.optimiser.recommended import prepare
+    from metamd.optimiser.optimiser import MetaMD, prepare
     from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
     from metamd.potentials.step import mirror_step
     from metamd.tasks import models as models
@@ -48,8 +47,7 @@ _PUBLIC = {
     "metamd.files.recorded_run": ("Run",),
     "metamd.optimiser.certificate.record": ("Certificate",),
     "metamd.optimiser.guard": ("OffFamilyWarning",),
-    "metamd.optimiser.optimiser": ("MetaMD",),
-    "metamd.optimiser.recommended": ("prepare",),
+    "metamd.optimiser.optimiser": ("MetaMD", "prepare"),
     "metamd.learning.meta": ("meta_train", "paper"),
     "metamd.learning.recorded": ("learn", "update"),
     "metamd.learning.recorder": ("Recorder",),

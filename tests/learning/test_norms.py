@@ -12,7 +12,7 @@ from metamd.cli import main as cli
 from metamd.inner.closed_form import Iterate
 from metamd.learning.rounds.outer import Ball, metric_norms
 from metamd.learning.rounds.round import Learner
-from metamd.potentials.kronecker import Learned
+from metamd.potentials.basis import Learned
 
 SHAPES = {"first.weight": (4, 3), "first.bias": (4,), "last.weight": (2, 4), "scale": ()}
 

@@ -36,8 +36,7 @@ from metamd.inner.closed_form import (
 from metamd.inner.comparators import Reference
 from metamd.inner.run import run_inner
 from metamd.inner.sums import moments_of
-from metamd.potentials.basis import Orthogonal
-from metamd.potentials.kronecker import Learned
+from metamd.potentials.basis import Learned, Orthogonal
 from metamd.potentials.online import Online
 from metamd.tasks import TaskFamily
 from tests.helpers import random_basis

@@ -36,7 +36,7 @@ from metamd.learning import reference as following
 from metamd.learning.reference import learn_from_reference
 from metamd.learning.trial import Tally, train
 from metamd.learning.usage import draw_tasks, learn_scale, learn_start, learn_usage, tuned_reference
-from metamd.optimiser.recommended import takes_polar_steps
+from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.potentials.online import KEPT
 from metamd.tasks import quadratic, starting_at, tabular
 from tests.helpers import equal_parameters, losses_of, small_model

@@ -11,7 +11,7 @@ from torch import nn
 from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, prepare
 from metamd.learning.trial import train as trial
 from metamd.potentials.base import Move
-from metamd.potentials.kronecker import Learned
+from metamd.potentials.basis import Learned
 from metamd.tasks import tabular
 from tests.helpers import small_model, train
 

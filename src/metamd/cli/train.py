@@ -26,8 +26,7 @@ from metamd.learning.network import has_weights, learn_network, refinement
 from metamd.learning.rounds.outer import Refine, Stopping
 from metamd.learning.usage import learn_start, learn_usage, rules_for_refresh
 from metamd.learning.usage_trials import JudgedOn
-from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.kronecker import Kronecker
+from metamd.potentials.diagonal import Kronecker, MaxDiagonal
 from metamd.potentials.online import Online
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import starting_at

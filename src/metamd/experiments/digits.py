@@ -24,8 +24,7 @@ from metamd.inner.comparators import Reference
 from metamd.inner.objectives import Regret
 from metamd.inner.run import run_inner
 from metamd.learning.meta import meta_train
-from metamd.optimiser.optimiser import MetaMD
-from metamd.optimiser.recommended import prepare
+from metamd.optimiser.optimiser import MetaMD, prepare
 from metamd.potentials import Diagonal
 from metamd.tasks.base import Task, TaskFamily, derive_seed
 

@@ -30,7 +30,7 @@ from metamd.experiments.declare import (
 from metamd.experiments.recorded import failures, recorded, standing, unlearned
 from metamd.files.learned import LearnedStart, load
 from metamd.files.store import Records, Result
-from metamd.optimiser.recommended import takes_polar_steps
+from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
 from metamd.tasks.base import TaskFamily, derive_seed
 from metamd.tasks.vision.families import ImageFamily

@@ -13,8 +13,7 @@ from metamd._version import __version__
 from metamd.files.container import naturals, shown, strict_json
 from metamd.files.usage import Usage
 from metamd.potentials.base import Centre
-from metamd.potentials.basis import Basis, Identity
-from metamd.potentials.kronecker import Learned
+from metamd.potentials.basis import Basis, Identity, Learned
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Shape, TyingName, match, some
 

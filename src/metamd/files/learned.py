@@ -16,9 +16,8 @@ from metamd.files.shipped import locate
 from metamd.files.usage import Usage
 from metamd.files.versions import versions
 from metamd.potentials.base import Named
-from metamd.potentials.basis import Identity
+from metamd.potentials.basis import Identity, Learned
 from metamd.potentials.diagonal import MaxDiagonal, Missing
-from metamd.potentials.kronecker import Learned
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Rename, Shape
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from metamd.files.learned import Moments
-from metamd.potentials.basis import Basis, Identity, Orthogonal
+from metamd.potentials.basis import Basis, Identity, Learned, Orthogonal, Rank
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.kronecker import Learned, Rank
 
 TOLERATED = 0.05
 """The share of the bound that `rank="auto"` gives away at most, if `LARGEST` allows it."""

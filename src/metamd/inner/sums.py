@@ -13,9 +13,9 @@ from torch import Tensor
 
 from metamd.files.learned import Moments
 from metamd.potentials.base import Params
+from metamd.potentials.basis import Learned
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import combine, grouped_squares
-from metamd.potentials.kronecker import Learned
 
 if TYPE_CHECKING:
     from metamd.inner.objectives import Regret

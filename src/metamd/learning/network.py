@@ -14,8 +14,7 @@ from metamd.learning.reference import learn_from_reference
 from metamd.learning.rounds.outer import Adam, Refine
 from metamd.learning.usage import RULES, learn_usage, tuned_reference
 from metamd.learning.usage_trials import JudgedOn, Watch
-from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.kronecker import Kronecker
+from metamd.potentials.diagonal import Kronecker, MaxDiagonal
 from metamd.potentials.online import Online
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import Counted

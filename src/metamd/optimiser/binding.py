@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metamd.files.learned import LearnedOptimiser, fingerprint, load
+from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.usage import Metric, Usage
 from metamd.optimiser.averaging import AveragingName
-from metamd.optimiser.guard import FamilyWatch
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import widen
@@ -21,19 +20,15 @@ from metamd.potentials.sharding import any_process, is_sharded, local, local_met
 from metamd.potentials.tying import clean_names, some
 
 
-def opened(geometry: LearnedOptimiser | Potential | str | PathLike[str]) -> LearnedOptimiser | Potential:
-    """The learned optimiser at a path or of a shipped name; anything else is returned as it is."""
-    return load(geometry) if isinstance(geometry, str | PathLike) else geometry
-
-
-def unwrap(geometry: LearnedOptimiser | Potential) -> tuple[Potential, FamilyWatch | None]:
-    """The potential of a geometry, and who watches over the family that it was learned on."""
-    if isinstance(geometry, Potential):
-        return geometry, None
-    if isinstance(geometry, LearnedOptimiser):
-        return geometry.potential, FamilyWatch(geometry.header.horizon, geometry.header.gradient_scale)
+def opened(geometry: LearnedOptimiser | Potential | str | PathLike[str]) -> tuple[Potential, LearnedOptimiser | None]:
+    """The potential of a geometry, and the learned file that it is from, if any."""
+    found = load(geometry) if isinstance(geometry, str | PathLike) else geometry
+    if isinstance(found, LearnedOptimiser):
+        return found.potential, found
+    if isinstance(found, Potential):
+        return found, None
     raise TypeError(
-        f"geometry must be a LearnedOptimiser or a Potential, got {type(geometry).__name__}. "
+        f"geometry must be a LearnedOptimiser or a Potential, got {type(found).__name__}. "
         "Use metamd.load(path), or a potential such as metamd.Euclidean()."
     )
 
@@ -80,13 +75,10 @@ class Options:
         return self.usage.share(min(step, self.steps - 1), self.steps)
 
 
-def choose(
-    geometry: LearnedOptimiser | Potential, steps: int | None, params: Iterable[Any], given: Mapping[str, Any]
-) -> Options:
+def choose(learned: LearnedOptimiser | None, steps: int | None, params: Iterable[Any], given: Mapping[str, Any]) -> Options:
     """The options of a run: those that were given, and with `steps` those that the file recommends for all others."""
-    learned = isinstance(geometry, LearnedOptimiser)
-    recommends = isinstance(geometry, LearnedOptimiser) and geometry.header.usage is not None
-    usage = geometry.usage if isinstance(geometry, LearnedOptimiser) else Usage()
+    recommends = learned is not None and learned.header.usage is not None
+    usage = Usage() if learned is None else learned.usage
     plain: dict[str, Any] = {"metric": "learned", "momentum": 0.0, "averaging": "constant"}
     kept = {"given_lr": given.get("lr"), **{k: given[k] for k in plain if k in given}}
     if steps is None:
@@ -94,9 +86,9 @@ def choose(
         return Options(**{**plain, **kept, "about": about})
     if not isinstance(steps, int | float) or not 1 <= steps < math.inf:
         raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of the run.")
-    if not learned:
+    if learned is None:
         raise ValueError(
-            f"steps={steps} sets up what a learned file recommends, but {type(geometry).__name__} is no learned file. "
+            f"steps={steps} sets up what a learned file recommends, but a potential alone recommends nothing. "
             "Leave steps out, and use a torch scheduler for a schedule."
         )
     own = given.get("momentum") or any(isinstance(p, dict) and p.get("momentum") for p in params)
@@ -106,21 +98,6 @@ def choose(
     about += f"; {', '.join(sorted(given))} as given." if recommends and given else "."
     advised = {"metric": usage.metric, "momentum": usage.momentum, "averaging": average}
     return Options(**{**advised, **kept, "usage": usage, "steps": steps, "about": about})
-
-
-def without_schedule(options: Options) -> Options:
-    """The same options for an optimiser whose schedule is outside."""
-    return replace(options, steps=None)
-
-
-def geometry_code(potential: Potential) -> str:
-    """The geometry in a few letters."""
-    return fingerprint(potential) if isinstance(potential, MaxDiagonal) else repr(potential)
-
-
-def piece_count(potential: Potential) -> int:
-    """N; 0 for a potential without pieces."""
-    return potential.pieces if isinstance(potential, MaxDiagonal) else 0
 
 
 def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Potential) -> dict[str, Tensor]:
@@ -136,14 +113,6 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Poten
         pairs += zip(names or [str(len(pairs) + i) for i in range(len(group["params"]))], group["params"], strict=True)
     rename = potential.rename if isinstance(potential, MaxDiagonal) else None
     return clean_names(pairs, rename)
-
-
-def layer_order(geometry: LearnedOptimiser | Potential) -> tuple[str, ...]:
-    """The names of a model's tensors in the order of its layers, which roles are read off; empty if nobody knows it."""
-    potential = geometry.potential if isinstance(geometry, LearnedOptimiser) else geometry
-    if isinstance(potential, MaxDiagonal) and potential.slots:
-        return tuple(potential.slots)
-    return tuple(geometry.header.model) if isinstance(geometry, LearnedOptimiser) else ()
 
 
 def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = False, order: Sequence[str] = ()) -> Potential:
@@ -185,17 +154,17 @@ def _check_basis(bound: MaxDiagonal, named: Params, *, fused: bool) -> None:
             )
 
 
-def online_metric(metric: Metric | Online, geometry: LearnedOptimiser | Potential) -> Online | None:
+def online_metric(metric: Metric | Online, potential: Potential, learned: LearnedOptimiser | None) -> Online | None:
     """The rule that the diagonal follows the run by; None where it does not."""
     if metric == "learned":
         return None
-    found = geometry.online if metric == "online" and isinstance(geometry, LearnedOptimiser) else metric
+    found = learned.online if metric == "online" and learned is not None else metric
     if not isinstance(found, Online):
         raise ValueError(
             'metric must be "learned", "online" for a learned file that has online scales, or metamd.Online(...); got '
             f"{metric!r}. metamd.learn_usage(learned, family) learns the scales."
         )
-    if not isinstance(geometry if isinstance(geometry, Potential) else geometry.potential, MaxDiagonal):
+    if not isinstance(potential, MaxDiagonal):
         raise ValueError("an online metric needs a potential with coordinates, such as Diagonal() or Kronecker().")
     return found
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, overload
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from metamd.files.learned import LearnedOptimiser
+from metamd.files.learned import LearnedOptimiser, fingerprint
 from metamd.files.usage import Metric
 from metamd.optimiser import averaging as average
 from metamd.optimiser import binding
@@ -21,7 +21,7 @@ from metamd.optimiser.certificate.bounds import CertifiedRun
 from metamd.optimiser.certificate.record import Certificate, Reference
 from metamd.optimiser.certificate.sums import Sums
 from metamd.optimiser.checkpoint import Kind, PieceRecord, forget_metric, keep_wide, metric_code, refuse_foreign
-from metamd.optimiser.guard import Safeguard, energy
+from metamd.optimiser.guard import FamilyWatch, Safeguard, energy
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.online import Online
@@ -115,13 +115,15 @@ class MetaMD(Optimizer):
         metric: Metric | Online | None = None,
     ) -> None:
         given = {"lr": lr, "momentum": momentum, "averaging": averaging, "metric": metric}
-        geometry, params = binding.opened(geometry), params if isinstance(params, Tensor) else list(params)
-        used = binding.choose(geometry, steps, params, {k: v for k, v in given.items() if v is not None})
+        self._potential, learned = binding.opened(geometry)
+        params = params if isinstance(params, Tensor) else list(params)
+        used = binding.choose(learned, steps, params, {k: v for k, v in given.items() if v is not None})
         self.exact, self.fused, self.check_finite, self.averaging = exact, fused, check_finite, used.averaging
         self._used = used
-        self._potential, self._watch = binding.unwrap(geometry)
-        self._online = binding.online_metric(used.metric, geometry)
-        self._order = binding.layer_order(geometry)
+        self._watch = None if learned is None else FamilyWatch(learned.header.horizon, learned.header.gradient_scale)
+        self._online = binding.online_metric(used.metric, self._potential, learned)
+        # the names of the tensors in the order of the layers, which roles are read off; empty if nobody knows it
+        self._order = tuple(getattr(self._potential, "slots", ())) or tuple(() if learned is None else learned.header.model)
         self._safeguard = Safeguard() if safeguard else None
         self._bound: Potential | None = None
         if certify and self._online is not None:
@@ -398,16 +400,11 @@ class MetaMD(Optimizer):
         binding.refuse_edited(named, self._versions, stores)
         return CertifiedRun(self._sums, named, stores, self._active, self.averaging).certificate(reference, radius)
 
-    def scheduler(self) -> LambdaLR:
-        """The schedule of the recommended usage as a torch scheduler, which from now on has to be stepped instead."""
-        share, self._used = self._used.share, binding.without_schedule(self._used)
-        return LambdaLR(self, share)
-
     # saving and copying
 
     def state_dict(self) -> dict[str, Any]:
         """As for any torch optimiser. It holds the state of the run, not the geometry: keep the learned file beside it."""
-        weights = np.zeros(binding.piece_count(self._potential)) if self._active is None else self._active.weights
+        weights = np.zeros(self._kind().pieces) if self._active is None else self._active.weights
         guard = self._safeguard or Safeguard()
         shared = {
             "step": torch.tensor(self._steps),
@@ -457,10 +454,11 @@ class MetaMD(Optimizer):
             self._bind()
 
     def _kind(self) -> Kind:
+        phi = self._potential
         if self._hash is None:
-            self._hash = binding.geometry_code(self._potential)  # reads all metrics: once
-        pieces, metric = binding.piece_count(self._potential), metric_code(self._online)
-        return Kind(pieces, self._hash, metric, self.averaging, self._used.steps)
+            self._hash = fingerprint(phi) if isinstance(phi, MaxDiagonal) else repr(phi)  # reads all metrics: once
+        pieces = phi.pieces if isinstance(phi, MaxDiagonal) else 0
+        return Kind(pieces, self._hash, metric_code(self._online), self.averaging, self._used.steps)
 
 
 # what pickle and deepcopy keep; the rest is bound anew
@@ -468,3 +466,61 @@ _COPIED = (
     *("_active", "_hash", "_potential", "_record", "_safeguard", "_steps", "_sums", "_training", "_watch"),
     *("_online", "_order", "_used", "averaging", "check_finite", "exact", "fused"),
 )
+
+
+def takes_polar_steps(learned: LearnedOptimiser) -> bool:
+    """Whether polar steps are what the file recommends."""
+    return learned.usage.metric == "online" and learned.online is not None and learned.online.rule == "polar"
+
+
+def refreshed(learned: LearnedOptimiser, refresh: int) -> LearnedOptimiser:
+    """The same learned optimiser, whose polar steps find their directions every so many steps."""
+    online = learned.online
+    if online is None or not takes_polar_steps(learned):
+        raise ValueError(
+            f"refresh says how often the directions of polar steps are found, but this file recommends the {learned.usage}. "
+            "Leave refresh out."
+        )
+    if type(refresh) is not int or refresh < 1:
+        raise ValueError(f"refresh must be a number of steps, 1 or more; got {refresh!r}. Pass refresh=4, say.")
+    return replace(learned, header=replace(learned.header, online=replace(online, refresh=refresh).to_dict()))
+
+
+def prepare(
+    params: Iterable[Any],
+    learned: LearnedOptimiser | str | PathLike[str],
+    *,
+    steps: int,
+    refresh: int | None = None,
+    **options: Any,
+) -> tuple[MetaMD, LambdaLR]:
+    """The pair (optimiser, scheduler) that takes the steps of `MetaMD(params, learned, steps=steps)`.
+
+    The schedule is outside: call `scheduler.step()` after every `optimiser.step()`.
+
+    Where the file recommends a tail average, call `optimiser.eval()` before the model is used and `optimiser.train()` before
+    going on: the parameters are the average in between. Nothing is lost where that is forgotten but the average.
+
+    Args:
+        params: `model.named_parameters()`, as for `MetaMD`.
+        learned: what `load` gives, or what it takes: a path, or the name of a shipped one. One without a `usage` is used
+            plainly.
+        steps: how many times `schedule.step()` will be called: the length of the run.
+        refresh: how often a file that recommends polar steps finds their directions: 4 makes a step of a small network half
+            as long, and takes a few more of them. What the file says if not given, which is every step.
+        options: of `MetaMD`; they win over recommended ones.
+
+    Example:
+        >>> import metamd, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> learned = metamd.LearnedOptimiser.from_potential(metamd.Diagonal().bind(dict(model.named_parameters())))
+        >>> opt, schedule = prepare(model.named_parameters(), learned, steps=100)
+    """
+    potential, found = binding.opened(learned)
+    if found is None:
+        raise TypeError(
+            f"learned must be a LearnedOptimiser or a path, got {type(potential).__name__}. Pass metamd.load(path)."
+        )
+    optimiser = MetaMD(params, found if refresh is None else refreshed(found, refresh), steps=steps, **options)
+    share, optimiser._used = optimiser._used.share, replace(optimiser._used, steps=None)
+    return optimiser, LambdaLR(optimiser, share)

@@ -2,8 +2,7 @@
 
 from metamd.potentials.base import Active, Move, Params, Potential, Step, StrongConvexity, bregman
 from metamd.potentials.classical import Euclidean, NegativeEntropy, PNorm
-from metamd.potentials.diagonal import Diagonal, MaxDiagonal
-from metamd.potentials.kronecker import Kronecker
+from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal
 
 __all__ = [
     "Active",

@@ -1,12 +1,23 @@
-"""The coordinates in which a potential is diagonal: the interface, the parameters themselves, and orthogonal matrices."""
+"""The coordinates in which a potential is diagonal: the parameters themselves, or a learned basis of every weight matrix."""
 
-from collections.abc import Mapping
-from typing import Protocol
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from metamd.potentials.tying import Shape, Slot, TyingName, slots
+from metamd.potentials.forms import widen
+from metamd.potentials.tying import Shape, Slot, TyingName, roles, slots
+
+Sides = Literal["right", "both"]
+Rank = int | Literal["auto"] | None
+Shrinkage = tuple[float, float] | Literal["auto"]
+
+LIMIT = 2048
+"""Rows or columns above which a side of a matrix keeps the identity: a full factor of 2048 has 4 million numbers."""
 
 
 class Basis(Protocol):
@@ -16,35 +27,27 @@ class Basis(Protocol):
 
     def slots(self, tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
         """Where every tensor of a model finds its metric."""
-        ...
 
     def placed(self, slots: Mapping[str, Slot], shapes: Mapping[str, Shape]) -> "Basis":
         """The same basis for the tensors of a model; this one stays as it is."""
-        ...
 
     def prepared(self, metrics: Mapping[str, Tensor]) -> "Basis":
         """The same basis for a run in which these metrics, by name, stay as they are."""
-        ...
 
     def factors(self) -> dict[str, Tensor]:
         """What was learned, by side and key: orthonormal columns each."""
-        ...
 
     def with_factors(self, factors: Mapping[str, Tensor]) -> "Basis":
         """Other factors for the same tensors."""
-        ...
 
     def into(self, name: str, x: Tensor) -> Tensor:
         """V'x: the coordinates of a displacement."""
-        ...
 
     def out_of(self, name: str, x: Tensor) -> Tensor:
         """V x: back to the parameters."""
-        ...
 
     def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
         """x - lr V diag(d)^-1 V' grad, written to `out` if there is one."""
-        ...
 
 
 class Identity:
@@ -151,3 +154,311 @@ class Orthogonal:
             kind = self.columns.dtype
             self._reflections = y.to(kind), (t @ y.mT).to(kind), (t.mT @ y.mT).to(kind)
         return self._reflections
+
+
+@dataclass(frozen=True)
+class Place:
+    """A weight of a model, as a matrix.
+
+    Args:
+        key: of its factors and its metric.
+        shape: of the tensor; the first dimension is the rows, all others are the columns.
+    """
+
+    key: str
+    shape: Shape
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The lengths of the two sides that a factor can act on."""
+        return {"left": self.shape[0], "right": math.prod(self.shape[1:])}
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """The tensor as (..., rows, columns); a part of the rows will do, and there may be dimensions in front."""
+        if x.ndim == len(self.shape) == 2:
+            return x
+        return x.reshape(*x.shape[: x.ndim - len(self.shape)], -1, self.sizes["right"])
+
+    def tensor(self, m: Tensor) -> Tensor:
+        """The matrix in the shape of the tensor."""
+        return m if m.ndim == len(self.shape) == 2 else m.reshape(*m.shape[:-2], -1, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """D^-1 on the right of a matrix, ready to be applied: one product, or two thin ones.
+
+    Args:
+        matrix: V diag(d)^-1 V' itself; or, for r columns U, diag(1/d - 1/c) U'.
+        columns: U, if they are not all.
+        rest: c, the number of all other directions, (1, 1).
+    """
+
+    matrix: Tensor
+    columns: Tensor | None = None
+    rest: Tensor | None = None
+
+    @classmethod
+    def of(cls, right: Orthogonal, d: Tensor) -> "Inverse":
+        """From V and d, (1, n)."""
+        if right.full:
+            return cls(right.divide(torch.eye(right.size, dtype=d.dtype, device=d.device), d))
+        rest = d[:, right.rank : right.rank + 1].contiguous()
+        return cls((1 / d[0, : right.rank] - 1 / rest[0])[:, None] * right.columns.mT, right.columns.contiguous(), rest)
+
+    def __call__(self, m: Tensor) -> Tensor:
+        """M D^-1."""
+        if self.columns is None or self.rest is None:
+            return m @ self.matrix
+        return torch.addmm(m / self.rest, m @ self.columns, self.matrix)
+
+
+class Learned:
+    """A basis per weight matrix: V on the right, the input side, and on the left as well if asked for.
+
+    Args:
+        sides: "right" or "both".
+        rank: as for `Kronecker`, and so are the others; they say how factors are learned, not what they are.
+        shrinkage: see there.
+        limit: see there.
+        factors: what was learned: "right/key" or "left/key" to orthonormal columns (n, r). A side without one has the
+            identity.
+        whole: names of factors that keep all directions, whatever the rank.
+    """
+
+    def __init__(
+        self,
+        sides: Sides = "right",
+        *,
+        rank: Rank = None,
+        shrinkage: Shrinkage = (0.1, 0.001),
+        limit: int = LIMIT,
+        factors: Mapping[str, Tensor] | None = None,
+        whole: Iterable[str] = (),
+    ) -> None:
+        _check(sides, rank, shrinkage, limit)
+        self.kind: str = sides
+        self.whole = frozenset(whole)
+        self.sides, self.rank, self.shrinkage, self.limit = sides, rank, shrinkage, limit
+        self._factors = dict(factors or {})
+        self.places: dict[str, Place] = {}
+        self._plain = Identity()
+        self._here: dict[tuple[Any, ...], Orthogonal] = {}
+        self._metrics: Mapping[str, Tensor] = {}
+        self._inverses: dict[tuple[str, int], Inverse] = {}
+
+    def slots(self, tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
+        """A number per column of the coordinates (and per row, on both sides); one for a tensor that is no matrix."""
+        if tying not in ("tensor", "role"):
+            raise ValueError(
+                f'in a learned basis the tying must be "tensor" or "role", got {tying!r}: its coordinates are not those of '
+                "the parameters."
+            )
+        named = roles(shapes) if tying == "role" else {n: n for n in shapes}
+        return {n: self._slot(named[n], shape, shared=tying == "role") for n, shape in shapes.items()}
+
+    def _slot(self, key: str, shape: Shape, *, shared: bool) -> Slot:
+        if len(shape) < 2 or not math.prod(shape):
+            return Slot(key, (), (1,) * len(shape))
+        rows, columns = shape[0], math.prod(shape[1:])
+        if self.sides == "right":
+            key = f"{key}/{columns}" if shared else key
+            numbers = self.numbers(f"right/{key}", columns)
+            return Slot(key, (numbers,), (1, columns), (0, numbers))
+        key = f"{key}/{rows}x{columns}" if shared else key
+        both = self.numbers(f"left/{key}", rows), self.numbers(f"right/{key}", columns)
+        return Slot(key, (sum(both),), (rows, columns), both)
+
+    def numbers(self, factor: str, size: int) -> int:
+        """How many numbers a side stores: those of the columns given, and one for the rest."""
+        if factor not in self._factors:
+            return size
+        return min(self._factors[factor].shape[1] + 1, size)
+
+    def placed(self, slots: Mapping[str, Slot], shapes: Mapping[str, Shape]) -> "Learned":
+        """The same basis for the tensors of a model."""
+        new = self.with_factors(self._factors)
+        for name, slot in slots.items():
+            if slot.sides is not None:
+                new.places[name] = Place(slot.key, shapes[name])
+        new._fit()
+        return new
+
+    def with_factors(self, factors: Mapping[str, Tensor]) -> "Learned":
+        """Other factors for the same tensors.
+
+        Args:
+            factors: as above.
+        """
+        how: dict[str, Any] = {"rank": self.rank, "shrinkage": self.shrinkage, "limit": self.limit, "whole": self.whole}
+        new = Learned(self.sides, **how, factors=factors)
+        new.places = dict(self.places)
+        return new
+
+    def keeping(self, whole: Iterable[str]) -> "Learned":
+        """The same, of which some factors are to keep all directions when they are learned.
+
+        Args:
+            whole: their names.
+        """
+        new = self.with_factors(self._factors)
+        new.whole = frozenset(whole)
+        return new
+
+    def rank_of(self, factor: str) -> Rank:
+        """How many directions a factor is to keep."""
+        return None if factor in self.whole else self.rank
+
+    def prepared(self, metrics: Mapping[str, Tensor]) -> "Learned":
+        """The same basis for a run with these metrics, whose inverses V diag(d_j)^-1 V' are kept once they were needed.
+
+        Args:
+            metrics: D_1 .. D_N by name, as `MaxDiagonal.metric` gives them; they stay as they are.
+        """
+        new = self.with_factors(self._factors)
+        new._metrics = dict(metrics)
+        return new
+
+    def _fit(self) -> None:
+        for name, place in self.places.items():
+            for side, size in place.sizes.items():
+                factor = f"{side}/{place.key}"
+                if factor in self._factors and len(self._factors[factor]) != size:
+                    raise ValueError(
+                        f"the basis {factor!r} was learned for {len(self._factors[factor])} coordinates, but the tensor "
+                        f"{name!r} has {size} there. Learn it for models of this size."
+                    )
+
+    def factors(self) -> dict[str, Tensor]:
+        """Orthonormal columns by side and key."""
+        return dict(self._factors)
+
+    def turning(self) -> dict[str, tuple[str, ...]]:
+        """The sides of every tensor for which a factor can be learned, by name: ("right",), or none."""
+        if self.sides == "both":
+            raise ValueError("a basis of both sides is no longer learned, only used. Learn anew from Kronecker().")
+        return {n: ("right",) if p.sizes["right"] <= self.limit else () for n, p in self.places.items()}
+
+    def scaling(self) -> dict[str, tuple[str, ...]]:
+        """The sides of every tensor that learn a number per column without a factor, being too long for one, by name.
+
+        Where the right side is the only one its numbers are those of the tensor, and are learned as such.
+        """
+        long = {n: self.sides == "both" and p.sizes["right"] > self.limit for n, p in self.places.items()}
+        return {n: ("right",) if too_long else () for n, too_long in long.items()}
+
+    # coordinates
+
+    def into(self, name: str, x: Tensor) -> Tensor:
+        """V'x as (..., rows, columns); a tensor that is no matrix stays as it is."""
+        if name not in self.places:
+            return x
+        m = self.places[name].matrix(widen(x))
+        left, right = self._at("left", name, m), self._at("right", name, m)
+        m = m if right is None else right.into(m)
+        return m if left is None else left.into(m.mT).mT
+
+    def out_of(self, name: str, x: Tensor) -> Tensor:
+        """V x, in the shape of the parameter."""
+        if name not in self.places:
+            return x
+        left, right = self._at("left", name, x), self._at("right", name, x)
+        m = x if right is None else right.out_of(x)
+        m = m if left is None else left.out_of(m.mT).mT
+        return self.places[name].tensor(m)
+
+    def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
+        """x - lr V diag(d)^-1 V' grad."""
+        if name not in self.places:
+            return self._plain.descend(name, x, grad, d, lr, out)
+        place = self.places[name]
+        if not any(f"{side}/{place.key}" in self._factors for side in place.sizes):
+            return self._plain.descend(name, x, grad, place.tensor(d), lr, out)
+        m = place.matrix(widen(grad))
+        inverse = self._inverse(name, m, d)
+        if inverse is not None and x.dtype == m.dtype and not isinstance(lr, Tensor):
+            return self._subtract(place, x, m, inverse, lr, out)
+        moved = (self._divide(name, m, d) if inverse is None else inverse(m)).reshape(grad.shape)
+        if isinstance(lr, Tensor):
+            return torch.sub(x, lr * moved, out=out).to(x.dtype)
+        return torch.add(x, moved, alpha=-lr, out=out).to(x.dtype)
+
+    @staticmethod
+    def _subtract(place: Place, x: Tensor, m: Tensor, inverse: "Inverse", lr: float, out: Tensor | None) -> Tensor:
+        """x - lr D^-1 m without anything of its size in between, where memory allows it."""
+        base, whole = place.matrix(x), None
+        if out is not None and out.is_contiguous():
+            whole = place.matrix(out)
+        if inverse.columns is not None and inverse.rest is not None:
+            thin = m @ inverse.columns
+            base, m = torch.addcdiv(base, m, inverse.rest, value=-lr, out=whole), thin
+        moved = torch.addmm(base, m, inverse.matrix, alpha=-lr, out=whole)
+        if out is None:
+            return place.tensor(moved)
+        return out.copy_(place.tensor(moved)) if whole is None else out
+
+    def scaled(self, name: str, side: str, m: Tensor, d: Tensor) -> Tensor:
+        """A matrix multiplied on one side by V diag(d) V'."""
+        factor = self._at(side, name, m)
+        rows = m if side == "right" else m.mT
+        rows = rows * d if factor is None else factor.out_of(factor.into(rows) * d)
+        return rows if side == "right" else rows.mT
+
+    def conjugated(self, name: str, side: str, products: Tensor) -> Tensor:
+        """V' S V of symmetric matrices (..., n, n)."""
+        factor = self._at(side, name, products)
+        return products if factor is None else factor.into(factor.into(products).mT)
+
+    def _divide(self, name: str, m: Tensor, d: Tensor) -> Tensor:
+        """V diag(d)^-1 V' of a matrix."""
+        left, right = self._at("left", name, m), self._at("right", name, m)
+        if left is not None:
+            coordinates = left.into((m if right is None else right.into(m)).mT).mT / d
+            back = left.out_of(coordinates.mT).mT
+            return back if right is None else right.out_of(back)
+        assert right is not None
+        return right.divide(m, d)
+
+    def _inverse(self, name: str, m: Tensor, d: Tensor) -> "Inverse | None":
+        """V diag(d)^-1 V' on the right of a matrix, if d is one of the metrics that stay for the whole run."""
+        if self.sides == "both" or m.ndim > 2 or d.dtype != m.dtype:  # of a model that was turned into another type since
+            return None
+        address = name, d.data_ptr()
+        if address in self._inverses:
+            return self._inverses[address]
+        if all(piece.data_ptr() != d.data_ptr() for piece in self._metrics.get(name, ())):
+            return None
+        right = self._at("right", name, m)
+        assert right is not None
+        self._inverses[address] = Inverse.of(right, d)
+        return self._inverses[address]
+
+    def _at(self, side: str, name: str, like: Tensor) -> Orthogonal | None:
+        """A factor in the type and on the device of a tensor."""
+        factor = f"{side}/{self.places[name].key}"
+        if factor not in self._factors:
+            return None
+        here = factor, like.dtype, like.device
+        if here not in self._here:
+            self._here[here] = Orthogonal(self._factors[factor].to(like.device, like.dtype))
+        return self._here[here]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_here": {}, "_inverses": {}}  # they are found again
+
+    def __repr__(self) -> str:
+        learning = f"rank={self.rank!r}, shrinkage={self.shrinkage!r}, limit={self.limit}"
+        return f"Learned({self.sides!r}, {learning}, {len(self._factors)} factors)"
+
+
+def _check(sides: Sides, rank: Rank, shrinkage: Shrinkage, limit: int) -> None:
+    if sides not in get_args(Sides):
+        raise ValueError(f'sides must be "right" or "both", got {sides!r}.')
+    if rank is not None and rank != "auto" and (type(rank) is not int or rank < 1):
+        raise ValueError(f'rank must be an integer of at least 1, "auto", or None for all directions; got {rank!r}.')
+    if shrinkage != "auto" and (
+        not isinstance(shrinkage, tuple) or len(shrinkage) != 2 or not all(0 < s < math.inf for s in shrinkage)
+    ):
+        raise ValueError(f'shrinkage must be two positive numbers, such as (0.1, 0.001), or "auto"; got {shrinkage!r}.')
+    if type(limit) is not int or limit < 1:
+        raise ValueError(f"limit must be an integer of at least 1, got {limit!r}. It bounds the size of a factor.")

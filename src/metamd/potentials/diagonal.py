@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metamd.potentials.base import ALONE, Active, Centre, Move, Named, Params, Potential, Step, StrongConvexity
-from metamd.potentials.basis import Basis, Identity
+from metamd.potentials.basis import LIMIT, Basis, Identity, Learned, Rank, Shrinkage
 from metamd.potentials.forms import (
     Array,
     Evaluate,
@@ -45,19 +45,15 @@ class FusedPass(Protocol):
             The forms after the step: exact, or, where the one active piece is certain to have the largest form still, such
             bounds. Their largest is then the active one's, so that the gap of the weights is zero, as it truly is.
         """
-        ...
 
     def forms(self, params: Params, names: Collection[str]) -> Array:
         """The forms of the named tensors alone, exact, with offsets."""
-        ...
 
     def evaluate(self, params: Params, names: Collection[str], weights: Array) -> Evaluate:
         """What `solve` needs from the named tensors, at the trial point that the weights led to."""
-        ...
 
     def rescale(self, params: Params, names: Collection[str], before: Array, after: Array) -> None:
         """theta <- D(before)/D(after) (theta - c) + c for the named tensors, in place."""
-        ...
 
 
 class MaxDiagonal(Potential):
@@ -369,6 +365,41 @@ class MaxDiagonal(Potential):
 def Diagonal(*, tying: TyingName = "parameter", centre: Centre = "start") -> MaxDiagonal:  # noqa: N802
     """phi(theta) = 1/2 (theta - c)' D (theta - c): the one-piece `MaxDiagonal`, with its step theta - lr D^-1 g."""
     return MaxDiagonal(1, tying=tying, centre=centre)
+
+
+def Kronecker(  # noqa: N802
+    pieces: int = 1,
+    *,
+    rank: Rank = None,
+    tying: TyingName = "tensor",
+    centre: Centre = "start",
+    shrinkage: Shrinkage = (0.1, 0.001),
+    limit: int = LIMIT,
+) -> MaxDiagonal:
+    """phi(W) = max_j (1/2 tr(W D_j W') + b_j): `MaxDiagonal` in a learned orthogonal basis of every weight matrix.
+
+    D_j = V diag(d_j) V' acts on the input side of a weight (out, in); the kernel of a convolution is a matrix with
+    in-channels x kernel columns. Vectors, such as biases, have one number each. In the basis all is as for `MaxDiagonal`:
+    pieces, offsets, the exact step, the divergence.
+
+    Args:
+        pieces: N; they share the basis.
+        rank: keep so many leading directions, and one number for all others; "auto" finds out how many are worth
+            it and what a gradient pays for, None keeps all.
+        tying: "tensor", or "role" to share basis and metric between tensors of one role and input size, so that they fit
+            models of another width.
+        centre: as for `MaxDiagonal`.
+        shrinkage: what is added to the diagonals of the two moment matrices that D is computed from, as shares of the mean;
+            "auto" takes those with which half of the tasks give the lowest bound on the other half.
+        limit: sides longer than this keep the identity, and a number for every column.
+
+    Example:
+        >>> phi = Kronecker().bind({"fc.weight": torch.zeros(3, 5), "fc.bias": torch.zeros(3)})
+        >>> {k: tuple(v.shape) for k, v in phi.log_d.items()}
+        {'fc.weight': (1, 5), 'fc.bias': (1,)}
+    """
+    basis = Learned(rank=rank, shrinkage=shrinkage, limit=limit)
+    return MaxDiagonal(pieces, tying=tying, centre=centre, basis=basis)
 
 
 _PREFIX = "log_d:"

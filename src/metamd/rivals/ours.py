@@ -6,8 +6,7 @@ from typing import Any
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import SCHEDULES, Usage
 from metamd.optimiser.averaging import AveragingName
-from metamd.optimiser.optimiser import MetaMD
-from metamd.optimiser.recommended import refreshed
+from metamd.optimiser.optimiser import MetaMD, refreshed
 from metamd.rivals.base import Named, Range, Rival, Setting
 from metamd.rivals.classical import DECAY
 

@@ -13,8 +13,8 @@ from metamd.inner.estimators.forward import hessian_products
 from metamd.inner.run import Cost
 from metamd.learning.rounds.round import draw
 from metamd.potentials.base import Params
+from metamd.potentials.basis import Learned
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.kronecker import Learned
 from metamd.potentials.tying import Slot, some
 from metamd.tasks.base import Task, TaskFamily, derive_seed
 

@@ -10,9 +10,9 @@ function of the metrics alone: its gradient is the direct one, without the depen
 
 import math
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -61,14 +61,11 @@ class Slopes:
     energy: float = 0.0
 
 
-class Objective(ABC):
-    """A meta-objective; see the module's docstring for its two parts."""
+class Objective:
+    """A meta-objective; see the module's docstring for its two parts. An objective has to say at least one of them."""
 
     reference: ClassVar["Reference | None"] = None
     """What finds the comparator of a run, if it is not a part of the run."""
-
-    runs: ClassVar[bool] = True
-    """Whether there is a sum over the steps at all."""
 
     steady: ClassVar[bool] = False
     """Whether the slopes are the same at every step of a run."""
@@ -76,16 +73,16 @@ class Objective(ABC):
     looks_ahead: ClassVar[bool] = False
     """Whether what a step adds depends on constants that only the end of the run shows: it is then to be `held`."""
 
-    @abstractmethod
     def running(self, point: Point) -> Tensor:
-        """What step t adds."""
+        """What step t adds, linear in the energy; losses of many steps in one tensor give a tensor of what each adds."""
+        return 0.0 * point.loss
+
+    def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
+        """The term at the end, as a function of the metrics and of theta_{T+1}."""
+        return torch.zeros((), dtype=torch.float64)
 
     def slopes(self, point: Point) -> Slopes:
-        """The derivatives of `running`, for objectives that can say them in less time than autograd takes to find them.
-
-        Args:
-            point: without graphs.
-        """
+        """The derivatives of `running` at a point without graphs; one that is not `steady` may know a faster way."""
         leaves = [point.loss.detach().double().requires_grad_()]
 
         def energy() -> Tensor:
@@ -98,14 +95,6 @@ class Objective(ABC):
             found = torch.autograd.grad(term, leaves, allow_unused=True, materialize_grads=True)
         return Slopes(*(float(f) for f in found))
 
-    @abstractmethod
-    def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
-        """The sum over all steps from the record, as a function of the metrics."""
-
-    @abstractmethod
-    def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
-        """The term at the end, as a function of the metrics and of theta_{T+1}."""
-
     def value(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
         """E of a run; its derivative by `log_d` and `offsets` is the direct gradient.
 
@@ -113,8 +102,9 @@ class Objective(ABC):
             run: the record.
             potential: phi, bound; it is centred at the run's start here.
         """
-        potential = potential.centred_at(run.start)
-        return self.recorded(run, potential) + self.final(run, potential, run.end)
+        phi, held = potential.centred_at(run.start), self.held(run) if self.looks_ahead else self
+        energy = partial(local_norm, run.shares, phi)
+        return held.running(Point(run.losses, energy, run.lr, run.steps)).sum() + held.final(run, phi, run.end)
 
     def held(self, run: Trajectory) -> "Objective":
         """The same objective with all that its gradient does not see put to the value it has in this run."""
@@ -152,14 +142,6 @@ class Regret(Objective):
     def running(self, point: Point) -> Tensor:
         """eta/2 g'D(w)^-1 g."""
         return 0.5 * point.lr * point.energy()
-
-    def slopes(self, point: Point) -> Slopes:
-        """Of the energy alone."""
-        return Slopes(energy=0.5 * point.lr)
-
-    def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
-        """eta/2 times the local-norm sum."""
-        return 0.5 * run.lr * local_norm(run.shares, potential)
 
     def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
         """B(u||theta_1)/eta, and the prior."""
@@ -223,7 +205,6 @@ class PaperBound(Objective):
             smallest entries each gets an equal part of the gradient, as torch.amin has it.
     """
 
-    runs: ClassVar[bool] = False
     steady: ClassVar[bool] = True
     k: float | FromLipschitz = 10.0
     strong_convexity: Literal["paper", "exact"] = "paper"
@@ -240,18 +221,6 @@ class PaperBound(Objective):
 
     def _k(self, run: Trajectory) -> float:
         return self.k.of(run) if isinstance(self.k, FromLipschitz) else self.k
-
-    def running(self, point: Point) -> Tensor:
-        """Nothing."""
-        return 0.0 * point.loss
-
-    def slopes(self, point: Point) -> Slopes:
-        """None."""
-        return Slopes()
-
-    def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
-        """Nothing."""
-        return torch.zeros((), dtype=torch.float64)
 
     def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
         """The whole of it."""
@@ -271,18 +240,6 @@ class TrainingLoss(Objective):
     def running(self, point: Point) -> Tensor:
         """loss / T."""
         return point.loss / point.steps
-
-    def slopes(self, point: Point) -> Slopes:
-        """Of the loss alone."""
-        return Slopes(loss=1 / point.steps)
-
-    def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
-        """The mean of the recorded losses."""
-        return run.losses.sum() / run.steps
-
-    def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
-        """Nothing."""
-        return torch.zeros((), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -321,34 +278,23 @@ class LogGap(Objective):
 
     def held(self, run: Trajectory) -> "LogGap":
         """With the lowest loss and the first gap of this run."""
-        return replace(self, constants=self._constants(run))
-
-    def _constants(self, run: Trajectory) -> tuple[float, float]:
         if self.constants is not None:
-            return self.constants
+            return self
         lowest = float(run.losses.min())
-        return lowest, max(float(run.losses[0]) - lowest, math.ulp(abs(lowest)) + 1e-300)
+        return replace(self, constants=(lowest, max(float(run.losses[0]) - lowest, math.ulp(abs(lowest)) + 1e-300)))
 
     def running(self, point: Point) -> Tensor:
         """asinh(gap_t / (tolerance gap_1)) / T."""
-        if self.constants is None:
-            raise ValueError("LogGap needs the lowest loss of the run while it is running. Pass objective.held(run).")
-        return self._term(point.loss, self.constants) / point.steps
-
-    def _term(self, loss: Tensor, constants: tuple[float, float]) -> Tensor:
-        lowest, first = constants
-        ratio = (loss - lowest) / (self.tolerance * first)
-        return ratio.asinh()  # not log(1 + ratio): other runs may go below the lowest loss of the one that is held
+        lowest, first = self._constants()
+        # not log(1 + ratio): other runs may go below the lowest loss of the one that is held
+        return ((point.loss - lowest) / (self.tolerance * first)).asinh() / point.steps
 
     def slopes(self, point: Point) -> Slopes:
         """Of the loss alone."""
-        lowest, first = self.constants or (math.nan, math.nan)
+        lowest, first = self._constants()
         return Slopes(loss=1 / math.hypot(self.tolerance * first, float(point.loss) - lowest) / point.steps)
 
-    def recorded(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
-        """The mean over the recorded losses."""
-        return self._term(run.losses.double(), self._constants(run)).sum() / run.steps
-
-    def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
-        """Nothing."""
-        return torch.zeros((), dtype=torch.float64)
+    def _constants(self) -> tuple[float, float]:
+        if self.constants is None:
+            raise ValueError("LogGap needs the lowest loss of the run while it is running. Pass objective.held(run).")
+        return self.constants

@@ -74,6 +74,7 @@ def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
         memory = blank(sum(x.numel() for x in params.values()))
         for window in range(min(WINDOWS, max(1, task.steps // WINDOW))):
             losses = []
+            # Not `inner.run.train`: the window keeps the graph of its own steps, which the rule is trained through.
             for t in range(window * WINDOW, (window + 1) * WINDOW):
                 # gradients as inputs are not differentiated, as in the paper
                 _, grads = gradient(task, {n: x.detach() for n, x in params.items()}, task.batch(t))

@@ -61,6 +61,7 @@ def unrolled(
         steps: how many.
     """
     here = {n: x.detach().requires_grad_() for n, x in params.items()}
+    # Not `inner.run.train`: these steps keep their graph, because the rates are differentiated through them.
     for t in range(first, first + steps):
         _, grads = gradient(task, here, task.batch(t), graph=True)
         here = {n: x - logs[n].exp() * grads[n] for n, x in here.items()}

@@ -441,6 +441,7 @@ def pretrain(family: ImageFamily, angle: float, steps: int) -> dict[str, Tensor]
     optimiser = torch.optim.Adam(params.values(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, steps)
     order = Shuffle(len(labels), recipe.batch_size, derive_seed("pretraining"))
+    # Not `inner.run.train`: tasks are below it, and this loop makes the start of one.
     for t in range(steps):
         rows = order.indices(t)
         optimiser.zero_grad()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from metamd.comparison.comparison import Comparison
-from metamd.comparison.fold import Fold
+from metamd.comparison.comparison import Comparison, Fold
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 GIVEN, LEARNED = "adapt-rotated-mnist", "adapt-rotated-mnist-learned"

@@ -90,7 +90,7 @@ _ELSEWHERE = {
         "tuned_reference",
     ),
     "metamd.rivals": ("Contender", "Rival", "learned_rival"),
-    "metamd.comparison": ("Bayesian", "Grid", "Measuring", "QuasiRandom", "handicap"),
+    "metamd.comparison": ("Bayesian", "Grid", "Measuring", "Protocol", "QuasiRandom", "handicap"),
 }
 """Records that other names take, and names that earlier versions listed here. They are documented with their module."""
 

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -15,21 +16,20 @@ import numpy as np
 import pytest
 import torch
 
-from metamd import Comparison, Measuring, compare, load, rivals, tasks
+from metamd import Comparison, Measuring, Protocol, compare, load, rivals, tasks
 from metamd.cli import main as cli
 from metamd.cli.compare import _ours
 from metamd.cli.options import Compare
 from metamd.cli.report import read, summary, write_report
 from metamd.comparison import figures
-from metamd.comparison.compare import draw
-from metamd.comparison.entrants import ENDINGS, PROTOCOLS, entrants, labels, unscheduled
+from metamd.comparison.comparison import Candidate, Fold, cell_name
+from metamd.comparison.entrants import ENDINGS, PROTOCOLS, draw, entrants, labels, unscheduled
 from metamd.comparison.figures import loss_curves
-from metamd.comparison.fold import Candidate, Fold, cell_name
 from metamd.comparison.page import as_markdown, as_text
-from metamd.comparison.search import Grid, QuasiRandom
 from metamd.comparison.sections import Section, expected_best, sections
 from metamd.comparison.statistics import bootstrap
 from metamd.comparison.training import Outcome
+from metamd.comparison.tuning import Grid, QuasiRandom
 from metamd.experiments import ablation, diverse_digits_lenet, rotated_mnist_mlp
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.experiments.experiment import sections as tables_of
@@ -44,6 +44,8 @@ from tests.data_builders import place
 from tests.tasks.test_families import tiny_data
 
 pytest.importorskip("matplotlib")
+
+bare = partial(Protocol, measuring=Measuring(splits=()))
 pytest.importorskip("jinja2")
 
 __all__ = ["place", "tiny_data"]
@@ -92,7 +94,7 @@ def test_the_timing_of_steps_shows_how_far_it_is_on_standard_error_alone(learned
     assert json.loads(said.out)["protocol"] == "handicap"
     (line,) = (line for line in said.err.splitlines() if line.startswith("timing steps"))
     assert "54 of 54" in line, "18 blocks of MetaMD, SGD and Adam"
-    compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=1, measuring=Measuring(splits=()))
+    compare({"a": rival("sgd").untuned()}, QUADRATIC, bare(seeds=1))
     assert capsys.readouterr() == ("", ""), "without a folder nothing is shown"
 
 
@@ -220,7 +222,7 @@ def test_a_comparison_knows_tasks_and_domains_that_were_learned_on():
         "by domain": replace(one, domains=("quadratic",)).untuned(),
         "neither": replace(one, tasks=("0" * 32,), domains=("x",)).untuned(),
     }
-    found = compare(both, QUADRATIC, seeds=2, measuring=Measuring(splits=()))
+    found = compare(both, QUADRATIC, bare(seeds=2))
     assert found.folds[0].trained == ("by task", "by domain")
     assert [found.trained_on(label) for label in both] == [["quadratic"], ["quadratic"], []]
 
@@ -280,7 +282,7 @@ def costly(found, value):
 
 
 def test_seeds_are_counted_by_domain_where_they_differ(tmp_path):
-    one, two = (compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=n, measuring=Measuring(splits=())) for n in (1, 3))
+    one, two = (compare({"a": rival("sgd").untuned()}, QUADRATIC, bare(seeds=n)) for n in (1, 3))
     both = [replace(c, folds=(replace(c.folds[0], group=g),)) for g, c in (("x", one), ("y", two))]
     text = as_text(sections(Comparison.join(both), tmp_path)[:1])
     assert "1 (x), 3 (y) seeds" in " ".join(text.split())
@@ -289,7 +291,7 @@ def test_seeds_are_counted_by_domain_where_they_differ(tmp_path):
 def joined(*seeds):
     """The same rivals on as many domains, with so many seeds in each."""
     both = {"a": rival("sgd").untuned(), "b": rival("adam").with_setting(lr=0.1)}
-    parts = [compare(both, QUADRATIC, seeds=n, seed=i, measuring=Measuring(splits=())) for i, n in enumerate(seeds)]
+    parts = [compare(both, QUADRATIC, bare(seeds=n, seed=i)) for i, n in enumerate(seeds)]
     return Comparison.join([replace(c, folds=(replace(c.folds[0], group=f"d{i}"),)) for i, c in enumerate(parts)])
 
 
@@ -492,13 +494,16 @@ def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
     family = tasks.supervised(small_network, data, batch_size=10, steps=10)
     ours = {"ours": rival("sgdm").with_setting("linear", momentum=0.5)}
     records = Records(tmp_path, {})
-    options = {"budget": 4, "schedules": ["constant"], "search": QuasiRandom(), "records": records, "workers": 2}
-    found = entrants("paper", ours, [rival("adam"), rival("schedule-free")], family, **options)
+    rules, options = (
+        Protocol("paper", budget=4, schedules=["constant"], search=QuasiRandom),
+        {"records": records, "workers": 2},
+    )
+    found = entrants(ours, [rival("adam"), rival("schedule-free")], family, rules, **options)
     assert list(found) == ["ours", "Adam", "Schedule-Free AdamW", "Adam, untuned", "Schedule-Free AdamW, untuned"]
     trials = sorted(p.stem for p in tmp_path.glob("cells/trial-*.json"))
     assert len(trials) == 3 * 4  # the same budget for all three
     wider = replace(rival("adam"), space={**rival("adam").space, "lr": Range(1e-6, 1.0)})
-    entrants("paper", {}, [wider], family, **options)
+    entrants({}, [wider], family, rules, **options)
     assert len(list(tmp_path.glob("cells/search-adam-*.json"))) == 2, "another search space is another search"
     assert len(list(tmp_path.glob("cells/trial-adam-*.json"))) == 2 * 4
     assert found["ours"].schedule == "linear"
@@ -508,7 +513,7 @@ def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
     for label in ("ours", "Adam"):
         assert found[label].setting["weight_decay"] > 0
     # what the search cost and how it went is shown, and read again
-    compared = compare(found, family, seeds=1, folder=tmp_path / "c", protocol="paper")
+    compared = compare(found, family, Protocol("paper", seeds=1), folder=tmp_path / "c")
     for comparison in (compared, Comparison.read(tmp_path / "c")):
         assert comparison.folds == compared.folds
         for fold in comparison.folds:
@@ -532,13 +537,13 @@ def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
 def test_another_search_or_another_momentum_is_another_search(tmp_path):
     """In the same folder; the old one's answer would be a wrong one."""
     family = tasks.supervised(small_network, {"a": tasks_data(0)}, batch_size=10, steps=10)
-    options = {"budget": 4, "schedules": ["constant"], "records": Records(tmp_path, {})}
-    settings = []
-    for search in (QuasiRandom(), Grid(), QuasiRandom()):
+    records, settings = Records(tmp_path, {}), []
+    for search in (QuasiRandom, Grid, QuasiRandom):
+        rules = Protocol("paper", budget=4, schedules=["constant"], search=search)
         for momentum in (0.0, 0.9):
             ours = {"ours": rival("sgdm").with_setting(momentum=momentum)}
-            found = entrants("paper", ours, [], family, search=search, **options)["ours"]
-            fresh = entrants("paper", ours, [], family, search=search, budget=4, schedules=["constant"])["ours"]
+            found = entrants(ours, [], family, rules, records=records)["ours"]
+            fresh = entrants(ours, [], family, rules)["ours"]
             assert found.setting == fresh.setting
             assert found.tuning == fresh.tuning
             settings.append(found.setting["lr"])
@@ -566,10 +571,10 @@ def _invented(contender, losses):
 
 def test_the_handicap_tunes_rivals_alone():
     ours, both = {"ours": rival("sgd").untuned()}, [rival("adam"), rival("schedule-free")]
-    decayed = entrants("handicap", ours, both, QUADRATIC, budget=5, schedules=["linear"])
+    decayed = entrants(ours, both, QUADRATIC, Protocol("handicap", budget=5, schedules=["linear"]))
     assert list(decayed)[1:3] == ["Adam, linear decay", "Schedule-Free AdamW"], "what has no schedule is tuned all the same"
     assert list(decayed) == labels(ours, both, ["linear"])
-    found = entrants("handicap", ours, both, QUADRATIC, budget=5)
+    found = entrants(ours, both, QUADRATIC, Protocol("handicap", budget=5))
     assert list(found) == [
         "ours",
         "Adam",
@@ -579,12 +584,12 @@ def test_the_handicap_tunes_rivals_alone():
         "Schedule-Free AdamW, untuned",
     ]
     assert [len(c) for c in found.values() if isinstance(c, list)] == [5, 5, 5]
-    steeper = entrants("handicap", ours, both, QUADRATIC, budget=5, schedules=["quadratic"])
+    steeper = entrants(ours, both, QUADRATIC, Protocol("handicap", budget=5, schedules=["quadratic"]))
     assert list(steeper)[1:3] == ["Adam, quadratic decay", "Schedule-Free AdamW"]
     assert [c.share(0.5) for c in steeper["Adam, quadratic decay"]] == [0.25] * 5
     assert [unscheduled(label) for label in found][1:4] == ["Adam", "Adam", "Schedule-Free AdamW"]
     with pytest.raises(ValueError, match="protocol must be one of handicap, paper"):
-        entrants("fair", ours, [], QUADRATIC)
+        entrants(ours, [], QUADRATIC, Protocol("fair"))
     assert set(PROTOCOLS) == {"handicap", "paper"}
     assert Grid() != QuasiRandom()
 
@@ -610,7 +615,7 @@ NASTY = "<script>alert(1)</script> | [x](javascript:1) `$\\frac{` \x1b[31m\n# he
 def test_hostile_records_are_shown_as_text(tmp_path):
     """Labels, domains, settings and versions that try to be markup, mathematics or escapes."""
     both = {NASTY: rival("sgd").untuned(), "b": [rival("adam").with_setting(lr=x) for x in (0.1, 0.2)]}
-    compare(both, QUADRATIC, seeds=2, folder=tmp_path, measuring=Measuring(splits=()), protocol=NASTY)
+    compare(both, QUADRATIC, bare(NASTY, seeds=2), folder=tmp_path)
     path = tmp_path / "comparison.json"
     index = json.loads(path.read_text())
     index["folds"][0]["group"] = NASTY
@@ -654,7 +659,7 @@ def places_in(value, path=()):
 def test_records_changed_anywhere_give_tables_or_a_sentence(tmp_path):
     """Values of other types, sizes and signs in place of any other, or nothing."""
     both = {"a": rival("sgd").untuned(), "b": [rival("adam").with_setting(lr=x) for x in (0.1, 0.2)]}
-    compare(both, QUADRATIC, seeds=2, folder=tmp_path, measuring=Measuring(splits=()))
+    compare(both, QUADRATIC, bare(seeds=2), folder=tmp_path)
     values = [None, 0, -1, 1e308, "x", [], {}, True, {"a": 1}, 10**400, "1e999"]
     draw, refused = random.Random(0), 0
     for path in (tmp_path / "comparison.json", tmp_path / "run.json", next((tmp_path / "cells").glob("sgd*"))):
@@ -680,7 +685,7 @@ def test_records_changed_anywhere_give_tables_or_a_sentence(tmp_path):
 
 @pytest.mark.parametrize("change", ["not json", '{"folds": []}', '{"folds": [{}]}', "[]", '{"folds": null}', '{"a": NaN}'])
 def test_broken_indexes_are_sentences(change, tmp_path, capsys):
-    compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=1, folder=tmp_path, measuring=Measuring(splits=()))
+    compare({"a": rival("sgd").untuned()}, QUADRATIC, bare(seeds=1), folder=tmp_path)
     (tmp_path / "comparison.json").write_text(change)
     assert cli.run(["report", str(tmp_path)]) == 2
     assert "comparison.json" in capsys.readouterr().err
@@ -694,9 +699,7 @@ def test_the_expected_best_of_so_many_settings():
     from itertools import combinations
 
     rates = (0.001, 0.01, 0.05, 0.1, 100.0)
-    found = compare(
-        {"a": [rival("sgd").with_setting(lr=x) for x in rates]}, QUADRATIC, seeds=2, measuring=Measuring(splits=())
-    )
+    found = compare({"a": [rival("sgd").with_setting(lr=x) for x in rates]}, QUADRATIC, bare(seeds=2))
     means = [sum(o.mean_loss for o in c.outcomes) / 2 for c in found.folds[0].entrants["a"]]
     worst = max(m for m in means if math.isfinite(m))
     kept = [min(m, worst) for m in means]

@@ -6,30 +6,31 @@ import os
 import signal
 import socket
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from metamd import Comparison, Diagonal, Measuring, compare, handicap, learned_rival, load, meta_train, tasks
+from metamd import Comparison, Diagonal, Measuring, Protocol, compare, handicap, learned_rival, load, meta_train, tasks
 from metamd.cli import main as cli
-from metamd.comparison.compare import draw
+from metamd.comparison.comparison import Candidate, Fold, Target
+from metamd.comparison.entrants import draw
 from metamd.comparison.entrants import entrants as entered
-from metamd.comparison.fold import Candidate, Fold, Target
 from metamd.comparison.pace import geometric_mean, pace, pace_section
 from metamd.comparison.page import as_markdown
 from metamd.comparison.parallel import Cell, fill
-from metamd.comparison.search import SEARCHES
 from metamd.comparison.statistics import bootstrap, holm, profiles, rank, rank_sum, resample, signed_rank_test, smallest_p
 from metamd.comparison.training import Outcome
+from metamd.comparison.tuning import QuasiRandom
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.files.store import Records
 from metamd.rivals import rival
 from metamd.rivals.base import Tuning
 from tests import processes
 
-BARE = Measuring(splits=())
+bare = partial(Protocol, measuring=Measuring(splits=()))
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=40)
 
 
@@ -368,7 +369,7 @@ def entrants():
 
 def test_a_comparison_is_its_records(tmp_path):
     who = entrants()
-    found = compare(who, QUADRATIC, seeds=5, folder=tmp_path, measuring=BARE).aiming("SGD")
+    found = compare(who, QUADRATIC, bare(seeds=5), folder=tmp_path).aiming("SGD")
     assert len(list((tmp_path / "cells").iterdir())) == 5 * (1 + 7 + 7 + 1) + 1  # and the seconds
     verdicts = {d.label: d.wins for d in found.differences("mean_loss")}
     assert verdicts == {"SGD": 5, "Adam": 5, "Adam, untuned": 5}
@@ -380,25 +381,25 @@ def test_a_comparison_is_its_records(tmp_path):
     assert again.learning_gradients("MetaMD") == found.learning_gradients("MetaMD") > 0
     # nothing is computed twice, and another rival may join
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cells").iterdir()}
-    more = compare({**who, "RMSprop": rival("rmsprop").untuned()}, QUADRATIC, seeds=5, folder=tmp_path, measuring=BARE)
+    more = compare({**who, "RMSprop": rival("rmsprop").untuned()}, QUADRATIC, bare(seeds=5), folder=tmp_path)
     after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cells").iterdir()}
     assert {n: after[n] for n in before} == before
     assert len(after) == len(before) + 5 + 1
     assert more.values("SGD", "mean_loss").tolist() == found.values("SGD", "mean_loss").tolist()
     with pytest.raises(ValueError, match="other settings"):
-        compare(who, QUADRATIC, seeds=5, steps=7, folder=tmp_path, measuring=BARE)
+        compare(who, QUADRATIC, bare(seeds=5, steps=7), folder=tmp_path)
 
 
 def test_packed_records_are_the_same_comparison_and_grow(tmp_path):
     who = {"a": handicap(rival("sgd"), budget=3), "b": rival("adam").untuned()}
-    found = compare(who, QUADRATIC, seeds=2, folder=tmp_path, measuring=BARE)
+    found = compare(who, QUADRATIC, bare(seeds=2), folder=tmp_path)
     whole = Comparison.read(tmp_path)
     Records(tmp_path, Records.settings(tmp_path)).pack()
     assert not list((tmp_path / "cells").iterdir())
     packed = (tmp_path / "cells.jsonl").read_text()
     assert len(packed.splitlines()) == 2 * 4 + 1
     assert Comparison.read(tmp_path).folds == whole.folds
-    again = compare({**who, "c": rival("rmsprop").untuned()}, QUADRATIC, seeds=2, folder=tmp_path, measuring=BARE)
+    again = compare({**who, "c": rival("rmsprop").untuned()}, QUADRATIC, bare(seeds=2), folder=tmp_path)
     assert again.values("a", "mean_loss").tolist() == found.values("a", "mean_loss").tolist()
     assert len(list((tmp_path / "cells").iterdir())) == 2 + 1, "what was packed is not run again"
     records = Records(tmp_path, Records.settings(tmp_path))
@@ -416,8 +417,8 @@ def test_packed_records_are_the_same_comparison_and_grow(tmp_path):
 
 def test_screening_runs_the_best_few_of_the_first_task_and_keeps_what_it_dropped(tmp_path):
     who = entrants()
-    whole = compare(who, QUADRATIC, seeds=4, measuring=BARE)
-    found = compare(who, QUADRATIC, seeds=4, measuring=BARE, folder=tmp_path, screen=2)
+    whole = compare(who, QUADRATIC, bare(seeds=4))
+    found = compare(who, QUADRATIC, bare(seeds=4, screen=2), folder=tmp_path)
     firsts = [c.outcomes[0] for c in whole.folds[0].entrants["SGD"]]
     kept = set()
     for value in (lambda o: o.mean_loss, lambda o: o.final_loss):
@@ -434,25 +435,23 @@ def test_screening_runs_the_best_few_of_the_first_task_and_keeps_what_it_dropped
     assert [len(c.outcomes) for c in again.folds[0].entrants["SGD"]] == sizes
     assert again.values("Adam", "mean_loss").tolist() == found.values("Adam", "mean_loss").tolist()
     with pytest.raises(ValueError, match="screen must be at least 1, got 0"):
-        compare(who, QUADRATIC, screen=0)
+        compare(who, QUADRATIC, Protocol(screen=0))
     both = {label: who[label] for label in ("SGD", "Adam")}
-    first = compare(both, QUADRATIC, seeds=4, measuring=BARE, screen=1)
+    first = compare(both, QUADRATIC, bare(seeds=4, screen=1))
     assert first.groups == [0] * 4, "the first label may have been screened too"
     assert first.differences("mean_loss")[0].label == "Adam"
 
 
 def test_several_processes_give_what_one_gives(tmp_path):
     who = entrants()
-    one = compare(who, QUADRATIC, seeds=3, measuring=BARE)
-    two = compare(who, QUADRATIC, seeds=3, measuring=BARE, folder=tmp_path, workers=2)
+    one = compare(who, QUADRATIC, bare(seeds=3))
+    two = compare(who, QUADRATIC, bare(seeds=3), folder=tmp_path, workers=2)
     for label in one.labels:
         assert one.values(label, "mean_loss").tolist() == two.values(label, "mean_loss").tolist()
 
 
 def test_runs_are_paired():
-    found = compare(
-        {"a": rival("sgd").with_setting(lr=0.01), "b": rival("adam").untuned()}, QUADRATIC, seeds=3, measuring=BARE
-    )
+    found = compare({"a": rival("sgd").with_setting(lr=0.01), "b": rival("adam").untuned()}, QUADRATIC, bare(seeds=3))
     for one, two in zip(found.chosen("a", "mean_loss")[0].outcomes, found.chosen("b", "mean_loss")[0].outcomes, strict=True):
         assert one.config == two.config
         assert one.losses[0] == two.losses[0]
@@ -464,7 +463,7 @@ def test_a_rival_under_two_schedules_is_timed_once():
         "b": rival("sgd").with_setting("linear", lr=0.02),
         "c": rival("adam").untuned(),
     }
-    seconds = compare(who, QUADRATIC, seeds=1, measuring=BARE).folds[0].seconds
+    seconds = compare(who, QUADRATIC, bare(seeds=1)).folds[0].seconds
     assert seconds["a"] == seconds["b"] != seconds["c"]
 
 
@@ -474,14 +473,14 @@ def test_every_domain_has_its_seeds():
     groups = draw(family, 2, 0)
     assert {g: len(configs) for g, configs in groups.items()} == {"x": 2, "y": 2, "z": 2}
     assert all(c["dataset"] == g for g, configs in groups.items() for c in configs)
-    found = compare({"a": rival("sgd").untuned()}, family, seeds=2)
+    found = compare({"a": rival("sgd").untuned()}, family, Protocol(seeds=2))
     assert [f.group for f in found.folds] == ["x", "y", "z"]
     assert found.groups == [0, 0, 1, 1, 2, 2]
     assert "test_error" in found.metrics
 
 
 def on(domain, seed):
-    found = compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=2, seed=seed, measuring=BARE)
+    found = compare({"a": rival("sgd").untuned()}, QUADRATIC, bare(seeds=2, seed=seed))
     return replace(found, folds=(replace(found.folds[0], group=domain),))
 
 
@@ -490,12 +489,10 @@ def test_domains_are_joined():
     both = Comparison.join([one, two])
     assert both.values("a", "mean_loss").tolist() == [*one.values("a", "mean_loss"), *two.values("a", "mean_loss")]
     assert both.groups == [0, 0, 1, 1]
-    other = compare({"b": rival("sgd").untuned()}, QUADRATIC, seeds=2, measuring=BARE)
+    other = compare({"b": rival("sgd").untuned()}, QUADRATIC, bare(seeds=2))
     with pytest.raises(ValueError, match=r"same optimisers are .* differ in a, b\. Bring all"):
         Comparison.join([one, other])
-    in_turn = [
-        compare(dict.fromkeys(labels, rival("sgd").untuned()), QUADRATIC, seeds=2, measuring=BARE) for labels in ("ab", "ba")
-    ]
+    in_turn = [compare(dict.fromkeys(labels, rival("sgd").untuned()), QUADRATIC, bare(seeds=2)) for labels in ("ab", "ba")]
     with pytest.raises(ValueError, match="differ in their order"):
         Comparison.join(in_turn)
     with pytest.raises(ValueError, match="nothing to join"):
@@ -558,7 +555,7 @@ def test_what_is_tuned_pays_for_its_tuning_too():
 
 def test_an_optimiser_that_diverges_at_once_is_timed_and_hides_nobodys_seconds():
     wild = {"SGD": rival("sgd").with_setting(lr=0.01), "wild": rival("sgd").with_setting(lr=1e12)}
-    found = compare(wild, QUADRATIC, seeds=2, measuring=BARE)
+    found = compare(wild, QUADRATIC, bare(seeds=2))
     assert "seconds_to_target" in found.metrics
     assert found.folds[0].seconds["wild"] > 0
     assert set(found.values("wild", "seconds_to_target")) == {math.inf}
@@ -571,7 +568,7 @@ def test_an_optimiser_that_diverges_at_once_is_timed_and_hides_nobodys_seconds()
 def test_settings_are_screened_where_a_split_has_no_error_to_show():
     family = tasks.tabular(steps=5)
     both = [rival("sgd").with_setting(lr=x) for x in (0.1, 0.2, 0.4)]
-    found = compare({"a": both}, family, seeds=2, screen=1, measuring=Measuring(splits=("train", "test")))
+    found = compare({"a": both}, family, Protocol(seeds=2, screen=1, measuring=Measuring(splits=("train", "test"))))
     assert found.screening
 
 
@@ -598,7 +595,7 @@ def test_bad_comparisons_are_sentences():
     with pytest.raises(ValueError, match="needs a folder"):
         compare({"x": rival("sgd").untuned()}, QUADRATIC, ray="local")
     with pytest.raises(ValueError, match="seeds must be at least 1"):
-        compare({"x": rival("sgd").untuned()}, QUADRATIC, seeds=0)
+        compare({"x": rival("sgd").untuned()}, QUADRATIC, Protocol(seeds=0))
 
 
 # cells
@@ -645,9 +642,9 @@ def fill_on_ray(folder):
 
 def compare_on_ray(folder):
     both = {"a": rival("sgd").untuned(), "b": rival("muon").untuned()}
-    options = {"seeds": 2, "steps": 12, "measuring": Measuring(splits=())}
-    there = compare(both, tasks.quadratic(), folder=folder, workers=2, ray="local", **options)
-    here = compare(both, tasks.quadratic(), **options)
+    rules = bare(seeds=2, steps=12)
+    there = compare(both, tasks.quadratic(), rules, folder=folder, workers=2, ray="local")
+    here = compare(both, tasks.quadratic(), rules)
     assert there.values("b", "mean_loss").tolist() == here.values("b", "mean_loss").tolist()
 
 
@@ -673,8 +670,8 @@ def tune_on_ray(folder):
     sorting = tasks.supervised(lambda: torch.nn.Linear(4, 2), points, batch_size=10, steps=5)
     for where in (None, "local"):
         records = Records(folder / f"tuning-{where}", {})
-        options = {"budget": 3, "schedules": ["constant"], "search": SEARCHES["random"], "records": records, "ray": where}
-        tuned[where] = entered("paper", {}, [rival("sgd"), rival("adam")], sorting, **options)["Adam"].setting
+        rules = Protocol("paper", budget=3, schedules=["constant"], search=QuasiRandom)
+        tuned[where] = entered({}, [rival("sgd"), rival("adam")], sorting, rules, records=records, ray=where)["Adam"].setting
     names = [sorted(p.name for p in (folder / f"tuning-{where}" / "cells").iterdir()) for where in (None, "local")]
     assert names[0] == names[1]
     assert len(names[0]) == 2 * 3 + 2
@@ -759,7 +756,7 @@ def test_filling_survives_ctrl_c_and_kill(tmp_path, how, workers):
 
 
 def test_the_index_is_not_trusted(tmp_path):
-    compare({"a": rival("sgd").untuned()}, QUADRATIC, seeds=1, folder=tmp_path, measuring=BARE)
+    compare({"a": rival("sgd").untuned()}, QUADRATIC, bare(seeds=1), folder=tmp_path)
     path = tmp_path / "comparison.json"
     good = json.loads(path.read_text())
     run = good["folds"][0]["entrants"]["a"][0]["runs"][0]

@@ -13,13 +13,13 @@ import torch
 from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, learn_start, tasks
 from metamd.cli.report import read, write_report
 from metamd.cli.reproduce import names
-from metamd.comparison.compare import handicap, in_unit_of
-from metamd.comparison.entrants import entrants
+from metamd.comparison.compare import in_unit_of
+from metamd.comparison.entrants import Protocol, entrants, handicap
 from metamd.comparison.figures import best_schedules, learning_curves
 from metamd.comparison.pace import CONVERGED, last_tenth, last_tenths, standings
 from metamd.comparison.page import as_markdown
-from metamd.comparison.search import SEARCHES
 from metamd.comparison.training import Measuring
+from metamd.comparison.tuning import SEARCHES
 from metamd.experiments import experiment as leave_one_out
 from metamd.experiments import out_of_distribution, pieces, rotated_mnist_mlp
 from metamd.experiments.declare import Geometry, Scale, alone, learn, learned_file, settings_of
@@ -109,7 +109,7 @@ def test_a_variant_scales_the_start_and_nothing_else():
     assert float(task.loss(wanted.init(), task.batch(0))) == float(wanted.loss(wanted.init(), wanted.batch(0)))
     torch.testing.assert_close(Variant(FLAT, "same").build(config).init(), wanted.init())
     assert (far.describe()["variant"], far.describe()["gain"], far.name) == ("far", 3.0, "far")
-    found = compare({"SGD": rival("sgd").with_setting(lr=0.01)}, far, seeds=2, measuring=WATCH)
+    found = compare({"SGD": rival("sgd").with_setting(lr=0.01)}, far, Protocol(seeds=2, measuring=WATCH))
     assert [f.group for f in found.folds] == ["far"]
     with pytest.raises(ValueError, match=r"gain must be positive, got 0\.0"):
         Variant(FLAT, "none", 0.0)
@@ -122,7 +122,7 @@ def compared(family):
         "SGD, linear decay": handicap(rival("sgd"), "linear", budget=5),
         "SGD, untuned": rival("sgd").untuned(),
     }
-    return compare(entrants, family, seeds=2, steps=30, measuring=WATCH)
+    return compare(entrants, family, Protocol(seeds=2, steps=30, measuring=WATCH))
 
 
 def test_a_rival_is_carried_over_with_the_rate_that_was_best_where_ours_was_learned():
@@ -286,7 +286,7 @@ def test_runs_of_what_cannot_be_learned_count_as_failed(tmp_path, monkeypatch):
     assert len(lessons) == 6, "nothing is learned again"
     assert again[1].labels == second.labels
     nobody = {"bad": unlearned("bad", "metamd-bad", "it diverged.")}
-    assert entrants("paper", nobody, [], FLAT, budget=2) == nobody, "there is nothing to tune"
+    assert entrants(nobody, [], FLAT, Protocol("paper", budget=2)) == nobody, "there is nothing to tune"
 
 
 def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
@@ -328,8 +328,8 @@ def test_the_search_of_a_scale_is_used(monkeypatch, tmp_path):
     class StopError(Exception):
         pass
 
-    def entered(*args, search, **options):
-        assert search is SEARCHES["grid"]
+    def entered(ours, rivals, family, protocol, **options):
+        assert protocol.search is SEARCHES["grid"]
         raise StopError
 
     monkeypatch.setattr(leave_one_out, "entrants", entered)

@@ -113,9 +113,9 @@ def test_a_card_of_what_was_trained_on_is_refused(monkeypatch, tmp_path):
     ship = script()
     one = metamd.rivals.rival("sgd")
     seen = {"MetaMD": replace(one, domains=("quadratic",)).untuned(), "SGD": one.untuned()}
-    options = {"seeds": 1, "steps": 5, "measuring": metamd.Measuring(splits=())}
+    protocol = metamd.Protocol(seeds=1, steps=5, measuring=metamd.Measuring(splits=()))
     with pytest.raises(SystemExit, match="it was trained on"):
-        ship.judged(metamd.compare(seen, metamd.tasks.quadratic(), **options).aiming("SGD"))
+        ship.judged(metamd.compare(seen, metamd.tasks.quadratic(), protocol).aiming("SGD"))
 
 
 # use

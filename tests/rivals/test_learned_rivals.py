@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from metamd import Measuring, compare, tasks
+from metamd import Measuring, Protocol, compare, tasks
 from metamd.cli import main as cli
 from metamd.comparison.training import train
 from metamd.rivals import LEARNERS, RIVALS
@@ -249,5 +249,5 @@ def test_what_was_learned_on_another_family_is_never_taken(tmp_path):
 
 def test_their_learning_is_counted():
     found = LEARNERS["aruba"].rival(QUADRATIC)
-    compared = compare({"a": found.untuned(), "b": RIVALS["sgd"].untuned()}, QUADRATIC, seeds=1, measuring=BARE)
+    compared = compare({"a": found.untuned(), "b": RIVALS["sgd"].untuned()}, QUADRATIC, Protocol(seeds=1, measuring=BARE))
     assert compared.learning_gradients("a") == found.cost["gradient_evaluations"] > 0

@@ -22,8 +22,8 @@ from metamd import (
     tasks,
     tune,
 )
-from metamd.comparison.search import sobol
 from metamd.comparison.training import Outcome, step_seconds, train
+from metamd.comparison.tuning import sobol
 from metamd.files.store import Records
 from metamd.inner import run
 from metamd.inner.comparators import Reference
@@ -83,13 +83,12 @@ def test_the_ranges_are_those_of_the_page_of_reproduction():
 
 def test_the_first_points_of_bayesian_search_are_five_of_sobols():
     pytest.importorskip("botorch")
-    rival, names, history = RIVALS["adam"], ["lr", "weight_decay"], []
+    rival, history = RIVALS["adam"], []
     for count in range(7):
-        proposed, sobols = (s.propose(rival, names, history, budget=25, seed=3) for s in (Bayesian(), QuasiRandom()))
+        proposed, sobols = (s.propose(rival, history) for s in (Bayesian(seed=3), QuasiRandom(seed=3)))
         assert (proposed == sobols) is (count < 5)
         history.append((proposed, abs(math.log(proposed["lr"] / 0.01))))
     assert (Bayesian().initial, Bayesian().beta) == (5, 4.0)
-    assert Bayesian().propose(rival, names, [history[0]] * 25, budget=25, seed=3) is None, "25 trials, then no more"
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -260,7 +259,7 @@ def test_a_learned_geometry_is_one_more_rival():
     ours = learned_rival(learned)
     task = family.build(family.sample(torch.Generator().manual_seed(9)))
     plain = train(task, ours.untuned(), measuring=BARE)
-    best = tune(rival("sgd"), task, names=["lr"], search=Grid(), budget=15, measuring=BARE)
+    best = tune(rival("sgd"), task, Grid(names=["lr"], budget=15), measuring=BARE)
     assert plain.mean_loss < best.score
     assert ours.cost["gradient_evaluations"] > 0
     assert ours.untuned().describe()["identity"].startswith(learned.fingerprint())
@@ -302,7 +301,7 @@ def test_settings_and_names_are_checked():
     with pytest.raises(ValueError, match="0 < low < high"):
         Range(1.0, 0.1)
     with pytest.raises(ValueError, match="can be searched in lr, weight_decay, got beta1"):
-        tune(rival("adam"), task_of(), names=["beta1"])
+        tune(rival("adam"), task_of(), QuasiRandom(names=["beta1"]))
     assert Range(1e-3, 1.0).points(4) == [0.001, 0.01, 0.1, 1.0]
     assert Range(1e-3, 1.0).at_edge(1.0)
     assert not Range(1e-3, 1.0).at_edge(0.1)
@@ -495,12 +494,11 @@ OPTIMUM = {"lr": 3e-3, "weight_decay": 2e-5}
 HEIGHT = Height({"family": "height"}, 2)
 
 
-@pytest.mark.parametrize("search", [Grid(), QuasiRandom(), Bayesian()], ids=lambda s: s.name)
+@pytest.mark.parametrize("search", [Grid(25), QuasiRandom(25), Bayesian(15)], ids=lambda s: s.name)
 def test_a_search_comes_near_a_known_optimum_within_its_budget(search):
-    budget = 15 if search.name == "bayesian" else 25
-    found = tune(valley(OPTIMUM), HEIGHT, search=search, budget=budget, metric="final_loss", measuring=BARE)
-    assert len(found.trials) == budget
-    assert found.gradients == 2 * budget
+    found = tune(valley(OPTIMUM), HEIGHT, search, metric="final_loss", measuring=BARE)
+    assert len(found.trials) == search.budget
+    assert found.gradients == 2 * search.budget
     # the space is 4 x 4 decades: a grid of 5 x 5 comes within half a decade in each coordinate
     assert found.score < (0.06 if search.name == "bayesian" else 0.6)
     assert found.best_so_far == sorted(found.best_so_far, reverse=True)
@@ -513,8 +511,8 @@ def test_bayesian_search_beats_the_points_it_starts_from_in_most_places():
     better = 0
     for i in range(3):
         there = {"lr": 10 ** (-4.5 + i), "weight_decay": 10 ** (-2.5 - i)}
-        options = {"budget": 13, "metric": "final_loss", "measuring": BARE}
-        bayes, sobols = (tune(valley(there), HEIGHT, search=s, **options).score for s in (Bayesian(), QuasiRandom()))
+        both = (Bayesian(13), QuasiRandom(13))
+        bayes, sobols = (tune(valley(there), HEIGHT, s, metric="final_loss", measuring=BARE).score for s in both)
         better += bayes < sobols
     assert better == 3
 
@@ -526,7 +524,7 @@ def test_grids_are_the_papers_where_they_fit_and_even_elsewhere():
     assert {s["lr"] for s in rival("sgd").settings(["lr", "weight_decay"], 25)} == {0.1, 0.05, 0.01, 0.005, 0.001}
     assert len(adam.settings(["lr", "weight_decay"], 10)) == 9  # 3 x 3
     assert len(rival("soap").settings(["lr"], 25)) == 25
-    assert len(tune(valley(OPTIMUM), HEIGHT, search=Grid(), budget=3, names=["lr"], measuring=BARE).trials) == 3
+    assert len(tune(valley(OPTIMUM), HEIGHT, Grid(budget=3, names=["lr"]), measuring=BARE).trials) == 3
 
 
 def test_sobol_points_cover_better_than_chance():
@@ -540,8 +538,8 @@ def test_sobol_points_cover_better_than_chance():
 def test_failed_trials_count_and_lose():
     family = tasks.quadratic((1.0, 2.0), steps=100)
     sgd = Rival("sgd", "SGD", RIVALS["sgd"].make, {"lr": Range(0.01, 100)}, {"lr": 0.01})
-    for search in (Grid(), QuasiRandom(), Bayesian(initial=3)):
-        found = tune(sgd, task_of(family), search=search, budget=8, names=["lr"], measuring=BARE)
+    for search in (Grid(8, ["lr"]), QuasiRandom(8, ["lr"]), Bayesian(8, ["lr"], initial=3)):
+        found = tune(sgd, task_of(family), search, measuring=BARE)
         failed = [t for t in found.trials if t.score == math.inf]
         assert len(found.trials) == 8
         assert failed, "the range reaches far into divergence"
@@ -549,11 +547,11 @@ def test_failed_trials_count_and_lose():
 
 
 def test_a_best_value_at_the_edge_is_said():
-    found = tune(valley({"lr": 1.0}), HEIGHT, search=Grid(), budget=9, names=["lr"], metric="final_loss", measuring=BARE)
+    found = tune(valley({"lr": 1.0}), HEIGHT, Grid(budget=9, names=["lr"]), metric="final_loss", measuring=BARE)
     assert found.best.setting["lr"] == 0.1
     assert found.at_edge == ["lr"]
     published = replace(valley({"lr": 1e-3}), grid={"lr": (0.01, 0.02, 0.03)})
-    found = tune(published, HEIGHT, search=Grid(), budget=9, names=["lr"], metric="final_loss", measuring=BARE)
+    found = tune(published, HEIGHT, Grid(budget=9, names=["lr"]), metric="final_loss", measuring=BARE)
     assert found.best.setting["lr"] == 0.01
     assert found.at_edge == ["lr"], "the end of the grid, in the middle of the space"
 
@@ -561,7 +559,7 @@ def test_a_best_value_at_the_edge_is_said():
 def test_trials_are_records_and_a_search_continues(tmp_path):
     def search(budget, folder):
         records = Records(tmp_path / folder, {"what": "search"})
-        return tune(valley(OPTIMUM), HEIGHT, search=Bayesian(), budget=8, measuring=BARE, records=records)
+        return tune(valley(OPTIMUM), HEIGHT, Bayesian(budget=8), measuring=BARE, records=records)
 
     whole = search(8, "a")
     files = sorted((tmp_path / "a" / "cells").iterdir())
@@ -578,7 +576,7 @@ def test_bad_searches_are_sentences():
     with pytest.raises(ValueError, match="at least one task"):
         tune(rival("adam"), [])
     with pytest.raises(ValueError, match="budget must be at least 1"):
-        tune(rival("adam"), task_of(), budget=0)
+        tune(rival("adam"), task_of(), QuasiRandom(budget=0))
     with pytest.raises(ValueError, match="metric must be one of mean_loss"):
         tune(rival("adam"), task_of(), metric="accuracy")
     with pytest.raises(ValueError, match="initial >= 1"):

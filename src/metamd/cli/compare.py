@@ -10,9 +10,9 @@ from metamd.cli.families import build_family, held_out_side
 from metamd.cli.main import one_line
 from metamd.cli.options import Compare, Report
 from metamd.comparison.compare import compare, records_of
-from metamd.comparison.entrants import entrants, labels
-from metamd.comparison.fold import Target
-from metamd.comparison.search import SEARCHES
+from metamd.comparison.comparison import Target
+from metamd.comparison.entrants import Protocol, entrants, labels
+from metamd.comparison.tuning import SEARCHES
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.store import Records, write_json
 from metamd.rivals import Contender, Rival, known_rival, learned_rival
@@ -35,38 +35,25 @@ def run(options: Compare) -> int:
     }
     _check_fit(ours["MetaMD"], family)
     rivals = [_rival(name, known, options) for name in options.rivals]
-    records_of(options.out, family, options.steps)
+    protocol = Protocol(
+        options.protocol,
+        seeds=options.seeds,
+        steps=options.steps,
+        seed=options.seed,
+        aim=Target(options.target or options.rivals[-1]),
+        budget=options.budget,
+        schedules=options.schedules,
+        search=SEARCHES[options.search],
+    )
+    spread: dict[str, Any] = {"workers": options.workers, "ray": options.ray}
+    records_of(options.out, family, protocol)
     trials = None
     if options.protocol == "paper":
         about = {"family": family.describe(), "seed": options.seed, "budget": options.budget}
         trials = Records(options.out / "tuning", about)
     try:
-        everybody = entrants(
-            options.protocol,
-            ours,
-            rivals,
-            family,
-            budget=options.budget,
-            schedules=options.schedules,
-            steps=options.steps,
-            seed=options.seed,
-            search=SEARCHES[options.search],
-            records=trials,
-            workers=options.workers,
-            ray=options.ray,
-        )
-        compare(
-            everybody,
-            family,
-            seeds=options.seeds,
-            steps=options.steps,
-            seed=options.seed,
-            folder=options.out,
-            workers=options.workers,
-            ray=options.ray,
-            protocol=options.protocol,
-            aim=Target(options.target or options.rivals[-1]),
-        )
+        everybody = entrants(ours, rivals, family, protocol, records=trials, **spread)
+        compare(everybody, family, protocol, folder=options.out, **spread)
     except KeyboardInterrupt:
         print(f"Stopped; the same command continues from {one_line(str(options.out))}.", file=sys.stderr)
         raise

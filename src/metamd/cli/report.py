@@ -9,9 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_type_hints
 
 from metamd.cli.options import Report, Reproduce
-from metamd.comparison.comparison import Comparison
+from metamd.comparison.comparison import Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS
-from metamd.comparison.fold import Target
 from metamd.comparison.page import as_markdown, as_text, write_page
 from metamd.comparison.sections import (
     CONFIGURATION,

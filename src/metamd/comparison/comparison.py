@@ -1,22 +1,150 @@
 """What several optimisers did on the same tasks: choices, targets, differences and costs, all from the outcomes."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from metamd.comparison.fold import TO_TARGET, Candidate, Fold, Target, cell_name, read_fold
 from metamd.comparison.statistics import Array, Estimate, Profile, bootstrap, holm, profiles, rank_sum, signed_rank_test
-from metamd.files.store import Records, read_json
+from metamd.comparison.training import Outcome
+from metamd.comparison.tuning import METRICS
+from metamd.files.store import Records, Result, read_cell, read_json, read_packed
+from metamd.rivals.base import Tuning, contender_key
+from metamd.tasks.base import Config, config_hash
 
 SHOWN = ("mean_loss", "final_loss", "steps_to_target", "seconds_to_target", "test_error")
 """What a table has, as far as it was measured."""
 
+TO_TARGET = ("steps_to_target", "seconds_to_target")
+
 LEAST = 1e-9
 """Smaller values count as this one in ratios: of zero there is none."""
+
+HVP = 2.5
+"""Gradient evaluations that a Hessian-vector product costs, measured on LeNet and the MLP."""
+
+
+# the outcomes of one domain
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting of an optimiser on the tasks of a fold.
+
+    Args:
+        contender: what `Contender.describe` says.
+        outcomes: one per task; of the first tasks alone for a setting that was screened out.
+    """
+
+    contender: Mapping[str, Any]
+    outcomes: tuple[Outcome, ...]
+
+    def loss_after(self, share: float) -> float:
+        """After a part of the run, on the mean of the runs that did not fail; NaN, which nobody reaches, if all did."""
+        runs = [o for o in self.outcomes if not o.failed]
+        return math.fsum(o.loss_after(share) for o in runs) / len(runs) if runs else math.nan
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The tasks of one held-out domain.
+
+    Args:
+        group: the domain.
+        entrants: the candidates of each optimiser by label.
+        seconds: of one step, by label.
+        costs: of learning it, by label: `gradient_evaluations`, `hessian_vector_products` and `seconds`.
+        trained: labels of optimisers that were learned on this domain, for which it is not held out.
+        tunings: by label, how a setting was found that was not chosen among candidates here.
+    """
+
+    group: str
+    entrants: Mapping[str, tuple[Candidate, ...]]
+    seconds: Mapping[str, float]
+    costs: Mapping[str, Mapping[str, float]]
+    trained: tuple[str, ...] = ()
+    tunings: Mapping[str, Tuning] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Of every run."""
+        return next(iter(self.entrants.values()))[0].outcomes[0].places[-1]
+
+    def best(self, label: str, metric: str, target: float | None) -> Candidate:
+        """The candidate with the smallest mean of a metric, a run that failed or never arrived counted as very large.
+
+        For steps and seconds to a target it is the smallest median, as that is what tables show, and the mean decides among
+        equals. Those that were screened out are not asked.
+        """
+        if len(self.entrants[label]) == 1:
+            return self.entrants[label][0]
+
+        def badness(candidate: Candidate) -> tuple[float, float]:
+            values = [min(self.value(o, label, metric, target), 1e6) for o in candidate.outcomes]
+            return median(values) if metric in TO_TARGET else 0.0, sum(values)
+
+        return min(self.finished(label), key=badness)
+
+    def finished(self, label: str) -> list[Candidate]:
+        """The candidates that were run on all tasks."""
+        return [c for c in self.entrants[label] if len(c.outcomes) == self.tasks(label)]
+
+    def tasks(self, label: str) -> int:
+        """How many tasks there are."""
+        return max(len(c.outcomes) for c in self.entrants[label])
+
+    def value(self, outcome: Outcome, label: str, metric: str, target: float | None) -> float:
+        """One number of one training; the target is the training loss to reach."""
+        if metric in METRICS:
+            return math.inf if outcome.failed and "loss" in metric else METRICS[metric](outcome)
+        if metric not in TO_TARGET or target is None:
+            raise ValueError(f"metric must be one of {', '.join([*METRICS, *TO_TARGET])}, got {metric!r}.")
+        steps = outcome.steps_to(target)
+        return steps if metric == "steps_to_target" or steps == math.inf else steps * self.seconds.get(label, math.nan)
+
+    def is_timed(self, label: str) -> bool:
+        """Whether the seconds of a step are known, or are not needed as every run failed."""
+        known = math.isfinite(self.seconds.get(label, math.nan))
+        return known or all(o.failed for c in self.entrants[label] for o in c.outcomes)
+
+    def learning_gradients(self, label: str) -> float:
+        """Gradient evaluations of learning an optimiser; zero where no cost is known, a Hessian-vector product is `HVP`."""
+        cost = self.costs.get(label, {})
+        return cost.get("gradient_evaluations", 0) + HVP * cost.get("hessian_vector_products", 0)
+
+    def tuning_gradients(self, label: str) -> int:
+        """Gradient evaluations that the search for a setting takes on a task of this fold; none where nothing was chosen."""
+        if label in self.tunings:
+            return self.tunings[label].gradients
+        found = self.entrants[label]
+        if len(found) == 1:
+            return 0
+        return round(sum(sum(o.gradients for o in c.outcomes) / len(c.outcomes) for c in found))
+
+
+@dataclass(frozen=True)
+class Target:
+    """The training loss to reach on a domain: what an optimiser has, on the mean over its seeds, after a part of the run.
+
+    Args:
+        baseline: label of that optimiser, with the candidate that has the best mean loss there.
+        share: of the steps. At 1 the baseline itself arrives in about half of its runs, for it must stay below the target.
+    """
+
+    baseline: str
+    share: float = 0.75
+
+    def of(self, fold: Fold) -> float:
+        """The loss on one domain, from the runs that did not fail; NaN, which nobody reaches, if all did."""
+        return fold.best(self.baseline, "mean_loss", None).loss_after(self.share)
+
+
+# the comparison
 
 
 @dataclass(frozen=True)
@@ -59,6 +187,8 @@ class Difference:
 class Comparison:
     """The outcomes of all optimisers on the same tasks, by held-out domain.
 
+    Its methods take the label of an optimiser, one of `labels`, and a metric, one of `metrics`.
+
     Args:
         folds: the domains.
         settings: what all runs have in common.
@@ -79,19 +209,29 @@ class Comparison:
     @property
     def metrics(self) -> list[str]:
         """Those of `SHOWN` that were measured."""
-        one = self.folds[0].entrants[self.labels[0]][0].outcomes[0]
-        all_ends = [o.ends for f in self.folds for cs in f.entrants.values() for c in cs for o in c.outcomes if not o.failed]
-        graded = all("test" in ends and ends["test"][1] is not None for ends in all_ends) and bool(one.places)
+        runs = [o for f in self.folds for cs in f.entrants.values() for c in cs for o in c.outcomes if not o.failed]
+        graded = all(o.ends.get("test", (0.0, None))[1] is not None for o in runs)
         timed = all(f.is_timed(label) for f in self.folds for label in self.labels) and bool(self.folds[0].seconds)
         left_out = ([] if graded else ["test_error"]) + ([] if timed else ["seconds_to_target"])
         return [m for m in SHOWN if m not in left_out]
 
-    def trained_on(self, label: str) -> list[str]:
-        """The domains that an optimiser was learned on: for it they are not held out.
+    @property
+    def groups(self) -> list[int]:
+        """The number of the domain of every task."""
+        return [i for i, f in enumerate(self.folds) for _ in range(f.tasks(self.labels[0]))]
 
-        Args:
-            label: of the optimiser.
-        """
+    @property
+    def screening(self) -> str:
+        """A sentence on settings that were not run on all tasks; empty if all were."""
+        if all(len(f.finished(label)) == len(f.entrants[label]) for f in self.folds for label in self.labels):
+            return ""
+        return (
+            "All settings were run on the first task of a domain; those that were among the best few there in mean loss, "
+            "final loss or an error were run on the others."
+        )
+
+    def trained_on(self, label: str) -> list[str]:
+        """The domains that an optimiser was learned on: for it they are not held out."""
         return [f.group for f in self.folds if label in f.trained]
 
     def aiming(self, baseline: str, share: float = 0.75) -> "Comparison":
@@ -113,64 +253,26 @@ class Comparison:
         return replace(self, aim=Target(labels[0], share))
 
     def target(self, fold: Fold) -> float:
-        """The training loss to reach on one domain.
-
-        Args:
-            fold: of that domain.
-        """
+        """The training loss to reach on one domain."""
         return (self.aim or Target(self.labels[-1])).of(fold)
 
-    @property
-    def screening(self) -> str:
-        """A sentence on settings that were not run on all tasks; empty if all were."""
-        if all(len(f.finished(label)) == len(f.entrants[label]) for f in self.folds for label in self.labels):
-            return ""
-        return (
-            "All settings were run on the first task of a domain; those that were among the best few there in mean loss, "
-            "final loss or an error were run on the others."
-        )
-
     def chosen(self, label: str, metric: str) -> list[Candidate]:
-        """The candidate of an optimiser that is shown for a metric, on each domain.
-
-        Args:
-            label: of the optimiser.
-            metric: what is shown.
-        """
+        """The candidate of an optimiser that is shown for a metric, on each domain."""
         return [f.best(label, metric, self.target(f)) for f in self.folds]
 
     def values(self, label: str, metric: str) -> Array:
-        """One number for every task: of all domains, one after another.
-
-        Args:
-            label: of the optimiser.
-            metric: what is shown.
-        """
+        """One number for every task: of all domains, one after another."""
         found = []
         for fold, candidate in zip(self.folds, self.chosen(label, metric), strict=True):
             found += [fold.value(o, label, metric, self.target(fold)) for o in candidate.outcomes]
         return np.array(found, dtype=np.float64)
 
-    @property
-    def groups(self) -> list[int]:
-        """The number of the domain of every task."""
-        return [i for i, f in enumerate(self.folds) for _ in range(f.tasks(self.labels[0]))]
-
     def estimate(self, label: str, metric: str) -> Estimate:
-        """The mean of a metric over all tasks, or the median of steps and seconds to the target, with its interval.
-
-        Args:
-            label: of the optimiser.
-            metric: what is shown.
-        """
+        """The mean of a metric over all tasks, or the median of steps and seconds to the target, with its interval."""
         return bootstrap(self.values(label, metric), self.groups, median=metric in TO_TARGET)
 
     def differences(self, metric: str) -> list[Difference]:
-        """The first optimiser against each of the others.
-
-        Args:
-            metric: what is compared.
-        """
+        """The first optimiser against each of the others."""
         ours, others = self.values(self.labels[0], metric), self.labels[1:]
         rows = [self.values(label, metric) for label in others]
         logs = [(np.log(np.maximum(ours, LEAST)), np.log(np.maximum(row, LEAST))) for row in rows]
@@ -186,19 +288,11 @@ class Comparison:
         return found
 
     def profiles(self, metric: str = "steps_to_target") -> dict[str, Profile]:
-        """The performance profile of each optimiser.
-
-        Args:
-            metric: steps or seconds to the target.
-        """
+        """The performance profile of each optimiser, for steps or seconds to the target."""
         return profiles({label: self.values(label, metric) for label in self.labels})
 
     def table(self, metric: str) -> list[dict[str, Any]]:
-        """A row for each optimiser: the estimate, and how the first one stands against it.
-
-        Args:
-            metric: what is shown.
-        """
+        """A row for each optimiser: the estimate, and how the first one stands against it."""
         differences = {d.label: d for d in self.differences(metric)}
         rows = []
         for label in self.labels:
@@ -236,11 +330,11 @@ class Comparison:
             label: of the rival.
             every_task: whether the rival is tuned for every task anew, or once for all.
         """
+        both = (self.labels[0], label)
         horizons = [float(self.folds[g].steps) for g in self.groups]
-        steps = [float(np.minimum(self.values(x, "steps_to_target"), horizons).mean()) for x in (self.labels[0], label)]
-        tuning = [sum(f.tuning_gradients(x) for f in self.folds) / len(self.folds) for x in (self.labels[0], label)]
-        ahead = self.learning_gradients(self.labels[0]) - self.learning_gradients(label)
-        gain = steps[1] - steps[0]
+        steps = [float(np.minimum(self.values(x, "steps_to_target"), horizons).mean()) for x in both]
+        tuning = [sum(f.tuning_gradients(x) for f in self.folds) / len(self.folds) for x in both]
+        ahead, gain = self.learning_gradients(both[0]) - self.learning_gradients(label), steps[1] - steps[0]
         if every_task:
             gain += tuning[1] - tuning[0]
         else:
@@ -250,11 +344,7 @@ class Comparison:
         return math.ceil(ahead / gain) if gain > 0 else math.inf
 
     def with_seconds(self, seconds: Mapping[str, float]) -> "Comparison":
-        """The same with the seconds of a step, by label.
-
-        Args:
-            seconds: as `metamd.training.step_seconds` gives them.
-        """
+        """The same with the seconds of a step, by label."""
         return replace(self, folds=tuple(replace(f, seconds=dict(seconds)) for f in self.folds))
 
     @classmethod
@@ -280,15 +370,14 @@ class Comparison:
                 raise ValueError(f"comparisons with one {said} are required, got several. Report on each folder by itself.")
         folds = [f for c in found for f in c.folds]
         groups = [f.group for f in folds]
-        twice = next((group for group in groups if groups.count(group) > 1), None)
-        if twice is not None:
+        if twice := [group for group in groups if groups.count(group) > 1]:
             raise ValueError(
-                f"{twice!r} is in two of these comparisons and would count as two domains. Report on each folder by itself, "
-                "or compare with more seeds in one."
+                f"{twice[0]!r} is in two of these comparisons and would count as two domains. Report on each folder by "
+                "itself, or compare with more seeds in one."
             )
         return cls(tuple(folds), found[0].settings, found[0].aim, found[0].protocol)
 
-    def index(self) -> dict[str, Any]:
+    def index(self) -> Result:
         """What is needed beside the records of the runs to have the comparison again, in JSON's types."""
         folds = []
         for fold in self.folds:
@@ -299,12 +388,10 @@ class Comparison:
                 for label, found in fold.entrants.items()
             }
             seconds = {k: None if math.isnan(v) else v for k, v in fold.seconds.items()}
-            about = {"group": fold.group, "trained": list(fold.trained)}
+            about = {"group": fold.group, "trained": list(fold.trained), "entrants": entrants, "seconds": seconds}
             tunings = {label: t.to_json() for label, t in fold.tunings.items()}
-            costs = {"seconds": seconds, "costs": fold.costs} | ({"tunings": tunings} if tunings else {})
-            folds.append({**about, "entrants": entrants, **costs})
-        aim = None if self.aim is None else {"baseline": self.aim.baseline, "share": self.aim.share}
-        return {"protocol": self.protocol, "aim": aim, "folds": folds}
+            folds.append(about | {"costs": fold.costs} | ({"tunings": tunings} if tunings else {}))
+        return {"protocol": self.protocol, "aim": None if self.aim is None else asdict(self.aim), "folds": folds}
 
     @classmethod
     def read(cls, folder: Path | str) -> "Comparison":
@@ -314,10 +401,10 @@ class Comparison:
             folder: with `comparison.json`, `run.json` and `cells`.
         """
         folder = Path(folder)
-        index = read_json(folder / "comparison.json")
+        index, packed = read_json(folder / "comparison.json"), read_packed(folder)
         where = repr(str(folder / "comparison.json"))
         try:
-            folds = tuple(read_fold(folder, f) for f in index["folds"])
+            folds = tuple(_read_fold(folder, packed, f) for f in index["folds"])
             if not folds or any(list(f.entrants) != list(folds[0].entrants) or not f.entrants for f in folds):
                 raise ValueError(f"every domain of {where} must have the same optimisers, and there must be one.")
             found = cls(folds, Records.settings(folder), protocol=str(index.get("protocol", "")))
@@ -325,3 +412,48 @@ class Comparison:
             return found if aim is None else found.aiming(aim["baseline"], float(aim["share"]))
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{where} is not the index of a comparison: {error!r}.") from None
+
+
+def cell_name(contender: Mapping[str, Any], config: Config) -> str:
+    """The name of the record of one training, from the contender's description and the task's config."""
+    return f"{contender_key(contender)}-{config_hash(config)[:16]}"
+
+
+def _read_fold(folder: Path, packed: Mapping[str, Result], found: Mapping[str, Any]) -> Fold:
+    """A fold from the records of its runs; nothing that the index says of it is trusted."""
+
+    def outcome(contender: Mapping[str, Any], name: Any) -> Outcome:
+        if not isinstance(name, str) or not re.fullmatch("[a-zA-Z0-9-]+", name):
+            raise ValueError(f"the name of a record must consist of letters, digits and hyphens, got {name!r}.")
+        try:
+            outcome = Outcome.from_json(packed[name] if name in packed else read_cell(folder, name))
+        except ValueError as error:
+            raise ValueError(f"the record {name!r} in {str(folder)!r}: {error}") from None
+        if outcome.contender != contender or cell_name(contender, outcome.config) != name:
+            raise ValueError(
+                f"the record {name!r} is of another training than its name says. Delete it, and it is made again."
+            )
+        return outcome
+
+    entrants = {}
+    for label, candidates in found["entrants"].items():
+        described = [(dict(c["contender"]), c["runs"]) for c in candidates]
+        entrants[str(label)] = tuple(Candidate(d, tuple(outcome(d, name) for name in runs)) for d, runs in described)
+    tasks = [[config_hash(o.config) for o in c.outcomes] for cs in entrants.values() for c in cs]
+    longest = max(tasks, key=len, default=[])
+    whole = all(any(len(c.outcomes) == len(longest) for c in cs) for cs in entrants.values())
+    if not longest or not whole or any(not t or t != longest[: len(t)] for t in tasks):
+        raise ValueError(f"every optimiser must have run all tasks of {found['group']!r}, in the same order.")
+    if len({o.places for cs in entrants.values() for c in cs for o in c.outcomes}) > 1:
+        raise ValueError(f"all runs of {found['group']!r} must have been watched at the same places.")
+    seconds = {str(k): math.nan if v is None else _amount(v) for k, v in found["seconds"].items()}
+    costs = {str(k): {str(n): _amount(x) for n, x in v.items()} for k, v in found["costs"].items()}
+    tunings = {str(k): Tuning.from_json(v) for k, v in found.get("tunings", {}).items()}
+    return Fold(str(found["group"]), entrants, seconds, costs, tuple(map(str, found.get("trained", ()))), tunings)
+
+
+def _amount(value: Any) -> float:
+    """Seconds, or a count of evaluations."""
+    if not 0 <= float(value) < 2**53:
+        raise ValueError(f"seconds and costs must be numbers from 0 to 2^53, got {value!r:.50}.")
+    return float(value)

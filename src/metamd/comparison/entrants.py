@@ -1,23 +1,31 @@
-"""By which rule the hyperparameters of everybody are chosen: every table names one of these protocols."""
+"""The rules of a comparison: which tasks, how runs are watched, and how everybody's hyperparameters are chosen."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
-from metamd.comparison.compare import Entrants, draw, handicap
+import torch
+
+from metamd.comparison.comparison import Target
 from metamd.comparison.parallel import Cell, fill
-from metamd.comparison.search import Bayesian, Search
-from metamd.comparison.tuning import tune
-from metamd.files.store import Records, Result, read_cell
+from metamd.comparison.training import Measuring
+from metamd.comparison.tuning import Bayesian, Search, tune
+from metamd.files.store import Records, Result, read_loose
 from metamd.files.usage import Schedule
 from metamd.rivals.base import Contender, Rival, Tuning
 from metamd.rivals.learned.learners import Learner
-from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
+from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed, domain_of
+from metamd.tasks.supervised import Supervised
+from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.wrapped import SharedStart
 
-Protocol = Literal["handicap", "paper"]
+Entrants = Mapping[str, Contender | Sequence[Contender]]
+"""By label: a contender, or several of which the best on the very tasks is shown."""
+
+ProtocolName = Literal["handicap", "paper"]
 
 PROTOCOLS: dict[str, str] = {
     "handicap": (
@@ -29,11 +37,88 @@ PROTOCOLS: dict[str, str] = {
         "search, budget, split and seeds, on tasks with other seeds than those that are shown."
     ),
 }
-"""What each of them means, in a sentence for reports."""
+"""By which rule settings are chosen, in a sentence for reports: every table names one of these."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The rules of a comparison, the same for all optimisers and fixed before any result is seen.
+
+    Args:
+        name: by which rule settings are chosen: "handicap", "paper", or a word of your own for settings that you chose.
+        seeds: tasks: initialisations and orders of the batches; for a family of several domains, of each.
+        steps: T and the horizon of all schedules; the family's own if not given.
+        seed: of the tasks that are drawn, and of the search.
+        measuring: how the runs are watched.
+        aim: the target of steps-to-target; that of the last optimiser if not given.
+        screen: run all contenders of a label on the first task of a domain, and on the others only those that are among so
+            many best there in mean loss, final loss or an error; all if not given.
+        budget: settings of each rival under each schedule.
+        schedules: of the rivals' learning rates, those that a rival may have.
+        search: by which settings are found under "paper".
+
+    Example:
+        >>> Protocol("handicap", seeds=5).budget
+        25
+    """
+
+    name: str = ""
+    seeds: int = 3
+    steps: int | None = None
+    seed: int = 0
+    measuring: Measuring = field(default_factory=Measuring)
+    aim: Target | None = None
+    screen: int | None = None
+    budget: int = 25
+    schedules: Sequence[Schedule] = ("constant", "linear")
+    search: Callable[..., Search] = Bayesian
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "budget"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.screen is not None and self.screen < 1:
+            raise ValueError(f"screen must be at least 1, got {self.screen}. Leave it out to run all settings on all tasks.")
+
+
+# the tasks
+
+
+FRUITLESS = 1000
+"""Draws per domain after which a family has no other task."""
+
+
+def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
+    """So many different tasks of each domain, by domain; of a family without domains, so many tasks."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "comparison"))
+    inner = family.family if isinstance(family, SharedStart) else family
+    domains: Sequence[str] = [inner.name]
+    if isinstance(inner, ImageFamily | Supervised):
+        domains = inner.domains if isinstance(inner, ImageFamily) else list(inner.data)
+    found: dict[str, list[Config]] = {str(d): [] for d in domains}
+    drawn: set[str] = set()
+    fruitless = 0
+    while any(len(configs) < seeds for configs in found.values()):
+        config = family.sample(generator)
+        group = found.get(domain_of(config), next(iter(found.values())))
+        if len(group) < seeds and config_hash(config) not in drawn:
+            group.append(config)
+            drawn.add(config_hash(config))
+            fruitless = 0
+        elif (fruitless := fruitless + 1) > FRUITLESS * len(domains):
+            fewest = min(map(len, found.values()))
+            raise ValueError(
+                f"{seeds} different tasks are required, and {FRUITLESS * len(domains)} draws in a row from {family.name!r} "
+                f"brought no other than the {fewest} that are there. Ask for {max(fewest, 1)} (--seeds), or let it vary."
+            )
+    return found
+
+
+# who enters
+
 
 ENDINGS: dict[Schedule, str] = {"constant": "", "linear": ", linear decay", "quadratic": ", quadratic decay"}
 """What the label of a tuned rival says of its schedule."""
-
 
 UNTUNED = ", untuned"
 """What the label of a rival says that has its package's setting."""
@@ -41,9 +126,6 @@ UNTUNED = ", untuned"
 
 def unscheduled(label: str) -> str:
     """The label of a tuned rival without its schedule: its title.
-
-    Args:
-        label: as `labels` makes it.
 
     Example:
         >>> unscheduled("Adam, linear decay")
@@ -55,13 +137,7 @@ def unscheduled(label: str) -> str:
 
 
 def labels(ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Sequence[Schedule]) -> list[str]:
-    """Of everybody who enters a comparison, in the order of its tables: ours, the tuned rivals, the untuned ones.
-
-    Args:
-        ours: their labels.
-        rivals: the others.
-        schedules: of the rivals' learning rates, those that a rival may have; all that it has, if it has none of them.
-    """
+    """Of everybody who enters a comparison, in the order of its tables: ours, the tuned rivals, the untuned ones."""
     tuned = [r.title + ENDINGS[s] for r in rivals for s in _allowed(r, schedules)]
     return [*ours, *tuned, *(r.title + UNTUNED for r in rivals)]
 
@@ -71,17 +147,31 @@ def _allowed(rival: Rival | Learner, schedules: Sequence[Schedule]) -> list[Sche
     return [s for s in schedules if s in rival.schedules] or list(rival.schedules)
 
 
+def handicap(rival: Rival, schedule: Schedule = "constant", *, budget: int = 25) -> list[Contender]:
+    """A rival with `budget` learning rates, evenly over its range: given to `compare`, it is shown with the best of them.
+
+    The best is chosen on the tasks of the comparison, for the quantity that is shown, each quantity with its own best rate.
+    No user of the rival has that advantage.
+
+    Args:
+        rival: the optimiser.
+        schedule: of the learning rate.
+        budget: how many rates.
+
+    Example:
+        >>> from metamd.rivals import rival
+        >>> [c.setting["lr"] for c in handicap(rival("adam"), budget=3)]
+        [0.0001, 0.01, 1.0]
+    """
+    return [rival.with_setting(schedule, lr=lr) for lr in rival.space["lr"].points(budget)]
+
+
 def entrants(
-    protocol: Protocol,
     ours: Mapping[str, Contender],
     rivals: Sequence[Rival],
     family: TaskFamily,
+    protocol: Protocol,
     *,
-    budget: int = 25,
-    schedules: Sequence[Schedule] = ("constant", "linear"),
-    steps: int | None = None,
-    seed: int = 0,
-    search: Search | None = None,
     records: Records | None = None,
     workers: int = 1,
     ray: str | None = None,
@@ -89,92 +179,72 @@ def entrants(
     """Everybody who enters a comparison: ours first, then the rivals as the protocol tunes them, then the same untuned.
 
     Args:
-        protocol: a name in `PROTOCOLS`.
-        ours: by label; under `paper` each is tuned as the rivals are.
+        ours: by label; under "paper" each is tuned as the rivals are.
         rivals: the others.
         family: the held-out side, that `compare` will get.
-        budget: settings per rival and schedule.
-        schedules: of the rivals' learning rates, those that a rival may have.
-        steps: T.
-        seed: of the tasks to tune on and of the search.
-        search: under `paper`; Bayesian if not given.
-        records: where the trials of `paper` are kept.
-        workers: processes for the searches of `paper`.
+        protocol: its name must be one of `PROTOCOLS`.
+        records: where the trials of "paper" are kept.
+        workers: processes for its searches.
         ray: address of a Ray cluster for them instead, or "local".
     """
-    if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol!r}.")
-    if budget < 1:
-        raise ValueError(f"budget must be at least 1, got {budget}.")
-    found: dict[str, Contender | Sequence[Contender]] = {}
-    pairs = [(r, s) for r in rivals for s in _allowed(r, schedules)]
-    if protocol == "handicap":
-        found |= ours
-        found |= {r.title + ENDINGS[s]: handicap(r, s, budget=budget) for r, s in pairs}
+    if protocol.name not in PROTOCOLS:
+        raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol.name!r}.")
+    pairs = [(r, s) for r in rivals for s in _allowed(r, protocol.schedules)]
+    found: dict[str, Contender | Sequence[Contender]] = dict(ours)
+    if protocol.name == "handicap":
+        found |= {r.title + ENDINGS[s]: handicap(r, s, budget=protocol.budget) for r, s in pairs}
     else:
         learned = {label: c for label, c in ours.items() if not c.rival.unlearned}
-        tuned = _tuned(
-            [*((replace(c.rival, defaults=c.setting), c.schedule) for c in learned.values()), *pairs],
-            [family.build(c) for configs in draw(family, 1, derive_seed(seed, "tuning")).values() for c in configs],
-            {"search": search or Bayesian(), "budget": budget, "steps": steps, "seed": seed},
-            records,
-            workers,
-            ray,
-        )
-        found |= ours
-        for (label, contender), (best, how) in zip(learned.items(), tuned, strict=False):
-            found[label] = replace(contender, setting={**contender.setting, **best}, tuning=how)
-        for (r, s), (best, how) in zip(pairs, tuned[len(learned) :], strict=True):
-            found[r.title + ENDINGS[s]] = replace(r.with_setting(s, **best), tuning=how)
+        given = [*learned.values(), *(r.with_setting(s) for r, s in pairs)]
+        names = [*learned, *(r.title + ENDINGS[s] for r, s in pairs)]
+        found |= zip(names, _tuned(given, family, protocol, records, workers, ray), strict=True)
     return found | {r.title + UNTUNED: r.untuned() for r in rivals}
 
 
 def _tuned(
-    pairs: Sequence[tuple[Rival, Schedule]],
-    tasks: Sequence[Task],
-    options: Mapping[str, Any],
+    given: Sequence[Contender],
+    family: TaskFamily,
+    protocol: Protocol,
     records: Records | None,
     workers: int,
     ray: str | None,
-) -> list[tuple[dict[str, float], Tuning]]:
-    """The best setting of each rival and schedule, in learning rate and weight decay; searches run side by side."""
-
-    def name(rival: Rival, schedule: Schedule) -> str:
-        """Of the search: what it depends on is in it."""
-        where = (repr(rival.space), repr(rival.grid), *(config_hash(t.config) for t in tasks))
-        return f"search-{rival.with_setting(schedule).key()}-{derive_seed(repr(options), *where):08x}"
-
+) -> list[Contender]:
+    """The same contenders with the best learning rate and weight decay of each; searches run side by side."""
+    drawn = draw(family, 1, derive_seed(protocol.seed, "tuning"))
+    tasks = [family.build(c) for configs in drawn.values() for c in configs]
+    search = protocol.search(budget=protocol.budget, seed=protocol.seed)
+    looks: dict[str, Callable[[Records | None], Result]] = {}
+    for c in given:
+        about = (search, protocol.steps, c.rival.space, c.rival.grid, [config_hash(t.config) for t in tasks])
+        looks[f"search-{c.key()}-{derive_seed(*map(repr, about)):08x}"] = partial(_search, c, tasks, search, protocol.steps)
     if records is None:
-        results = {name(r, s): _search(r, s, tasks, options, None) for r, s in pairs}
-    elif ray is None:
-        cells = [Cell(name(r, s), partial(_search, r, s, tasks, options, records)) for r, s in pairs]
-        results = fill(records, cells, title="tuning everybody", workers=workers)
+        results = {name: look(None) for name, look in looks.items()}
     else:
-        keep = partial(_bring, records)
-        cells = [Cell(name(r, s), partial(_search_away, r, s, tasks, options), keep) for r, s in pairs]
+        cells = [Cell(name, partial(look, records)) for name, look in looks.items()]
+        if ray is not None:
+            cells = [Cell(n, partial(_search_away, look), partial(_bring, records)) for n, look in looks.items()]
         results = fill(records, cells, title="tuning everybody", workers=workers, ray=ray)
-    return [(r["setting"], Tuning.from_json(r)) for r in (results[name(*pair)] for pair in pairs)]
+    found = [(c, results[name]) for c, name in zip(given, looks, strict=True)]
+    return [replace(c, setting={**c.setting, **r["setting"]}, tuning=Tuning.from_json(r)) for c, r in found]
 
 
 def _search(
-    rival: Rival, schedule: Schedule, tasks: Sequence[Task], options: Mapping[str, Any], records: Records | None
+    contender: Contender, tasks: Sequence[Task], search: Search, steps: int | None, records: Records | None
 ) -> Result:
-    names = ("lr", "weight_decay")
-    found = tune(rival, tasks, metric="validation_error", names=names, schedule=schedule, records=records, **options)
+    rival = replace(contender.rival, defaults=contender.setting)
+    found = tune(rival, tasks, search, metric="validation_error", schedule=contender.schedule, steps=steps, records=records)
     how = Tuning(found.gradients // len(tasks), tuple(found.best_so_far), tuple(found.at_edge))
-    return {"setting": {n: x for n, x in found.best.setting.items() if n in names}, **how.to_json()}
+    return {"setting": {n: x for n, x in found.best.setting.items() if n in search.names}, **how.to_json()}
 
 
-def _search_away(rival: Rival, schedule: Schedule, tasks: Sequence[Task], options: Mapping[str, Any]) -> Result:
+def _search_away(look: Callable[[Records], Result]) -> Result:
     """On a machine that shares no folder with the records: the trials come with the result."""
     with TemporaryDirectory() as folder:
-        records = Records(Path(folder), {})
-        found = _search(rival, schedule, tasks, options, records)
-        return {**found, "trials": {p.stem: read_cell(records.folder, p.stem) for p in (records.folder / "cells").iterdir()}}
+        return look(Records(Path(folder), {})) | {"trials": read_loose(Path(folder))}
 
 
 def _bring(records: Records, found: Result) -> Result:
     """Keep the trials that came with a search, each as a record; the rest of it is its own."""
     for name, trial in found["trials"].items():
-        records.cell(name, partial(dict, trial))
+        records.write(name, trial)
     return {k: v for k, v in found.items() if k != "trials"}

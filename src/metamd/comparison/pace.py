@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from metamd.comparison.comparison import Comparison
-from metamd.comparison.fold import Candidate, Fold
+from metamd.comparison.comparison import Candidate, Comparison, Fold
 from metamd.comparison.sections import Section
 from metamd.files.store import Result
 

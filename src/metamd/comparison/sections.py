@@ -11,10 +11,9 @@ import numpy as np
 
 from metamd.certification.statements import HeldOutCertificate, certificates
 from metamd.comparison import figures
-from metamd.comparison.comparison import LEAST, Comparison
+from metamd.comparison.comparison import LEAST, Comparison, Fold, Target
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
 from metamd.comparison.figures import has_all, loss_curves
-from metamd.comparison.fold import Fold, Target
 from metamd.comparison.statistics import Estimate, smallest_p
 
 Cell = str | float | None

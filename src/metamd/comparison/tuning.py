@@ -1,15 +1,20 @@
 """The same search, budget and search space for everybody, fixed beforehand; every trial is a record, failed ones too."""
 
 import math
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from metamd.comparison.search import History, QuasiRandom, Search
-from metamd.comparison.training import Measuring, Outcome, train
+import torch
+from torch import Tensor
+
+from metamd.comparison.training import Measuring, Outcome, one_thread, train
 from metamd.files.store import Records, Result
 from metamd.files.usage import Schedule
-from metamd.rivals.base import Contender, Rival, searched
-from metamd.tasks.base import Task, config_hash, derive_seed
+from metamd.rivals.base import Contender, Rival, Setting, searched
+from metamd.tasks.base import Task, config_hash, derive_seed, seeded
 
 Metric = Callable[[Outcome], float]
 
@@ -21,6 +26,159 @@ METRICS: dict[str, Metric] = {
     "test_error": lambda o: 1 - o.accuracy("test"),
 }
 """What a training can be judged by; of all of them less is better."""
+
+History = Sequence[tuple[Setting, float]]
+"""What was tried, and its score: lower is better, infinite for a trial that failed."""
+
+
+# which setting to try next
+
+
+@dataclass(frozen=True)
+class Search(ABC):
+    """Proposes settings one after another, each a function of what was tried before.
+
+    Args:
+        budget: settings that are tried, at most. One that diverges counts.
+        names: the hyperparameters that vary, those among them that the rival has.
+        seed: of what is random in it.
+    """
+
+    budget: int = 25
+    names: Sequence[str] = ("lr", "weight_decay")
+    seed: int = 0
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise ValueError(f"budget must be at least 1, got {self.budget}. It is the number of settings that are tried.")
+
+    @abstractmethod
+    def propose(self, rival: Rival, history: History) -> dict[str, float] | None:
+        """The next setting of a rival; None when there is nothing left to try."""
+
+    def _sobol(self, rival: Rival, history: History) -> dict[str, float]:
+        names = searched(rival, self.names)
+        return _setting(rival, names, sobol(len(names), len(history) + 1, self.seed)[-1])
+
+
+@dataclass(frozen=True)
+class Grid(Search):
+    """The published grid where a rival has one that fits the budget, else an even division of its search space.
+
+    Args:
+        budget: settings that are tried, at most.
+        names: the hyperparameters that vary.
+        seed: not used.
+    """
+
+    name = "grid"
+
+    def propose(self, rival: Rival, history: History) -> dict[str, float] | None:
+        """The next point of the grid."""
+        settings = rival.settings(self.names, self.budget)
+        return settings[len(history)] if len(history) < len(settings) else None
+
+
+@dataclass(frozen=True)
+class QuasiRandom(Search):
+    """Scrambled Sobol points of the search space, which cover it more evenly than random ones.
+
+    Args:
+        budget: settings that are tried, at most.
+        names: the hyperparameters that vary.
+        seed: of the scrambling.
+    """
+
+    name = "quasi-random"
+
+    def propose(self, rival: Rival, history: History) -> dict[str, float] | None:
+        """The next Sobol point."""
+        return self._sobol(rival, history)
+
+
+@dataclass(frozen=True)
+class Bayesian(Search):
+    """The paper's search: a Gaussian process with an RBF kernel on the logarithms, and its upper confidence bound.
+
+    The next setting maximises mu + sqrt(beta) sigma of the negative score [GaoMetaMD2022], appendix. The first points and
+    beta are not published; these are ours. A failed trial counts as the worst score that was seen.
+
+    Args:
+        budget: settings that are tried, at most.
+        names: the hyperparameters that vary.
+        seed: of the first points and of the proposals.
+        initial: Sobol points before the process is fitted.
+        beta: weight of the uncertainty.
+    """
+
+    initial: int = 5
+    beta: float = 4.0
+    name = "bayesian"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initial < 1 or not 0 <= self.beta < math.inf:
+            raise ValueError(f"Bayesian needs initial >= 1 and beta >= 0, got {self.initial} and {self.beta}.")
+
+    def propose(self, rival: Rival, history: History) -> dict[str, float] | None:
+        """A Sobol point first, then the best of the upper confidence bound."""
+        finite = [score for _, score in history if math.isfinite(score)]
+        if len(history) < self.initial or not finite:
+            return self._sobol(rival, history)
+        names = searched(rival, self.names)
+        places = torch.tensor([[rival.space[n].place(s[n]) for n in names] for s, _ in history], dtype=torch.float64)
+        scores = torch.tensor([s if math.isfinite(s) else max(finite) for _, s in history], dtype=torch.float64)
+        with seeded(derive_seed(self.seed, "proposal", len(history))):
+            return _setting(rival, names, _most_promising(places, -scores, self.beta))
+
+
+SEARCHES: dict[str, type[Search]] = {"grid": Grid, "random": QuasiRandom, "bayes": Bayesian}
+"""By the names of the command line."""
+
+
+def sobol(dimension: int, count: int, seed: int) -> Tensor:
+    """The first points of a scrambled Sobol sequence in the unit cube, (count, dimension)."""
+    engine: Any = torch.quasirandom.SobolEngine(dimension, scramble=True, seed=derive_seed(seed, "sobol"))  # type: ignore[no-untyped-call]
+    found: Tensor = engine.draw(count, dtype=torch.float64)
+    return found
+
+
+def _setting(rival: Rival, names: Sequence[str], place: Tensor) -> dict[str, float]:
+    return {n: rival.space[n].at(float(u)) for n, u in zip(names, place, strict=True)}
+
+
+def _most_promising(places: Tensor, values: Tensor, beta: float) -> Tensor:
+    """The point of the unit cube with the largest upper confidence bound."""
+    try:
+        from botorch import settings
+        from botorch.acquisition.analytic import UpperConfidenceBound
+        from botorch.fit import fit_gpytorch_mll
+        from botorch.models import SingleTaskGP
+        from botorch.models.transforms import Standardize
+        from botorch.optim.optimize import optimize_acqf
+        from gpytorch.kernels import RBFKernel, ScaleKernel
+        from gpytorch.mlls import ExactMarginalLogLikelihood
+        from gpytorch.priors import GammaPrior
+    except ModuleNotFoundError:
+        raise ValueError(
+            "Bayesian search needs botorch, which is not installed. Run: pip install 'metamd[tuning]'"
+        ) from None
+    dimension = places.shape[1]
+    kernel: Any = ScaleKernel(
+        RBFKernel(ard_num_dims=dimension, lengthscale_prior=GammaPrior(3.0, 6.0)), outputscale_prior=GammaPrior(2.0, 0.15)
+    )
+    # one thread is ten times faster here than two busy ones
+    with one_thread(), settings.validate_input_scaling(False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a line search that fails is tried again from other points, with a warning
+        process: Any = SingleTaskGP(places, values[:, None], covar_module=kernel, outcome_transform=Standardize(m=1))
+        fit_gpytorch_mll(ExactMarginalLogLikelihood(process.likelihood, process))
+        bounds = torch.tensor([[0.0] * dimension, [1.0] * dimension], dtype=torch.float64)
+        found, _ = optimize_acqf(UpperConfidenceBound(process, beta=beta), bounds, q=1, num_restarts=5, raw_samples=128)
+    return found[0].detach().clamp(0, 1)
+
+
+# the search itself
 
 
 @dataclass(frozen=True)
@@ -87,56 +245,51 @@ class Tuned:
 def tune(
     rival: Rival,
     tasks: Task | Iterable[Task],
-    *,
     search: Search | None = None,
-    budget: int = 25,
+    *,
     metric: str = "mean_loss",
-    names: Sequence[str] = ("lr", "weight_decay"),
     schedule: Schedule = "constant",
     steps: int | None = None,
     measuring: Measuring | None = None,
-    seed: int = 0,
     records: Records | None = None,
 ) -> Tuned:
-    """Look for the best hyperparameters of a rival: at most `budget` settings, each trained on all tasks.
+    """Look for the best hyperparameters of a rival: each setting that the search proposes is trained on all tasks.
 
     Args:
         rival: what is tuned.
         tasks: what it is tuned on.
-        search: `Grid()`, `QuasiRandom()` or `Bayesian()`; quasi-random if not given.
-        budget: of settings. One that diverges counts.
-        metric: what is minimised, a name in `metamd.tuning.METRICS`.
-        names: of the hyperparameters that vary, those among them that the rival has.
+        search: `Grid()`, `QuasiRandom()` or `Bayesian()`, with a budget; 25 quasi-random settings if not given.
+        metric: what is minimised, a name in `metamd.comparison.tuning.METRICS`.
         schedule: of the learning rate.
         steps: T; the tasks' own if not given.
         measuring: how the runs are watched.
-        seed: of the search.
         records: where the trials are kept, so that a search that was stopped continues.
 
     Example:
-        >>> import torch
         >>> from metamd import tasks
         >>> from metamd.rivals import rival
         >>> family = tasks.quadratic((1.0, 2.0))
         >>> task = family.build(family.sample(torch.Generator().manual_seed(0)))
-        >>> found = tune(rival("sgd"), task, budget=8, steps=20, names=["lr"], measuring=Measuring(splits=()))
+        >>> search = QuasiRandom(budget=8, names=["lr"])
+        >>> found = tune(rival("sgd"), task, search, steps=20, measuring=Measuring(splits=()))
         >>> 0.05 < found.best.setting["lr"] < 0.6
         True
     """
     search, measuring = search or QuasiRandom(), measuring or Measuring()
     chosen = [tasks] if isinstance(tasks, Task) else list(tasks)
-    _check(chosen, budget, metric)
-    names = searched(rival, names)
-    about = [rival.name, rival.identity, sorted(rival.defaults.items()), search.name, repr(search), budget, metric, names]
-    about += [repr(rival.space), repr(rival.grid), schedule, steps, repr(measuring), seed]
-    about += [config_hash(t.config) for t in chosen]
-    place = f"trial-{rival.name}-{schedule}-{derive_seed(*map(str, about)):08x}"
+    if not chosen:
+        raise ValueError("tune needs at least one task, got none.")
+    if metric not in METRICS:
+        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}.")
+    about = [rival.name, rival.identity, sorted(rival.defaults.items()), search, searched(rival, search.names), metric]
+    about += [rival.space, rival.grid, schedule, steps, measuring, [config_hash(t.config) for t in chosen]]
+    place = f"trial-{rival.name}-{schedule}-{derive_seed(*map(repr, about)):08x}"
     trials: list[Trial] = []
-    for number in range(budget):
+    for number in range(search.budget):
         history = [(t.contender.setting, t.score) for t in trials]
 
         def compute(history: History = history) -> Result:
-            setting = search.propose(rival, names, history, budget=budget, seed=seed)
+            setting = search.propose(rival, history)
             if setting is None:
                 return {"setting": None}
             contender = rival.with_setting(schedule, **setting)
@@ -147,25 +300,7 @@ def tune(
         if found["setting"] is None:  # a grid with fewer points than the budget
             break
         outcomes = tuple(Outcome.from_json(r) for r in found["runs"])
-        trials.append(Trial(rival.with_setting(schedule, **found["setting"]), outcomes, score(outcomes, METRICS[metric])))
+        failed = any(o.failed for o in outcomes)
+        score = math.inf if failed else math.fsum(METRICS[metric](o) for o in outcomes) / len(outcomes)
+        trials.append(Trial(rival.with_setting(schedule, **found["setting"]), outcomes, score))
     return Tuned(rival, metric, search.name, tuple(trials))
-
-
-def score(outcomes: Sequence[Outcome], metric: Metric) -> float:
-    """The mean of a metric; infinite if a run failed.
-
-    Args:
-        outcomes: of one setting.
-        metric: what is judged.
-    """
-    values = [math.inf if o.failed else metric(o) for o in outcomes]
-    return math.inf if math.inf in values else math.fsum(values) / len(values)
-
-
-def _check(tasks: Sequence[Task], budget: int, metric: str) -> None:
-    if not tasks:
-        raise ValueError("tune needs at least one task, got none.")
-    if budget < 1:
-        raise ValueError(f"budget must be at least 1, got {budget}. It is the number of settings that are tried.")
-    if metric not in METRICS:
-        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}.")

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from metamd.comparison.entrants import Protocol
+from metamd.comparison.entrants import ProtocolName
 from metamd.comparison.training import Measuring, one_thread
 from metamd.experiments.synthetic.trainings import Training, train
 from metamd.files.container import write_atomically
@@ -98,8 +98,8 @@ class Scale:
         schedules: of the rivals.
         protocol: by which rivals are tuned.
         usage_tasks: training tasks to choose a usage on; 0 for none.
-        search: by which rivals are tuned under the protocol `paper`, a name in `metamd.search.SEARCHES`; the paper has grids
-            for the linear model and the MLP, and Bayesian optimisation for the others.
+        search: by which rivals are tuned under the protocol `paper`, a name in `SEARCHES`; the paper has grids for the
+            linear model and the MLP, and Bayesian optimisation for the others.
         screen: settings that go on from the first seed to the others, by each quantity; None for all.
         batch_size: images per step.
         width: of a ResNet18.
@@ -116,7 +116,7 @@ class Scale:
     budget: int = 25
     rivals: tuple[str, ...] = ("sgd", "sgdm", "rmsprop", "adam")
     schedules: tuple[Schedule, ...] = ("constant", "linear")
-    protocol: Protocol = "handicap"
+    protocol: ProtocolName = "handicap"
     search: str = "bayes"
     usage_tasks: int = 6
     screen: int | None = None

@@ -6,14 +6,13 @@ from functools import partial
 from pathlib import Path
 
 from metamd.comparison.compare import compare
-from metamd.comparison.comparison import Comparison
-from metamd.comparison.entrants import entrants, labels, unscheduled
+from metamd.comparison.comparison import Comparison, Target
+from metamd.comparison.entrants import Protocol, entrants, labels, unscheduled
 from metamd.comparison.figures import learning_curves
-from metamd.comparison.fold import Target
 from metamd.comparison.pace import last_tenths, pace, pace_section, unlearned_section
 from metamd.comparison.parallel import Cell, fill
-from metamd.comparison.search import SEARCHES
 from metamd.comparison.sections import Section, formatted
+from metamd.comparison.tuning import SEARCHES
 from metamd.experiments.declare import (
     Entry,
     Family,
@@ -138,36 +137,24 @@ class Experiment:
                 continue
             for name, side in self.held_out_sides(size, domain, families[domain]).items():
                 here = _place(folder, name)
-                everybody = entrants(
+                protocol = Protocol(
                     size.protocol,
-                    dict(self._ours(folder, domain, side, taught, dict.fromkeys(stands[domain], before[domain].get(name)))),
-                    list(self._rivals(size, families[domain], domain, folder, seed)),
-                    side,
-                    budget=size.budget,
-                    schedules=size.schedules,
+                    seeds=size.seeds,
                     steps=side.steps,
                     seed=seed,
+                    measuring=size.measuring,
+                    aim=Target(self.target),
+                    screen=size.screen,
+                    budget=size.budget,
+                    schedules=size.schedules,
                     search=SEARCHES[size.search],
-                    records=Records(here / "tuning", settings) if size.protocol == "paper" else None,
-                    workers=workers,
-                    ray=ray,
                 )
-                found.append(
-                    compare(
-                        everybody,
-                        side,
-                        seeds=size.seeds,
-                        steps=side.steps,
-                        seed=derive_seed(seed, name) if self.own_tasks else seed,
-                        measuring=size.measuring,
-                        folder=here,
-                        workers=workers,
-                        ray=ray,
-                        protocol=size.protocol,
-                        aim=Target(self.target),
-                        screen=size.screen,
-                    )
-                )
+                ours = self._ours(folder, domain, side, taught, dict.fromkeys(stands[domain], before[domain].get(name)))
+                rivals = list(self._rivals(size, families[domain], domain, folder, seed))
+                trials = Records(here / "tuning", settings) if size.protocol == "paper" else None
+                everybody = entrants(dict(ours), rivals, side, protocol, records=trials, workers=workers, ray=ray)
+                drawn = derive_seed(seed, name) if self.own_tasks else seed
+                found.append(compare(everybody, side, replace(protocol, seed=drawn), folder=here, workers=workers, ray=ray))
         return found, failures(self.geometries, taught, size.domains)
 
     def places(self, scale: str, folder: Path, only: Sequence[str]) -> list[Path]:

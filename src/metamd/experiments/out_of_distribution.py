@@ -16,9 +16,8 @@ import numpy as np
 
 from metamd import tasks
 from metamd.comparison import figures
-from metamd.comparison.comparison import Comparison
+from metamd.comparison.comparison import Candidate, Comparison, Fold
 from metamd.comparison.figures import best_schedules
-from metamd.comparison.fold import Candidate, Fold
 from metamd.comparison.sections import Section, formatted
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.files.store import Result

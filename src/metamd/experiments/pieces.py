@@ -16,7 +16,7 @@ import torch
 
 from metamd import tasks
 from metamd.comparison import figures
-from metamd.comparison.compare import draw
+from metamd.comparison.entrants import draw
 from metamd.comparison.pace import standings
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section

@@ -62,8 +62,11 @@ class Range:
             value: the best found, say.
             share: of the range that counts as its end.
         """
-        place = math.log(value / self.low) / math.log(self.high / self.low)
-        return not share < place < 1 - share
+        return not share < self.place(value) < 1 - share
+
+    def place(self, value: float) -> float:
+        """Where a value lies between the ends: 0 is the low one."""
+        return math.log(value / self.low) / math.log(self.high / self.low)
 
 
 @dataclass(frozen=True)

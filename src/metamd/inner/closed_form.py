@@ -111,15 +111,12 @@ class Metric:
 
 
 def moment_shapes(iterate: Iterate) -> dict[str, tuple[int, ...]]:
-    """The shapes of what runs say about these metrics: (n, n) by "side/key" where a basis is learned, (n,) by its side."""
+    """The shapes of what runs say about these metrics: (n, n) by "right/key" where a basis is learned."""
     shapes = {k: tuple(v.shape[1:]) for k, v in iterate.log_d.items()}
     if isinstance(iterate.basis, Learned):
-        for dimensions, found in ((2, iterate.basis.turning()), (1, iterate.basis.scaling())):
-            for name, sides in found.items():
-                place = iterate.basis.places[name]
-                for side in sides:
-                    shapes.pop(place.key, None)
-                    shapes[f"{side}/{place.key}"] = (place.sizes[side],) * dimensions
+        for place in map(iterate.basis.places.__getitem__, iterate.basis.learnable()):
+            shapes.pop(place.key, None)
+            shapes[f"right/{place.key}"] = (place.sizes["right"],) * 2
     return shapes
 
 
@@ -131,9 +128,6 @@ def compared(iterate: Iterate) -> list[str]:
 
 def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments | None = None) -> Turned:
     """To the minimisers X^-1 # Y of all matrices, or as far as the trust region reaches, in the bases they are diagonal in.
-
-    With factors on both sides, each minimiser is for the other side as it was, and the side that gains more is taken: the
-    bound cannot rise, and since it is convex along geodesics jointly, taking turns leads to its minimum.
 
     Args:
         now: the metrics so far.
@@ -147,59 +141,21 @@ def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments | 
     log_d: dict[str, Tensor] = {}
     changes: dict[str, float] = {}
     factors, before, after = basis.factors(), 0.0, 0.0
-    for key, (turning, scaling) in _by_key(basis).items():
-        steps, stored = {}, _stored(now, key)
-        for side in turning:
-            steps[side] = _side_step(basis, _side(now, key, side), moments, f"{side}/{key}", reach, half)
-        for side in scaling:
-            steps[side] = _scale_step(stored[side], moments, f"{side}/{key}", reach)
-        taken = max(steps, key=lambda side: steps[side].before - steps[side].after)
-        step = steps[taken]
-        if step.columns is not None:
-            factors[f"{taken}/{key}"] = step.columns
-        stored[taken] = step.logs
-        # the moments of one side depend on the metric of the other
-        changes |= {f"{side}/{key}": step.change for side in steps}
-        before, after = before + step.before, after + step.after
-        log_d[key] = torch.cat(list(stored.values())).to(now.log_d[key].dtype).unsqueeze(0)
+    for key in dict.fromkeys(basis.places[n].key for n in basis.learnable()):
+        factor, present = f"right/{key}", _metric(now, key)
+        x, y = moments.x[factor], moments.y[factor]
+        shares = basis.shrinkage
+        if shares == "auto":
+            halved = half is not None and factor in half.x
+            shares = best_shares(x, y, half.x[factor], half.y[factor]) if half is not None and halved else DEFAULT
+        raised = _raised(x, shares[0]), _raised(y, shares[1])
+        known = float(x.trace()) > 0 and float(y.trace()) > 0  # where nothing moved, nothing is said
+        new, changes[factor] = _step(present, *raised, reach) if known else (present, 0.0)
+        columns, numbers = _truncated(new, *raised, basis.rank_of(factor))
+        factors[factor] = columns.float().contiguous()
+        log_d[key] = numbers.log().to(now.log_d[key].dtype).unsqueeze(0)
+        before, after = before + present.bound(x, y), after + _whole(columns, numbers).bound(x, y)
     return Turned(log_d, basis.with_factors(factors), changes, before, after)
-
-
-@dataclass(frozen=True)
-class _SideStep:
-    """A new metric of one side: its columns, if it has some, and logarithms as stored, and the bound before and after."""
-
-    columns: Tensor | None
-    logs: Tensor
-    change: float
-    before: float
-    after: float
-
-
-def _side_step(
-    basis: Learned, present: Metric, moments: Moments, factor: str, reach: float, half: Moments | None
-) -> _SideStep:
-    x, y = moments.x[factor], moments.y[factor]
-    shares = basis.shrinkage
-    if shares == "auto":
-        halved = half is not None and factor in half.x
-        shares = best_shares(x, y, half.x[factor], half.y[factor]) if half is not None and halved else DEFAULT
-    raised = _raised(x, shares[0]), _raised(y, shares[1])
-    known = float(x.trace()) > 0 and float(y.trace()) > 0
-    new, change = _step(present, *raised, reach) if known else (present, 0.0)  # where nothing moved, nothing is said
-    columns, numbers = _truncated(new, *raised, basis.rank_of(factor))
-    after = _whole(columns, numbers).bound(x, y)
-    return _SideStep(columns.float().contiguous(), numbers.log(), change, present.bound(x, y), after)
-
-
-def _scale_step(present: Tensor, moments: Moments, factor: str, reach: float) -> _SideStep:
-    """To the best number for every column, sqrt(y/x), or as far as the trust region reaches; kept where nothing is known."""
-    x, y = moments.x[factor].cpu(), moments.y[factor].cpu()
-    known = (x > 0) & (y > 0)
-    best = torch.where(known, 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log()), present)
-    logs = present + (best - present).clamp(-reach, reach)
-    before, after = (0.5 * float((v.exp() * x + y / v.exp()).sum()) for v in (present, logs))
-    return _SideStep(None, logs, float((logs - present).square().mean().sqrt()), before, after)
 
 
 def halfway(a: Iterate, b: Iterate) -> tuple[dict[str, Tensor], Basis]:
@@ -208,18 +164,14 @@ def halfway(a: Iterate, b: Iterate) -> tuple[dict[str, Tensor], Basis]:
     if not isinstance(basis, Learned):
         return {}, basis
     log_d, factors = {}, basis.factors()
-    for key, (turning, _) in _by_key(basis).items():
-        here, there = _stored(a, key), _stored(b, key)
-        found = {side: torch.lerp(here[side], there[side], 0.5) for side in here if side not in turning}
-        for side in turning:
-            d, vectors = torch.linalg.eigh(geometric_mean(_side(a, key, side).matrix, _side(b, key, side).matrix))
-            middle = Metric(vectors, d)
-            # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
-            rank = basis.rank_of(f"{side}/{key}")
-            columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, rank)
-            factors[f"{side}/{key}"], found[side] = columns.float().contiguous(), numbers.log()
-        old = a.log_d[key]
-        log_d[key] = torch.cat([found[s] for s in ("left", "right") if s in found]).to(old.dtype).unsqueeze(0)
+    for key in dict.fromkeys(basis.places[n].key for n in basis.learnable()):
+        d, vectors = torch.linalg.eigh(geometric_mean(_metric(a, key).matrix, _metric(b, key).matrix))
+        middle = Metric(vectors, d)
+        # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
+        rank = basis.rank_of(f"right/{key}")
+        columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, rank)
+        factors[f"right/{key}"] = columns.float().contiguous()
+        log_d[key] = numbers.log().to(a.log_d[key].dtype).unsqueeze(0)
     return log_d, basis.with_factors(factors)
 
 
@@ -306,29 +258,12 @@ def _whole(columns: Tensor, numbers: Tensor) -> Metric:
     return Metric(q, d)
 
 
-def _by_key(basis: Learned) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The sides that can turn, and those that are scaled only, by key."""
-    turning, scaling = basis.turning(), basis.scaling()
-    return {p.key: (turning[n], scaling[n]) for n, p in basis.places.items() if turning[n] or scaling[n]}
-
-
-def _stored(iterate: Iterate, key: str) -> dict[str, Tensor]:
-    """The logarithms of each side as they are stored."""
-    basis, row = iterate.basis, iterate.log_d[key][0].detach().double().cpu()
-    assert isinstance(basis, Learned)
-    place = next(p for p in basis.places.values() if p.key == key)
-    if basis.sides == "right":
-        return {"right": row}
-    left = basis.numbers(f"left/{key}", place.sizes["left"])
-    return {"left": row[:left], "right": row[left:]}
-
-
-def _side(iterate: Iterate, key: str, side: str) -> Metric:
-    """The metric of one side in float64."""
-    logs, columns = _stored(iterate, key)[side], iterate.basis.factors().get(f"{side}/{key}")
+def _metric(iterate: Iterate, key: str) -> Metric:
+    """The metric of a weight in float64."""
+    d, columns = iterate.log_d[key][0].detach().double().cpu().exp(), iterate.basis.factors().get(f"right/{key}")
     if columns is None:
-        return Metric(torch.eye(len(logs), dtype=torch.float64), logs.exp())
-    return _whole(columns.double().cpu(), logs.exp())
+        return Metric(torch.eye(len(d), dtype=torch.float64), d)
+    return _whole(columns.double().cpu(), d)
 
 
 # symmetric positive definite matrices: geometric means, and the geodesics on which the regret bound is convex

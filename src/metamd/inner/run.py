@@ -283,8 +283,7 @@ class Trajectory:
         largest_gradient: max_t |g_t|.
         gradient_sum: sum_t g_t, if `certify` asked for it.
         linear: sum_t <g_t, theta_t - theta_1>, if `certify` asked for it.
-        products: for a learned basis, if asked for: sum_t G_t'G_t of the weight matrices, (n, n), under "right/name"; with
-            factors on both sides L^-1 or R^-1 stands between, and "left/name" has G R^-1 G'.
+        products: for a learned basis, if asked for: sum_t G_t'G_t of the weight matrices, (n, n), under "right/name".
     """
 
     losses: Tensor

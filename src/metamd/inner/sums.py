@@ -100,69 +100,32 @@ def scalar(x: Tensor) -> Tensor:
 
 
 class Products:
-    """sum_t G_t'G_t of every weight matrix whose basis can be learned, with the other side's metric between.
-
-    Of a side that learns a number per column and no basis, the diagonal alone.
-    """
+    """sum_t G_t'G_t of every weight matrix whose basis can be learned, by "right/name"."""
 
     def __init__(self, potential: MaxDiagonal) -> None:
         assert isinstance(potential.basis, Learned)
-        self.basis, self.metrics = potential.basis, side_metrics(potential)
+        self.basis = potential.basis
         self.sums: dict[str, Tensor] = {}
-        for name, sides in self.basis.turning().items():
-            for side in sides:
-                size = self.basis.places[name].sizes[side]
-                self.sums[f"{side}/{name}"] = self.metrics[f"right/{name}"].new_zeros(size, size)
-        self.diagonals = {f"{side}/{name}" for name, sides in self.basis.scaling().items() for side in sides}
-        for key in self.diagonals:
-            self.sums[key] = self.metrics[key].new_zeros(len(self.metrics[key]))
+        for name in self.basis.learnable():
+            size, like = self.basis.places[name].sizes["right"], potential.log_d[self.basis.places[name].key]
+            self.sums[f"right/{name}"] = like.detach().new_zeros(size, size)
 
     def knows_squares(self, name: str) -> bool:
         """Whether the squares in the coordinates follow from the products, so that nobody needs to add them up."""
-        return self.basis.sides == "right" and f"right/{name}" in self.sums
+        return f"right/{name}" in self.sums
 
     def add(self, grads: Params) -> None:
         """Count one step's gradients."""
         for name, grad in grads.items():
-            if name not in self.basis.places:
-                continue
-            m = self.basis.places[name].matrix(grad)
-            if self.basis.sides == "right":
-                _add(self.sums.get(f"right/{name}"), m.mT, m)
-                continue
-            for side, other in (("right", "left"), ("left", "right")):
-                between = self.basis.scaled(name, other, m, 1 / self.metrics[f"{other}/{name}"])
-                if f"{side}/{name}" in self.diagonals:
-                    self.sums[f"{side}/{name}"] += (m * between).sum(-2)
-                    continue
-                pair = (m.mT, between) if side == "right" else (between, m.mT)
-                _add(self.sums.get(f"{side}/{name}"), *pair)
+            if (into := self.sums.get(f"right/{name}")) is not None:
+                m = self.basis.places[name].matrix(grad).to(into.dtype)
+                into.addmm_(m.mT, m)
 
     def squares(self) -> dict[str, Tensor]:
         """The diagonals of V'(G'G)V, (1, n) by tensor: the sums of squares in the coordinates of the basis."""
-        found = {}
-        for name in self.basis.places:
-            if self.knows_squares(name):
-                turned = self.basis.conjugated(name, "right", self.sums[f"right/{name}"])
-                found[name] = turned.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
-        return found
-
-
-def side_metrics(potential: MaxDiagonal) -> dict[str, Tensor]:
-    """The diagonals of the metric's factors by "side/name", of a bound potential of one piece in a learned basis."""
-    assert isinstance(potential.basis, Learned)
-    found = {}
-    for name, place in potential.basis.places.items():
-        left, right = potential.slots[name].split(potential.log_d[place.key][0].detach())
-        found[f"right/{name}"] = right.exp()
-        if left is not None:
-            found[f"left/{name}"] = left.exp()
-    return found
-
-
-def _add(into: Tensor | None, a: Tensor, b: Tensor) -> None:
-    if into is not None:
-        into.addmm_(a.to(into.dtype), b.to(into.dtype))
+        names = (n for n in self.basis.places if self.knows_squares(n))
+        turned = {n: self.basis.conjugated(n, self.sums[f"right/{n}"]) for n in names}
+        return {n: m.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) for n, m in turned.items()}
 
 
 # moments
@@ -175,19 +138,21 @@ def moments_of(run: "Trajectory", potential: MaxDiagonal, objective: "Regret") -
     rates = {n: float(a.sum() / b.sum()) if bool(b.any()) else 0.0 for n, (a, b) in pseudo.items()}
     x: dict[str, Tensor] = {}
     y: dict[str, Tensor] = {}
-    matrices = MatrixMoments(potential) if run.products else None
+    basis = potential.basis
+    matrices = basis.learnable() if run.products and isinstance(basis, Learned) else []
     for n, slot in potential.slots.items():
-        start = run.start[n]
-        if matrices is not None and matrices.knows(n):
-            matrices.add(n, run, (u[n] - start).double(), objective.prior, rates[n] if rates else 0.0)
-            continue
-        delta = potential.basis.into(n, (u[n] - start).double())
-        more = pseudo.get(n, (0.0, 0.0))
-        here = (grouped_squares(delta, slot.shape) + more[0]) / run.lr
-        there = (run.squares[n].double() + more[1]) * run.lr
-        x[slot.key] = x.get(slot.key, 0) + slot.gather(here)
-        y[slot.key] = y.get(slot.key, 0) + slot.gather(there)
-    return Moments(x, y) if matrices is None else Moments(x | matrices.x, y | matrices.y)
+        delta = (u[n] - run.start[n]).double()
+        if n in matrices and isinstance(basis, Learned):
+            # Y counts 1 + prior times, and X is given the displacements that prior Y would have led to
+            key, m, products = f"right/{slot.key}", basis.places[n].matrix(delta), run.products[f"right/{n}"].double()
+            here = (m.mT @ m + objective.prior * rates.get(n, 0.0) * products) / run.lr
+            there = (1 + objective.prior) * products * run.lr
+        else:
+            key, more = slot.key, pseudo.get(n, (0.0, 0.0))
+            here = slot.gather((grouped_squares(basis.into(n, delta), slot.shape) + more[0]) / run.lr)
+            there = slot.gather((run.squares[n].double() + more[1]) * run.lr)
+        x[key], y[key] = (here, there) if key not in x else (x[key] + here, y[key] + there)
+    return Moments(x, y)
 
 
 def minimiser(moments: Moments, present: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -208,51 +173,3 @@ def minimiser(moments: Moments, present: Mapping[str, Tensor]) -> dict[str, Tens
         logs = 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log())
         found[key] = torch.where(known, logs, kept.detach()[0].to(logs.dtype)).to(kept.dtype).unsqueeze(0)
     return found
-
-
-class MatrixMoments:
-    """The matrices of a run by "side/key", added up over the tensors that share a basis.
-
-    Args:
-        potential: as the run was made with: bound, of one piece, in a learned basis.
-    """
-
-    def __init__(self, potential: MaxDiagonal) -> None:
-        assert isinstance(potential.basis, Learned)
-        self.basis, self.metrics = potential.basis, side_metrics(potential)
-        self.x: dict[str, Tensor] = {}
-        self.y: dict[str, Tensor] = {}
-
-    def knows(self, name: str) -> bool:
-        """Whether factors, or the numbers of a side of their own, can be learned for this tensor."""
-        return bool(self.basis.turning().get(name) or self.basis.scaling().get(name))
-
-    def add(self, name: str, run: "Trajectory", delta: Tensor, prior: float, rate: float) -> None:
-        """Count one tensor of a run.
-
-        Args:
-            name: of the tensor.
-            run: the record, with its products.
-            delta: u - theta_1, in float64.
-            prior: its strength s: Y counts 1 + s times, and X is given the displacements that s Y would have led to.
-            rate: the squared step size with which, as `typical_rates` has it.
-        """
-        place = self.basis.places[name]
-        m = place.matrix(delta)
-        scaling = self.basis.scaling()[name]
-        for side in (*self.basis.turning()[name], *scaling):
-            other = "left" if side == "right" else "right"
-            rows = m if side == "right" else m.mT
-            between, weight, weight_back = rows, float(len(rows)), float(len(rows))
-            if f"{other}/{name}" in self.metrics:
-                d = self.metrics[f"{other}/{name}"].double()
-                scaled = self.basis.scaled(name, other, m, d)
-                between = scaled if side == "right" else scaled.mT
-                weight, weight_back = float(d.sum()), float((1 / d).sum())
-            key = f"{side}/{place.key}"
-            products = run.products[f"{side}/{name}"].double()
-            moved = (rows * between).sum(0) if side in scaling else rows.mT @ between
-            x = (moved + prior * rate * weight / weight_back * products) / run.lr
-            y = (1 + prior) * products * run.lr
-            self.x[key] = self.x[key] + x if key in self.x else x
-            self.y[key] = self.y[key] + y if key in self.y else y

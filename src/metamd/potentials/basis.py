@@ -333,19 +333,11 @@ class Learned:
         """Orthonormal columns by side and key."""
         return dict(self._factors)
 
-    def turning(self) -> dict[str, tuple[str, ...]]:
-        """The sides of every tensor for which a factor can be learned, by name: ("right",), or none."""
+    def learnable(self) -> list[str]:
+        """The names of the weights for which a factor can be learned: those with few enough columns."""
         if self.sides == "both":
             raise ValueError("a basis of both sides is no longer learned, only used. Learn anew from Kronecker().")
-        return {n: ("right",) if p.sizes["right"] <= self.limit else () for n, p in self.places.items()}
-
-    def scaling(self) -> dict[str, tuple[str, ...]]:
-        """The sides of every tensor that learn a number per column without a factor, being too long for one, by name.
-
-        Where the right side is the only one its numbers are those of the tensor, and are learned as such.
-        """
-        long = {n: self.sides == "both" and p.sizes["right"] > self.limit for n, p in self.places.items()}
-        return {n: ("right",) if too_long else () for n, too_long in long.items()}
+        return [n for n, p in self.places.items() if p.sizes["right"] <= self.limit]
 
     # coordinates
 
@@ -397,16 +389,9 @@ class Learned:
             return place.tensor(moved)
         return out.copy_(place.tensor(moved)) if whole is None else out
 
-    def scaled(self, name: str, side: str, m: Tensor, d: Tensor) -> Tensor:
-        """A matrix multiplied on one side by V diag(d) V'."""
-        factor = self._at(side, name, m)
-        rows = m if side == "right" else m.mT
-        rows = rows * d if factor is None else factor.out_of(factor.into(rows) * d)
-        return rows if side == "right" else rows.mT
-
-    def conjugated(self, name: str, side: str, products: Tensor) -> Tensor:
-        """V' S V of symmetric matrices (..., n, n)."""
-        factor = self._at(side, name, products)
+    def conjugated(self, name: str, products: Tensor) -> Tensor:
+        """V' S V of symmetric matrices (..., n, n), V on the right."""
+        factor = self._at("right", name, products)
         return products if factor is None else factor.into(factor.into(products).mT)
 
     def _divide(self, name: str, m: Tensor, d: Tensor) -> Tensor:

@@ -170,13 +170,10 @@ def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
         return potential
     thin: dict[str, int] = {}
     whole: dict[str, int] = {}
-    for name, sides in basis.turning().items():
-        place = basis.places[name]
-        numbers = math.prod(place.shape)
-        for side in sides:
-            factor, n = f"{side}/{place.key}", place.sizes[side]
-            thin[factor] = thin.get(factor, 0) + 4 * numbers * min(LARGEST, n)
-            whole[factor] = whole.get(factor, 0) + 2 * numbers * n
+    for place in map(basis.places.__getitem__, basis.learnable()):
+        numbers, factor, n = math.prod(place.shape), f"right/{place.key}", place.sizes["right"]
+        thin[factor] = thin.get(factor, 0) + 4 * numbers * min(LARGEST, n)
+        whole[factor] = whole.get(factor, 0) + 2 * numbers * n
     left = AFFORDED * gradient_operations(task) - sum(thin.values())
     kept = []
     for factor in sorted(whole, key=lambda f: whole[f] - thin[f]):

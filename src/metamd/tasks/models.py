@@ -33,8 +33,7 @@ class Linear(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """One logit per class."""
-        logits: Tensor = self.output(images.flatten(1))
-        return logits
+        return self.output(images.flatten(1))
 
 
 class MLP(nn.Module):
@@ -65,8 +64,7 @@ class MLP(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """One logit per class."""
         hidden = F.relu(self.second(F.relu(self.first(images.flatten(1)))))
-        logits: Tensor = self.output(hidden)
-        return logits
+        return self.output(hidden)
 
 
 class LeNet(nn.Module):
@@ -95,8 +93,7 @@ class LeNet(nn.Module):
         maps = F.relu(_pooled(self.first(channels_last(images))))
         maps = F.relu(_pooled(self.second(maps)))
         hidden = F.relu(self.fourth(F.relu(self.third(maps.flatten(1)))))
-        logits: Tensor = self.output(hidden)
-        return logits
+        return self.output(hidden)
 
 
 class ResNet18(nn.Module):
@@ -139,8 +136,7 @@ class ResNet18(nn.Module):
         """One logit per class."""
         images = channels_last(images) if isinstance(self.norm, nn.BatchNorm2d) else images
         maps = self.stages(F.relu(self.norm(self.stem(images))))
-        logits: Tensor = self.output(maps.mean((2, 3)))
-        return logits
+        return self.output(maps.mean((2, 3)))
 
 
 class Block(nn.Module):

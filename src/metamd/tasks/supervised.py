@@ -19,6 +19,7 @@ from metamd.tasks.base import (
     TaskFamily,
     check_config,
     derive_seed,
+    domain_of,
     draw_seed,
 )
 from metamd.tasks.functional import Called, LossFn, Recipe, calibrate, inspect, tracking_norms, trained, use_batch_statistics
@@ -147,6 +148,7 @@ class SupervisedTask(Task):
         self, config: Config, recipe: Recipe, splits: Mapping[Split, tuple[Rows, Rows]], *, dropout: bool = False
     ) -> None:
         super().__init__(config, recipe.steps)
+        check_batch_size(recipe.batch_size, len(splits["train"][1]), domain_of(config))
         self.recipe, self.splits, self.dropout = recipe, splits, dropout
         self.model = use_batch_statistics(recipe.make(config["init_seed"]))
         self._called = Called(self.model)

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,8 +16,8 @@ from metamd import data
 from metamd.tasks.base import Config, Drawn, Shuffle, Split, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.functional import Recipe, trained
 from metamd.tasks.models import MODELS, Norm
-from metamd.tasks.supervised import SupervisedTask, check_batch_size
-from metamd.tasks.vision.domains import Collection, Domain, Preparation, Source, choose, enlarge, rotate
+from metamd.tasks.supervised import SupervisedTask
+from metamd.tasks.vision.domains import Collection, Domain, Preparation, choose, enlarge, rotate
 from metamd.tasks.wrapped import Late, SharedStart
 
 ANGLES = (0, 15, 30, 45, 60, 75)
@@ -24,8 +25,6 @@ ADAPTED = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
 DIGITS = ("mnist", "qmnist", "kmnist", "fashionmnist", "usps", "svhn")
 ROTATION = "rotated counter-clockwise about the centre, bilinear (torch grid_sample), black beyond the border"
 ABSENT = "its images are not at hand; `metamd data fetch qmnist` adds it, and no other dataset stands in for it"
-
-Side = Literal["training", "held-out"]
 
 
 def rotated_mnist(
@@ -229,9 +228,7 @@ class ImageFamily(TaskFamily):
                 f"This side of {self.name} has the domains {', '.join(self.domains)}, and the config asks for "
                 f"{config['domain']!r}. Build it with the side that sampled it."
             )
-        domain = self.collection.domain(config["domain"])
-        check_batch_size(self.training.batch_size, len(domain.rows["train"]), config["domain"])
-        return SupervisedTask(config, self.recipe, domain)
+        return SupervisedTask(config, self.recipe, self.collection.domain(config["domain"]))
 
     def describe(self) -> dict[str, Any]:
         """The settings, and for every dataset how much of it is there and whether it is official."""
@@ -295,49 +292,24 @@ def rotated_mnist_continuous(
         raise ValueError(f"angles must be the least and the greatest angle, got {angles}. Pass angles=(0, 90), say.")
     if not 2 <= classes <= 10:
         raise ValueError(f"classes must lie between 2 and the 10 digits, got {classes}. Pass classes=5, say.")
-    if images is not None and images < 1:
-        raise ValueError(f"images must be at least 1, got {images}. Leave it out for all of them.")
-    return RotatedContinuous(angles, classes, images, Training(model, batch_size, steps), Halves(), "training")
-
-
-class Halves:
-    """MNIST, loaded when first asked for, and its two halves, which no image is in both of."""
-
-    @cached_property
-    def source(self) -> Source:
-        """All of it."""
-        return Source.load("mnist")
-
-    @cached_property
-    def rows(self) -> dict[Side, dict[str, Tensor]]:
-        """The rows of each half, by official split."""
-        parts = {}
-        for split, labels in self.source.labels.items():
-            seed = derive_seed("halves", split)
-            parts[split] = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).tensor_split(2)
-        return {"training": {s: p[0] for s, p in parts.items()}, "held-out": {s: p[1] for s, p in parts.items()}}
+    return RotatedContinuous(angles, classes, images, Training(model, batch_size, steps))
 
 
 class RotatedContinuous(TaskFamily):
     """See `rotated_mnist_continuous`; `side` says which half of the images its tasks draw from."""
 
-    def __init__(
-        self,
-        angles: tuple[float, float],
-        classes: int,
-        images: int | None,
-        training: Training,
-        halves: Halves,
-        side: Side,
-    ) -> None:
+    def __init__(self, angles: tuple[float, float], classes: int, images: int | None, training: Training) -> None:
         super().__init__("rotated-mnist-continuous", training.steps, shared_loss=True)
-        self.angles, self.classes, self.images, self.training = angles, classes, images, training
-        self.halves, self.side = halves, side
+        self.collection = Collection({"mnist": ("mnist", _same)}, (1, 28, 28), images=images, seed=0)
+        self.angles, self.classes, self.training = angles, classes, training
+        self.side: Literal["training", "held-out"] = "training"
         self.recipe = training.recipe((1, 28, 28), classes)
 
     def held_out(self) -> "RotatedContinuous":
         """The held-out side: the same distribution on the half of the images that training tasks never draw from."""
-        return RotatedContinuous(self.angles, self.classes, self.images, self.training, self.halves, "held-out")
+        other = copy(self)
+        other.side = "held-out"
+        return other
 
     def sample(self, generator: torch.Generator) -> Config:
         """An angle, some digits, and seeds of the images, of the initialisation and of the batches."""
@@ -355,34 +327,32 @@ class RotatedContinuous(TaskFamily):
                 f"This family has {self.side} tasks with {self.classes} classes, and the config is of a {config['side']} "
                 f"task with {len(config['classes'])}. Build it with the side that sampled it."
             )
-        rows = self._rows(config)
-        check_batch_size(self.training.batch_size, len(rows["train"]), self.name)
-        prepare = partial(rotate, angle=config["angle"])
-        domain = Domain(self.halves.source, rows, prepare, 1, classes=config["classes"])
+        source, wanted, rows = self.collection.source("mnist"), torch.tensor(config["classes"]), {}
+        for split, labels in source.labels.items():
+            generator = torch.Generator().manual_seed(derive_seed("halves", split))
+            half = torch.randperm(len(labels), generator=generator).tensor_split(2)[self.side == "held-out"]
+            rows[split] = half[torch.isin(labels[half], wanted)]
+        chosen = choose(source.labels["train"][rows["train"]], self.collection.images, config["data_seed"])
+        train, validation = (rows["train"][part] for part in chosen)
+        splits: dict[Split, Tensor] = {"train": train, "validation": validation, "test": rows["test"]}
+        domain = Domain(source, splits, partial(rotate, angle=config["angle"]), 1, classes=config["classes"])
         return SupervisedTask(config, self.recipe, domain)
 
     def describe(self) -> dict[str, Any]:
         """The settings, and how much of MNIST is there and whether it is official."""
-        task = {"angles": list(self.angles), "classes": self.classes, "images": self.images}
+        task = {"angles": list(self.angles), "classes": self.classes, "images": self.collection.images}
         how = {
             "preparation": ROTATION,
             "held_out": "the same distribution on the other half of MNIST's training and test images",
             "normalisation": "mean 0 and deviation 1, from the task's training images",
         }
-        datasets = {"mnist": self.halves.source.origin}
+        datasets = {"mnist": self.collection.source("mnist").origin}
         return {"family": self.name, "side": self.side, **task, **self.training.describe(), **how, "datasets": datasets}
 
     def drawn(self) -> Drawn:
         """An angle, digits and images of this half, and seeds."""
         domain = f"an angle and {self.classes} digits of MNIST drawn anew"
         return Drawn(domain, f"images drawn anew from the {self.side} half", "drawn anew", "drawn anew")
-
-    def _rows(self, config: Config) -> dict[Split, Tensor]:
-        wanted = torch.tensor(config["classes"])
-        labels = self.halves.source.labels
-        mine = {s: rows[torch.isin(labels[s][rows], wanted)] for s, rows in self.halves.rows[self.side].items()}
-        train, validation = choose(labels["train"][mine["train"]], self.images, config["data_seed"])
-        return {"train": mine["train"][train], "validation": mine["train"][validation], "test": mine["test"]}
 
 
 # a model trained at one angle and adapted to others

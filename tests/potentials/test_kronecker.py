@@ -703,7 +703,6 @@ def test_a_file_says_its_basis(tmp_path, capsys):
     ("change", "sentence"),
     [
         ({"basis": "identity"}, r"the basis 'identity' .* cannot have the factor 'right/fc1\.weight'"),
-        ({"schema_version": 2}, "needs schema_version 3, got 2"),
         ({"factors": {"right/fc1.weight": (3, 4)}}, "at most as many columns as rows"),
         ({"factors": {"right/other": (3, 2)}}, "cannot have the factor 'right/other'"),
         ({"factors": {"right/fc1.weight": (3, 1)}}, "does not fit its basis, for which each piece needs 2 numbers"),

@@ -18,7 +18,7 @@ from metamd.potentials.online import Online
 from metamd.potentials.tying import Shape, TyingName, match, some
 
 SCHEMA_VERSIONS = (1, 2, 3)
-"""The versions of the header this library reads; it writes the last."""
+"""The versions of the header that this library reads; it writes the one that was read, or the first that has all fields."""
 
 SINCE = {
     **{"learned_from": 2, "task_hashes": 2},
@@ -99,10 +99,10 @@ class Header:
     target_loss: float | None = None
 
     def __post_init__(self) -> None:
-        check_version(self.schema_version)
-        for f in fields(self):
-            if f.name in CHECKS:
-                object.__setattr__(self, f.name, CHECKS[f.name](f.name, getattr(self, f.name)))
+        for name, check in CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        needed = [since for name, since in SINCE.items() if getattr(self, name) not in (None, (), {})]
+        object.__setattr__(self, "schema_version", max(self.schema_version, *needed, 3 if self.basis != "identity" else 1))
         self._check_agreement()
 
     def _check_agreement(self) -> None:
@@ -112,11 +112,6 @@ class Header:
             if shape[:1] != (self.pieces,):
                 raise ValueError(
                     f"the metric {shown(key)} must have one row for each of the {self.pieces} pieces, got shape {shape}."
-                )
-        for name, since in SINCE.items():
-            if self.schema_version < since and getattr(self, name) not in (None, (), {}):
-                raise ValueError(
-                    f"{name} needs schema_version {since}, got {self.schema_version}. Leave out schema_version=."
                 )
         unknown = sorted(set(self.gradient_scale) - set(self.tensors))
         if unknown:
@@ -132,8 +127,6 @@ class Header:
 
     def _check_basis(self) -> None:
         sides = {"identity": (), "right": ("right",), "both": ("left", "right")}[self.basis]
-        if sides and self.schema_version < SINCE["factors"]:
-            raise ValueError(f"the basis {self.basis!r} needs schema_version 3, got {self.schema_version}.")
         for name, shape in self.factors.items():
             side, _, key = name.partition("/")
             if side not in sides or key not in self.tensors:
@@ -157,13 +150,13 @@ class Header:
 
     def to_dict(self) -> dict[str, Any]:
         """The header in plain JSON types, structural fields first."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if self.schema_version >= SINCE.get(f.name, 1)}
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, word in TABLES.items():
-            if name not in plain:
-                continue
             plain[name] = [{word: k, "shape": list(s)} for k, s in plain[name].items()]
-        plain |= {name: list(plain[name]) for name in ("seeds", "task_hashes") if name in plain}
-        return {"schema_version": plain.pop("schema_version"), **plain}
+        plain |= {name: list(plain[name]) for name in ("seeds", "task_hashes")}
+        return {"schema_version": plain.pop("schema_version")} | {
+            name: value for name, value in plain.items() if SINCE.get(name, 1) <= self.schema_version
+        }
 
     def to_json(self) -> str:
         """The header as JSON text; equal headers give equal text."""
@@ -171,7 +164,7 @@ class Header:
 
     @classmethod
     def from_json(cls, text: str) -> "Header":
-        """Read a header from untrusted JSON text, refusing what this version of the schema does not know.
+        """Read a header from untrusted JSON text, refusing what no version of the schema knows.
 
         Args:
             text: what `to_json` gave.
@@ -179,39 +172,16 @@ class Header:
         plain = strict_json(text, "the header")
         if not isinstance(plain, dict):
             raise ValueError(f"the header must be a JSON object, got {shown(plain)}.")
-        check_version(plain.get("schema_version"))
-        version = plain["schema_version"]
-        here = [f for f in fields(cls) if version >= SINCE.get(f.name, 1)]
-        known = {f.name: f.default is MISSING and f.default_factory is MISSING for f in here}
-        required = {name for name, needed in known.items() if needed} | {"potential", "basis"}
-        for name in sorted(set(plain) - set(known)):
-            raise ValueError(f"the header has a field {shown(name)} that its schema version does not know. Remove it.")
-        for name in sorted(required - set(plain)):
+        CHECKS["schema_version"]("schema_version", plain.get("schema_version"))
+        for name in sorted(set(plain) - {f.name for f in fields(cls)}):
+            raise ValueError(f"the header has a field {shown(name)} that no schema version knows. Remove it.")
+        required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+        for name in sorted((required | {"potential", "basis"}) - set(plain)):
             raise ValueError(f"the header lacks the field {name!r}, which every learned optimiser needs.")
-        for name, word in TABLES.items():
-            if name in known:
-                plain[name] = _table(name, word, plain.get(name, []))
-        return cls(**plain)
+        return cls(**plain | {name: table(name, word, plain.get(name, [])) for name, word in TABLES.items()})
 
 
-def check_version(version: object) -> None:
-    """Refuse a header of a version that this library does not know.
-
-    Args:
-        version: what the header says.
-    """
-    if type(version) is not int or version not in SCHEMA_VERSIONS:
-        raise ValueError(
-            f"schema_version must be {_either(SCHEMA_VERSIONS)}, which metamd {__version__} reads; got "
-            f"{shown(version)}. A newer metamd may read it: pip install --upgrade metamd."
-        )
-
-
-def _either(versions: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, versions[:-1]))} or {versions[-1]}"
-
-
-def _table(name: str, word: str, rows: object) -> dict[str, Any]:
+def table(name: str, word: str, rows: object) -> dict[str, Any]:
     """{name: shape} from a list of {word: name, "shape": [...]}."""
     found: dict[str, Any] = {}
     if not isinstance(rows, list):
@@ -226,21 +196,48 @@ def _table(name: str, word: str, rows: object) -> dict[str, Any]:
 
 
 # One check per field: (name, value) -> the value, copied and in its plain type.
+Check = Callable[[str, Any], Any]
 
 
-def _one_of(options: tuple[str, ...]) -> Callable[[str, Any], str]:
-    def check(name: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in options:
-            raise ValueError(f"{name} must be {' or '.join(map(repr, options))}, got {shown(value)}.")
-        return value
+def _must(
+    what: str, holds: Callable[[Any], bool], advice: str = "", copy: Callable[[Any], Any] = lambda value: value
+) -> Check:
+    """The check that a value is what the words say."""
+
+    def check(name: str, value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(f"{name} must be {what}, got {shown(value)}.{advice}")
+        return copy(value)
 
     return check
 
 
-def _positive(name: str, value: Any) -> int:
-    if type(value) is not int or not 1 <= value < 2**63:
-        raise ValueError(f"{name} must be an integer of at least 1, got {shown(value)}.")
-    return value
+def _one_of(options: tuple[str, ...]) -> Check:
+    return _must(" or ".join(map(repr, options)), lambda value: isinstance(value, str) and value in options)
+
+
+def _optional(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _all(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(holds, value))
+
+
+_positive = _must("an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**63)
+_text = _must("a text", lambda value: isinstance(value, str), " Pass repr(...) of an object.")
+_finite = _must("a finite number", _number, copy=float)
+_weight = _must("a positive number", lambda value: _number(value) and value > 0, copy=float)
+_seeds = _must("a list of integers", lambda value: _all(value, lambda s: type(s) is int and abs(s) < 2**64), copy=tuple)
+_hashes = _must(
+    "a list of hashes of 32 hexadecimal digits",
+    lambda value: _all(value, lambda h: isinstance(h, str) and re.fullmatch("[0-9a-f]{32}", h) is not None),
+    copy=tuple,
+)
 
 
 def _shapes(name: str, value: Any) -> dict[str, Shape]:
@@ -250,28 +247,6 @@ def _shapes(name: str, value: Any) -> dict[str, Shape]:
         if not isinstance(key, str) or not naturals(list(shape) if isinstance(shape, tuple) else shape):
             raise ValueError(f"{name} must map names to shapes of integers >= 0, got {shown(key)}: {shown(shape)}.")
     return {k: tuple(s) for k, s in value.items()}
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a text, got {shown(value)}. Pass repr(...) of an object.")
-    return value
-
-
-def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _seeds(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or not all(type(s) is int and abs(s) < 2**64 for s in value):
-        raise ValueError(f"{name} must be a list of integers, got {shown(value)}.")
-    return tuple(value)
-
-
-def _hashes(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(h, str) and re.fullmatch("[0-9a-f]{32}", h) for h in value):
-        raise ValueError(f"{name} must be a list of hashes of 32 hexadecimal digits, got {shown(value)}.")
-    return tuple(value)
 
 
 def _plain(name: str, value: Any) -> dict[str, Any]:
@@ -284,27 +259,25 @@ def _plain(name: str, value: Any) -> dict[str, Any]:
         raise ValueError(f"{name} must hold only texts, finite numbers, lists and dictionaries ({error}).") from None
 
 
-def _numbers(name: str, value: Any) -> dict[str, float]:
-    plain = _plain(name, value)
-    for key, number in plain.items():
-        if type(number) not in (int, float) or abs(number) > sys.float_info.max:
-            raise ValueError(f"{name} must map names to numbers, got {shown(key)}: {shown(number)}.")
-    return plain
+def _mapping(what: str, holds: Callable[[Any], bool]) -> Check:
+    def check(name: str, value: Any) -> dict[str, Any]:
+        plain = _plain(name, value)
+        for key, item in plain.items():
+            if not holds(item):
+                raise ValueError(f"{name} must map names to {what}, got {shown(key)}: {shown(item)}.")
+        return plain
+
+    return check
 
 
-def _texts(name: str, value: Any) -> dict[str, str]:
-    plain = _plain(name, value)
-    for key, text in plain.items():
-        if not isinstance(text, str):
-            raise ValueError(f"{name} must map names to texts, got {shown(key)}: {shown(text)}.")
-    return plain
+_numbers = _mapping("numbers", _number)
 
 
 def _learned_from(name: str, value: Any) -> dict[str, Any]:
     plain = _plain(name, value)
     if set(plain) != {"prior", "runs"} or not isinstance(plain["runs"], list) or not plain["runs"]:
         raise ValueError(f"{name} must have a prior and a list of runs, got {shown(plain)}.")
-    if type(plain["prior"]) not in (int, float) or not 0 <= plain["prior"] <= sys.float_info.max:
+    if not _number(plain["prior"]) or plain["prior"] < 0:
         raise ValueError(f"the prior of {name} must be a number >= 0, got {shown(plain['prior'])}.")
     for row in plain["runs"]:
         if not isinstance(row, dict) or set(row) != set(_RUN):
@@ -314,52 +287,7 @@ def _learned_from(name: str, value: Any) -> dict[str, Any]:
     return plain
 
 
-def _record(kind: type[Usage] | type[Online]) -> Callable[[str, Any], dict[str, Any]]:
-    """What a dataclass takes, and nothing else."""
-
-    def check(name: str, value: Any) -> dict[str, Any]:
-        plain, blank = _plain(name, value), kind().to_dict()
-        if kind is Usage and "knots" in plain:
-            plain["knots"] = tuple(_finite(f"a knot of {name}", k) for k in _list(f"the knots of {name}", plain["knots"]))
-            blank["knots"] = ()
-        if kind is Usage and "averaging" in plain:
-            blank["averaging"] = "constant"
-        if kind is Online and "signal" in plain:
-            blank["signal"] = 0.0
-        if set(plain) != set(blank):
-            raise ValueError(f"{name} must have {', '.join(blank)}; got {shown(plain)}.")
-        for key, default in blank.items():
-            if type(plain[key]) is int and type(default) is float:
-                plain[key] = float(plain[key])
-            if type(plain[key]) is not type(default):
-                raise ValueError(f"the {key} of {name} must be of type {type(default).__name__}, got {shown(plain[key])}.")
-        if "scale" in plain:
-            plain["scale"] = {k: float(v) for k, v in _numbers(f"the scale of {name}", plain["scale"]).items()}
-        made = Online.from_dict(plain) if kind is Online else kind(**plain)
-        return made.to_dict()
-
-    return check
-
-
-def _list(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} must be a list, got {shown(value)}.")
-    return value
-
-
-def _weight(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{name} must be a positive number, got {shown(value)}.")
-    return float(value)
-
-
-def _finite(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{name} must be a finite number, got {shown(value)}.")
-    return float(value)
-
-
-_RUN: dict[str, Callable[[str, Any], Any]] = {
+_RUN: dict[str, Check] = {
     "name": _text,
     "fingerprint": _text,
     "steps": _positive,
@@ -367,7 +295,36 @@ _RUN: dict[str, Callable[[str, Any], Any]] = {
     "weight": _weight,
 }
 
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
+
+def _record(kind: type[Usage] | type[Online]) -> Check:
+    """What a dataclass takes, and nothing else; fields that `to_dict` leaves out at their defaults may be missing."""
+
+    def check(name: str, value: Any) -> dict[str, Any]:
+        plain, always = _plain(name, value), kind().to_dict()
+        usual = {f.name: getattr(kind(), f.name) for f in fields(kind)}
+        if not set(always) <= set(plain) <= set(usual):
+            raise ValueError(f"{name} must have {', '.join(always)}; got {shown(plain)}.")
+        for key, given in plain.items():
+            what = f"the {key} of {name}"
+            if key == "scale":
+                plain[key] = {k: float(v) for k, v in _numbers(what, given).items()}
+            elif key == "knots":
+                plain[key] = _must("a list of finite numbers", lambda knots: _all(knots, _number), copy=tuple)(what, given)
+            elif isinstance(usual[key], float):
+                plain[key] = _finite(what, given)
+            elif type(given) is not type(usual[key]):
+                raise ValueError(f"{what} must be of type {type(usual[key]).__name__}, got {shown(given)}.")
+        return (Online.from_dict(plain) if kind is Online else kind(**plain)).to_dict()
+
+    return check
+
+
+CHECKS: dict[str, Check] = {
+    "schema_version": _must(
+        f"1, 2 or 3, which metamd {__version__} reads",
+        lambda value: type(value) is int and value in SCHEMA_VERSIONS,
+        " A newer metamd may read it: pip install --upgrade metamd.",
+    ),
     "pieces": _positive,
     "tying": _one_of(get_args(TyingName)),
     "centre": _one_of(get_args(Centre)),
@@ -383,7 +340,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "estimator": _optional(_text),
     "seeds": _seeds,
     "task_hashes": _hashes,
-    "versions": _texts,
+    "versions": _mapping("texts", lambda value: isinstance(value, str)),
     "cost": _numbers,
     "held_out": _plain,
     "learned_from": _optional(_learned_from),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shown, strict_json
-from metamd.files.header import CHECKS, SCHEMA_VERSIONS, Header
+from metamd.files.header import CHECKS, Header
 from metamd.files.shipped import locate
 from metamd.files.usage import Usage
 from metamd.files.versions import versions
@@ -197,8 +197,7 @@ class LearnedOptimiser:
         known = start if isinstance(start, LearnedStart) else LearnedStart({})
         hashes = tuple(dict.fromkeys([*self.header.task_hashes, *known.tasks, *tasks]))
         cost = total_cost(self.header.cost, known.cost)
-        newest = replace(self.header, schema_version=SCHEMA_VERSIONS[-1])  # older ones have no start
-        return replace(self, start=kept, header=replace(newest, start=shapes, task_hashes=hashes, cost=cost))
+        return replace(self, start=kept, header=replace(self.header, start=shapes, task_hashes=hashes, cost=cost))
 
     @property
     def domains(self) -> tuple[str, ...]:

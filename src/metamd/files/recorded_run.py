@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shown, strict_json
-from metamd.files.header import CHECKS
+from metamd.files.header import CHECKS, table
 from metamd.files.learned import check_shapes
 from metamd.files.versions import versions
 from metamd.potentials.tying import Shape, TyingName, stored_shape, tied_shape
@@ -171,9 +171,7 @@ def _header(text: str) -> tuple[dict[str, Any], dict[str, Shape]]:
     said = {name: check(name, plain[name]) for name, check in _FIELDS.items()}
     for name in ("name", "optimiser"):
         said[name] = said[name] or ""
-    rows = plain["model"]
-    if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) and set(r) == {"name", "shape"} for r in rows):
-        raise ValueError(f"model must be a list of {{'name', 'shape'}}, got {shown(rows)}.")
-    if not all(isinstance(r["name"], str) for r in rows) or len({r["name"] for r in rows}) < len(rows):
-        raise ValueError(f"model must give every tensor a name of its own, got {shown(rows)}.")
-    return said, CHECKS["model"]("model", {r["name"]: r["shape"] for r in rows})
+    model = CHECKS["model"]("model", table("model", "name", plain["model"]))
+    if not model:
+        raise ValueError(f"model must name one tensor at least, got none. {AGAIN}")
+    return said, model

@@ -14,7 +14,6 @@ from typing import Any, get_args
 
 import torch
 
-from metamd.files.header import SCHEMA_VERSIONS
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
@@ -280,7 +279,6 @@ def _with_usage(
     """The file with a usage, and with the tasks and the cost of choosing it."""
     header = replace(
         learned.header,
-        schema_version=SCHEMA_VERSIONS[-1],
         usage=usage.to_dict(),
         online=None if online is None else online.to_dict(),
         task_hashes=tuple(dict.fromkeys([*learned.header.task_hashes, *seen])),

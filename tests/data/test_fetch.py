@@ -16,6 +16,7 @@ import torch
 import metamd.data as data
 from metamd.data import canonical, loading, registry
 from metamd.data.registry import DataError, Form, Split
+from metamd.files import container
 from metamd.files.store import locked
 from tests.data_builders import COUNT, GREY, KINDS, form_of, idx_files, place, publish, put, server, tiny
 from tests.data_fixtures import dataset, remote, slow, whole
@@ -144,14 +145,14 @@ def test_a_process_waits_while_another_one_makes_the_dataset(place, server):
 def test_a_crash_between_a_file_and_its_checksum_leaves_no_wrong_pair(tiny, place, monkeypatch):
     data.load("mnist")
     path = place / "cache" / "mnist-train.npz"
-    real = loading._replace
+    real = container.write_atomically
 
     def crash(target, content):
         if target.suffix == ".sha256":
             raise KeyboardInterrupt
         real(target, content)
 
-    monkeypatch.setattr(loading, "_replace", crash)
+    monkeypatch.setattr(container, "write_atomically", crash)
     with pytest.raises(KeyboardInterrupt):
         loading.write_npz(path, tiny[0][::-1], tiny[1])
     assert path.exists()

@@ -21,9 +21,7 @@ from metamd.data import registry
 from metamd.data.archives import zip_members
 from metamd.data.canonical import Arrays, canonical, decode, digest
 from metamd.data.decoders import class_labels
-from metamd.data.download import download
 from metamd.data.registry import DataError, Dataset, Form, Provenance
-from metamd.files.store import locked
 
 HEADER = 4096
 """Room for the header of an `.npy` file."""
@@ -87,6 +85,9 @@ def fetch(name: str, splits: list[str], *, force: bool = False) -> list[Path]:
 
     Splits that come from one archive are made together. What is in the cache is fetched again if `force` says so.
     """
+    from metamd.data.download import download  # imports torch, which listing what is at hand does without
+    from metamd.files.store import locked
+
     record, cache = registry.dataset(name), cache_folder()
     asked = {file.name for split in splits for file in registry.split_of(name, split).files}
     together = [key for key, split in record.splits.items() if asked & {file.name for file in split.files}]
@@ -221,23 +222,13 @@ def stored_count(path: Path) -> int:
 
 def write_npz(path: Path, images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> None:
     """Write one split and then its checksum, each whole or not at all."""
+    from metamd.files.container import write_atomically
+
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     np.savez(content, images=images, labels=labels)
     # Without this, a crash between the two writes would leave the old checksum beside the new file.
     checksum_file(path).unlink(missing_ok=True)
-    _replace(path, content.getvalue())
+    write_atomically(path, content.getvalue())
     line = f"{hashlib.sha256(content.getvalue()).hexdigest()}  {path.name}\n"
-    _replace(checksum_file(path), line.encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_atomically(checksum_file(path), line.encode())

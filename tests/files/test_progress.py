@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from metamd.cli import main as cli
 from metamd.files import progress as module
 from metamd.files.progress import Progress, showing
 
@@ -69,3 +70,10 @@ def test_silence_and_bytes(monkeypatch, capsys):
     with showing("always"), Progress("file", unit="bytes") as progress:
         progress.update(2_500_000, total=5_000_000)
     assert "file: 2.5 MB of 5.0 MB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("--quiet",)])
+def test_a_command_shows_progress_unless_it_is_told_not_to(words, tmp_path, capsys):
+    command = ["certify", "quadratic", "quadratic", "--held-out-tasks", "2", "--out", str(tmp_path / "x.safetensors")]
+    assert cli.run([*command, "--workers", "2", *words]) == 0
+    assert capsys.readouterr().err.partition(" in ")[0] == ("" if words else "held-out tasks: 2 of 2")

@@ -24,6 +24,23 @@ def test_the_results_do_not_depend_on_the_form():
     assert all(torch.equal(here[name], there[name]) for name in pieces)
 
 
+def test_workers_compute_after_a_parent_with_threads():
+    """Threads do not survive a fork: a worker that used the parent's would wait for them for ever."""
+
+    def piece():
+        x = torch.ones(300, 300, requires_grad=True)
+        (x @ x).relu().sum().backward()
+        return float(x.grad.sum())
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        here = piece(), float(torch.ones(10**6).sum())
+        assert Executor(2).all({"a": piece, "b": piece}) == {"a": here[0], "b": here[0]}
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_results_arrive_as_they_are_finished():
     found = Executor(2).results({"a": lambda: 1, "b": lambda: 2, "c": lambda: os.getpid()})
     assert {name: result if name != "c" else result != os.getpid() for name, result in found} == {"a": 1, "b": 2, "c": True}

@@ -18,6 +18,7 @@ from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import FOLDER, locate
 from metamd.files.store import locked
 from metamd.inner.comparators import Reference
+from metamd.inner.executor import Executor
 
 
 def run(options: Certify) -> int:
@@ -39,6 +40,7 @@ def run(options: Certify) -> int:
         seed=options.seed,
         stated=Stated(options.target, options.regret_cap, options.radius, options.reach),
         comparator=reference,
+        executor=Executor(options.workers, options.ray),
     )
     others = _write(options.file, out, learned, found)
     if options.report is not None:

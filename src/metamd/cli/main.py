@@ -17,7 +17,7 @@ SUCCESS, FAILED_PIPE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 DESCRIPTION = (
     "Learn an optimiser for a family of training problems and use it in PyTorch. `metamd COMMAND --help` lists the "
-    "options of a command, `metamd --version` prints the version."
+    "options of a command, `metamd --version` prints the version. `--quiet` with any command shows no progress."
 )
 
 _UNDER_A_FILE = "a folder is required where {} is or lies under a file. Choose another path, or move the file away."
@@ -62,8 +62,9 @@ def run(argv: Sequence[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 gets escapes, not an error
     try:
-        options = parse(argv)
-        with showing("always"):
+        words = [word for word in argv if word != "--quiet"]
+        options = parse(words)
+        with showing("always" if len(words) == len(argv) else "never"):
             code: int = import_module(HOMES[type(options)]).run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:

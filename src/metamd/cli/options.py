@@ -29,6 +29,8 @@ class Certify:
         start: a checkpoint with the parameters that every task begins at.
         out: write the file here instead, and leave FILE as it is.
         report: write a page here too, such as certificate.html.
+        workers: processes that share the tasks; the result does not depend on them.
+        ray: address of a Ray cluster to train on, with so many workers; local starts one on this machine.
         seed: of the held-out tasks.
         json: print one JSON object on standard output instead of text.
     """
@@ -50,6 +52,8 @@ class Certify:
     start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
     out: Annotated[Path | None, arg(metavar="FILE")] = None
     report: Annotated[Path | None, arg(metavar="HTML")] = None
+    workers: int = 1
+    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     seed: int = 0
     json: bool = False
 

@@ -41,8 +41,9 @@ class Executor:
     """Where independent pieces of work are computed.
 
     Args:
-        workers: processes, of one thread each. One worker computes in the calling process, and so does a worker of another
-            executor. Without `fork`, as on Windows, there is one process.
+        workers: processes, of one thread each; their results are those of one process with one thread. One worker computes
+            in the calling process. So does every executor where processes cannot be forked: on Windows, after CUDA was
+            used, and inside a worker.
         ray: the address of a Ray cluster to compute on instead, with so many workers; "local" starts one on this machine,
             on loopback and without its dashboard.
 
@@ -77,10 +78,12 @@ class Executor:
             label: of the progress that is shown; none is shown without it.
             done: pieces that were finished before, for the progress.
         """
-        serial = self.workers == 1 or len(pieces) < 2 or multiprocessing.current_process().daemon
+        forks = "fork" in multiprocessing.get_all_start_methods()
+        forks &= not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        inside = multiprocessing.current_process().daemon  # a worker, which may have no processes of its own
         if self.ray is not None and pieces:
             found: Generator[tuple[str, T], None, None] = _on_ray(pieces, self.ray, self.workers)
-        elif serial or "fork" not in multiprocessing.get_all_start_methods():
+        elif self.workers == 1 or len(pieces) < 2 or inside or not forks:
             found = ((name, compute()) for name, compute in pieces.items())
         else:
             found = _Pool(pieces, self.workers).run()

@@ -30,9 +30,12 @@ from metamd import Kronecker, Measuring, Online, learn_from_reference, learned_r
 from metamd.comparison.training import Outcome, step_seconds, train
 from metamd.files.usage import Usage
 from metamd.inner.comparators import Reference
-from metamd.learning.usage import learn_scale
+from metamd.learning.parts import Parts
+from metamd.learning.reference import draw_tasks, solved
+from metamd.learning.trials import learn_scale
 from metamd.rivals import Contender, rival
 from metamd.tasks.base import TaskFamily
+from metamd.tasks.wrapped import Counted
 
 OUT = Path(__file__).parent / "results" / "coordinates.json"
 RANKS: Mapping[str, Any] = {"found by itself": "auto", "64": 64, "all": None}
@@ -62,13 +65,13 @@ def _ours(kind: str, path: Path) -> Contender:
 
 def learned_files(family: TaskFamily, folder: Path) -> dict[str, Path]:
     """A geometry for every rank, used plainly and by the rules of an online metric."""
-    reference = Reference(lr=1e-3, factor=1.0)
-    found = {}
+    reference, parts, found = Reference(lr=1e-3, factor=1.0), Parts(Counted(family)), {}
+    ends = solved(draw_tasks(family, 0, "scale", 2), reference, parts)
     for rank, kept in RANKS.items():
         plain = learn_from_reference(family, Kronecker(rank=kept), reference=reference, tasks=8)
         found[f"rank {rank}"] = plain
         for name, (rule, usage) in RULES.items():
-            online = learn_scale(plain, family, reference=reference, online=rule, tasks=2)
+            online = learn_scale(plain, ends, rule, reference.lr, parts)
             header = replace(plain.header, usage=usage.to_dict(), online=online.to_dict())
             found[f"{name}, rank {rank}"] = replace(plain, header=header)
     paths = {kind: folder / f"{kind}.safetensors" for kind in found}

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from metamd.learning.meta import meta_train, paper
     from metamd.learning.recorded import learn, update
     from metamd.learning.recorder import Recorder
-    from metamd.learning.usage import learn_start, learn_usage
+    from metamd.learning.reference import learn_start
+    from metamd.learning.usage import learn_usage
     from metamd.optimiser.certificate.record import Certificate
     from metamd.optimiser.guard import OffFamilyWarning
     from metamd.optimiser.optimiser import MetaMD, prepare
@@ -51,7 +52,8 @@ _PUBLIC = {
     "metamd.learning.meta": ("meta_train", "paper"),
     "metamd.learning.recorded": ("learn", "update"),
     "metamd.learning.recorder": ("Recorder",),
-    "metamd.learning.usage": ("learn_start", "learn_usage"),
+    "metamd.learning.reference": ("learn_start",),
+    "metamd.learning.usage": ("learn_usage",),
     "metamd.certification.certification": ("certify",),
     "metamd.certification.statements": ("HeldOutCertificate",),
     "metamd.comparison.compare": ("compare",),

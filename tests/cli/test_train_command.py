@@ -182,7 +182,7 @@ def test_options_of_families_are_checked_before_anything_else(words, sentence, c
 
 def test_the_prior_of_the_command_is_that_of_the_function():
     """Written out where the options are declared, which may not import torch for it."""
-    assert Train("quadratic").prior == PRIOR == signature(learn_network).parameters["prior"].default
+    assert Train("quadratic").prior == PRIOR == signature(learn_network).parameters["objective"].default.prior
 
 
 def test_a_usage_is_chosen_for_directions_that_are_found_every_so_many_steps(tmp_path):

@@ -9,7 +9,8 @@ from metamd import Diagonal, Forward, Reverse, load, meta_train, prepare, tasks
 from metamd.cli import main as cli
 from metamd.cli.options import Train
 from metamd.cli.train import _resolved
-from metamd.learning.network import has_weights, learn_network, refinement
+from metamd.learning.meta import refinement
+from metamd.learning.network import has_weights, learn_network
 from tests.helpers import losses_of
 
 

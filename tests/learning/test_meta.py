@@ -44,7 +44,7 @@ def iterations(potential, family, count=200, tolerance=1e-6, limit=1000):
     """Mean number of steps until the gradient is small, on test tasks that no meta-training saw, all at once."""
     d = potential if isinstance(potential, torch.Tensor) else metrics_of(potential)
     problems = [draw(family, "test", i) for i in range(count)]
-    q, b = torch.stack([p.q for p in problems]), torch.stack([p.b for p in problems])
+    q, b = (torch.stack([p.whole[n] for p in problems]) for n in ("Q", "b"))
     x = torch.stack([p.start for p in problems])
     steps = torch.full((count,), limit)
     for t in range(limit):
@@ -130,7 +130,7 @@ def test_gradient_scale_is_that_of_the_first_gradients():
     squares = []
     for i in range(4):
         task = draw(small(), 0, "train", 1, i)
-        squares.append((2 * task.q @ task.start - task.b).square())
+        squares.append((2 * task.whole["Q"] @ task.start - task.whole["b"]).square())
     assert found == pytest.approx(float(torch.cat(squares).mean().sqrt()))
 
 

@@ -26,19 +26,20 @@ from metamd import (
 from metamd.cli import compare as compare_command
 from metamd.cli import main as cli
 from metamd.cli.options import Compare
-from metamd.cli.train import _tried
 from metamd.comparison.training import Measuring
 from metamd.comparison.training import train as train_rival
 from metamd.files.learned import LearnedStart
 from metamd.inner.comparators import Reference
 from metamd.inner.run import gradient
 from metamd.learning import reference as following
-from metamd.learning.reference import learn_from_reference
-from metamd.learning.trial import Tally, train
-from metamd.learning.usage import draw_tasks, learn_scale, learn_start, learn_usage, tuned_reference
+from metamd.learning.parts import Parts
+from metamd.learning.reference import draw_tasks, learn_from_reference, learn_start, solved, tuned_reference
+from metamd.learning.trials import Tally, learn_scale, run_usage
+from metamd.learning.usage import learn_usage, tried_line
 from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.potentials.online import KEPT
 from metamd.tasks import quadratic, starting_at, tabular
+from metamd.tasks.wrapped import Counted
 from tests.helpers import equal_parameters, losses_of, small_model
 from tests.helpers import train as fit
 
@@ -264,7 +265,7 @@ def test_what_is_chosen_is_what_the_optimiser_does(learned, usage, rule):
     task = family.build(family.sample(torch.Generator().manual_seed(3)))
     potential = learned.potential.bind(task.init())
     online = Online(rule, scale={slot.key: 100.0 for slot in potential.slots.values()})
-    outcome = train(task, potential, usage, online=online)
+    outcome = run_usage(task, potential, usage, online=online)
     header = replace(learned.header, usage=usage.to_dict(), online=online.to_dict())
     params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
     optimiser, schedule = prepare(params.items(), LearnedOptimiser(header, learned.potential), steps=30)
@@ -281,7 +282,7 @@ def test_what_is_chosen_with_a_tail_average_is_what_the_optimiser_does(learned):
     potential = learned.potential.bind(task.init())
     online = Online("polar", beta=0.7, signal=0.95, scale={slot.key: 100.0 for slot in potential.slots.values()})
     usage = Usage("online", 0.0, "linear", 0.7, averaging="tail")
-    outcome = train(task, potential, usage, online=online)
+    outcome = run_usage(task, potential, usage, online=online)
     header = replace(learned.header, usage=usage.to_dict(), online=online.to_dict())
     found = LearnedOptimiser(header, learned.potential)
     assert found.usage == usage
@@ -300,7 +301,7 @@ def test_what_is_chosen_with_a_tail_average_is_what_the_optimiser_does(learned):
     assert sum(losses) / 30 == pytest.approx(outcome.loss, rel=1e-5)
     for n, p in params.items():
         torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-4, atol=1e-5)
-    assert train(task, potential, replace(usage, averaging="constant"), online=online).loss != outcome.loss
+    assert run_usage(task, potential, replace(usage, averaging="constant"), online=online).loss != outcome.loss
 
 
 def test_a_momentum_of_ones_own_takes_the_place_of_a_tail_average(learned):
@@ -343,7 +344,9 @@ def test_the_learned_steps_are_taken_whatever_the_momentum(learned, options, lr)
 def test_the_scale_minimises_the_bound_of_the_run(learned):
     family = tabular(steps=30)
     reference = Reference(lr=0.01, factor=1)
-    online = learn_scale(learned, family, reference=reference, tasks=2, rounds=1)
+    parts = Parts(Counted(family))
+    ends = solved(draw_tasks(family, 0, "scale", 2), reference, parts)
+    online = learn_scale(learned, ends, Online(), reference.lr, parts, rounds=1)
     # by hand, from the definition, with the scale the round began with
     seeds = [metamd.tasks.base.derive_seed(0, "usage", "scale", i) for i in range(2)]
     built = [family.build(family.sample(torch.Generator().manual_seed(s))) for s in seeds]
@@ -353,7 +356,7 @@ def test_the_scale_minimises_the_bound_of_the_run(learned):
     tallies: list[Tally] = []
     for task in built:
         u, _ = reference.run(task, task.init(), 30)
-        tallies.append(train(task, phi, usage, online=first, comparator=u).tally)
+        tallies.append(run_usage(task, phi, usage, online=first, comparator=u).tally)
     for key, scale in online.scale.items():
         x, y = (sum(getattr(t, side)[key] for t in tallies) for side in ("x", "y"))
         bound = lambda s, x=x, y=y: (math.exp(s) * x + y / math.exp(s)) / 2  # noqa: E731
@@ -368,7 +371,7 @@ def test_the_tally_is_that_of_the_definition():
     g = gradient(task, {"theta": start}, task.batch(0))[1]["theta"]
     u = torch.tensor([1.0, 2.0], dtype=torch.float64)
     online = Online("sum", epsilon=1e-12, scale={"theta": 50.0})
-    outcome = train(task, Diagonal().bind(task.init()), Usage("online"), online=online, comparator={"theta": u}, steps=1)
+    outcome = run_usage(task, Diagonal().bind(task.init()), Usage("online"), online=online, comparator={"theta": u}, steps=1)
     assert outcome.tally.y["theta"] == pytest.approx(float(g.abs().sum()))
     assert outcome.tally.x["theta"] == pytest.approx(float(((u - start) ** 2 * g.abs()).sum()))
 
@@ -395,11 +398,11 @@ def test_followed_metrics_whose_plain_runs_diverge_are_doubled_until_they_finish
         learned = learn_from_reference(family, potential, reference=Reference(lr=2.0, factor=1), tasks=2)
         built = [family.build(family.sample(torch.Generator().manual_seed(s))) for s in range(3)]
         phi = learned.potential.bind(built[0].init())
-        assert all(math.isfinite(train(task, phi, Usage()).loss) for task in built[:2])
+        assert all(math.isfinite(run_usage(task, phi, Usage()).loss) for task in built[:2])
         wild = {k: v.detach() - math.log(1e3) for k, v in phi.log_d.items()}
-        assert not math.isfinite(train(built[0], phi.with_metrics(wild).bind(built[0].init()), Usage()).loss)
-        tame = following._steady(phi.with_metrics(wild), built[:2]).bind(built[0].init())
-        assert all(math.isfinite(train(task, tame, Usage()).loss) for task in built[:2])
+        assert not math.isfinite(run_usage(built[0], phi.with_metrics(wild).bind(built[0].init()), Usage()).loss)
+        tame = following._steady(phi.with_metrics(wild), built[:2], Parts(Counted(family))).bind(built[0].init())
+        assert all(math.isfinite(run_usage(task, tame, Usage()).loss) for task in built[:2])
 
 
 def test_a_family_on_which_everything_diverges_is_said(learned):
@@ -630,7 +633,7 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
         assert max(map(later.count, later)) <= 2 < len(set(later)), "on two tasks and on all, or two are called the same"
         assert all(any(line.endswith(f"(polar rule, beta {b}, signal 0.95)") for line in said) for b in (0.7, 0.9))
         rules = (None, Online(), Online("sum"), Online("polar"), Online("polar", signal=0.9))
-        assert len({_tried(Usage("online"), online, 0.5) for online in rules}) == len(rules)
+        assert len({tried_line(Usage("online"), online, 0.5) for online in rules}) == len(rules)
 
 
 def test_what_cannot_be_learned_from_or_prepared_is_said():

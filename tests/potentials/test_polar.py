@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, prepare
-from metamd.learning.trial import train as trial
+from metamd.learning.trials import run_usage as trial
 from metamd.potentials.base import Move
 from metamd.potentials.basis import Learned
 from metamd.tasks import tabular

@@ -247,6 +247,8 @@ class Train:
         k: the constant of the paper's objective.
         rho: the outer learning rate of the paper's algorithm; scaled to the tasks if not given.
         every: outer steps between checkpoints.
+        workers: processes that share the runs of Adam and of usages; the result does not depend on them.
+        ray: address of a Ray cluster to compute them on, with so many workers; local starts one on this machine.
         seed: of everything random.
         tensorboard: write event files beside the log.
         json: print one JSON object on standard output instead of text.
@@ -281,6 +283,8 @@ class Train:
     k: float = 7.0
     rho: float | None = None
     every: int = 1
+    workers: int = 1
+    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     seed: int = 0
     tensorboard: bool = False
     json: bool = False

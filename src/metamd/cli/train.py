@@ -2,32 +2,28 @@
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from metamd.cli.families import build_family, check_place
 from metamd.cli.main import one_line
 from metamd.cli.options import Train
 from metamd.files.learned import LearnedOptimiser, load
+from metamd.files.progress import Progress
 from metamd.files.store import Journal, Log
-from metamd.files.usage import Usage
 from metamd.inner.comparators import End, Reference
 from metamd.inner.estimators import Forward, Reverse
 from metamd.inner.estimators.base import Estimator
+from metamd.inner.executor import Executor
 from metamd.inner.objectives import Regret
-from metamd.learning.meta import Method, meta_train, paper
-from metamd.learning.network import has_weights, learn_network, refinement
+from metamd.learning.meta import Method, meta_train, paper, refinement, step_line
+from metamd.learning.network import has_weights, learn_network
+from metamd.learning.reference import learn_start
 from metamd.learning.rounds.outer import Refine, Stopping
-from metamd.learning.usage import learn_start, learn_usage, rules_for_refresh
-from metamd.learning.usage_trials import JudgedOn
+from metamd.learning.usage import Choices, JudgedOn, learn_usage, rules_for_refresh
 from metamd.potentials.diagonal import Kronecker, MaxDiagonal
-from metamd.potentials.online import Online
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import starting_at
 
@@ -38,7 +34,7 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
 
 MATTER = (
     *("family", "out", "steps", "model", "hold_out", "images", "width", "start", "learn_start", "tasks", "seed"),
-    *("follow", "usage", "judged_on", "refresh", "tensorboard", "json", "every"),
+    *("follow", "usage", "judged_on", "refresh", "tensorboard", "json", "every", "workers", "ray"),
 )
 """Options that say what to learn for, and not how; or that the way for networks has anyway."""
 
@@ -62,18 +58,17 @@ def run(options: Train) -> int:
             f"{options.out} is there already, and {folder.name}, which tells that this command made it, is not. Choose "
             "another --out, or move the file away."
         )
-    method = _method(options, family)
-    refine = method.get("refine")
-    display = _Display(method["outer_steps"] + (refine.steps if refine else 0) + 1)
-    log = _also(display.show, tensorboard(folder / "tensorboard") if options.tensorboard else None)
+    _method(options, family)  # refuses what does not go together, before anything is written
+    notes: list[str] = []
     try:
-        with display:
-            learned = _learn(options, family, Journal(folder, every=options.every), log, display)
+        with Progress(f"metamd train {options.family}") as display:
+            log = _log(display, notes, tensorboard(folder / "tensorboard") if options.tensorboard else None)
+            learned = _learn(options, family, Journal(folder, every=options.every), log)
     except KeyboardInterrupt:
         print(f"Stopped; the same command continues from {one_line(str(folder))}.", file=sys.stderr)
         raise
     _save(learned, options.out)
-    _report(options, learned.header.to_dict(), learned.fingerprint(), display.notes)
+    _report(options, learned.header.to_dict(), learned.fingerprint(), notes)
     return 0
 
 
@@ -83,50 +78,25 @@ def _save(learned: LearnedOptimiser, out: Path) -> None:
         learned.save(out)
 
 
-def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log, display: "_Display") -> LearnedOptimiser:
+def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log) -> LearnedOptimiser:
     start = None
-    choice: dict[str, Any] = {"judged_on": cast(JudgedOn, options.judged_on), "rules": rules_for_refresh(options.refresh)}
+    kept: dict[str, Any] = {"seed": options.seed, "journal": journal}
+    kept["workers"] = Executor(options.workers, options.ray)
     if options.learn_start:
-        display.say("the mean of the tasks' solutions, as a start")
-        start = learn_start(family, tasks=options.tasks, seed=options.seed, journal=journal)
+        start = learn_start(family, tasks=options.tasks, **kept)
         family = starting_at(family, start)
     method = _method(options, family)
-
-    def watch(usage: Usage, online: Online | None, score: float) -> None:
-        display.say(_tried(usage, online, score))
-
+    choices = Choices(judged_on=cast(JudgedOn, options.judged_on), rules=rules_for_refresh(options.refresh))
     if options.follow:
-        display.say("runs of Adam to learn from")
-        learned = learn_network(
-            family,
-            potential=method["potential"],
-            reference=Reference(lr=options.reference) if options.reference else None,
-            prior=options.prior,
-            tasks=options.tasks,
-            seed=options.seed,
-            usage=options.usage,
-            watch=watch,
-            journal=journal,
-            **choice,
-        )
+        objective = Regret(Reference(lr=options.reference) if options.reference else End(), prior=options.prior)
+        chosen = choices if options.usage else None
+        learned = learn_network(family, method["potential"], objective, tasks=options.tasks, choices=chosen, **kept)
     else:
-        learned = meta_train(
-            family,
-            **method,
-            tasks_per_step=options.tasks,
-            seed=options.seed,
-            max_norm=options.max_norm,
-            journal=journal,
-            log=log,
-        )
-    if options.usage and not options.follow:
-        learned = learn_usage(learned, family, seed=options.seed, watch=watch, journal=journal, **choice)
+        rounds: dict[str, Any] = {"tasks_per_step": options.tasks, "seed": options.seed, "journal": journal, "log": log}
+        learned = meta_train(family, **method, max_norm=options.max_norm, **rounds)
+        if options.usage:
+            learned = learn_usage(learned, family, choices, **kept)
     return learned if start is None else learned.with_start(start)
-
-
-def _tried(usage: Usage, online: Online | None, score: float) -> str:
-    """A usage and its score, in a line that no other usage has."""
-    return f"{usage}{'' if online is None else f' ({online})'}: score {score:.4g}"
 
 
 def tensorboard(folder: Path) -> Log:
@@ -226,62 +196,21 @@ def _potential(options: Train) -> MaxDiagonal:
     return MaxDiagonal(options.pieces, **named)
 
 
-def _also(first: Log, second: Log | None) -> Log:
+def _log(display: Progress, notes: list[str], second: Log | None) -> Log:
+    """Says every outer step, in lines where there is no bar that does; keeps the notes; and tells a second log."""
+
     def log(record: dict[str, Any], step: int) -> None:
-        first(record, step)
+        if not sys.stderr.isatty():
+            display.say(step_line(record))
+        for sentence in (*record["diverged"][:3], record["note"]):
+            if sentence:
+                display.say(f"  {one_line(sentence)}")
+        if record["note"]:
+            notes.append(record["note"])
         if second is not None:
             second(record, step)
 
     return log
-
-
-class _Display:
-    """Outer step, tasks done, objective, bound and time left, on standard error."""
-
-    def __init__(self, total: int) -> None:
-        self.notes: list[str] = []
-        self.done, self.began = 0, time.monotonic()
-        console = Console(stderr=True, markup=False, highlight=False)
-        self.live = console.is_terminal
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self.live,
-        )
-        self.bar = self.progress.add_task("meta-training", total=total)
-
-    def __enter__(self) -> "_Display":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def say(self, line: str) -> None:
-        """What is being done beside the outer steps."""
-        self.progress.console.print(one_line(line), soft_wrap=True)
-
-    def show(self, record: dict[str, Any], step: int) -> None:
-        """One more outer step."""
-        self.done += record["tasks"]
-        parts = [f"{record['stage']} {step}", f"{self.done} tasks"]
-        parts += [f"{n} {record[n]:.4g}" for n in ("objective", "bound", "loss") if record[n] is not None]
-        if record["diverged"]:
-            parts.append(f"{len(record['diverged'])} diverged")
-        line = "  ".join(parts)
-        self.progress.update(self.bar, completed=step, description=line)
-        if record["note"]:
-            self.notes.append(record["note"])
-        out = self.progress.console
-        if not self.live:
-            out.print(line, soft_wrap=True)
-        for sentence in (*record["diverged"][:3], record["note"]):
-            if sentence:
-                out.print(f"  {one_line(sentence)}", soft_wrap=True)
 
 
 def _report(options: Train, header: dict[str, Any], fingerprint: str, notes: list[str]) -> None:

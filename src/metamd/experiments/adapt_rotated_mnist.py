@@ -16,7 +16,7 @@ from metamd.files.learned import LearnedStart
 from metamd.files.usage import Usage
 from metamd.inner.comparators import Reference
 from metamd.inner.objectives import Regret
-from metamd.learning.usage import learn_start
+from metamd.learning.reference import learn_start
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.vision.families import ADAPTED
 from metamd.tasks.wrapped import SharedStart

@@ -14,10 +14,11 @@ from metamd.files.container import write_atomically
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Usage
-from metamd.inner.comparators import Reference
-from metamd.inner.objectives import Objective, Regret
-from metamd.learning.reference import learn_from_reference
-from metamd.learning.usage import learn_usage, tuned_reference
+from metamd.inner.comparators import End, Reference
+from metamd.inner.objectives import PRIOR, Objective, Regret
+from metamd.learning.network import learn_network
+from metamd.learning.reference import tuned_reference
+from metamd.learning.usage import Choices, learn_usage
 from metamd.optimiser.averaging import AveragingName
 from metamd.potentials import MaxDiagonal
 from metamd.rivals import Schedule
@@ -196,16 +197,23 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
     """
     began, counted, journal = time.perf_counter(), Counted(family), Journal(path.with_suffix(".run"))
     choose, reference = geometry.choose_usage and size.usage_tasks > 0, geometry.reference
-    if reference is None and (geometry.follow or choose):
-        reference = tuned_reference(counted, seed=seed, journal=journal)
-    costs = [counted.cost(began)]
+    choices = Choices(**{"tasks": size.usage_tasks, **geometry.choices}) if choose else None
     drawn, warned = derive_seed(seed, "learning", name), list[str]()
+    if geometry.follow not in (0, 1):
+        tuned = reference or tuned_reference(counted, seed=drawn, journal=journal)
+        reference = replace(tuned, lr=tuned.lr / geometry.follow, factor=geometry.follow)
+    costs = [counted.cost(began)]
     learned: LearnedOptimiser | str
-    if geometry.follow and reference is not None:
-        tasks = 2 * size.tasks_per_step
-        longer = replace(reference, lr=reference.lr / geometry.follow, factor=geometry.follow)
-        learned = learn_from_reference(
-            family, geometry.potential(), reference=longer, tasks=tasks, seed=drawn, journal=journal
+    if geometry.follow:
+        objective = Regret(reference or End(), prior=PRIOR)
+        learned = learn_network(
+            family,
+            geometry.potential(),
+            objective,
+            tasks=size.tasks_per_step,
+            choices=choices,
+            seed=drawn,
+            journal=journal,
         )
     else:
         learned, warned = _meta_train(size, family, geometry, geometry.options, path, drawn)
@@ -216,10 +224,8 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
             warned = sorted({*warned, *more})
     if isinstance(learned, str):
         return {"failed": learned, "warnings": warned}
-    if choose:
-        chosen = derive_seed(seed, "usage", name)
-        options = {"reference": reference, "tasks": size.usage_tasks, "seed": chosen, "journal": journal, **geometry.choices}
-        learned = learn_usage(learned, family, **options)
+    if choices is not None and not geometry.follow:
+        learned = learn_usage(learned, family, choices, reference=reference, seed=drawn, journal=journal)
     if isinstance(family, SharedStart) and isinstance(family.start, LearnedStart):
         learned = learned.with_start(family.start)
     learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, *costs)))

@@ -1,11 +1,13 @@
 """From runs to a learned-optimiser file: `meta_train` and `learn`, and the choices that are passed to them."""
 
 from metamd.learning.meta import Method, NotConvergedWarning
-from metamd.learning.reference import learn_from_reference
+from metamd.learning.network import learn_network
+from metamd.learning.reference import learn_from_reference, tuned_reference
 from metamd.learning.rounds.outer import GradientDescent, Refine, Stopping, TrustRegion
-from metamd.learning.usage import tuned_reference
+from metamd.learning.usage import Choices
 
 __all__ = [
+    "Choices",
     "GradientDescent",
     "Method",
     "NotConvergedWarning",
@@ -13,5 +15,6 @@ __all__ = [
     "Stopping",
     "TrustRegion",
     "learn_from_reference",
+    "learn_network",
     "tuned_reference",
 ]

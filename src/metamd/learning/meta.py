@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 
 from metamd.files.learned import LearnedOptimiser, fingerprint
+from metamd.files.progress import Progress
 from metamd.files.store import Journal, Log
 from metamd.inner.closed_form import Iterate
-from metamd.inner.estimators import ClosedForm, Estimator, Forward
-from metamd.inner.objectives import PRIOR, FromLipschitz, Objective, PaperBound, Regret
-from metamd.learning.network import has_weights, learn_network, refinement
+from metamd.inner.estimators import ClosedForm, Estimator, Forward, Reverse
+from metamd.inner.objectives import PRIOR, FromLipschitz, LogGap, Objective, PaperBound, Regret
+from metamd.learning.network import has_weights, learn_network
 from metamd.learning.parts import identity_of
 from metamd.learning.rounds.first_look import Findings, first_look
 from metamd.learning.rounds.outer import Adam, Ball, GradientDescent, Outer, OuterStep, Refine, Stopping, TrustRegion
@@ -24,6 +25,9 @@ from metamd.learning.rounds.state import State
 from metamd.potentials.base import Potential
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.tasks.base import TaskFamily
+
+FEW = 16
+"""Metrics up to which forward mode is taken, which has a tangent for each."""
 
 SETTLED = 1e-2
 """A run has converged, for `PaperBound`, when its gradient has fallen to this share of the first."""
@@ -124,6 +128,21 @@ def meta_train(
             ball=Ball(max_norm, found.bound, found.shapes),
         )
         return _result(plan, _train(plan, _begin(found, plan), journal, log))
+
+
+def refinement(family: TaskFamily) -> Refine | None:
+    """How a diagonal learned for vectors is refined, if at all: by digits where those count, as the regret counts losses."""
+    if not family.counts_digits:
+        return None
+    few = sum(x.numel() for x in family.example().values()) <= FEW
+    return Refine(12, Forward() if few else Reverse(), Adam(0.05), LogGap(1e-12))
+
+
+def step_line(record: Mapping[str, Any]) -> str:
+    """One outer step in a line."""
+    numbers = [f"{n} {record[n]:.4g}" for n in ("objective", "bound", "loss") if record[n] is not None]
+    lost = [f"{len(record['diverged'])} diverged"] if record["diverged"] else []
+    return "  ".join([f"{record['stage']} {record['step']}", *numbers, *lost])
 
 
 def _refuse_options(given: Mapping[str, Any]) -> None:
@@ -233,17 +252,20 @@ def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -
     kept = None if journal is None else journal.resume(identity)
     state = state if kept is None else State.restore(*kept, state.now.basis)
     saved = state.step
+    total = sum(steps for _, steps in plan.stages)
     try:
-        while not plan.finished(state):
-            state, record = plan.advance(state)
-            _warn(plan, record)
-            if journal is not None:
-                journal.note(record.to_dict(), record.step)
-                if record.step - saved >= journal.every or plan.finished(state):
-                    journal.save(state.tensors(), state.facts(), identity)
-                    saved = state.step
-            if log is not None:
-                log(record.to_dict(), record.step)
+        with Progress("outer steps", total, done=state.step) as progress:
+            while not plan.finished(state):
+                state, record = plan.advance(state)
+                _warn(plan, record)
+                progress.advance(step_line(record.to_dict()))
+                if journal is not None:
+                    journal.note(record.to_dict(), record.step)
+                    if record.step - saved >= journal.every or plan.finished(state):
+                        journal.save(state.tensors(), state.facts(), identity)
+                        saved = state.step
+                if log is not None:
+                    log(record.to_dict(), record.step)
     except BaseException:
         if journal is not None and state.step > saved:
             with suppress(OSError):  # a full disk may be why we are here

@@ -1,8 +1,9 @@
-"""The finished parts of a learning, kept in a folder so that the same call continues one that was stopped."""
+"""The parts of a learning: computed here or in other processes, counted, and kept so that the same call continues."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor
 
 from metamd.files.store import Journal, Records, Result
+from metamd.inner.executor import Executor
 from metamd.inner.run import gradient
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import Counted, uncounted
+
+T = TypeVar("T")
 
 
 class Savable(Protocol):
@@ -28,65 +32,56 @@ Saved = TypeVar("Saved", bound=Savable)
 class Parts:
     """Finished parts by name, each with its cost: read if it is kept, else computed and kept.
 
-    What a part has cost that is read is added to the count of the family, so that a learning which was stopped says in the
-    end what one that was not would have said.
-
-    Args:
-        family: counts the gradients.
-        records: where parts are kept; None computes all of them.
+    The family counts the gradients of all parts: those computed in another process, and those of a kept part when it is
+    read. So a learning that was stopped, or that had several workers, states the cost of one that was not or had none.
     """
 
-    def __init__(self, family: Counted, records: Records | None = None) -> None:
+    def __init__(self, family: Counted, records: Records | None = None, workers: int | Executor = 1) -> None:
         self.family, self.records = family, records
+        self.executor = workers if isinstance(workers, Executor) else Executor(workers)
 
-    def part(self, name: str, compute: Callable[[], Result]) -> Result:
-        """The part of that name.
+    def runs(self, compute: Callable[..., T], tasks: Sequence[Any], label: str = "") -> list[T]:
+        """What a function returns for each of several tasks, or tuples of arguments; nothing is kept."""
+        arguments = [task if isinstance(task, tuple) else (task,) for task in tasks]
+        pieces = {f"{i}": partial(compute, *given) for i, given in enumerate(arguments)}
+        found = {name: result for name, result, _ in self._computed(pieces, label)}
+        return [found[name] for name in pieces]
 
-        Args:
-            name: a file name without its ending.
-            compute: makes it, in JSON's types and without infinities.
-        """
-        if self.records is None:
-            return compute()
-        if self.records.has(name):
-            return self._read(name)
-        found = self._measured(compute)
-        return self.records.cell(name, lambda: found)
+    def all(self, pieces: Mapping[str, Callable[[], Result]], label: str = "") -> dict[str, Result]:
+        """The parts of these names, made by the functions given in JSON's types; those that are missing are computed."""
+        there = {} if self.records is None else {name: self._read(name) for name in pieces if self.records.has(name)}
+        missing = {name: compute for name, compute in pieces.items() if name not in there}
+        for name, found, cost in self._computed(missing, label, len(there)):
+            there[name] = found if self.records is None else self.records.cell(name, partial(dict, found, **cost))
+        return {name: there[name] for name in pieces}
 
     def file(self, name: str, compute: Callable[[], Saved], read: Callable[[Path], Saved]) -> Saved:
-        """The part of that name, as a file of its own.
-
-        Args:
-            name: the file's, without its ending.
-            compute: makes it.
-            read: reads it.
-        """
+        """The part of that name, as a file of its own."""
         if self.records is None:
             return compute()
         path = self.records.folder / f"{name}.safetensors"
         if self.records.has(name) and path.exists():
             self._read(name)
             return read(path)
-        found: list[Saved] = []
-
-        def saved() -> Result:
-            found.append(compute())
-            found[0].save(path)
-            return {}
-
-        cost = self._measured(saved)
+        found, cost = _measured(self.family, compute)
+        found.save(path)
         self.records.forget(name)
-        self.records.cell(name, lambda: cost)
-        return found[0]
+        self.records.write(name, cost)
+        return found
 
-    def _measured(self, compute: Callable[[], Result]) -> Result:
-        before, began = self.family.batches, time.perf_counter()
-        found = compute()
-        return {**found, "gradients": self.family.batches - before, "seconds": time.perf_counter() - began}
+    def _computed(self, pieces: Mapping[str, Callable[[], T]], label: str, done: int = 0) -> Iterator[tuple[str, T, Result]]:
+        """Every name, result and cost as they come in."""
+        measured = {name: partial(_measured, self.family, compute) for name, compute in pieces.items()}
+        before = self.family.batches
+        for name, (found, cost) in self.executor.results(measured, label, done=done):
+            here = self.family.batches - before  # nothing, if another process drew the batches
+            self.family.spent(cost["gradients"] - here, 0.0)
+            yield name, found, cost
+            before = self.family.batches
 
     def _read(self, name: str) -> Result:
         assert self.records is not None
-        found = self.records.cell(name, dict)
+        found = self.records.read(name)
         gradients, seconds = found.get("gradients"), found.get("seconds")
         if not isinstance(gradients, int) or not isinstance(seconds, int | float):
             raise ValueError(f"{str(self.records.path(name))!r} must say what it has cost. Delete it to compute it again.")
@@ -94,32 +89,30 @@ class Parts:
         return found
 
 
-@contextmanager
-def parts_of(journal: Journal | None, stage: str, family: Counted, settings: Mapping[str, Any]) -> Iterator[Parts]:
-    """The parts of one stage of a learning, in a folder of their own.
+def _measured(family: Counted, compute: Callable[[], T]) -> tuple[T, Result]:
+    before, began = family.batches, time.perf_counter()
+    found = compute()
+    return found, {"gradients": family.batches - before, "seconds": time.perf_counter() - began}
 
-    Args:
-        journal: where; None keeps nothing.
-        stage: the name of the folder.
-        family: counts the gradients.
-        settings: all that the parts depend on beside the family, in JSON's types. A folder with others is refused.
-    """
+
+@contextmanager
+def parts_of(
+    journal: Journal | None, stage: str, family: Counted, settings: Mapping[str, Any], workers: int | Executor = 1
+) -> Iterator[Parts]:
+    """The parts of one stage of a learning, in a folder of its own; a folder with other settings is refused."""
     if journal is None:
-        yield Parts(family)
+        yield Parts(family, None, workers)
         return
     folder = Path(journal.folder) / stage
     about = {"family": identity_of(family), **settings}
     with Journal(folder).opened():
-        yield Parts(family, Records(folder, about))
+        yield Parts(family, Records(folder, about), workers)
 
 
 def identity_of(family: TaskFamily) -> Result:
     """What a family says of itself, and the loss and gradients at the start of one task, to three digits.
 
     A description has shapes and data in it, and nothing of the functions that a model and a loss are made by.
-
-    Args:
-        family: any.
     """
     family = uncounted(family)
     task = family.build(family.sample(torch.Generator().manual_seed(0)))

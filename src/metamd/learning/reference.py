@@ -1,4 +1,4 @@
-"""A geometry from reference runs alone: what an ordinary optimiser's runs on training tasks say, in closed form, at once.
+"""What an ordinary optimiser's runs on training tasks say: its best rate, a geometry in closed form, and a start.
 
 Rounds of mirror descent learn from runs of their own; where a first metric leads nowhere, as on the plateau on which LeNet
 starts, the runs of another optimiser say more. Start, end and gradients are all that the closed form needs.
@@ -8,28 +8,37 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metamd.files.learned import LearnedOptimiser, Moments, fingerprint, load, total_cost
-from metamd.files.store import Journal
+from metamd.files.learned import LearnedOptimiser, LearnedStart, Moments, fingerprint, load, total_cost
+from metamd.files.store import Journal, Result
 from metamd.files.usage import Usage
 from metamd.inner.closed_form import Iterate, learn_factors
 from metamd.inner.comparators import Reference
-from metamd.inner.objectives import Regret
+from metamd.inner.executor import Executor
+from metamd.inner.objectives import PRIOR, Regret
 from metamd.inner.run import Trajectory
 from metamd.inner.sums import GradientSums, minimiser, moments_of
-from metamd.learning.parts import parts_of
+from metamd.learning.parts import Parts, parts_of
 from metamd.learning.rounds.first_look import affording, gradient_scale, look, squares_by_key
-from metamd.learning.rounds.round import ends_of, within_reach
-from metamd.learning.trial import train
-from metamd.learning.usage import draw_tasks, said_reference, tuned_reference
+from metamd.learning.rounds.round import draw_config, ends_of, within_reach
+from metamd.learning.trials import run_usage, tail_loss
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import Task, TaskFamily
-from metamd.tasks.wrapped import Counted
+from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of
+from metamd.tasks.wrapped import Counted, SharedStart
+
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+"""Adam's rates that a reference run may have."""
+
+OFFERED = 4
+"""Tasks that are drawn for each that is kept, so that no domain is left out by chance."""
 
 CHECKED = 3
 """Tasks that are trained with what was learned, to see that it does not diverge."""
@@ -42,15 +51,141 @@ DOUBLINGS = 10
 NOTHING_YET = {"gradient_evaluations": 0, "hessian_vector_products": 0, "outer_steps": 0}
 
 
+def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:
+    """Tasks that depend on the family and these words alone, spread evenly over the domains that their configs name."""
+    if count < 1:
+        raise ValueError(f"tasks must be at least 1, got {count}.")
+    offered = [draw_config(family, seed, "usage", purpose, i) for i in range(OFFERED * count)]
+    domains = [domain_of(config) for config in offered]
+    turns = [domains[:i].count(domain) for i, domain in enumerate(domains)]
+    chosen = sorted(range(len(offered)), key=lambda i: (turns[i], i))[:count]
+    return [family.build(offered[i]) for i in chosen]
+
+
+def said_reference(reference: Reference | None) -> list[object]:
+    """What tells a reference run from others, in JSON's types."""
+    return [] if reference is None else [repr(reference), reference.lr, reference.factor]
+
+
+def solved(tasks: Sequence[Task], reference: Reference, parts: Parts) -> list[tuple[Task, dict[str, Tensor]]]:
+    """Tasks, each with the end of a reference run."""
+    return list(zip(tasks, parts.runs(partial(_end, reference), tasks, "reference runs"), strict=True))
+
+
+def _end(reference: Reference, task: Task) -> dict[str, Tensor]:
+    return reference.run(task, task.init(), task.steps)[0]
+
+
+def tuned_reference(
+    family: TaskFamily,
+    *,
+    rates: Sequence[float] = RATES,
+    factor: float = 1.0,
+    tasks: int = 2,
+    seed: int = 0,
+    journal: Journal | None = None,
+    workers: int | Executor = 1,
+) -> Reference:
+    """An Adam run whose rate is the best of a few on training tasks, to compare runs with.
+
+    Args:
+        family: its training side.
+        rates: to choose from; the one whose run has the lowest training loss at its end, averaged over the tasks.
+        factor: how many times longer than a run it is.
+        tasks: how many.
+        seed: draws them.
+        journal: where to keep the loss of every rate, so that the same call continues one that was stopped.
+        workers: processes that share the rates, or an `Executor`.
+    """
+    family = family if isinstance(family, Counted) else Counted(family)
+    built = draw_tasks(family, seed, "reference", tasks)
+
+    def tried(rate: float) -> Result:
+        loss = sum(tail_loss(task, _end(Reference(torch.optim.Adam, rate, factor), task)) for task in built)
+        return {"rate": rate, "loss": loss if math.isfinite(loss) else None}
+
+    with parts_of(journal, "reference", family, {"factor": factor, "tasks": tasks, "seed": seed}, workers) as parts:
+        found = parts.all({f"rate-{rate!r}": partial(tried, rate) for rate in rates}, "rates of Adam")
+    losses = {rate: found[f"rate-{rate!r}"]["loss"] for rate in rates}
+    finite = {rate: loss for rate, loss in losses.items() if loss is not None}
+    if not finite:
+        for task in built:
+            first = tail_loss(task, task.init(), 1)
+            if not math.isfinite(first):
+                raise ValueError(
+                    f"the loss is {first} at the start of a task of {family.name!r} ({domain_of(task.config)}), before any "
+                    "step was taken. Check its data and its initialisation, or leave it out of the family."
+                )
+        raise ValueError(
+            f"Adam diverged on {family.name!r} at all of the rates {', '.join(map(str, rates))}. Give lower ones."
+        )
+    best = min(finite, key=lambda rate: finite[rate])
+    return Reference(torch.optim.Adam, best, factor, chosen_on=tuple(config_hash(task.config) for task in built))
+
+
+def learn_start(
+    family: TaskFamily,
+    *,
+    reference: Reference | None = None,
+    tasks: int = 8,
+    seed: int = 0,
+    journal: Journal | None = None,
+    workers: int | Executor = 1,
+) -> LearnedStart:
+    """The start that minimises the bound over training tasks: the mean of their solutions.
+
+    For every convex potential with a fixed centre E B(u||v) = E phi(u) - phi(mean u) + B(mean u||v), which v = mean u
+    minimises [Khodak2019]. The tasks must begin at one model already: means over unrelated initialisations say nothing.
+
+    Args:
+        family: of tasks with a shared start; its training side.
+        reference: what finds the solutions; `tuned_reference` if not given.
+        tasks: how many.
+        seed: draws them.
+        journal: where to keep it, so that the same call does not compute it again.
+        workers: processes that share the runs, or an `Executor`.
+
+    Example:
+        >>> from metamd.tasks import quadratic, starting_at
+        >>> family = starting_at(quadratic(steps=20), {"theta": torch.ones(2, dtype=torch.float64)})
+        >>> start = learn_start(family, reference=Reference(lr=0.05), tasks=2)
+        >>> list(start), len(start.tasks), start.cost["gradient_evaluations"]
+        (['theta'], 2, 80)
+    """
+    if not isinstance(family.family if isinstance(family, Counted) else family, SharedStart):
+        raise ValueError(
+            f"a learned start needs tasks that begin at one model, but those of {family.name!r} have initialisations of "
+            "their own. Give them one with metamd.tasks.starting_at(family, parameters)."
+        )
+    began, counted = time.perf_counter(), Counted(family)
+    # in a folder of its own, since what follows from the learned start has a reference of its own too
+    inside = None if journal is None else Journal(Path(journal.folder) / "start")
+    finder = reference or tuned_reference(counted, seed=seed, journal=inside, workers=workers)
+    built = draw_tasks(counted, seed, "start", tasks)
+    settings = {"reference": said_reference(finder), "tasks": tasks, "seed": seed}
+    with parts_of(journal, "start", counted, settings, workers) as parts:
+
+        def found() -> LearnedStart:
+            ends = [end for _, end in solved(built, finder, parts) if all(bool(x.isfinite().all()) for x in end.values())]
+            if not ends:
+                raise ValueError(f"all {tasks} reference runs diverged. Give a reference with a lower lr.")
+            used = (*finder.chosen_on, *(config_hash(task.config) for task in built))
+            mean = {n: torch.stack([end[n] for end in ends]).mean(0) for n in ends[0]}
+            return LearnedStart(mean, dict.fromkeys(used), counted.cost(began))
+
+        return parts.file("start", found, LearnedStart.load)
+
+
 def learn_from_reference(
     family: TaskFamily,
     potential: MaxDiagonal,
     *,
     reference: Reference | None = None,
     tasks: int = 8,
-    prior: float = 0.0,
+    prior: float = PRIOR,
     seed: int = 0,
     journal: Journal | None = None,
+    workers: int | Executor = 1,
 ) -> LearnedOptimiser:
     """The metrics that minimise the regret bound of reference runs on training tasks, against their own ends.
 
@@ -67,6 +202,7 @@ def learn_from_reference(
         seed: draws the tasks.
         journal: where to keep the result, and the reference's rate before it, so that the same call does not compute them
             again.
+        workers: processes that share the runs, or an `Executor`; the result does not depend on them.
 
     Example:
         >>> from metamd import Diagonal, tasks
@@ -81,72 +217,79 @@ def learn_from_reference(
     if potential.pieces != 1:
         raise ValueError(f"a reference run says nothing about {potential.pieces} pieces, but about one. Pass pieces=1.")
     began, counted = time.perf_counter(), Counted(family)
-    reference = reference or tuned_reference(counted, seed=seed, journal=journal)
+    reference = reference or tuned_reference(counted, seed=seed, journal=journal, workers=workers)
     built = draw_tasks(counted, seed, "follow", tasks)
     phi = potential.bind(built[0].init()).requires_grad_(False)
-    objective = Regret(prior=prior)
-
-    def followed() -> LearnedOptimiser:
-        look(built[0], phi, {n: tuple(x.shape) for n, x in built[0].init().items()})
-        found, provenance = _metrics(built, affording(phi, built[0]), reference, objective)
-        return LearnedOptimiser.from_potential(
-            found.requires_grad_(True),
-            **provenance,
-            **_about(counted),
-            seeds=(seed,),
-            cost=total_cost(NOTHING_YET, counted.cost(began)),
-            task_hashes=tuple(dict.fromkeys([*reference.chosen_on, *counted.tasks])),
-        )
-
     settings = {
         "potential": [repr(potential), repr(phi.basis), fingerprint(phi)],
         "reference": said_reference(reference),
         **{"tasks": tasks, "prior": prior, "seed": seed},
     }
-    with parts_of(journal, "follow", counted, settings) as parts:
+    with parts_of(journal, "follow", counted, settings, workers) as parts:
+
+        def followed() -> LearnedOptimiser:
+            look(built[0], phi, {n: tuple(x.shape) for n, x in built[0].init().items()})
+            found, about = _metrics(built, affording(phi, built[0]), reference, Regret(prior=prior), parts)
+            return LearnedOptimiser.from_potential(
+                found.requires_grad_(True),
+                **about,
+                **described(counted),
+                seeds=(seed,),
+                cost=total_cost(NOTHING_YET, counted.cost(began)),
+                task_hashes=tuple(dict.fromkeys([*reference.chosen_on, *counted.tasks])),
+            )
+
         return parts.file("learned", followed, load)
 
 
-def _metrics(
-    tasks: Sequence[Task], phi: MaxDiagonal, reference: Reference, objective: Regret
-) -> tuple[MaxDiagonal, dict[str, Any]]:
-    """What the reference runs of the tasks say, and what a header says of them."""
-    first: list[dict[str, list[float]]] = []
-    runs = [_follow(task, phi, reference, first) for task in tasks]
-    used = [run for run in runs if not run.diverged]
-    if not used:
-        raise ValueError(f"all {len(tasks)} reference runs diverged. Give a reference with a lower lr than {reference.lr}.")
-    moments = Moments.total([moments_of(run, phi, objective) for run in used], [1.0] * len(used))
-    turned = learn_factors(Iterate.of(phi), moments, math.inf)
-    log_d = minimiser(moments, {k: v for k, v in phi.log_d.items() if k not in turned.log_d})
-    ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in phi.log_d}
-    finished = [task for task, run in zip(tasks, runs, strict=True) if not run.diverged]
-    found = _steady(Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi), finished[:CHECKED])
-    finite = [row for row in first if all(math.isfinite(s) for s, _ in row.values())]
-    return found, {
-        "model": {n: tuple(x.shape) for n, x in tasks[0].init().items()},
-        "gradient_scale": gradient_scale(finite, phi),
-        "objective": repr(objective),
-        "estimator": f"ClosedForm() of runs of {reference!r}",
-        "target_loss": within_reach([ends_of(run) for run in used]),
-    }
-
-
-def _about(family: TaskFamily) -> dict[str, Any]:
-    described = family.describe()
-    size = described.get("batch_size")
+def described(family: TaskFamily) -> dict[str, Any]:
+    """What a header says of a family."""
+    about = family.describe()
+    size = about.get("batch_size")
     return {
-        "family": {"name": family.name, **described},
+        "family": {"name": family.name, **about},
         "horizon": family.steps,
         "batch_size": size if isinstance(size, int) and size > 0 else None,
     }
 
 
-def _steady(potential: MaxDiagonal, tasks: Sequence[Task]) -> MaxDiagonal:
+@dataclass(frozen=True)
+class _Followed:
+    """What a reference run says: squares of its first gradient by key; if it finished, first and last loss and moments."""
+
+    first: dict[str, list[float]]
+    ends: tuple[float, float] | None
+    moments: Moments | None
+
+
+def _metrics(
+    tasks: Sequence[Task], phi: MaxDiagonal, reference: Reference, objective: Regret, parts: Parts
+) -> tuple[MaxDiagonal, dict[str, Any]]:
+    """What the reference runs of the tasks say, and what a header says of them."""
+    runs = parts.runs(partial(_follow, phi, reference, objective), tasks, "runs to learn from")
+    used = [run for run in runs if run.moments is not None]
+    if not used:
+        raise ValueError(f"all {len(tasks)} reference runs diverged. Give a reference with a lower lr than {reference.lr}.")
+    moments = Moments.total([run.moments for run in used if run.moments is not None], [1.0] * len(used))
+    turned = learn_factors(Iterate.of(phi), moments, math.inf)
+    log_d = minimiser(moments, {k: v for k, v in phi.log_d.items() if k not in turned.log_d})
+    ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in phi.log_d}
+    finished = [task for task, run in zip(tasks, runs, strict=True) if run.moments is not None]
+    found = _steady(Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi), finished[:CHECKED], parts)
+    finite = [run.first for run in runs if all(math.isfinite(s) for s, _ in run.first.values())]
+    return found, {
+        "model": {n: tuple(x.shape) for n, x in tasks[0].init().items()},
+        "gradient_scale": gradient_scale(finite, phi),
+        "objective": repr(objective),
+        "estimator": f"ClosedForm() of runs of {reference!r}",
+        "target_loss": within_reach([run.ends for run in used if run.ends is not None]),
+    }
+
+
+def _steady(potential: MaxDiagonal, tasks: Sequence[Task], parts: Parts) -> MaxDiagonal:
     """The metrics, doubled until plain runs with them finish: that another optimiser's runs did does not say so."""
     for _ in range(DOUBLINGS):
-        bound = potential.bind(tasks[0].init())
-        if all(math.isfinite(train(task, bound, Usage(factor=MARGIN)).loss) for task in tasks):
+        if all(parts.runs(partial(_finishes, potential.bind(tasks[0].init())), tasks)):
             break
         twice = {k: v.detach() + math.log(2) for k, v in potential.log_d.items()}
         potential = Iterate.of(potential).moved(twice).apply(potential)
@@ -160,30 +303,36 @@ def _steady(potential: MaxDiagonal, tasks: Sequence[Task]) -> MaxDiagonal:
     return potential
 
 
-def _follow(task: Task, potential: MaxDiagonal, reference: Reference, first: list[dict[str, list[float]]]) -> Trajectory:
-    """The record of a reference run, as if mirror descent had made it; the squares of its first gradient are added."""
+def _finishes(potential: MaxDiagonal, task: Task) -> bool:
+    return math.isfinite(run_usage(task, potential, Usage(factor=MARGIN)).loss)
+
+
+def _follow(potential: MaxDiagonal, reference: Reference, objective: Regret, task: Task) -> _Followed:
+    """A reference run, recorded as if mirror descent had made it."""
     start = {n: x.detach() for n, x in task.init().items()}
     sums = GradientSums(potential, products=True)
     losses: list[float] = []
+    first: dict[str, list[float]] = {}
 
     def watch(step: int, loss: Tensor, grads: Params) -> None:
         if not step:
-            first.append(squares_by_key(grads, potential.slots))
+            first.update(squares_by_key(grads, potential.slots))
         if step < task.steps:
             losses.append(float(loss))
             sums.add(grads)
 
     end, cost = reference.run(task, start, task.steps, watch=watch)
-    finite = all(bool(x.isfinite().all()) for x in end.values()) and all(map(math.isfinite, losses))
-    return Trajectory(
+    if not all(bool(x.isfinite().all()) for x in end.values()) or not all(map(math.isfinite, losses)):
+        return _Followed(first, None, None)
+    run = Trajectory(
         losses=torch.tensor(losses, dtype=torch.float64),
         start=start,
         end=end,
         squares=sums.squares(),
         lr=1.0,
         steps=task.steps,
-        diverged="" if finite else "The reference run diverged.",
+        diverged="",
         cost=cost,
-        reference=end,
         products=sums.products(),
     )
+    return _Followed(first, ends_of(run), moments_of(run, potential, objective))

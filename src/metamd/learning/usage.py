@@ -1,4 +1,4 @@
-"""How a learned geometry is best used on its family: which metric, momentum, schedule and factor, chosen on training tasks.
+"""How a learned geometry is best used on its family: metric, momentum, schedule, average and factor, by training tasks.
 
 The bound that a geometry minimises is for a run without momentum at a constant rate. Here runs of the family's own
 training tasks decide the rest, so that nothing is left to tune on the next task.
@@ -6,37 +6,58 @@ training tasks decide the rest, so that nothing is left to tune on the next task
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-import torch
-
-from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
+from metamd.files.learned import LearnedOptimiser, total_cost
+from metamd.files.progress import Progress
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
 from metamd.inner.comparators import Reference
+from metamd.inner.executor import Executor
 from metamd.learning.parts import Parts, parts_of
-from metamd.learning.rounds.round import draw_config
-from metamd.learning.trial import train
-from metamd.learning.usage_trials import LEFT, JudgedOn, Trials, Watch, best_usage, first_usages, tail_loss
+from metamd.learning.reference import draw_tasks, said_reference, solved, tuned_reference
+from metamd.learning.trials import learn_knots, learn_scale, run_usage, tail_loss
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.online import Online
-from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of
-from metamd.tasks.wrapped import Counted, SharedStart
+from metamd.tasks.base import Task, TaskFamily, config_hash
+from metamd.tasks.wrapped import Counted
 
-RATES = (1e-3, 2e-3, 4e-3, 8e-3)
-"""Adam's rates that a reference run may have."""
+JudgedOn = Literal["train", "validation"]
+Used = tuple[Usage, Online | None]
+"""A usage, and its online metric with its scales if it has one."""
+
+Watch = Callable[[Usage, Online | None, float], None]
+"""Called with every usage tried, its online metric if it has one, and its score."""
 
 RULES = (Online(), Online("polar", beta=0.7, signal=0.95), Online("polar", beta=0.9, signal=0.95))
 """Online metrics that a usage may have, before their scales are learned."""
 
+FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
+SHORT = (0.008, 0.011, 0.016, 0.022, 0.032, 0.045, 0.064)
+"""Factors beside these where a usage is judged on validation data: what does not overfit may be much slower."""
+
+NOTHING = 1e-12
+"""Losses below are as good as this, so that there is a logarithm."""
+
+LEFT = 1e-2
+"""What may be left of the first loss at the end of a run: ratios of losses far below are chance."""
+
+FIRST = 2
+"""Tasks on which metrics and momenta are chosen first, which differ by more than the rest."""
+
+FINALISTS = 2
+"""Of metrics and momenta: which of two near ones is better turns with their factors."""
+
+CLIMBED = 4
+"""Factors that are tried until neither neighbour is better, about: for the time that is left."""
+
 
 def rules_for_refresh(refresh: int) -> tuple[Online, ...]:
-    """The same with the directions of polar steps found every so many steps, to choose a usage of cheaper steps.
+    """The same rules with the directions of polar steps found every so many steps, to choose a usage of cheaper steps.
 
     Args:
         refresh: as for `Online`.
@@ -48,174 +69,68 @@ def rules_for_refresh(refresh: int) -> tuple[Online, ...]:
     return tuple(replace(rule, refresh=refresh) if rule.rule == "polar" else rule for rule in RULES)
 
 
-OFFERED = 4
-"""Tasks that are drawn for each that is kept, so that no domain is left out by chance."""
-
-MOMENTA = (0.0, 0.9)
-FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
-SHORT = (0.008, 0.011, 0.016, 0.022, 0.032, 0.045, 0.064)
-"""Factors beside these where a usage is judged on validation data: what does not overfit may be much slower."""
-
-
-def tuned_reference(
-    family: TaskFamily,
-    *,
-    rates: Sequence[float] = RATES,
-    factor: float = 1.0,
-    tasks: int = 2,
-    seed: int = 0,
-    journal: Journal | None = None,
-) -> Reference:
-    """An Adam run whose rate is the best of a few on training tasks, to compare runs with.
+@dataclass(frozen=True)
+class Choices:
+    """What a usage is chosen from, and by what.
 
     Args:
-        family: its training side.
-        rates: to choose from; the one whose run has the lowest training loss at its end, averaged over the tasks.
-        factor: how many times longer than a run it is.
-        tasks: how many.
-        seed: draws them.
-        journal: where to keep the loss of every rate, so that the same call continues one that was stopped.
+        metrics: "learned", "online".
+        momenta: a usage with momentum has no other average.
+        schedules: "constant", "linear", "quadratic", "learned".
+        averages: "constant", "tail". Others are tried against the first.
+        factors: on the learned steps; from 0.09 to 2.8, or from 0.008 judged on validation data, if not given.
+        rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
+        judged_on: "validation" for usages that generalise, where low training losses do not; data of the training tasks.
+        tasks: to decide on, and as many to learn scales on. The end of a run is noisy: few tasks decide by chance.
+
+    Example:
+        >>> Choices(judged_on="validation").candidates[0]
+        0.008
     """
-    family = family if isinstance(family, Counted) else Counted(family)
-    built = draw_tasks(family, seed, "reference", tasks)
 
-    def tried(rate: float) -> Result:
-        ends = [Reference(torch.optim.Adam, rate, factor).run(task, task.init(), task.steps)[0] for task in built]
-        loss = sum(tail_loss(task, end) for task, end in zip(built, ends, strict=True))
-        return {"rate": rate, "loss": loss if math.isfinite(loss) else None}
+    metrics: Sequence[Metric] = get_args(Metric)
+    momenta: Sequence[float] = (0.0, 0.9)
+    schedules: Sequence[Schedule] = get_args(Schedule)
+    averages: Sequence[Average] = ("tail", "constant")
+    factors: Sequence[float] | None = None
+    rules: Sequence[Online] = RULES
+    judged_on: JudgedOn = "train"
+    tasks: int = 6
 
-    with parts_of(journal, "reference", family, {"factor": factor, "tasks": tasks, "seed": seed}) as parts:
-        losses = {rate: parts.part(f"rate-{rate!r}", partial(tried, rate))["loss"] for rate in rates}
-    finite = {rate: loss for rate, loss in losses.items() if loss is not None}
-    if not finite:
-        for task in built:
-            first = tail_loss(task, task.init(), 1)
-            if not math.isfinite(first):
-                raise ValueError(
-                    f"the loss is {first} at the start of a task of {family.name!r} ({domain_of(task.config)}), before any "
-                    "step was taken. Check its data and its initialisation, or leave it out of the family."
-                )
-        raise ValueError(
-            f"Adam diverged on {family.name!r} at all of the rates {', '.join(map(str, rates))}. Give lower ones."
-        )
-    best = min(finite, key=lambda rate: finite[rate])
-    return Reference(torch.optim.Adam, best, factor, chosen_on=tuple(config_hash(task.config) for task in built))
+    def __post_init__(self) -> None:
+        if self.judged_on not in get_args(JudgedOn):
+            raise ValueError(
+                f'judged_on must be "train" or "validation", got {self.judged_on!r}. Test data is for what is reported.'
+            )
+        known = {"metrics": get_args(Metric), "schedules": get_args(Schedule), "averages": get_args(Average)}
+        for name in ("momenta", "schedules", "averages", "factors", "rules", "metrics"):
+            offered = getattr(self, name)
+            if offered is not None and not offered:
+                raise ValueError(f"{name} must have one to choose from at least, got none. Leave it out for the usual ones.")
+            wrong = [one for one in offered or () if name in known and one not in known[name]]
+            if wrong:
+                raise ValueError(f"{name} must be some of {', '.join(map(repr, known[name]))}; got {wrong[0]!r}.")
+        if not all(0 < factor < math.inf for factor in self.candidates):
+            raise ValueError(f"factors must be positive numbers, got {self.candidates}. 1.0 takes the steps as they are.")
 
-
-def said_reference(reference: Reference | None) -> list[object]:
-    """What tells a reference run from others, in JSON's types.
-
-    Args:
-        reference: if there is one.
-    """
-    return [] if reference is None else [repr(reference), reference.lr, reference.factor]
-
-
-def learn_scale(
-    learned: LearnedOptimiser,
-    family: TaskFamily,
-    *,
-    reference: Reference,
-    online: Online | None = None,
-    usage: Usage | None = None,
-    rounds: int = 2,
-    tasks: int = 4,
-    seed: int = 0,
-) -> Online:
-    """The scale of every key that minimises the bound (s x + y/s) / 2 over training tasks: s = sqrt(y/x).
-
-    It holds the mean metric of the run fixed, as the closed form holds the gradients. The first scale is such that steps
-    are as long as the reference's.
-
-    Args:
-        learned: whose basis is used.
-        family: its training side.
-        reference: what finds the comparator.
-        online: the rule; its scales are not looked at.
-        usage: momentum and schedule of the runs.
-        rounds: of training the tasks and setting the scale.
-        tasks: in each.
-        seed: draws them.
-    """
-    solved = _solved(_drawn_to_scale(family, tasks, seed), reference)
-    return _scaled(learned, solved, online or Online(), reference.lr, usage, rounds)
-
-
-Solved = Sequence[tuple[Task, Params]]
-"""Tasks, with what a reference run came to on each."""
-
-
-def _drawn_to_scale(family: TaskFamily, tasks: int, seed: int) -> list[Task]:
-    return draw_tasks(family, seed, "scale", tasks)
-
-
-def _solved(tasks: Sequence[Task], reference: Reference) -> Solved:
-    return [(task, reference.run(task, task.init(), task.steps)[0]) for task in tasks]
-
-
-def _all_scaled(
-    learned: LearnedOptimiser, tasks: Sequence[Task], rules: Sequence[Online], reference: Reference, parts: Parts
-) -> list[Online]:
-    """The rules with their scales: one part, as all of them are learned from the same solutions."""
-
-    def scaled() -> Result:
-        solved = _solved(tasks, reference)
-        return {"online": [_scaled(learned, solved, rule, reference.lr).to_dict() for rule in rules]}
-
-    name = f"scales-{config_hash({'rules': [rule.to_dict() for rule in rules]})[:8]}"
-    return [Online(**found) for found in parts.part(name, scaled)["online"]]
-
-
-def _scaled(
-    learned: LearnedOptimiser, solved: Solved, rule: Online, lr: float, usage: Usage | None = None, rounds: int = 2
-) -> Online:
-    own = 0.0 if rule.rule == "polar" else 0.8
-    how = replace(usage or Usage(momentum=own, schedule="linear"), metric="online")
-    task = solved[0][0]
-    phi = learned.potential.bind(task.init())
-    unit = _unit_steps(phi, task.init(), rule, task.steps)
-    found = replace(rule, scale={key: step / lr for key, step in unit.items()})
-    for _ in range(rounds):
-        runs = [train(t, phi, how, online=found, comparator=u) for t, u in solved]
-        tallies = [run.tally for run in runs if run.tally is not None and math.isfinite(run.loss)]
-        if not tallies:
-            found = replace(found, scale={k: 2 * s for k, s in found.scale.items()})
-            continue
-        x, y = (_added([getattr(t, side) for t in tallies]) for side in ("x", "y"))
-        found = replace(
-            found, scale={k: math.sqrt(y[k] / x[k]) if x.get(k) and y.get(k) else s for k, s in found.scale.items()}
-        )
-    return found
-
-
-def _unit_steps(potential: MaxDiagonal, params: Params, online: Online, steps: int) -> dict[str, float]:
-    """How far a number of each key moves in a step with s = 1, roughly."""
-    found = {}
-    for name, x in params.items():
-        step = 1 / math.sqrt(steps) if online.rule == "sum" else 1.0
-        if online.rule == "polar" and x.ndim > 1 and x.numel():
-            longer = max(x.shape[0], x.numel() // x.shape[0])
-            step = float((1 / potential.metric(name)[0]).mean().detach() / longer) ** 0.5
-        found[potential.slots[name].key] = step
-    return found
+    @property
+    def candidates(self) -> tuple[float, ...]:
+        """The factors, in order."""
+        usual = FACTORS if self.judged_on == "train" else (*SHORT, *FACTORS)
+        return tuple(sorted(self.factors or usual))
 
 
 def learn_usage(
     learned: LearnedOptimiser,
     family: TaskFamily,
+    choices: Choices = Choices(),  # noqa: B008
     *,
     reference: Reference | None = None,
-    metrics: Sequence[Metric] = get_args(Metric),
-    momenta: Sequence[float] = MOMENTA,
-    schedules: Sequence[Schedule] = get_args(Schedule),
-    averages: Sequence[Average] = ("tail", "constant"),
-    factors: Sequence[float] | None = None,
-    rules: Sequence[Online] = RULES,
-    judged_on: JudgedOn = "train",
-    tasks: int = 6,
     seed: int = 0,
     watch: Watch | None = None,
     journal: Journal | None = None,
+    workers: int | Executor = 1,
+    **changes: Any,
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule, average and factor on training tasks; the choice is stored in the file.
 
@@ -229,19 +144,14 @@ def learn_usage(
     Args:
         learned: the geometry.
         family: its training side; nothing else is seen.
+        choices: what a usage is chosen from.
         reference: what finds the comparator that online scales are learned with; `tuned_reference` if not given.
-        metrics: to choose from, and so are the others.
-        momenta: see there.
-        schedules: see there.
-        averages: see there; a usage with momentum has no other. Others are tried against the first.
-        factors: see there; from 0.09 to 2.8, or from 0.008 judged on validation data, if not given.
-        rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
-        judged_on: "validation" for usages that generalise, where low training losses do not; data of the training tasks.
-        tasks: to decide on, and as many to learn scales on. The end of a run is noisy: few tasks decide by chance.
-        seed: draws them.
+        seed: draws the tasks.
         watch: called with every usage tried, its online metric if it has one, and its score.
         journal: where to keep the online scales and every run of a usage, so that the same call continues one that was
             stopped, to the same result.
+        workers: processes that share the runs, or an `Executor`; the result does not depend on them.
+        changes: fields of `Choices` by name, such as `judged_on="validation"` or `tasks=2`.
 
     Example:
         >>> from metamd import Diagonal, meta_train, tasks
@@ -250,134 +160,227 @@ def learn_usage(
         >>> learn_usage(learned, family, tasks=1, factors=(1.0,), momenta=(0.0,)).usage.metric in ("learned", "online")
         True
     """
-    factors = factors if factors is not None else FACTORS if judged_on == "train" else (*SHORT, *FACTORS)
-    choices = {"momenta": momenta, "schedules": schedules, "averages": averages, "factors": factors, "rules": rules}
-    _check_choices(learned, judged_on, metrics=metrics, **choices)
+    if not isinstance(learned, LearnedOptimiser):
+        raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
+    choices = replace(choices, **changes)
     began, family = time.perf_counter(), Counted(family)
-    finder = (reference or tuned_reference(family, seed=seed, journal=journal)) if "online" in metrics else None
+    finder = None
+    if "online" in choices.metrics:
+        finder = reference or tuned_reference(family, seed=seed, journal=journal, workers=workers)
     left = 0.0 if family.counts_digits else LEFT
-    settings = {"learned": learned.fingerprint(), "reference": said_reference(finder), "tasks": tasks, "seed": seed}
-    settings |= {"left": left} | ({} if judged_on == "train" else {"judged_on": judged_on})
-    with parts_of(journal, "usage", family, settings) as parts:
-        found: list[Online | None] = [None] if "learned" in metrics else []
+    settings = {"learned": learned.fingerprint(), "reference": said_reference(finder), "tasks": choices.tasks, "seed": seed}
+    settings |= {"left": left}
+    settings |= {} if choices.judged_on == "train" else {"judged_on": choices.judged_on}
+    with parts_of(journal, "usage", family, settings, workers) as parts:
+        metrics: list[Online | None] = [None] if "learned" in choices.metrics else []
         if finder is not None:
-            found += _all_scaled(learned, _drawn_to_scale(family, tasks, seed), rules, finder, parts)
-        built = draw_tasks(family, seed, "usage", tasks)
-        trials = Trials(built, learned.potential.bind(built[0].init()), watch, parts, left, judged_on)
-        starts = [(o, u) for o in found for u in first_usages(o, momenta, factors)]
-        best, online = best_usage(trials, starts, schedules, averages, factors)
-        value = trials.score(best, online)
+            to_scale = draw_tasks(family, seed, "scale", choices.tasks)
+            metrics += _scaled(learned, to_scale, choices.rules, finder, parts)
+        built = draw_tasks(family, seed, "usage", choices.tasks)
+        trials = Trials(built, learned.potential.bind(built[0].init()), parts, left, choices.judged_on, watch)
+        usage, online = best_usage(trials, metrics, choices)
+        value = trials.score(usage, online)
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
-    seen = [*(() if finder is None else finder.chosen_on), *family.tasks]
-    return _with_usage(learned, best, online, seen, family.cost(began))
-
-
-def _with_usage(
-    learned: LearnedOptimiser, usage: Usage, online: Online | None, seen: Sequence[str], cost: Mapping[str, float]
-) -> LearnedOptimiser:
-    """The file with a usage, and with the tasks and the cost of choosing it."""
+    seen = [*learned.header.task_hashes, *(() if finder is None else finder.chosen_on), *family.tasks]
     header = replace(
         learned.header,
         usage=usage.to_dict(),
-        online=None if online is None else online.to_dict(),
-        task_hashes=tuple(dict.fromkeys([*learned.header.task_hashes, *seen])),
-        cost=total_cost(learned.header.cost, cost),
+        online=_said(online),
+        task_hashes=tuple(dict.fromkeys(seen)),
+        cost=total_cost(learned.header.cost, family.cost(began)),
     )
     return replace(learned, header=header)
 
 
-def _check_choices(learned: object, judged_on: object, **choices: Sequence[Any]) -> None:
-    if not isinstance(learned, LearnedOptimiser):
-        raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
-    if judged_on not in get_args(JudgedOn):
-        raise ValueError(f'judged_on must be "train" or "validation", got {judged_on!r}. Test data is for what is reported.')
-    for name, offered in choices.items():
-        if not offered:
-            raise ValueError(f"{name} must have one to choose from at least, got none. Leave it out for the usual ones.")
-    kinds = {"metrics": Metric, "schedules": Schedule, "averages": Average}
-    for name, known in ((name, get_args(kind)) for name, kind in kinds.items()):
-        for offered in choices[name]:
-            if offered not in known:
-                raise ValueError(f"{name} must be some of {', '.join(map(repr, known))}; got {offered!r}.")
-    if not all(0 < factor < math.inf for factor in choices["factors"]):
-        raise ValueError(
-            f"factors must be positive numbers, got {tuple(choices['factors'])}. 1.0 takes the steps as they are."
-        )
+def _scaled(
+    learned: LearnedOptimiser, tasks: Sequence[Task], rules: Sequence[Online], reference: Reference, parts: Parts
+) -> list[Online]:
+    """The rules with their scales: one part, as all of them are learned from the same solutions."""
+
+    def scaled() -> Result:
+        ends = solved(tasks, reference, parts)
+        return {"online": [learn_scale(learned, ends, rule, reference.lr, parts).to_dict() for rule in rules]}
+
+    name = f"scales-{config_hash({'rules': [rule.to_dict() for rule in rules]})[:8]}"
+    return [Online(**found) for found in parts.all({name: scaled})[name]["online"]]
 
 
-def learn_start(
-    family: TaskFamily,
-    *,
-    reference: Reference | None = None,
-    tasks: int = 8,
-    seed: int = 0,
-    journal: Journal | None = None,
-) -> LearnedStart:
-    """The start that minimises the bound over training tasks: the mean of their solutions.
+def best_usage(trials: "Trials", metrics: Iterable[Online | None], choices: Choices) -> Used:
+    """The best pair of metric and momentum with its own factor, and the schedule or average that is best for it."""
+    factors, schedules, averages = choices.candidates, choices.schedules, choices.averages
+    first: Schedule = "linear" if "linear" in schedules else schedules[0]
+    begun = [(u, o) for o in metrics for u in first_usages(o, choices.momenta, factors)]
+    averaged = [(replace(u, averaging="constant" if u.momentum else averages[0]), o) for u, o in begun]
+    starts = [(trials.scheduled(u, first, o), o) for u, o in averaged]
+    climbs, more = CLIMBED * len(trials.tasks), len(schedules) + len(averages) - 2
+    runs = FIRST * len(starts) + FINALISTS * climbs + CLIMBED * FIRST * more + climbs
+    with Progress("runs to choose a usage by", runs) as trials.progress:
+        trials.run(starts, FIRST)
+        ranked = sorted(starts, key=lambda start: trials.score(start[0], start[1], FIRST))
+        climbed = [(trials.climb(u, o, factors), o) for u, o in ranked[:FINALISTS]]
+        usage, online = min(climbed, key=lambda start: trials.score(*start))
+        others = [trials.scheduled(usage, s, online) for s in schedules if s != first]
+        others += [replace(usage, averaging=a) for a in averages[1:] if not usage.momentum]
+        tried = [trials.climb(u, online, factors, FIRST) for u in others]
+        for other in sorted(tried, key=lambda u: trials.score(u, online, FIRST))[:1]:
+            usage = min(usage, trials.climb(other, online, factors), key=lambda u: trials.score(u, online))
+        trials.progress.update(trials.progress.done, total=trials.progress.done)  # it was a guess
+    trials.progress = None
+    return usage, online
 
-    For every convex potential with a fixed centre E B(u||v) = E phi(u) - phi(mean u) + B(mean u||v), which v = mean u
-    minimises [Khodak2019]. The tasks must begin at one model already: means over unrelated initialisations say nothing.
+
+def first_usages(online: Online | None, momenta: Sequence[float], factors: Sequence[float]) -> list[Usage]:
+    """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
+    if online is not None and online.rule == "polar":
+        return [Usage("online", factor=_nearest(0.5 if online.signal else 0.35, factors))]
+    return [Usage("learned" if online is None else "online", b, factor=_nearest(1.0, factors)) for b in momenta]
+
+
+def _nearest(factor: float, factors: Sequence[float]) -> float:
+    """The one of them whose ratio to the factor is nearest to one."""
+    return min(factors, key=lambda f: abs(math.log(f / factor)))
+
+
+def tried_line(usage: Usage, online: Online | None, score: float) -> str:
+    """A usage and its score, in a line that no other usage has."""
+    return f"{usage}{'' if online is None else f' ({online})'}: score {score:.4g}"
+
+
+def _said(online: Online | None) -> Result | None:
+    return None if online is None else online.to_dict()
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one run: at its start, in the mean over it, and of batches that follow it. None for all if it diverged.
+
+    Judged on the validation split: at its start, and twice that at its end, for it is not looked at in between.
+    """
+
+    first: float | None = None
+    mean: float | None = None
+    end: float | None = None
+
+
+class Trials:
+    """Training runs of a few tasks with one usage after another; none is run twice.
 
     Args:
-        family: of tasks with a shared start; its training side.
-        reference: what finds the solutions; `tuned_reference` if not given.
-        tasks: how many.
-        seed: draws them.
-        journal: where to keep it, so that the same call does not compute it again.
-
-    Example:
-        >>> from metamd.tasks import quadratic, starting_at
-        >>> family = starting_at(quadratic(steps=20), {"theta": torch.ones(2, dtype=torch.float64)})
-        >>> start = learn_start(family, reference=Reference(lr=0.05), tasks=2)
-        >>> list(start), len(start.tasks), start.cost["gradient_evaluations"]
-        (['theta'], 2, 80)
+        tasks: to decide on.
+        potential: bound to their tensors.
+        parts: compute and keep every run.
+        left: share of the first loss that is added to the last one. Where losses fall below zero, all are counted from the
+            lowest of their task so far, and both have `LEFT` of the first one added.
+        judged_on: the split whose losses count.
+        watch: called with every usage tried.
     """
-    if not isinstance(family.family if isinstance(family, Counted) else family, SharedStart):
-        raise ValueError(
-            f"a learned start needs tasks that begin at one model, but those of {family.name!r} have initialisations of "
-            "their own. Give them one with metamd.tasks.starting_at(family, parameters)."
-        )
-    began, counted = time.perf_counter(), Counted(family)
-    # in a folder of its own, since what follows from the learned start has a reference of its own too
-    inside = None if journal is None else Journal(Path(journal.folder) / "start")
-    finder = reference or tuned_reference(counted, seed=seed, journal=inside)
-    built = draw_tasks(counted, seed, "start", tasks)
 
-    def found() -> LearnedStart:
-        ends = [end for _, end in _solved(built, finder) if all(bool(x.isfinite().all()) for x in end.values())]
-        if not ends:
-            raise ValueError(f"all {tasks} reference runs diverged. Give a reference with a lower lr.")
-        used = (*finder.chosen_on, *(config_hash(task.config) for task in built))
-        mean = {n: torch.stack([end[n] for end in ends]).mean(0) for n in ends[0]}
-        return LearnedStart(mean, dict.fromkeys(used), counted.cost(began))
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        potential: MaxDiagonal,
+        parts: Parts,
+        left: float = LEFT,
+        judged_on: JudgedOn = "train",
+        watch: Watch | None = None,
+    ) -> None:
+        self.tasks, self.potential, self.parts, self.left = tasks, potential, parts, left
+        self.judged_on, self.watch = judged_on, watch
+        self.progress: Progress | None = None
+        self._known: dict[tuple[int, Usage], list[Losses]] = {}
+        self._lowest = [0.0] * len(tasks)
 
-    settings = {"reference": said_reference(finder), "tasks": tasks, "seed": seed}
-    with parts_of(journal, "start", counted, settings) as parts:
-        return parts.file("start", found, LearnedStart.load)
+    def score(self, usage: Usage, online: Online | None, tasks: int | None = None) -> float:
+        """The geometric mean over tasks of the mean loss and of that at the end, with `left`; infinite if any run diverged.
+
+        Args:
+            usage: to try.
+            online: its metric, if it has one.
+            tasks: how many of the tasks; all if not given.
+        """
+        self.run([(usage, online)], tasks)
+        return self._geometric(self._known[id(online), usage][: len(self.tasks[:tasks])])
+
+    def run(self, pairs: Sequence[Used], tasks: int | None = None) -> None:
+        """Run the first tasks with these usages, as far as it was not done."""
+        wanted = range(len(self.tasks[:tasks]))
+        distinct = {_key(pair): pair for pair in pairs}.values()
+        missing = [(pair, [i for i in wanted if i >= len(self._known.setdefault(_key(pair), []))]) for pair in distinct]
+        found = iter(self._losses([(i, *pair) for pair, numbers in missing for i in numbers]))
+        for pair, numbers in missing:
+            known = self._known[_key(pair)]
+            for i in numbers:
+                known.append(next(found))
+                values = (x for x in (known[i].mean, known[i].end) if x is not None)
+                self._lowest[i] = min([self._lowest[i], *values])
+            if numbers and self.watch is not None:
+                self.watch(*pair, self._geometric(known))
+            if numbers and self.progress is not None:
+                self.progress.say(tried_line(*pair, self._geometric(known)))
+                self.progress.advance(count=len(numbers))
+
+    def _geometric(self, known: Sequence[Losses]) -> float:
+        return math.exp(sum(self._logarithm(number, losses) for number, losses in enumerate(known)) / len(known))
+
+    def _logarithm(self, number: int, losses: Losses) -> float:
+        if losses.first is None or losses.mean is None or losses.end is None:
+            return math.inf
+        zero = self._lowest[number]
+        first, mean, end = losses.first - zero, losses.mean - zero, losses.end - zero
+        counted = (mean + LEFT * first, end + LEFT * first) if zero < 0 else (mean, end + self.left * first)
+        return 0.5 * sum(math.log(max(x, NOTHING)) for x in counted)
+
+    def _losses(self, wanted: Sequence[tuple[int, Usage, Online | None]]) -> list[Losses]:
+        about = [{"task": i, "usage": usage.to_dict(), "online": _said(online)} for i, usage, online in wanted]
+        names = [f"run-{config_hash(each)}" for each in about]
+        runs = zip(names, wanted, about, strict=True)
+        found = self.parts.all({name: partial(self._run, self.tasks[i], u, o, each) for name, (i, u, o), each in runs})
+        return [Losses(found[name]["first"], found[name]["mean"], found[name]["end"]) for name in names]
+
+    def _run(self, task: Task, usage: Usage, online: Online | None, about: Result) -> Result:
+        run = run_usage(task, self.potential, usage, online=online)
+        found = Losses()
+        if math.isfinite(run.loss):
+            end, first = self._loss(task, run.end), self._loss(task, task.init())
+            found = Losses(first, run.loss if self.judged_on == "train" else end, end) if math.isfinite(end) else found
+        return {**about, **asdict(found)}
+
+    def _loss(self, task: Task, params: Params) -> float:
+        return tail_loss(task, params) if self.judged_on == "train" else task.evaluate(params, self.judged_on).loss
+
+    def climb(self, usage: Usage, online: Online | None, factors: Sequence[float], tasks: int | None = None) -> Usage:
+        """The same usage with the one of the factors, in order, from which neither neighbour is better."""
+        place = factors.index(_nearest(usage.factor, factors))
+        usage = replace(usage, factor=factors[place])
+        for way in (-1, 1):
+            while 0 <= place + way < len(factors):
+                further = replace(usage, factor=factors[place + way])
+                if not self.score(further, online, tasks) < self.score(usage, online, tasks):
+                    break
+                usage, place = further, place + way
+        return usage
+
+    def scheduled(self, usage: Usage, schedule: Schedule, online: Online | None) -> Usage:
+        """A usage with a schedule; a learned one is learned from runs with the linear one."""
+        if schedule != "learned":
+            return replace(usage, schedule=schedule, knots=())
+        linear = replace(usage, schedule="linear", knots=())
+
+        def measured() -> Result:
+            runs = self.parts.runs(partial(_energies, self.potential, linear, online), self.tasks)
+            finished = [energies for energies in runs if energies is not None]
+            found = replace(linear, schedule="learned", knots=learn_knots(finished)) if finished else linear
+            return {"usage": found.to_dict()}
+
+        name = f"schedule-{config_hash({'usage': linear.to_dict(), 'online': _said(online)})}"
+        return Usage(**self.parts.all({name: measured})[name]["usage"])
 
 
-def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:
-    """Tasks that depend on the family and these words alone, spread evenly over the domains that their configs name.
-
-    Args:
-        family: where from.
-        seed: of the learning.
-        purpose: what the tasks are for.
-        count: how many.
-    """
-    if count < 1:
-        raise ValueError(f"tasks must be at least 1, got {count}.")
-    offered = [draw_config(family, seed, "usage", purpose, i) for i in range(OFFERED * count)]
-    domains = [domain_of(config) for config in offered]
-    turns = [domains[:i].count(domain) for i, domain in enumerate(domains)]
-    chosen = sorted(range(len(offered)), key=lambda i: (turns[i], i))[:count]
-    return [family.build(offered[i]) for i in chosen]
+def _key(pair: Used) -> tuple[int, Usage]:
+    return id(pair[1]), pair[0]
 
 
-def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for part in parts:
-        for key, value in part.items():
-            total[key] = total.get(key, 0.0) + value
-    return total
+def _energies(potential: MaxDiagonal, usage: Usage, online: Online | None, task: Task) -> tuple[float, ...] | None:
+    run = run_usage(task, potential, usage, online=online, measure=True)
+    return run.energies if math.isfinite(run.loss) else None

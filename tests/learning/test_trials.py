@@ -14,8 +14,7 @@ from metamd import Kronecker, LearnedOptimiser, Usage, learn_usage, meta_train, 
 from metamd.comparison.training import train as compete
 from metamd.files.header import Header
 from metamd.files.usage import interpolate
-from metamd.learning.schedule import SPREAD, knots, refine, refined
-from metamd.learning.trial import train
+from metamd.learning.trials import SPREAD, learn_knots, run_usage
 from metamd.rivals import learned_rival
 from metamd.tasks import tabular
 from tests.certified_runs import Loss
@@ -24,6 +23,12 @@ from tests.certified_runs import Loss
 def rates_of(weights):
     """eta_t = w_t (w_{t+1} + ... + w_T) / (w_0 + ... + w_T), one by one."""
     return np.array([w * sum(weights[t + 1 :]) / sum(weights) for t, w in enumerate(weights)][:-1])
+
+
+def best_rates(energies):
+    """The closed form: those of w = 1/e, the largest being 1."""
+    found = rates_of(1 / np.asarray(energies))
+    return found / found.max()
 
 
 def brute_force(energies, distance):
@@ -44,7 +49,7 @@ def test_the_closed_form_is_the_minimiser_of_the_bound():
     for _ in range(40):
         energies = np.exp(rng.normal(size=rng.integers(2, 12)))
         found = brute_force(energies, distance=float(np.exp(rng.normal())))
-        np.testing.assert_allclose(refine(energies), found / found.max(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(best_rates(energies), found / found.max(), rtol=1e-4, atol=1e-6)
         wrong = rates_of(1 / np.sqrt(energies))  # a root too many
         assert len(energies) < 4 or not np.allclose(wrong / wrong.max(), found / found.max(), rtol=1e-2)
 
@@ -74,11 +79,11 @@ def test_the_bound_on_the_last_iterate_holds_for_convex_functions():
 
 @pytest.mark.parametrize("steps", [1, 7, 10, 33, 500])
 def test_equal_energies_give_exactly_the_linear_decay(steps):
-    found = refined(Usage(momentum=0.9), [[2.5] * steps, [7.0] * steps])
+    found = Usage(momentum=0.9, schedule="learned", knots=learn_knots([[2.5] * steps, [7.0] * steps]))
     linear = Usage(momentum=0.9, schedule="linear")
     for t in range(steps):
         assert found.share(t, steps) == pytest.approx(linear.share(t, steps), abs=1e-11)
-    np.testing.assert_allclose(refine([3.0] * (steps + 1)), [linear.share(t, steps) for t in range(steps)])
+    np.testing.assert_allclose(best_rates([3.0] * (steps + 1)), [linear.share(t, steps) for t in range(steps)])
 
 
 def test_a_few_numbers_stand_for_the_closed_form():
@@ -86,10 +91,10 @@ def test_a_few_numbers_stand_for_the_closed_form():
     steps = 1000
     for change in (-1.5, -0.5, 0.7, 1.5):
         energies = np.exp(change * np.linspace(0, 1, steps + 1))
-        found = knots([energies[:-1]], spread=math.inf)
-        assert max(abs(interpolate(found, t / steps) - eta) for t, eta in enumerate(refine(energies))) < 0.06
-        wrong = knots([energies[:-1]], spread=1.0)
-        assert max(abs(interpolate(wrong, t / steps) - eta) for t, eta in enumerate(refine(energies))) > 0.06
+        found = learn_knots([energies[:-1]], spread=math.inf)
+        assert max(abs(interpolate(found, t / steps) - eta) for t, eta in enumerate(best_rates(energies))) < 0.06
+        wrong = learn_knots([energies[:-1]], spread=1.0)
+        assert max(abs(interpolate(wrong, t / steps) - eta) for t, eta in enumerate(best_rates(energies))) > 0.06
 
 
 def test_outliers_and_falling_energies_are_held():
@@ -97,16 +102,15 @@ def test_outliers_and_falling_energies_are_held():
     calm = np.ones(100)
     wild = calm.copy()
     wild[40:50] = 1e6
-    assert knots([wild]) == knots([calm])
+    assert learn_knots([wild]) == learn_knots([calm])
     falling = np.exp(-7 * np.linspace(0, 1, 200))
-    held, free = knots([falling]), knots([falling], spread=math.inf)
+    held, free = learn_knots([falling]), learn_knots([falling], spread=math.inf)
     assert free[0] < 0.01
     assert held[0] > 0.5
     assert max(held) == max(free) == 1
     assert held[-1] == free[-1] == 0
     for broken in ([0.0] * 20, [math.inf] * 20):
-        assert knots([broken]) == knots([calm])
-    assert refined(Usage(schedule="linear"), []) == Usage(schedule="linear")
+        assert learn_knots([broken]) == learn_knots([calm])
     assert SPREAD > 1
 
 
@@ -136,7 +140,7 @@ def test_it_travels_with_the_file_and_drives_every_kind_of_run(learned, tmp_path
         optimiser.step()
         schedule.step()
     assert rates == pytest.approx([usage.lr * np.interp(t / 30, np.linspace(0, 1, 4), usage.knots) for t in range(30)])
-    outcome = train(task, again.potential.bind(task.init()), usage)
+    outcome = run_usage(task, again.potential.bind(task.init()), usage)
     assert outcome.loss == pytest.approx(np.mean(losses), rel=1e-5)
     rival = learned_rival(again)
     assert rival.schedules == ("learned", "constant", "linear", "quadratic")
@@ -170,12 +174,12 @@ def test_the_energies_of_a_run_are_those_of_the_definition(learned):
     )
     turned = {n: phi.basis.into(n, g) for n, g in zip(p, grads, strict=True)}
     plain = sum(float((c * c / phi.metric(n)[0].detach()).sum()) for n, c in turned.items())
-    assert train(task, phi, Usage(), measure=True).energies[0] == pytest.approx(plain, rel=1e-5)
+    assert run_usage(task, phi, Usage(), measure=True).energies[0] == pytest.approx(plain, rel=1e-5)
     first = sum(float(c.abs().sum()) for c in turned.values()) / 50  # c^2 / (s |c|)
-    found = train(task, phi, Usage("online"), online=online, measure=True)
+    found = run_usage(task, phi, Usage("online"), online=online, measure=True)
     assert len(found.energies) == 5
     assert found.energies[0] == pytest.approx(first, rel=1e-4)
-    assert train(task, phi, Usage()).energies == ()
+    assert run_usage(task, phi, Usage()).energies == ()
 
 
 @pytest.mark.parametrize(

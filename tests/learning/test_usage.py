@@ -12,12 +12,11 @@ from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, meta_tr
 from metamd.files.store import Journal
 from metamd.inner.comparators import Reference
 from metamd.learning import reference as following
-from metamd.learning.parts import parts_of
-from metamd.learning.reference import learn_from_reference
+from metamd.learning.parts import Parts
+from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference
 from metamd.learning.rounds.round import draw_config
-from metamd.learning.trial import train
-from metamd.learning.usage import draw_tasks, learn_usage, tuned_reference
-from metamd.learning.usage_trials import LEFT, Losses, Trials, best_usage
+from metamd.learning.trials import run_usage
+from metamd.learning.usage import LEFT, Choices, Losses, Trials, best_usage, learn_usage
 from metamd.tasks import quadratic, tabular
 from metamd.tasks.wrapped import Counted
 
@@ -32,15 +31,13 @@ def test_ends_of_runs_that_are_as_good_as_nothing_do_not_decide(learned):
     family = tabular(steps=30)
     task = family.build(family.sample(torch.Generator().manual_seed(3)))
     potential = learned.potential.bind(task.init())
-    run = train(task, potential, Usage())
+    run = run_usage(task, potential, Usage())
     fresh = [[float(task.loss(p, task.batch(30 + i))) for i in range(10)] for p in (run.end, task.init())]
     last, first = (sum(losses) / 10 for losses in fresh)
     for left in (0.0, 1e-2, 10.0):
-        with parts_of(None, "usage", Counted(family), {}) as parts:
-            score = Trials([task], potential, None, parts, left).score(Usage(), None)
+        score = Trials([task], potential, Parts(Counted(family)), left).score(Usage(), None)
         assert score == pytest.approx((run.loss * (last + left * first)) ** 0.5, rel=1e-6)
-    with parts_of(None, "usage", Counted(family), {}) as parts:
-        assert Trials([task], potential, None, parts).left == LEFT == 1e-2
+    assert Trials([task], potential, Parts(Counted(family))).left == LEFT == 1e-2
 
 
 def test_losses_below_zero_are_ranked_from_the_lowest_of_their_task():
@@ -51,10 +48,9 @@ def test_losses_below_zero_are_ranked_from_the_lowest_of_their_task():
         def _run(self, task, usage, online, about):
             return dict(zip(("first", "mean", "end"), planted[usage.factor], strict=True))
 
-    with parts_of(None, "usage", Counted(tabular()), {}) as parts:
-        trials = Planted([None], None, None, parts, 0.0)
-        worse = trials.score(Usage(factor=0.5), None)
-        better = trials.score(Usage(factor=1.0), None)
+    trials = Planted([None], None, Parts(Counted(tabular())), 0.0)
+    worse = trials.score(Usage(factor=0.5), None)
+    better = trials.score(Usage(factor=1.0), None)
     left = LEFT * (2.0 + 49.0)
     assert worse == pytest.approx(((-30.0 + 45.0 + LEFT * 47.0) * LEFT * 47.0) ** 0.5), "the lowest so far is its own end"
     assert better == pytest.approx(((-40.0 + 49.0 + left) * left) ** 0.5)
@@ -100,22 +96,30 @@ def test_digits_are_counted_to_the_end(monkeypatch):
     assert lefts == [0.0, LEFT]
 
 
+def planted(score, tasks):
+    """Trials whose scores are known."""
+
+    class Planted(Trials):
+        def _losses(self, wanted):
+            scores = [score(*run) for run in wanted]
+            return [Losses(first=0.0, mean=found, end=found) for found in scores]
+
+    return Planted([None] * tasks, None, None)
+
+
 @pytest.mark.parametrize(("finalists", "chosen"), [(2, (0.7, 0.35)), (1, (0.9, 0.5))])
 def test_the_better_of_two_rules_is_found_although_the_other_is_better_at_first(monkeypatch, finalists, chosen):
     """Planted scores by beta and factor; with one finalist the worse rule is taken."""
-    planted = {(0.9, 0.35): 0.0773, (0.9, 0.5): 0.0762, (0.7, 0.35): 0.0756, (0.7, 0.5): 0.0767}
-
-    class Planted(Trials):
-        def _losses(self, number, usage, online):
-            score = planted.get((online.beta, usage.factor), 1.0)
-            return Losses(first=0.0, mean=score, end=score)
-
-    monkeypatch.setattr("metamd.learning.usage_trials.FINALISTS", finalists)
-    starts = [(Online("polar", beta=beta), Usage("online", factor=0.5)) for beta in (0.9, 0.7, 0.5)]
-    with parts_of(None, "usage", Counted(tabular()), {}) as parts:
-        trials = Planted([None] * 6, None, None, parts)
-        usage, online = best_usage(trials, starts, ("linear",), ("constant",), (0.25, 0.35, 0.5, 0.7))
+    scores = {(0.9, 0.35): 0.0773, (0.9, 0.5): 0.0762, (0.7, 0.35): 0.0756, (0.7, 0.5): 0.0767}
+    monkeypatch.setattr("metamd.learning.usage.FINALISTS", finalists)
+    rules = [Online("polar", beta=beta, signal=0.95) for beta in (0.9, 0.7, 0.5)]
+    choices = Choices(schedules=("linear",), averages=("constant",), factors=(0.25, 0.35, 0.5, 0.7))
+    trials = planted(lambda _, usage, online: scores.get((online.beta, usage.factor), 1.0), 6)
+    usage, online = best_usage(trials, rules, choices)
     assert (online.beta, usage.factor) == chosen
+
+
+FEW = (0.25, 0.35, 0.5, 0.7, 1.0)
 
 
 @pytest.mark.parametrize("best", ["constant", "linear", "quadratic"])
@@ -123,15 +127,11 @@ def test_the_schedule_that_is_best_at_its_own_factor_is_taken(best):
     """Planted scores: each schedule has its best factor elsewhere, and is worse than the others at theirs."""
     peaks = {"constant": 0.25, "linear": 0.5, "quadratic": 1.0}
 
-    class Planted(Trials):
-        def _losses(self, number, usage, online):
-            score = abs(math.log(usage.factor / peaks[usage.schedule])) + (0.9 if usage.schedule == best else 1.0)
-            return Losses(first=0.0, mean=score, end=score)
+    def score(_, usage, online):
+        return abs(math.log(usage.factor / peaks[usage.schedule])) + (0.9 if usage.schedule == best else 1.0)
 
-    with parts_of(None, "usage", Counted(tabular()), {}) as parts:
-        trials = Planted([None] * 2, None, None, parts)
-        factors = (0.25, 0.35, 0.5, 0.7, 1.0)
-        usage, _ = best_usage(trials, [(None, Usage(factor=0.5))], tuple(peaks), ("constant",), factors)
+    choices = Choices(momenta=(0.0,), schedules=tuple(peaks), averages=("constant",), factors=FEW)
+    usage, _ = best_usage(planted(score, 2), [None], choices)
     assert (usage.schedule, usage.factor) == (best, peaks[best])
 
 
@@ -139,29 +139,23 @@ def test_the_schedule_that_is_best_at_its_own_factor_is_taken(best):
 def test_an_average_is_taken_if_it_is_better_at_its_own_factor_and_never_with_momentum(best, momentum):
     peaks = {"tail": 1.0, "constant": 0.35}
 
-    class Planted(Trials):
-        def _losses(self, number, usage, online):
-            score = abs(math.log(usage.factor / peaks[usage.averaging])) + (0.9 if usage.averaging == best else 1.0)
-            return Losses(first=0.0, mean=score, end=score)
+    def score(_, usage, online):
+        return abs(math.log(usage.factor / peaks[usage.averaging])) + (0.9 if usage.averaging == best else 1.0)
 
-    with parts_of(None, "usage", Counted(tabular()), {}) as parts:
-        trials, factors = Planted([None] * 2, None, None, parts), (0.25, 0.35, 0.5, 0.7, 1.0)
-        starts = [(None, Usage(momentum=momentum, factor=0.5))]
-        usage, _ = best_usage(trials, starts, ("linear",), ("tail", "constant"), factors)
+    choices = Choices(momenta=(momentum,), schedules=("linear",), averages=("tail", "constant"), factors=FEW)
+    usage, _ = best_usage(planted(score, 2), [None], choices)
     assert (usage.averaging, usage.factor, usage.momentum) == (best, peaks[best], momentum)
 
 
 def test_what_is_better_on_two_tasks_alone_is_not_taken():
     """Another schedule is tried on the first two tasks, and has to be better on all."""
 
-    class Planted(Trials):
-        def _losses(self, number, usage, online):
-            score = 1.0 if usage.schedule == "linear" else (0.5 if number < 2 else 3.0)
-            return Losses(first=0.0, mean=score, end=score)
+    def score(number, usage, online):
+        return 1.0 if usage.schedule == "linear" else (0.5 if number < 2 else 3.0)
 
-    with parts_of(None, "usage", Counted(tabular()), {}) as parts:
-        trials = Planted([None] * 6, None, None, parts)
-        usage, _ = best_usage(trials, [(None, Usage())], ("linear", "quadratic"), ("constant",), (1.0,))
+    trials = planted(score, 6)
+    choices = Choices(momenta=(0.0,), schedules=("linear", "quadratic"), averages=("constant",), factors=(1.0,))
+    usage, _ = best_usage(trials, [None], choices)
     assert trials.score(replace(usage, schedule="quadratic"), None, 2) < 1
     assert usage.schedule == "linear"
 
@@ -182,7 +176,7 @@ def test_a_tail_average_is_compared_with_the_iterates_on_some_batches_and_these_
         loss.backward()
         iterates.append(float(loss.detach()))
         optimiser.step()
-    outcome = train(task, potential, Usage(factor=0.5, averaging="tail"))
+    outcome = run_usage(task, potential, Usage(factor=0.5, averaging="tail"))
     gains = [x - z for x, z in zip(averages[1::2], iterates[1::2], strict=True)]
     assert outcome.loss == pytest.approx(sum(iterates) / 250 + sum(gains) / 125, rel=1e-5)
     assert outcome.loss == pytest.approx(sum(averages) / 250, rel=0.02)
@@ -190,12 +184,12 @@ def test_a_tail_average_is_compared_with_the_iterates_on_some_batches_and_these_
 
 def test_looking_now_and_then_favours_no_average(learned, monkeypatch):
     """An average that is the iterate itself has its score, whatever the losses do between two looks."""
-    monkeypatch.setattr("metamd.learning.trial.tail_share", lambda step: 1.0)
+    monkeypatch.setattr("metamd.learning.trials.tail_share", lambda step: 1.0)
     family = quadratic(steps=200)
     found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2)
     task = family.build(family.sample(torch.Generator().manual_seed(3)))
     potential = found.potential.bind(task.init())
-    plain, judged = (train(task, potential, Usage(averaging=a)).loss for a in ("constant", "tail"))
+    plain, judged = (run_usage(task, potential, Usage(averaging=a)).loss for a in ("constant", "tail"))
     assert judged == pytest.approx(plain, rel=1e-12)
 
 
@@ -231,7 +225,7 @@ def test_a_task_that_nothing_trains_says_nothing_about_the_others():
 
 
 def test_metrics_that_diverge_whatever_is_done_are_said(monkeypatch):
-    monkeypatch.setattr(following, "train", lambda *_, **__: SimpleNamespace(loss=math.nan))
+    monkeypatch.setattr(following, "run_usage", lambda *_, **__: SimpleNamespace(loss=math.nan))
     with pytest.warns(RuntimeWarning, match="diverge although they were doubled 10 times"):
         learn_from_reference(tabular(steps=10), Diagonal(), reference=Reference(lr=0.01), tasks=1)
 
@@ -361,7 +355,7 @@ def test_what_is_judged_on_validation_data_generalises():
     }
     ends = {
         judge: [
-            (task, train(task, learned.potential.bind(task.init()), learned.usage, online=learned.online).end)
+            (task, run_usage(task, learned.potential.bind(task.init()), learned.usage, online=learned.online).end)
             for task in built
         ]
         for judge, learned in found.items()
@@ -381,9 +375,8 @@ def test_the_score_on_validation_data_by_hand():
     geometry = learn_from_reference(family, Diagonal(), reference=Reference(lr=0.03), tasks=2)
     task = draw_tasks(family, 0, "usage", 1)[0]
     potential = geometry.potential.bind(task.init())
-    first, end = (task.evaluate(p, "validation").loss for p in (task.init(), train(task, potential, Usage()).end))
-    with parts_of(None, "usage", Counted(family), {}) as parts:
-        score = Trials([task], potential, None, parts, LEFT, "validation").score(Usage(), None)
+    first, end = (task.evaluate(p, "validation").loss for p in (task.init(), run_usage(task, potential, Usage()).end))
+    score = Trials([task], potential, Parts(Counted(family)), LEFT, "validation").score(Usage(), None)
     assert score == pytest.approx((end * (end + LEFT * first)) ** 0.5)
 
 

@@ -201,8 +201,8 @@ def test_knots_that_are_no_schedule_are_refused(call, sentence):
     ("knots", "sentence"),
     [
         ("1, 0", "the knots of usage must be a list"),
-        ([1.0, "0"], "a knot of usage must be a finite number"),
-        ([1.0, True], "a knot of usage must be a finite number"),
+        ([1.0, "0"], "the knots of usage must be a list of finite numbers"),
+        ([1.0, True], "the knots of usage must be a list of finite numbers"),
         ([1.0, 2.0], "the largest being 1"),
         ([], "two knots or more"),
     ],

@@ -79,12 +79,21 @@ def slow(content: bytes, pieces: int = 20, pause: float = 0.05) -> Answer:
     return lambda handler: _send(handler, parts, len(content), pause)
 
 
-def stalled(content: bytes, state: Loopback) -> Answer:
+def halting(content: bytes, event: threading.Event) -> Answer:
+    """The first half, and the second one when something has happened."""
+
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        _send(handler, [content[: len(content) // 2]], len(content))
-        state.closing.wait(20)
+        half = len(content) // 2
+        _send(handler, [content[:half]], len(content))
+        event.wait()
+        handler.wfile.write(content[half:])
 
     return answer
+
+
+def stalled(content: bytes, state: Loopback) -> Answer:
+    """The first half, and no more until the server closes."""
+    return halting(content, state.closing)
 
 
 def endless(handler: BaseHTTPRequestHandler) -> None:

@@ -19,6 +19,7 @@ from metamd.cli import main as cli
 from metamd.files import shipped
 from metamd.files.shipped import card, names
 from metamd.tasks import models, rotated_mnist
+from tests.processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("lenet-digits", "mlp-by-role", "quadratic")
@@ -198,7 +199,7 @@ def test_commands_take_the_names(tmp_path, capsys):
 def test_the_wheel_has_them(tmp_path):
     pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE)
     inside = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     for name in NAMES:
         assert {f"metamd/files/pretrained/{name}.safetensors", f"metamd/files/pretrained/{name}.json"} <= set(inside)

@@ -22,6 +22,7 @@ from metamd.learning.recorded import PRIOR, update
 from metamd.tasks.base import Task
 from tests.helpers import small_model, train
 from tests.learned_files import Parts, learned, same
+from tests.processes import PATIENCE
 
 VERSION_1 = Path(__file__).parents[1] / "files" / "version-1.safetensors"
 TYINGS = ("parameter", "channel", "column", "tensor", "role")
@@ -508,5 +509,5 @@ def test_two_updates_at_once_both_count(nights):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     files = [str(nights / f"{i}.run.safetensors") for i in range(2)]
     children = [subprocess.Popen([*command, name], env=environment) for name in files]
-    assert [child.wait(timeout=120) for child in children] == [0, 0]
+    assert [child.wait(timeout=PATIENCE) for child in children] == [0, 0]
     assert len(metamd.load(file).header.learned_from["runs"]) == 3

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 from metamd import Euclidean, MetaMD
 from tests.helpers import equal_parameters, random_geometry, small_model, train
+from tests.processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 SCHEDULERS = {
@@ -136,7 +137,7 @@ print("frames", frames)
 
 def test_compiled_step_does_not_recompile():
     """Twelve steps with a changing learning rate and changing pieces: nothing is compiled after the second."""
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("frames")
 

@@ -11,6 +11,7 @@ import torch
 from metamd import MetaMD, Online
 from tests.distributed_worker import STEPS, batch, fit, fit_image, geometry_and_model, image_model
 from tests.helpers import random_basis, small_model
+from tests.processes import PATIENCE
 
 MODES = {
     "ddp": ("ddp", "ddp_kronecker", "ddp_nonfinite"),
@@ -43,7 +44,7 @@ def launch(mode, folder, world=2):
         )
         for rank in range(world)
     ]
-    outputs = [run.communicate(timeout=500)[0] for run in runs]
+    outputs = [run.communicate(timeout=PATIENCE)[0] for run in runs]
     assert [run.returncode for run in runs] == [0] * world, "\n".join(outputs)[-3000:]
 
 

@@ -688,7 +688,7 @@ def test_what_a_file_recommends_is_said_and_left_to_prepare(tmp_path, capsys):
     assert optimiser.param_groups[0]["momentum"] == 0.9
     assert cli.run(["inspect", str(tmp_path / "x.safetensors")]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{words}; metamd.prepare(params, learned, steps=T) does so, MetaMD(params, learned) does not" in said
+    assert f"{words}; MetaMD(params, learned, steps=T) does so, MetaMD(params, learned) does not" in said
 
 
 def polar_file(family):

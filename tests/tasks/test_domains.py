@@ -5,7 +5,7 @@ import pytest
 import scipy.ndimage
 import torch
 
-from metamd.tasks.vision.domains import Domain, Normaliser, Source, choose, enlarge, rotate
+from metamd.tasks.vision.domains import Domain, Pictures, Source, choose, enlarge, moments, rotate
 
 
 def noise(count=7, channels=1, side=28, seed=0):
@@ -71,25 +71,29 @@ def test_enlargement_is_linear_interpolation_between_pixel_centres():
 # --- normalisation ---
 
 
+def floats(images, channels):
+    return Pictures(images, *moments(images), channels)[torch.arange(len(images))]
+
+
 def test_training_images_are_normal_after_normalisation():
     images = noise(50, channels=3)
     images[:, 1] //= 3
-    normal = Normaliser.of(images, 3)(images).double()
+    normal = floats(images, 3).double()
     assert torch.allclose(normal.mean((0, 2, 3)), torch.zeros(3, dtype=torch.double), atol=1e-6)
     assert torch.allclose(normal.std((0, 2, 3), correction=0), torch.ones(3, dtype=torch.double), atol=1e-6)
 
 
 def test_grey_images_are_repeated_for_a_colour_model():
     images = noise(4)
-    normal = Normaliser.of(images, 3)(images)
+    normal = floats(images, 3)
     assert normal.shape == (4, 3, 28, 28)
     assert torch.equal(normal[:, 0], normal[:, 2])
-    assert torch.equal(normal[:, :1], Normaliser.of(images, 1)(images))
+    assert torch.equal(normal[:, :1], floats(images, 1))
 
 
 def test_flat_training_images_are_refused():
     with pytest.raises(ValueError, match="must not all be one flat colour"):
-        Normaliser.of(torch.zeros(3, 1, 4, 4, dtype=torch.uint8), 1)
+        moments(torch.zeros(3, 1, 4, 4, dtype=torch.uint8))
 
 
 # --- splits ---
@@ -145,11 +149,10 @@ def test_normalisation_knows_the_training_split_alone():
     unused = torch.ones(60, dtype=torch.bool)
     unused[indices[0]] = False
     changed.images["train"][unused] = 255
-    before, after = (whole(s, *indices).normaliser for s in (made, changed))
-    assert torch.equal(before.mean, after.mean)
-    assert torch.equal(before.deviation, after.deviation)
+    before, after = (whole(s, *indices).moments for s in (made, changed))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     changed.images["train"][indices[0][0]] = 0
-    assert not torch.equal(before.mean, whole(changed, *indices).normaliser.mean)
+    assert not torch.equal(before[0], whole(changed, *indices).moments[0])
 
 
 def test_classes_are_renumbered():

@@ -18,8 +18,7 @@ from metamd.files.usage import Schedule
 from metamd.rivals.base import Contender, Rival, Tuning
 from metamd.rivals.learned.learners import Learner
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed, domain_of
-from metamd.tasks.supervised import Supervised
-from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.supervised import DatasetFamily
 from metamd.tasks.wrapped import SharedStart
 
 Entrants = Mapping[str, Contender | Sequence[Contender]]
@@ -92,9 +91,7 @@ def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
     """So many different tasks of each domain, by domain; of a family without domains, so many tasks."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "comparison"))
     inner = family.family if isinstance(family, SharedStart) else family
-    domains: Sequence[str] = [inner.name]
-    if isinstance(inner, ImageFamily | Supervised):
-        domains = inner.domains if isinstance(inner, ImageFamily) else list(inner.data)
+    domains: Sequence[str] = inner.domains if isinstance(inner, DatasetFamily) else [inner.name]
     found: dict[str, list[Config]] = {str(d): [] for d in domains}
     drawn: set[str] = set()
     fruitless = 0

@@ -25,13 +25,10 @@ _SPATIAL: dict[Callable[..., Any], int] = {F.dropout: 0, F.dropout1d: 1, F.dropo
 
 
 class HashedDropout(TorchFunctionMode):
-    """Inside, dropout masks are a hash of (seed, which dropout of the forward pass, position).
+    """A mode in which dropout masks are a hash of (seed of the step, which dropout of the forward pass, position).
 
-    No generator is involved, so the mask of a step is the same whenever and on whatever device it is asked for, and
-    `torch.func` sees ordinary arithmetic, even under vmap over seeds.
-
-    Args:
-        seed: of the step, an integer tensor without dimensions.
+    No generator is involved. The mask of a step is the same at any time and on any device, and `torch.func` sees ordinary
+    arithmetic, even under vmap over seeds.
     """
 
     def __init__(self, seed: Tensor) -> None:
@@ -74,7 +71,7 @@ def use_batch_statistics(model: nn.Module) -> nn.Module:
     return model
 
 
-def calibrate(model: nn.Module, batches: Callable[[], Iterable[Tensor]]) -> None:
+def calibrate(model: nn.Module, batches: Iterable[Tensor]) -> None:
     """Switch a model to evaluation, its batch norms with the statistics of these batches under its present weights."""
     norms = [norm for norm in tracking_norms(model) if isinstance(norm, _BatchNorm)]
     for norm in tracking_norms(model):
@@ -87,7 +84,7 @@ def calibrate(model: nn.Module, batches: Callable[[], Iterable[Tensor]]) -> None
         norm.reset_running_stats()
         norm.momentum = None  # the plain average over all batches
         norm.train()
-    for inputs in batches():
+    for inputs in batches:
         model(inputs)
     model.eval()
 

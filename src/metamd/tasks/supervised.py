@@ -1,8 +1,9 @@
 """Any model on any data."""
 
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from metamd.tasks.base import (
     draw_seed,
 )
 from metamd.tasks.functional import Called, LossFn, Recipe, calibrate, inspect, tracking_norms, trained, use_batch_statistics
-from metamd.tasks.sources import Arrays, Rows, Shares, Source, Splits, fingerprint, read_all
+from metamd.tasks.sources import Rows, Shares, Source, Splits, fingerprint, read_all
 from metamd.tasks.wrapped import starting_at
 
 _CALIBRATED_AT_ONCE = 1000
@@ -91,31 +92,55 @@ def check_batch_size(batch_size: int, examples: int, name: str) -> None:
         )
 
 
-class Supervised(TaskFamily):
+class DatasetFamily(TaskFamily):
+    """Tasks that each train a model on one of several named datasets, from an initialisation of their own."""
+
+    kind = "dataset"
+    """What a dataset is called, in configs too."""
+
+    def __init__(self, name: str, recipe: Recipe, names: Sequence[str], *, dropout: bool, shared_loss: bool) -> None:
+        super().__init__(name, recipe.steps, shared_loss=shared_loss)
+        self.recipe, self.domains, self.dropout = recipe, tuple(names), dropout
+
+    @abstractmethod
+    def splits(self, name: str) -> Mapping[Split, tuple[Rows, Rows]]:
+        """The data of one dataset."""
+
+    def sample(self, generator: torch.Generator) -> Config:
+        """A dataset, and seeds of the initialisation and of the batches."""
+        name = self.domains[int(torch.randint(len(self.domains), (1,), generator=generator))]
+        seeds = {"init_seed": draw_seed(generator), "batch_seed": draw_seed(generator)}
+        return {"family": self.name, self.kind: name, **seeds}
+
+    def build(self, config: Config) -> "SupervisedTask":
+        """The task of a config; a dataset of another family is refused, or of the other side."""
+        check_config(config, self.name, self.kind, "init_seed", "batch_seed")
+        name = config[self.kind]
+        if name not in self.domains:
+            raise ValueError(
+                f"The config asks for the {self.kind} {name!r}; this family has {', '.join(self.domains)}. "
+                f"Build it with the family or side that sampled it."
+            )
+        return SupervisedTask(config, self.recipe, self.splits(name), dropout=self.dropout)
+
+    def drawn(self) -> Drawn:
+        """One of the datasets, whole, and seeds."""
+        which = f"one of the {self.kind}s" if len(self.domains) > 1 else f"the {self.kind}"
+        names = ", ".join(self.domains)
+        return Drawn(f"{which} {names}", "all its training examples", "drawn anew", "drawn anew", self.domains)
+
+
+class Supervised(DatasetFamily):
     """See `supervised`."""
 
     def __init__(self, name: str, recipe: Recipe, data: Mapping[str, Splits]) -> None:
         dropout, shared_loss, dtype = inspect(recipe, data)
-        super().__init__(name, recipe.steps, shared_loss=shared_loss)
-        self.recipe, self.dropout = recipe, dropout
+        super().__init__(name, recipe, list(data), dropout=dropout, shared_loss=shared_loss)
         self.data = {key: _convert(splits, dtype) for key, splits in data.items()}
 
-    def sample(self, generator: torch.Generator) -> Config:
-        """A dataset, and seeds of the initialisation and of the batches."""
-        names = list(self.data)
-        dataset = names[int(torch.randint(len(names), (1,), generator=generator))]
-        seeds = {"init_seed": draw_seed(generator), "batch_seed": draw_seed(generator)}
-        return {"family": self.name, "dataset": dataset, **seeds}
-
-    def build(self, config: Config) -> "SupervisedTask":
-        """The task of a config."""
-        check_config(config, self.name, "dataset", "init_seed", "batch_seed")
-        if config["dataset"] not in self.data:
-            raise ValueError(
-                f"The config asks for the dataset {config['dataset']!r}; this family has {', '.join(self.data)}. "
-                f"Add it to the family's datasets."
-            )
-        return SupervisedTask(config, self.recipe, self.data[config["dataset"]], dropout=self.dropout)
+    def splits(self, name: str) -> Splits:
+        """The tensors of one dataset."""
+        return self.data[name]
 
     def describe(self) -> dict[str, Any]:
         """The settings, the parameters' shapes, and the size and fingerprint of every dataset."""
@@ -127,22 +152,9 @@ class Supervised(TaskFamily):
         settings = {"batch_size": self.recipe.batch_size, "steps": self.steps, "start": "fresh"}
         return {"family": self.name, "datasets": data, "shapes": shapes, **settings}
 
-    def drawn(self) -> Drawn:
-        """One of the datasets, whole, and seeds."""
-        names = tuple(self.data)
-        which = f"{'one of the datasets' if len(names) > 1 else 'the dataset'} {', '.join(names)}"
-        return Drawn(which, "all its training examples", "drawn anew", "drawn anew", names)
-
 
 class SupervisedTask(Task):
-    """One training of one model; a batch is {inputs, targets}, and {seed} where the model has dropout.
-
-    Args:
-        config: with `init_seed` and `batch_seed`.
-        recipe: how the family trains.
-        splits: the data.
-        dropout: whether the model has dropout, so that its batches must carry a seed.
-    """
+    """One training of one model; a batch is {inputs, targets}, and {seed} where the model has dropout."""
 
     def __init__(
         self, config: Config, recipe: Recipe, splits: Mapping[Split, tuple[Rows, Rows]], *, dropout: bool = False
@@ -185,7 +197,8 @@ class SupervisedTask(Task):
         for name, p in model.named_parameters():
             if name in params:
                 p.copy_(params[name])
-        calibrate(model, self._training_inputs)
+        examples = self.splits["train"][0]
+        calibrate(model, (self._rows(examples, rows) for rows in chunks(len(examples), _CALIBRATED_AT_ONCE)))
         loss, right, answers = 0.0, 0, 0
         for rows in chunks(len(inputs), _EVALUATED_AT_ONCE):
             outputs, wanted = model(self._rows(inputs, rows)), self._rows(targets, rows)
@@ -217,10 +230,6 @@ class SupervisedTask(Task):
 
         return loss
 
-    def _training_inputs(self) -> Iterable[Tensor]:
-        inputs = self.splits["train"][0]
-        return (self._rows(inputs, rows) for rows in chunks(len(inputs), _CALIBRATED_AT_ONCE))
-
     def _rows(self, part: Rows, rows: Tensor) -> Tensor:
         rows = rows.to(part.device)
         # index_select copies whole rows; indexing goes by elements, and takes five times as long
@@ -239,7 +248,8 @@ def is_classification(outputs: Any, targets: Tensor) -> bool:
 
 
 def _convert(splits: Splits, dtype: torch.dtype) -> Splits:
-    def convert(part: Tensor) -> Tensor:
-        return part.to(dtype) if part.is_floating_point() else part
-
-    return {split: cast(Arrays, tuple(convert(part) for part in arrays)) for split, arrays in splits.items()}
+    """Numbers with a fraction in the dtype of the model."""
+    return {
+        split: (x.to(dtype) if x.is_floating_point() else x, y.to(dtype) if y.is_floating_point() else y)
+        for split, (x, y) in splits.items()
+    }

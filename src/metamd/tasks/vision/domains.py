@@ -32,55 +32,60 @@ def rotate(images: Tensor, angle: float) -> Tensor:
     # Maps an output position to the input position it is read from: the inverse rotation, y pointing down.
     inverse = torch.tensor([[cosine, -sine, 0.0], [sine, cosine, 0.0]])
     grid = F.affine_grid(inverse[None], [1, *images.shape[1:]], align_corners=False)
-    turned = torch.empty_like(images)
-    for start in range(0, len(images), BLOCK):
-        block = images[start : start + BLOCK].float()
-        sampled = F.grid_sample(block, grid.expand(len(block), -1, -1, -1), mode="bilinear", align_corners=False)
-        turned[start : start + BLOCK] = sampled.round_().to(torch.uint8)
-    return turned
+
+    def turn(block: Tensor) -> Tensor:
+        return F.grid_sample(block, grid.expand(len(block), -1, -1, -1), mode="bilinear", align_corners=False)
+
+    return _by_blocks(images, images.shape[-1], turn)
 
 
 def enlarge(images: Tensor, side: int) -> Tensor:
     """Enlarge uint8 images to side x side: torch's bilinear `interpolate` between pixel centres, rounded once."""
-    large = images.new_empty((*images.shape[:2], side, side))
+    return _by_blocks(images, side, lambda x: F.interpolate(x, size=(side, side), mode="bilinear", align_corners=False))
+
+
+def _by_blocks(images: Tensor, side: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+    made = images.new_empty((*images.shape[:2], side, side))
     for start in range(0, len(images), BLOCK):
-        block = F.interpolate(images[start : start + BLOCK].float(), size=(side, side), mode="bilinear", align_corners=False)
-        large[start : start + BLOCK] = block.round_().to(torch.uint8)
-    return large
+        made[start : start + BLOCK] = change(images[start : start + BLOCK].float()).round_().to(torch.uint8)
+    return made
+
+
+def moments(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of every channel of uint8 images, (channels, 1, 1)."""
+    count = images.numel() // images.shape[1]
+    # Sums of a histogram are exact, need no float copy, and do not depend on the order of the images.
+    values = torch.arange(256, dtype=torch.float64)
+    tables = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
+    mean = tables @ values / count
+    deviation = (tables @ values**2 / count - mean**2).clamp_min(0).sqrt()
+    if not bool((deviation > 0).all()):
+        raise ValueError("Training images must not all be one flat colour, got a deviation of 0. Check the data.")
+    return mean.float()[:, None, None], deviation.float()[:, None, None]
 
 
 @dataclass(frozen=True)
-class Normaliser:
-    """Turns uint8 images into floats of mean 0 and deviation 1 per channel, as some training images had them.
+class Pictures:
+    """Images kept as uint8, a quarter of the memory, and read a few at a time as floats of mean 0 and deviation 1.
 
-    Args:
-        mean: of every channel, (channels, 1, 1).
-        deviation: likewise.
-        channels: what the model takes; a single grey channel is repeated.
+    Mean and deviation are those of training images, by channel. A grey channel is repeated for a model that takes more.
     """
 
+    pixels: Tensor
     mean: Tensor
     deviation: Tensor
     channels: int
 
-    @classmethod
-    def of(cls, images: Tensor, channels: int) -> "Normaliser":
-        """The normaliser of these uint8 images, for a model that takes so many channels."""
-        count = images.numel() // images.shape[1]
-        # Sums of a histogram are exact, need no float copy, and do not depend on the order of the images.
-        values = torch.arange(256, dtype=torch.float64)
-        tables = torch.stack(
-            [torch.bincount(images[:, c].flatten(), minlength=256) for c in range(images.shape[1])]
-        ).double()
-        mean = tables @ values / count
-        deviation = (tables @ values**2 / count - mean**2).clamp_min(0).sqrt()
-        if not bool((deviation > 0).all()):
-            raise ValueError("Training images must not all be one flat colour, got a deviation of 0. Check the data.")
-        return cls(mean.float()[:, None, None], deviation.float()[:, None, None], channels)
+    @property
+    def device(self) -> torch.device:
+        """Where the pixels are."""
+        return self.pixels.device
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Float32 images, (number, channels, height, width)."""
-        normal = images.float().sub_(self.mean).div_(self.deviation)
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        normal = self.pixels.index_select(0, rows).float().sub_(self.mean).div_(self.deviation)
         return normal.expand(-1, self.channels, -1, -1) if normal.shape[1] != self.channels else normal
 
 
@@ -123,40 +128,11 @@ def choose(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tenso
     validation, rest = order[:share], order[share:]
     if images is None:
         return rest, validation
-    return rest[_balanced(labels[rest])[:images]], validation
-
-
-def _balanced(labels: Tensor) -> Tensor:
-    """An order whose every beginning has its classes as balanced as they can be."""
-    by_class = labels.argsort(stable=True)
-    counts = labels.bincount()
-    starts = counts.cumsum(0) - counts
-    place_in_class = torch.arange(len(labels)) - starts[labels[by_class]]
-    return by_class[place_in_class.argsort(stable=True)]
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Images kept as uint8, which take a quarter of the memory, and given as normalised floats, a few at a time.
-
-    Args:
-        pixels: uint8, (number, channels, height, width).
-        normaliser: makes the floats.
-    """
-
-    pixels: Tensor
-    normaliser: Normaliser
-
-    @property
-    def device(self) -> torch.device:
-        """Where the pixels are."""
-        return self.pixels.device
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def __getitem__(self, rows: Tensor) -> Tensor:
-        return self.normaliser(self.pixels.index_select(0, rows))
+    # An order whose every beginning has its classes as balanced as they can be.
+    here = labels[rest]
+    by_class, counts = here.argsort(stable=True), here.bincount()
+    place_in_class = torch.arange(len(here)) - (counts.cumsum(0) - counts)[here[by_class]]
+    return rest[by_class[place_in_class.argsort(stable=True)][:images]], validation
 
 
 class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
@@ -185,7 +161,7 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
     def __getitem__(self, split: Split) -> tuple[Pictures, Tensor]:
         if split not in self._splits:
             pixels, labels = self._rows(split) if split != "train" else self._training
-            self._splits[split] = Pictures(pixels, self.normaliser), labels
+            self._splits[split] = Pictures(pixels, *self.moments, self.channels), labels
         return self._splits[split]
 
     def __iter__(self) -> Iterator[Split]:
@@ -195,9 +171,9 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
         return len(get_args(Split))
 
     @cached_property
-    def normaliser(self) -> Normaliser:
-        """From the training images alone, as prepared."""
-        return Normaliser.of(self._training[0], self.channels)
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of the training images alone, as prepared."""
+        return moments(self._training[0])
 
     @cached_property
     def _training(self) -> tuple[Tensor, Tensor]:

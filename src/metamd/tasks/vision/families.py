@@ -16,7 +16,7 @@ from metamd import data
 from metamd.tasks.base import Config, Drawn, Shuffle, Split, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.functional import Recipe, trained
 from metamd.tasks.models import MODELS, Norm
-from metamd.tasks.supervised import SupervisedTask
+from metamd.tasks.supervised import DatasetFamily, SupervisedTask
 from metamd.tasks.vision.domains import Collection, Domain, Preparation, choose, enlarge, rotate
 from metamd.tasks.wrapped import Late, SharedStart
 
@@ -171,8 +171,8 @@ class Training:
         return {"model": self.model, **self.options, "batch_size": self.batch_size, "steps": self.steps}
 
 
-class ImageFamily(TaskFamily):
-    """Tasks that each train a model on one domain of a collection, from an initialisation of their own.
+class ImageFamily(DatasetFamily):
+    """Tasks that each train a model on one domain of a collection.
 
     The training side samples every domain but the held-out one, and refuses to build it; `held_out()` is the other side.
 
@@ -185,6 +185,8 @@ class ImageFamily(TaskFamily):
         held: whether this is the held-out side.
     """
 
+    kind = "domain"
+
     def __init__(
         self,
         name: str,
@@ -195,8 +197,6 @@ class ImageFamily(TaskFamily):
         hold_out: str | None,
         held: bool = False,
     ) -> None:
-        # The batch has all that tells tasks apart, and the models have no state of their own.
-        super().__init__(name, training.steps, shared_loss=True)
         everything = tuple(collection.preparations)
         if hold_out is not None and hold_out not in everything:
             absent = how.get("absent", {}).get(hold_out)
@@ -204,9 +204,10 @@ class ImageFamily(TaskFamily):
             raise ValueError(f"hold_out must be one of {', '.join(everything)}, got {hold_out!r}.{reason}")
         if hold_out is not None and len(everything) < 2:
             raise ValueError(f"Holding out {hold_out!r} leaves no domain to train on. Name more domains.")
+        domains = (hold_out,) if held and hold_out else tuple(d for d in everything if d != hold_out)
+        # The batch has all that tells tasks apart, and the models have no state of their own.
+        super().__init__(name, training.recipe(collection.shape, 10), domains, dropout=False, shared_loss=True)
         self.collection, self.training, self.how, self.hold_out, self.held = collection, training, how, hold_out, held
-        self.domains = (hold_out,) if held and hold_out else tuple(d for d in everything if d != hold_out)
-        self.recipe = training.recipe(collection.shape, 10)
 
     def held_out(self, steps: int | None = None) -> "ImageFamily":
         """The held-out side: tasks on the held-out domain, with the same images in memory, and so many steps if given."""
@@ -214,31 +215,14 @@ class ImageFamily(TaskFamily):
             raise ValueError(f"{self.name} was made with hold_out=None, so there is no held-out side. Name a domain.")
         return self._side(self.hold_out, held=True, steps=steps)
 
-    def sample(self, generator: torch.Generator) -> Config:
-        """A domain of this side, and seeds of the initialisation and of the batches."""
-        domain = self.domains[int(torch.randint(len(self.domains), (1,), generator=generator))]
-        seeds = {"init_seed": draw_seed(generator), "batch_seed": draw_seed(generator)}
-        return {"family": self.name, "domain": domain, **seeds}
-
-    def build(self, config: Config) -> SupervisedTask:
-        """The task of a config; one of the other side is refused."""
-        check_config(config, self.name, "domain", "init_seed", "batch_seed")
-        if config["domain"] not in self.domains:
-            raise ValueError(
-                f"This side of {self.name} has the domains {', '.join(self.domains)}, and the config asks for "
-                f"{config['domain']!r}. Build it with the side that sampled it."
-            )
-        return SupervisedTask(config, self.recipe, self.collection.domain(config["domain"]))
+    def splits(self, name: str) -> Domain:
+        """The images of a domain of this side."""
+        return self.collection.domain(name)
 
     def describe(self) -> dict[str, Any]:
         """The settings, and for every dataset how much of it is there and whether it is official."""
         sides = {"domains": list(self.domains), "hold_out": self.hold_out}
         return {"family": self.name, **sides, **self.training.describe(), **self.how, **self.collection.describe()}
-
-    def drawn(self) -> Drawn:
-        """A domain of this side, with all its images, and seeds."""
-        which = f"{'one of the domains' if len(self.domains) > 1 else 'the domain'} {', '.join(self.domains)}"
-        return Drawn(which, "all training images of the domain", "drawn anew", "drawn anew", self.domains)
 
     def _side(self, hold_out: str, held: bool, steps: int | None = None) -> "ImageFamily":
         training = self.training if steps is None else replace(self.training, steps=steps)

@@ -10,10 +10,10 @@ from torch import nn
 from metamd import Measuring, Protocol, compare, tasks
 from metamd.cli import main as cli
 from metamd.comparison.training import train
+from metamd.inner import run
 from metamd.rivals import LEARNERS, RIVALS
-from metamd.rivals.learned import aruba, lstm, meta_sgd, schedule
-from metamd.rivals.learned.hypergradient import HypergradientSGD
-from metamd.rivals.learned.learners import PerCoordinate, lesson_code
+from metamd.rivals.learned import PerCoordinate, aruba, lstm, meta_sgd, schedule, source
+from metamd.rivals.optimisers import HypergradientSGD
 from tests.small_tasks import Quadratic, Separable
 
 F64 = torch.float64
@@ -53,17 +53,21 @@ def test_what_is_learned_beats_where_it_began(name, tmp_path):
 def test_arubas_sums_are_those_of_a_loop():
     task = Separable(seed=3, steps=7)
     rates = {"x": torch.tensor([0.1, 0.02, 0.05], dtype=F64)}
-    end, squares, taken = aruba.run(task, task.init(), rates)
+    rule = aruba.FixedRates(task.init(), rates)
+    run.train(task, rule, 7)
     x, total = task.init()["x"], torch.zeros(3, dtype=F64)
     for _ in range(7):
         g = task.a * (x - task.c)
         total += g**2
         x = x - rates["x"] * g
-    torch.testing.assert_close(end["x"], x)
-    torch.testing.assert_close(squares["x"], total)
-    assert taken == 7
-    wild = {"x": torch.full((3,), 1e200, dtype=F64)}
-    assert not aruba.run(task, task.init(), wild)[0]["x"].isfinite().any()
+    torch.testing.assert_close(rule.params["x"], x)
+    torch.testing.assert_close(rule.squares["x"], total)
+
+
+def test_aruba_lowers_its_rate_after_a_run_that_diverged(monkeypatch):
+    monkeypatch.setattr(aruba, "FIRST_RATE", 4.0**20)
+    with pytest.raises(ValueError, match=r"ARUBA diverged on all 10 tasks, with rates down to 1\.04858e\+06\."):
+        aruba.learn(QUADRATIC, 0)
 
 
 def test_aruba_approaches_its_rule_on_a_family_of_one_curvature():
@@ -220,7 +224,7 @@ def test_learned_rivals_enter_comparisons_from_the_command_line(tmp_path, capsys
     first = capsys.readouterr().out
     assert cli.run(args) == 0
     assert capsys.readouterr().out == first
-    code = lesson_code(tasks.quadratic(steps=30), 0)
+    code = source(tasks.quadratic(steps=30), 0)
     found = {p.name for p in (tmp_path / "c" / "learned").iterdir()}
     assert found == {f"{n}-{code}.safetensors" for n in ("aruba", "aruba-plus")}
 
@@ -230,10 +234,10 @@ def test_a_damaged_file_of_a_learned_rival_is_a_sentence(damage, tmp_path):
     path = tmp_path / "aruba.safetensors"
     LEARNERS["aruba"].rival(QUADRATIC, 0, path)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"is damaged: .* Delete it to learn it anew"):
+    with pytest.raises(ValueError, match=r"cannot be loaded: .* Delete it to learn it anew"):
         LEARNERS["aruba"].rival(QUADRATIC, 0, path)
     save_file({"theta": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="was learned on another family or with another seed"):
+    with pytest.raises(ValueError, match=r"but no learned rival\. Delete it to learn it anew"):
         LEARNERS["aruba"].rival(QUADRATIC, 0, path)
 
 

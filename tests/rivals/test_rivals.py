@@ -28,7 +28,7 @@ from metamd.files.store import Records
 from metamd.inner import run
 from metamd.inner.comparators import Reference
 from metamd.rivals import RIVALS, Contender, Range, Rival, rival
-from metamd.rivals.classical import MuonAndAdamW
+from metamd.rivals.optimisers import MuonAndAdamW
 from metamd.tasks.models import LeNet
 
 BARE = Measuring(splits=())

@@ -16,7 +16,7 @@ from metamd.comparison.tuning import SEARCHES
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.store import Records, write_json
 from metamd.rivals import Contender, Rival, known_rival, learned_rival
-from metamd.rivals.learned.learners import lesson_code
+from metamd.rivals.learned import source
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import SharedStart, starting_at
 
@@ -104,8 +104,8 @@ def _rival(name: str, family: TaskFamily, options: Compare) -> Rival:
         return known
     print(f"Learning {known.title} on {family.name}.", file=sys.stderr)
     (options.out / "learned").mkdir(parents=True, exist_ok=True)
-    learned_on = lesson_code(family, options.seed)
-    return known.rival(family, options.seed, options.out / "learned" / f"{name}-{learned_on}.safetensors")
+    path = options.out / "learned" / f"{name}-{source(family, options.seed)}.safetensors"
+    return known.rival(family, options.seed, path)
 
 
 def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, TaskFamily]:

@@ -16,7 +16,7 @@ from metamd.comparison.tuning import Bayesian, Search, tune
 from metamd.files.store import Records, Result, read_loose
 from metamd.files.usage import Schedule
 from metamd.rivals.base import Contender, Rival, Tuning
-from metamd.rivals.learned.learners import Learner
+from metamd.rivals.learned import Learner
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed, domain_of
 from metamd.tasks.supervised import DatasetFamily
 from metamd.tasks.wrapped import SharedStart

@@ -1,22 +1,15 @@
 """Optimisers to compare with, behind one interface."""
 
 from metamd.files.usage import SCHEDULES, Schedule
-from metamd.rivals.averaged import averaged
-from metamd.rivals.base import Contender, Range, Rival, Setting, Stepper
-from metamd.rivals.classical import CLASSICAL
+from metamd.inner.run import Stepper
+from metamd.rivals.base import Contender, Range, Rival, Setting
+from metamd.rivals.learned import Learner
 from metamd.rivals.learned.aruba import ARUBA, ARUBA_PLUS
-from metamd.rivals.learned.hypergradient import HYPERGRADIENT
-from metamd.rivals.learned.learners import Learner
 from metamd.rivals.learned.lstm import LSTM
 from metamd.rivals.learned.meta_sgd import META_SGD
 from metamd.rivals.learned.schedule import SCHEDULE
 from metamd.rivals.ours import learned_rival
-from metamd.rivals.packages import PACKAGES
-
-_PLAIN: dict[str, Rival] = {r.name: r for r in [*CLASSICAL, *PACKAGES, HYPERGRADIENT]}
-
-RIVALS = _PLAIN | {r.name: r for r in (averaged(_PLAIN[name]) for name in ("sgdm", "adam", "adamw", "muon", "soap"))}
-"""Those that need no learning, by name."""
+from metamd.rivals.table import RIVALS
 
 LEARNERS: dict[str, Learner] = {r.name: r for r in (META_SGD, ARUBA, ARUBA_PLUS, SCHEDULE, LSTM)}
 """Those that are learned on the family first, by name: `LEARNERS["aruba"].rival(family)`."""

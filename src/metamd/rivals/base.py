@@ -40,28 +40,15 @@ class Range:
             raise ValueError(f"a range needs 0 < low < high, got low={self.low}, high={self.high}.")
 
     def at(self, place: float) -> float:
-        """The value at a place between 0 and 1, to six digits, so that records are readable and exact.
-
-        Args:
-            place: 0 is the low end.
-        """
+        """The value at a place between 0 and 1, to six digits, so that records are readable and exact."""
         return float(f"{self.low * (self.high / self.low) ** place:.6g}")
 
     def points(self, count: int) -> list[float]:
-        """Values at equal distances, the ends among them.
-
-        Args:
-            count: how many; a single one lies in the middle.
-        """
+        """Values at equal distances, the ends among them; a single one lies in the middle."""
         return [self.at(i / (count - 1)) if count > 1 else self.at(0.5) for i in range(count)]
 
     def at_edge(self, value: float, share: float = 0.02) -> bool:
-        """Whether a value lies at an end of the range, so that a better one may lie beyond.
-
-        Args:
-            value: the best found, say.
-            share: of the range that counts as its end.
-        """
+        """Whether a value lies in the first or last share of the range, so that a better one may lie beyond."""
         return not share < self.place(value) < 1 - share
 
     def place(self, value: float) -> float:
@@ -108,12 +95,7 @@ class Rival:
     unlearned: str = ""
 
     def was_learned_on(self, domain: str, tasks: Iterable[str]) -> bool:
-        """Whether it was learned on this domain or on any of these tasks, so that they are not held out.
-
-        Args:
-            domain: its name.
-            tasks: their hashes.
-        """
+        """Whether it was learned on this domain or on any task with these hashes, so that they are not held out."""
         return domain in self.domains or not set(self.tasks).isdisjoint(tasks)
 
     def with_setting(self, schedule: Schedule = "constant", **setting: float) -> "Contender":
@@ -174,11 +156,7 @@ class Tuning:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Tuning":
-        """From what `to_json` made, among other entries.
-
-        Args:
-            found: as it was read.
-        """
+        """From what `to_json` made, among other entries."""
         best = tuple(math.inf if x is None else float(x) for x in found["best_so_far"])
         return cls(int(found["gradients"]), best, tuple(map(str, found["at_edge"])))
 
@@ -200,19 +178,11 @@ class Contender:
     tuning: Tuning | None = field(default=None, compare=False)
 
     def start(self, named: Named) -> Stepper:
-        """The optimiser, ready for its first step.
-
-        Args:
-            named: the parameters to train.
-        """
+        """The optimiser before its first step."""
         return self.rival.make(named, self.setting)
 
     def share(self, done: float) -> float:
-        """The factor on the learning rate; the horizon is the same for all contenders.
-
-        Args:
-            done: the share of the steps that is.
-        """
+        """The factor on the learning rate after this share of the steps; the horizon is the same for all contenders."""
         return interpolate(self.rival.knots, done) if self.schedule == "learned" else SCHEDULES[self.schedule](done)
 
     def describe(self) -> dict[str, Any]:
@@ -226,22 +196,13 @@ class Contender:
 
 
 def contender_key(description: Mapping[str, Any]) -> str:
-    """The short name of a contender from its description.
-
-    Args:
-        description: as `Contender.describe` gives it.
-    """
+    """The short name of a contender, from what `Contender.describe` says."""
     text = json.dumps(description, sort_keys=True)
     return f"{description['rival']}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
 def searched(rival: Rival, names: Sequence[str]) -> list[str]:
-    """Those of these hyperparameters that a rival has; a rival without weight decay is searched in its rate alone.
-
-    Args:
-        rival: what is tuned.
-        names: what a protocol searches.
-    """
+    """Those of these hyperparameters that a rival has; a rival without weight decay is searched in its rate alone."""
     found = [n for n in names if n in rival.space]
     if not found:
         raise ValueError(f"{rival.title} can be searched in {', '.join(rival.space) or 'nothing'}, got {', '.join(names)}.")

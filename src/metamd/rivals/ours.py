@@ -8,7 +8,7 @@ from metamd.files.usage import SCHEDULES, Usage
 from metamd.optimiser.averaging import AveragingName
 from metamd.optimiser.optimiser import MetaMD, refreshed
 from metamd.rivals.base import Named, Range, Rival, Setting
-from metamd.rivals.classical import DECAY
+from metamd.rivals.table import DECAY
 
 COSTS = ("gradient_evaluations", "hessian_vector_products", "seconds")
 

@@ -7,7 +7,6 @@ and zeta are not published for runs of this length: zeta^2 is the mean of the fi
 first rate, so that it starts as SGD with that rate.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,60 +15,38 @@ from torch import Tensor
 
 from metamd.inner.run import Cost, not_finite, train
 from metamd.rivals.base import Named, Setting
-from metamd.rivals.learned.learners import Learner, PerCoordinate, sampled
-from metamd.tasks.base import Task, TaskFamily
+from metamd.rivals.learned import Learner, PerCoordinate, sampled
+from metamd.tasks.base import TaskFamily
 
 TASKS, FIRST_RATE = 10, 0.05
 
 
 def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
-    """b and G, as `b/<name>` and `G/<name>`.
-
-    Args:
-        family: what to learn on.
-        seed: of the tasks.
-    """
-    began, gradients, counted = time.perf_counter(), 0, 0
+    """b and G, as `b/<name>` and `G/<name>`."""
+    spent, counted = Cost(), 0
     b: dict[str, Tensor] = {}
     g: dict[str, Tensor] = {}
     rate, zeta = FIRST_RATE, 0.0
     for task in sampled(family, TASKS, seed, "aruba"):
         start = task.init()
-        rates = {n: (b[n] / g[n]).sqrt() if b else torch.full_like(x, rate) for n, x in start.items()}
-        end, squares, taken = run(task, start, rates)
-        gradients += taken
-        if not all(bool(x.isfinite().all()) for x in end.values()):
+        rule = FixedRates(start, {n: (b[n] / g[n]).sqrt() if b else torch.full_like(x, rate) for n, x in start.items()})
+        done = train(task, rule, task.steps, until=not_finite)
+        spent += done.cost
+        if done.diverged or not all(bool(x.isfinite().all()) for x in rule.params.values()):
             rate /= 4  # a run that diverged says nothing but this
             b = {n: x / 16 for n, x in b.items()}
             continue
         counted += 1
         if not b:
-            numbers = sum(x.numel() for x in squares.values())
-            zeta = float(sum(x.sum() for x in squares.values())) / numbers
+            numbers = sum(x.numel() for x in rule.squares.values())
+            zeta = float(sum(x.sum() for x in rule.squares.values())) / numbers
             b, g = ({n: torch.zeros_like(x) for n, x in start.items()} for _ in range(2))
         for n in b:
-            b[n] += rate**2 * zeta / counted + 0.5 * (end[n] - start[n]).square()
-            g[n] += zeta / counted + squares[n]
+            b[n] += rate**2 * zeta / counted + 0.5 * (rule.params[n] - start[n]).square()
+            g[n] += zeta / counted + rule.squares[n]
     if not b:
         raise ValueError(f"ARUBA diverged on all {TASKS} tasks, with rates down to {rate:g}.")
-    found = {f"b/{n}": x for n, x in b.items()} | {f"G/{n}": x for n, x in g.items()}
-    return found, Cost(gradients=gradients, seconds=time.perf_counter() - began)
-
-
-def run(
-    task: Task, start: Mapping[str, Tensor], rates: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """The end of a training with fixed rates, its sums of squared gradients, and how many gradients it took.
-
-    Args:
-        task: what is trained.
-        start: where.
-        rates: by name.
-    """
-    rule = FixedRates(start, rates)
-    done = train(task, rule, task.steps, until=not_finite)
-    end = {n: torch.full_like(x, torch.nan) for n, x in start.items()} if done.diverged else rule.params
-    return end, rule.squares, done.cost.gradients
+    return {f"b/{n}": x for n, x in b.items()} | {f"G/{n}": x for n, x in g.items()}, spent
 
 
 class FixedRates:
@@ -97,13 +74,7 @@ def _fixed(named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> Per
 
 
 class RunningRates:
-    """ARUBA++: rate_i = sqrt(b_i / (G_i + squared gradients of this run)).
-
-    Args:
-        named: the parameters.
-        tensors: as `learn` makes them.
-        setting: `lr`, a factor.
-    """
+    """ARUBA++: rate_i = sqrt(b_i / (G_i + squared gradients of this run))."""
 
     def __init__(self, named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> None:
         _fixed(named, tensors, setting)  # refuses what does not fit

@@ -5,7 +5,6 @@ two of 20, and windows of 10 steps, where it has 20: on a CPU.
 """
 
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.func import functional_call
 
 from metamd.inner.run import Cost, gradient
 from metamd.rivals.base import Named, Setting
-from metamd.rivals.learned.learners import Learner, sampled
+from metamd.rivals.learned import Learner, sampled
 from metamd.tasks.base import TaskFamily, derive_seed, seeded
 
 UNITS, WINDOW, WINDOWS, TASKS = 8, 10, 10, 15
@@ -33,22 +32,13 @@ class Rule(nn.Module):
         self.output = nn.Linear(UNITS, 1)
 
     def forward(self, grads: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """The steps and the new memory.
-
-        Args:
-            grads: (coordinates,).
-            memory: of the cell.
-        """
+        """The steps, (coordinates,), and the new memory."""
         hidden, state = self.cell(prepared(grads), memory)
         return OUTPUT * self.output(hidden)[:, 0], (hidden, state)
 
 
 def prepared(grads: Tensor) -> Tensor:
-    """(log|g| / p, sign g) where |g| >= exp(-p), else (-1, exp(p) g), with p = 10.
-
-    Args:
-        grads: (coordinates,).
-    """
+    """(log|g| / p, sign g) where |g| >= exp(-p), else (-1, exp(p) g), with p = 10."""
     size = grads.abs()
     large = size >= math.exp(-SHARPNESS)
     logs = torch.where(large, size.clamp_min(math.exp(-SHARPNESS)).log() / SHARPNESS, -1.0)
@@ -56,13 +46,8 @@ def prepared(grads: Tensor) -> Tensor:
 
 
 def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
-    """The weights of the rule.
-
-    Args:
-        family: what to learn on.
-        seed: of the weights and the tasks.
-    """
-    began, taken = time.perf_counter(), 0
+    """The weights of the rule."""
+    taken = 0
     with seeded(derive_seed(seed, "lstm")):
         rule = Rule()
     nn.init.zeros_(rule.output.bias)
@@ -91,16 +76,11 @@ def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
             outer.step()
             params = {n: x.detach() for n, x in params.items()}
             memory = (memory[0].detach(), memory[1].detach())
-    weights = {n: p.detach().clone() for n, p in rule.named_parameters()}
-    return weights, Cost(gradients=taken, seconds=time.perf_counter() - began)
+    return {n: p.detach().clone() for n, p in rule.named_parameters()}, Cost(gradients=taken)
 
 
 def blank(coordinates: int) -> Memory:
-    """The memory before the first step.
-
-    Args:
-        coordinates: of all parameters.
-    """
+    """The memory before the first step."""
     return torch.zeros(coordinates, UNITS), torch.zeros(coordinates, UNITS)
 
 
@@ -110,24 +90,13 @@ def flat(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def moved(params: Mapping[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
-    """The parameters after a step.
-
-    Args:
-        params: by name.
-        steps: (coordinates,), in their order.
-    """
+    """The parameters after a step, whose coordinates are in their order."""
     parts = torch.split(steps, [x.numel() for x in params.values()])
     return {n: x + d.view_as(x).to(x.dtype) for (n, x), d in zip(params.items(), parts, strict=True)}
 
 
 class LearnedRule:
-    """The trained LSTM as an optimiser.
-
-    Args:
-        named: the parameters.
-        tensors: the weights.
-        setting: `lr`, a factor.
-    """
+    """The trained LSTM as an optimiser."""
 
     def __init__(self, named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> None:
         self.named, self.weights = dict(named), dict(tensors)

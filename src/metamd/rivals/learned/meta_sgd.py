@@ -4,15 +4,13 @@ For runs of hundreds of steps the unrolled part is a window of a few steps that 
 it, on the next batch, is differentiated with respect to the logarithms of the rates. The start is not learned: it is given.
 """
 
-import time
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from metamd.inner.run import Cost, gradient
-from metamd.rivals.base import Named, Setting
-from metamd.rivals.learned.learners import Learner, PerCoordinate, sampled
+from metamd.rivals.learned import Learner, PerCoordinate, sampled
 from metamd.tasks.base import Task, TaskFamily
 
 TASKS, WINDOW, WINDOWS = 12, 5, 20
@@ -20,13 +18,8 @@ FIRST_RATE, OUTER_RATE = 0.05, 0.03
 
 
 def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
-    """The rates by name.
-
-    Args:
-        family: what to learn on.
-        seed: of the tasks.
-    """
-    began, inner = time.perf_counter(), 0
+    """The rates by name."""
+    inner = 0
     logs = {n: torch.full_like(x, FIRST_RATE).log_().requires_grad_() for n, x in family.example().items()}
     outer = torch.optim.Adam(logs.values(), lr=OUTER_RATE)
     for task in sampled(family, TASKS, seed, "meta-sgd"):
@@ -44,22 +37,13 @@ def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
                 x.grad = torch.nan_to_num(g)
             outer.step()
             params = {n: x.detach() for n, x in end.items()}
-    cost = Cost(gradients=inner, hvps=inner, seconds=time.perf_counter() - began)
-    return {n: x.detach().exp() for n, x in logs.items()}, cost
+    return {n: x.detach().exp() for n, x in logs.items()}, Cost(gradients=inner, hvps=inner)
 
 
 def unrolled(
     task: Task, params: Mapping[str, Tensor], logs: Mapping[str, Tensor], first: int, steps: int
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The end of a few steps and the loss on the batch that follows, as functions of the logarithms of the rates.
-
-    Args:
-        task: what is trained.
-        params: where.
-        logs: by name.
-        first: the number of the first step.
-        steps: how many.
-    """
+    """The end of a few steps and the loss on the batch that follows, as functions of the logarithms of the rates."""
     here = {n: x.detach().requires_grad_() for n, x in params.items()}
     # Not `inner.run.train`: these steps keep their graph, because the rates are differentiated through them.
     for t in range(first, first + steps):
@@ -68,8 +52,4 @@ def unrolled(
     return here, task.loss(here, task.batch(first + steps))
 
 
-def _make(named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> PerCoordinate:
-    return PerCoordinate(named, tensors, setting)
-
-
-META_SGD = Learner("meta-sgd", "Meta-SGD", learn, _make)
+META_SGD = Learner("meta-sgd", "Meta-SGD", learn, PerCoordinate)

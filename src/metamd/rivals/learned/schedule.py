@@ -8,7 +8,6 @@ data. The rates with the smallest loss are kept, and a run that ends higher than
 """
 
 import math
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch.func import grad, jvp, vmap
 
 from metamd.inner.run import Cost
 from metamd.rivals.base import Named, Setting
-from metamd.rivals.learned.learners import Learner, sampled
+from metamd.rivals.learned import Learner, sampled
 from metamd.tasks.base import Task, TaskFamily
 
 WINDOWS, MOMENTUM = 10, 0.9
@@ -27,13 +26,8 @@ OUTER_STEPS, FIRST_RATE, FIRST_SIZE, JUDGES = 8, 0.01, 0.7, 4
 
 
 def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
-    """The rates, as `rates`, and the horizon.
-
-    Args:
-        family: what to learn on.
-        seed: of the tasks.
-    """
-    began, spent = time.perf_counter(), Cost()
+    """The rates, as `rates`, and the horizon."""
+    spent = Cost()
     logs = torch.full((WINDOWS,), FIRST_RATE, dtype=torch.float64).log()
     size, before = torch.full_like(logs, FIRST_SIZE), torch.zeros_like(logs)
     best, best_logs, best_sign = math.inf, logs, torch.ones_like(logs)
@@ -49,8 +43,7 @@ def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
         sign = slope.sign()
         size = torch.where(sign * before < 0, size / 2, size)
         logs, before = logs - size * sign, sign
-    tensors = {"rates": best_logs.exp(), "steps": torch.tensor(float(family.steps))}
-    return tensors, Cost(spent.gradients, spent.hvps, time.perf_counter() - began)
+    return {"rates": best_logs.exp(), "steps": torch.tensor(float(family.steps))}, spent
 
 
 def run(task: Task, logs: Tensor) -> tuple[Tensor, Tensor, Cost]:
@@ -58,10 +51,6 @@ def run(task: Task, logs: Tensor) -> tuple[Tensor, Tensor, Cost]:
 
     v <- m v + g, theta <- theta - r v; with a tangent of both for each rate that was used so far,
     dv <- m dv + H dtheta, dtheta <- dtheta - r dv - [this rate] r v.
-
-    Args:
-        task: what is trained.
-        logs: the logarithms of the rates.
     """
     theta = {n: x.detach() for n, x in task.init().items()}
     velocity = {n: torch.zeros_like(x) for n, x in theta.items()}
@@ -96,13 +85,7 @@ def _curvature(task: Task, theta: Mapping[str, Tensor], batch: Any, d: Mapping[s
 
 
 class Scheduled:
-    """SGD with momentum and the learned rates; after the horizon the last one stays.
-
-    Args:
-        named: the parameters.
-        tensors: as `learn` makes them.
-        setting: `lr`, a factor.
-    """
+    """SGD with momentum and the learned rates; after the horizon the last one stays."""
 
     def __init__(self, named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> None:
         self.params = [p for _, p in named]

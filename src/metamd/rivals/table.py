@@ -1,0 +1,172 @@
+"""The rivals that need no learning: each with its class, the ranges in which it is tuned, and its setting without tuning.
+
+The ranges were fixed before any result was seen. They contain the published grids, and the default rate of every rival. The
+defaults are those of torch.optim and of the packages, except where a comment says otherwise.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from torch import optim
+
+from metamd.inner.run import Stepper
+from metamd.rivals.base import Named, Range, Rival, Setting
+from metamd.rivals.optimisers import Averaged, HypergradientSGD, MuonAndAdamW
+
+DECAY = Range(1e-6, 1e-2)
+"""Of the weight decay, where it is a part of the gradient."""
+
+DECOUPLED = Range(1e-5, 1.0)
+"""Of the weight decay, where it is multiplied with the learning rate."""
+
+_DECAYS = (0.001, 0.0001, 0.0005)
+PAPER = {"lr": (0.1, 0.05, 0.01, 0.005, 0.001), "weight_decay": _DECAYS}
+PAPER_ADAM = {"lr": (0.3, 0.2, 0.1, 0.01, 0.001), "weight_decay": _DECAYS}
+"""The grids of the paper's appendix [GaoMetaMD2022], for SGD, SGD-M and RMSprop, and for Adam."""
+
+
+def built(optimiser: Callable[..., Stepper] | str, **fixed: Any) -> Callable[[Named, Setting], Stepper]:
+    """The `make` of a rival that is one class of torch's interface, or "package.Class", imported when it is used.
+
+    Hyperparameters are its keyword arguments, as `fixed` are; beta1 and beta2 make betas.
+    """
+
+    def make(named: Named, setting: Setting) -> Stepper:
+        arguments: dict[str, Any] = {**setting, **fixed}
+        if "beta1" in arguments:
+            arguments["betas"] = (arguments.pop("beta1"), arguments.pop("beta2"))
+        chosen = _imported(optimiser) if isinstance(optimiser, str) else optimiser
+        return chosen([p for _, p in named], **arguments)
+
+    return make
+
+
+def _imported(place: str) -> Callable[..., Stepper]:
+    package, name = place.rsplit(".", 1)
+    try:
+        found: Callable[..., Stepper] = getattr(import_module(package), name)
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{name} comes with the package {package}, which is not installed. Run: pip install 'metamd[rivals]'"
+        ) from None
+    return found
+
+
+def _rival(
+    name: str,
+    title: str,
+    make: Callable[[Named, Setting], Stepper],
+    rate: tuple[float, float],
+    defaults: Mapping[str, float],
+    decay: Range = DECAY,
+    **others: Any,
+) -> Rival:
+    """A rival that is tuned in learning rate and weight decay, without decay by default."""
+    setting = {"lr": defaults["lr"], "weight_decay": 0.0, **defaults}
+    return Rival(name, title, make, {"lr": Range(*rate), "weight_decay": decay}, setting, **others)
+
+
+_ADAM = {"beta1": 0.9, "beta2": 0.999}
+
+_TORCH = [  # in their fastest form on CPU
+    _rival("sgd", "SGD", built(optim.SGD, fused=True), (1e-3, 10), {"lr": 1e-3}, grid=PAPER),
+    _rival("sgdm", "SGD-M", built(optim.SGD, fused=True), (1e-4, 1), {"lr": 1e-3, "momentum": 0.9}, grid=PAPER),
+    _rival(
+        "nesterov",
+        "Nesterov",
+        built(optim.SGD, nesterov=True, fused=True),
+        (1e-4, 1),
+        {"lr": 1e-3, "momentum": 0.9},
+        grid=PAPER,
+    ),
+    _rival("adam", "Adam", built(optim.Adam, fused=True), (1e-4, 1), {"lr": 1e-3, **_ADAM}, grid=PAPER_ADAM),
+    _rival(
+        "adamw",
+        "AdamW",
+        built(optim.AdamW, fused=True),
+        (1e-4, 1),
+        {"lr": 1e-3, "weight_decay": 0.01, **_ADAM},
+        DECOUPLED,
+        grid=PAPER_ADAM,
+    ),
+    _rival(
+        "rmsprop",
+        "RMSprop",
+        built(optim.RMSprop, foreach=True),
+        (1e-4, 1),
+        {"lr": 1e-2, "alpha": 0.99, "momentum": 0.0},
+        grid=PAPER,
+    ),
+    _rival("adagrad", "AdaGrad", built(optim.Adagrad, fused=True), (1e-4, 1), {"lr": 1e-2}, grid=PAPER),
+    _rival("muon", "Muon + AdamW", MuonAndAdamW, (1e-4, 1), {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95}, DECOUPLED),
+]
+
+# the class's own defaults start after 25 steps and renew the roots every 1,000: nothing for runs of 500
+_SHAMPOO = {"start_preconditioning_step": 10, "preconditioning_compute_steps": 10, "block_size": 256}
+
+_ALONE: dict[str, Any] = {"schedules": ("constant",)}
+"""Of a rival that has its own way in the place of a schedule."""
+
+_PACKAGES = [
+    _rival(
+        "soap",
+        "SOAP",
+        built("pytorch_optimizer.SOAP", precondition_frequency=10),
+        (1e-4, 0.1),
+        {"lr": 3e-3, "beta1": 0.95, "beta2": 0.95},
+    ),
+    _rival("shampoo", "Shampoo", built("pytorch_optimizer.ScalableShampoo", **_SHAMPOO), (1e-4, 1), {"lr": 1e-3, **_ADAM}),
+    _rival(
+        "schedule-free",
+        "Schedule-Free AdamW",
+        built("schedulefree.AdamWScheduleFree"),
+        (1e-4, 0.1),
+        {"lr": 2.5e-3, **_ADAM},
+        **_ALONE,
+    ),
+    _rival(
+        "schedule-free-sgd",
+        "Schedule-Free SGD",
+        built("schedulefree.SGDScheduleFree"),
+        (1e-2, 30),
+        {"lr": 1.0, "momentum": 0.9},
+        **_ALONE,
+    ),
+    # their rate is a factor on the one that they find
+    _rival("prodigy", "Prodigy", built("prodigyopt.Prodigy"), (0.1, 10), {"lr": 1.0, **_ADAM}),
+    _rival("dadapt", "D-Adaptation", built("pytorch_optimizer.DAdaptAdam"), (0.1, 10), {"lr": 1.0, **_ADAM}),
+]
+
+_HYPERGRADIENT = Rival(
+    "hypergradient",
+    "Hypergradient descent",
+    HypergradientSGD,
+    {"lr": Range(1e-3, 10), "beta": Range(1e-6, 1e-1)},
+    {"lr": 1e-3, "beta": 1e-3},
+    **_ALONE,
+)
+
+
+def averaged(rival: Rival) -> Rival:
+    """The same rival, judged by the tail average of its iterates, as MetaMD may be: it is nobody's privilege.
+
+    Args:
+        rival: one without modes of its own.
+
+    Example:
+        >>> averaged(RIVALS["adam"]).name
+        'adam-averaged'
+    """
+
+    def make(named: Named, setting: Setting) -> Averaged:
+        return Averaged(rival.make(named, setting), [p for _, p in named])
+
+    return replace(rival, name=f"{rival.name}-averaged", title=f"{rival.title}, averaged", make=make)
+
+
+RIVALS: dict[str, Rival] = {r.name: r for r in (*_TORCH, *_PACKAGES, _HYPERGRADIENT)}
+"""Those that need no learning, by name."""
+
+RIVALS |= {r.name: r for r in (averaged(RIVALS[name]) for name in ("sgdm", "adam", "adamw", "muon", "soap"))}

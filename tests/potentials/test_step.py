@@ -8,7 +8,7 @@ from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, NegativeEntropy, PN
 from metamd.inner.estimators.step import Passage, Recursion
 from metamd.inner.run import MirrorDescent, gradient, run_inner
 from metamd.inner.together import run_many
-from metamd.learning.trial import train as trial
+from metamd.learning.trials import run_usage as trial
 from metamd.potentials.base import Move
 from metamd.potentials.step import Stepping
 from tests.helpers import random_basis, randomised

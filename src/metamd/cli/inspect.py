@@ -159,9 +159,7 @@ def _header_table(file: str, learned: LearnedOptimiser, found: Card | None) -> T
     shown["task_hashes"] = _count(learned.header.task_hashes, "task", "used in learning")
     shown["held_out"] = _held_out(learned.header.held_out)
     if learned.header.usage is not None:
-        shown["usage"] = (
-            f"{learned.usage}; MetaMD(params, learned, steps=T) does so, MetaMD(params, learned) does not"
-        )
+        shown["usage"] = f"{learned.usage}; MetaMD(params, learned, steps=T) does so, MetaMD(params, learned) does not"
     for name, value in shown.items():
         table.add_row(Text(name), Text(_plain(name, value)))
     return table

@@ -155,7 +155,7 @@ class ClosedForm(Estimator):
             raise ValueError(f"there must be one weight for every run, got {len(weights)} for {len(runs)} runs.")
         if potential.basis.kind == "both":
             raise ValueError(
-                "in a basis of both sides the best metric is not known coordinate by coordinate. Learn anew from Kronecker()."
+                "in a basis of both sides the best metric is not known by coordinate. Learn anew from Kronecker()."
             )
         shares = [1.0] * len(runs) if weights is None else list(weights)
         used = [(s, moments_of(r, potential, regret)) for s, r in zip(shares, runs, strict=True) if not r.diverged]

@@ -449,7 +449,7 @@ def test_bad_options_are_refused_with_a_sentence(call, sentence):
     ("field", "value", "sentence"),
     [
         ("usage", {"metric": "learned"}, "usage must have metric, momentum, schedule, factor"),
-        ("usage", {**Usage().to_dict(), "momentum": "0.9"}, "the momentum of usage must be of type float"),
+        ("usage", {**Usage().to_dict(), "momentum": "0.9"}, "the momentum of usage must be a finite number"),
         ("usage", {**Usage().to_dict(), "momentum": 1.5}, "Invalid momentum value"),
         ("online", {**Online().to_dict(), "scale": {"nowhere": 1.0}}, "the scale of online has 'nowhere'"),
         ("online", {**Online().to_dict(), "scale": {"x": "1"}}, "the scale of online must map names to numbers"),

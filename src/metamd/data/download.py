@@ -25,12 +25,8 @@ CHUNK = 2**16
 def download(file: RemoteFile, folder: Path, *, rounds: int = 3, timeout: float = 30.0, pause: float = 1.0) -> Path:
     """The path of an official file in `folder`, fetched from the first mirror that serves it whole.
 
-    Args:
-        file: what to fetch and what it must be.
-        folder: where to keep it.
-        rounds: how often to go through the mirrors; one that served a wrong file is not asked again.
-        timeout: seconds to wait for a connection, and for each next piece of the file.
-        pause: seconds before the second round, doubled before each further one.
+    A mirror that served a wrong file is not asked again. `timeout` is for a connection and for each next piece of the file;
+    `pause` is before the second round through the mirrors, and doubles before each further one.
     """
     target = folder / file.name
     with locked(folder / f"{file.name}.lock"):

@@ -33,8 +33,8 @@ class Evaluation:
 class Task(ABC):
     """One training problem: where it starts, its batches, and its loss.
 
-    Everything is a pure function of the config: step t's batch can be had again at any time, which Hessian-vector
-    products, recomputation, antithetic pairs and bit-exact resumption need.
+    Everything is a pure function of the config, so that the batch of a step can be had again at any time. Hessian-vector
+    products, recomputation, antithetic pairs and bit-exact resumption need that.
 
     Args:
         config: what the task was built from.
@@ -66,8 +66,8 @@ class Task(ABC):
     def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
         """A function of the parameters: the loss on a fixed part of the training split, cheap enough to watch a run by.
 
-        The batch of a step is no such measure: it is noisy, and the first of many noisy losses below a target comes too
-        early. Without examples to choose from, as here, it is the loss on the whole training split.
+        The loss of a batch is no such measure: the first of many noisy losses below a target comes too early. A task
+        without examples to choose from takes the whole training split.
 
         Args:
             examples: how many, at most; the same ones for all tasks on the same data.
@@ -178,7 +178,7 @@ def derive_seed(*parts: int | str) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's global generators start from a seed inside, and go on outside as if nothing had happened."""
+    """Within the block torch's global generators start from a seed; after it they go on as if nothing had happened."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
@@ -223,14 +223,9 @@ def check_config(config: Config, family: str, *keys: str) -> None:
 
 
 class Shuffle:
-    """Batches without replacement: a new permutation per epoch, the ragged end left out.
+    """Batches without replacement: a new permutation of the examples per epoch, the ragged end left out.
 
-    A pure function of (seed, step): steps can be asked for in any order, and again.
-
-    Args:
-        examples: how many there are.
-        batch_size: how many of them in a batch.
-        seed: of the permutations.
+    A batch is a pure function of (seed, step): steps can be asked for in any order, and again.
     """
 
     def __init__(self, examples: int, batch_size: int, seed: int) -> None:

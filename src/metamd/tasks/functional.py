@@ -106,14 +106,7 @@ def _mix(h: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all tasks of a supervised family share.
-
-    Args:
-        make_model: a new model at every call.
-        loss_fn: of (outputs, targets), averaged over the batch.
-        batch_size: examples per step.
-        steps: T.
-    """
+    """What all tasks of a supervised family share; `loss_fn` takes (outputs, targets) and averages over the batch."""
 
     make_model: Callable[[], nn.Module]
     loss_fn: LossFn

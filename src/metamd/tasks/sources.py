@@ -41,10 +41,7 @@ _PAIRS = [("inputs", "targets"), ("images", "labels"), ("x", "y"), ("X", "y")]
 def read_all(datasets: Mapping[str, Source | Mapping[Split, Source]], shares: Shares, seed: int) -> dict[str, Splits]:
     """Every dataset in memory, split, and checked against the others.
 
-    Args:
-        datasets: by name: one source, which is then split at random, or a source for each split.
-        shares: of training, validation and test in a source that has no splits of its own.
-        seed: decides which example goes where.
+    `shares` are those of training, validation and test in a source without splits; `seed` decides which example goes where.
     """
     if not isinstance(datasets, Mapping):
         raise TypeError(
@@ -77,14 +74,7 @@ def fingerprint(splits: Splits) -> str:
 
 
 def read(source: Source, name: str) -> Arrays:
-    """One source as inputs and targets.
-
-    Args:
-        source: tensors, a torch Dataset of (input, target) pairs, the path of an `.npz` file with `inputs` and `targets`
-            (also: `images` and `labels`, `x` and `y`), or a folder of images as `image_folder` reads it. A Dataset is read
-            once; augmentations are frozen by that.
-        name: for the error messages.
-    """
+    """One source as inputs and targets; a Dataset is read once, which freezes its augmentations."""
     if isinstance(source, str | PathLike):
         path = Path(source)
         pair: tuple[Any, ...] = image_folder(path) if path.is_dir() else _read_npz(path, name)

@@ -59,12 +59,7 @@ class Late:
 
 
 class Wrapped(TaskFamily):
-    """A family whose tasks differ in one respect from those of another.
-
-    Args:
-        family: what the tasks are.
-        name: of this family; that of the other by default.
-    """
+    """A family whose tasks differ in one respect from those of another, and which may have another name."""
 
     def __init__(self, family: TaskFamily, name: str | None = None) -> None:
         super().__init__(name or family.name, family.steps, shared_loss=family.shared_loss)
@@ -93,12 +88,7 @@ class Wrapped(TaskFamily):
 
 
 class SharedStart(Wrapped):
-    """See `starting_at`.
-
-    Args:
-        family: what the tasks are.
-        start: theta_1 of all of them.
-    """
+    """See `starting_at`."""
 
     def __init__(self, family: TaskFamily, start: Mapping[str, Tensor] | Late) -> None:
         super().__init__(family)
@@ -133,13 +123,7 @@ class SharedStart(Wrapped):
 
 
 class Variant(Wrapped):
-    """The tasks of a family as a domain with a name of its own.
-
-    Args:
-        family: what the tasks are.
-        name: of the domain, for comparisons.
-        gain: the factor on the initial parameters.
-    """
+    """The tasks of a family as a domain with a name of its own, their initial parameters multiplied by `gain`."""
 
     def __init__(self, family: TaskFamily, name: str, gain: float = 1.0) -> None:
         if not gain > 0:

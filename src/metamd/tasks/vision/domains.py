@@ -91,12 +91,9 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset as loaded: the official training images and the official test images.
+    """A dataset as loaded, by official split: uint8 images (number, channels, height, width), int64 labels.
 
-    Args:
-        images: uint8, (number, channels, height, width), by official split.
-        labels: int64, by official split.
-        origin: what a table must say of each official split, in JSON's types; no path, which differs by machine.
+    `origin` is what a table must say of each split, in JSON's types; it has no path, which differs by machine.
     """
 
     images: Mapping[str, Tensor]

@@ -140,14 +140,7 @@ def _digits() -> tuple[list[str], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Training:
-    """How the tasks of an image family train: cross-entropy of a model of the paper.
-
-    Args:
-        model: a name in `metamd.models.MODELS`.
-        batch_size: images per step.
-        steps: T.
-        options: further arguments of the model.
-    """
+    """How the tasks of an image family train: cross-entropy of a model of `metamd.models.MODELS` with these options."""
 
     model: str
     batch_size: int
@@ -178,7 +171,7 @@ class ImageFamily(DatasetFamily):
 
     Args:
         name: of the family.
-        collection: the domains.
+        collection: all domains, those of both sides.
         training: how a task trains.
         how: what else `describe` says.
         hold_out: the domain kept from training, or None.

@@ -74,7 +74,7 @@ def record_as_run_inner(task, lr):
     """The same run as `run_inner`'s, by the optimiser and an ordinary loop."""
     named = {n: nn.Parameter(x) for n, x in task.init().items()}
     optimiser = MetaMD(list(named.items()), Diagonal(), lr=lr)
-    recorder = Recorder(optimiser, steps=task.steps, name=f"task {task.config['seed']}")
+    recorder = Recorder(optimiser, name=f"task {task.config['seed']}")
     for t in range(task.steps):
         optimiser.zero_grad()
         task.loss(named, task.batch(t)).backward()
@@ -268,7 +268,7 @@ def night(geometry, seed, steps=200):
         model.bias.zero_()
     named = model.named_parameters()
     optimiser = torch.optim.SGD(named, lr=0.05) if geometry is None else MetaMD(named, geometry)
-    recorder = Recorder(optimiser, name=str(seed), phases=1)
+    recorder = Recorder(optimiser, name=str(seed))
     for _ in range(steps):
         x, noise = (torch.randn(16, k, generator=g, dtype=torch.float64) for k in (10, 1))
         optimiser.zero_grad()

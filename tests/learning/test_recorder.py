@@ -8,7 +8,6 @@ from torch import nn
 
 import metamd
 from metamd import Diagonal, MetaMD, Recorder
-from metamd.learning.recorder import PhaseSums
 from metamd.potentials.tying import stored_shape, tied_shape
 from tests.helpers import equal_parameters, random_geometry, small_model, train
 
@@ -36,9 +35,9 @@ def gradients(model, t, scale=1.0):
     return loss
 
 
-def by_hand(model, optimiser, steps=STEPS, phases=3, seen=None):
+def by_hand(model, optimiser, steps=STEPS, seen=None):
     """Train, and add up squares with plain loops; `seen` changes the gradients before the step, as clipping does."""
-    sums = {n: torch.zeros(phases, *p.shape, dtype=p.dtype) for n, p in model.named_parameters()}
+    sums = {n: torch.zeros(1, *p.shape, dtype=p.dtype) for n, p in model.named_parameters()}
     rms = {}
     for t in range(steps):
         gradients(model, t)
@@ -46,7 +45,7 @@ def by_hand(model, optimiser, steps=STEPS, phases=3, seen=None):
             seen(model)
         for n, p in model.named_parameters():
             if p.grad is not None:
-                sums[n][t * phases // steps] += p.grad * p.grad
+                sums[n][0] += p.grad * p.grad
                 rms.setdefault(n, float((p.grad**2).mean().sqrt()))
         optimiser.step()
     return sums, rms
@@ -61,7 +60,7 @@ def test_sums_start_end_and_first_gradients_are_those_of_a_plain_loop(make):
     model = small_model(dtype=torch.float64)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimiser = make(model)
-    recorder = Recorder(optimiser, steps=STEPS, batch_size=8, name="one")
+    recorder = Recorder(optimiser, batch_size=8, name="one")
     sums, rms = by_hand(model, optimiser)
     run = recorder.finish()
     assert close(run.squares, sums)
@@ -96,40 +95,12 @@ def test_a_tied_record_is_the_full_one_added_up(tying):
     full, tied = full.finish(), tied.finish()
     for n, p in model.named_parameters():
         shape = tuple(p.shape)
-        assert tied.squares[n].shape == (3, *stored_shape(tying, shape))
-        summed = full.squares[n].sum_to_size(3, *tied_shape(tying, shape)).reshape(tied.squares[n].shape)
+        assert tied.squares[n].shape == (1, *stored_shape(tying, shape))
+        summed = full.squares[n].sum_to_size(1, *tied_shape(tying, shape)).reshape(tied.squares[n].shape)
         assert torch.allclose(tied.squares[n], summed, rtol=1e-12)
     assert close(full.tied_squares(tying), tied.tied_squares(tied.tying))
     with pytest.raises(ValueError, match=f"recorded with the tying '{tying}', from which 'parameter' cannot be computed"):
         tied.tied_squares("parameter")
-
-
-# phases
-
-
-@pytest.mark.parametrize("phases", [1, 2, 3, 5])
-def test_phases_of_a_run_of_unknown_length(phases):
-    """The total is exact, short runs are exact, and no phase is off by more than a bucket at each border."""
-    for steps in [*range(1, 40), 100, 257]:
-        known, unknown = PhaseSums(phases, steps), PhaseSums(phases)
-        g = torch.Generator().manual_seed(steps)
-        terms = torch.rand(steps, generator=g, dtype=torch.float64)
-        for term in terms:
-            known.add({"x": term})
-            unknown.add({"x": term})
-        exact, found = known.by_phase()["x"], unknown.by_phase()["x"]
-        assert torch.isclose(found.sum(), terms.sum(), rtol=1e-12)
-        if steps <= 2 * phases:
-            assert torch.allclose(found, exact, rtol=1e-12)
-        assert unknown.width <= max(1, steps / phases)
-        assert bool(((found - exact).abs() <= 2 * unknown.width).all())
-
-
-def test_steps_beyond_the_plan_belong_to_the_last_phase():
-    sums = PhaseSums(3, planned=6)
-    for _ in range(10):
-        sums.add({"x": torch.ones(())})
-    assert sums.by_phase()["x"].tolist() == [2, 2, 6]
 
 
 # what people do between backward and step
@@ -181,7 +152,7 @@ class IgnoresScaler(Recorder):
 def records_what_was_clipped(kind):
     model = small_model(dtype=torch.float64)
     optimiser = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    recorder = kind(optimiser, steps=STEPS)
+    recorder = kind(optimiser)
     return close(by_hand(model, optimiser, seen=clip)[0], recorder.finish().squares)
 
 
@@ -198,7 +169,7 @@ class Untidy(torch.optim.SGD):
 def records_what_the_optimiser_was_given(kind):
     model = small_model(dtype=torch.float64)
     optimiser = Untidy(model.named_parameters(), lr=0.1)
-    recorder = kind(optimiser, steps=STEPS)
+    recorder = kind(optimiser)
     return close(by_hand(model, optimiser)[0], recorder.finish().squares)
 
 
@@ -220,7 +191,7 @@ def scaled(kind, fused, *, unscale_first=False, **options):
     """Mixed precision's loop on the CPU: scaled losses, and one overflow at step 3."""
     model = small_model()
     optimiser = torch.optim.Adam(model.named_parameters(), lr=0.01, fused=fused)
-    recorder = kind(optimiser, steps=6, **options)
+    recorder = kind(optimiser, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     sums = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for t in range(6):
@@ -308,7 +279,7 @@ def test_groups_missing_gradients_and_late_parameters():
     groups = [{"params": [(f"0.{n}", p) for n, p in first], "lr": 0.1}]
     optimiser = torch.optim.SGD(groups, lr=0.01)
     model[0].bias.requires_grad_(False)
-    recorder = Recorder(optimiser, phases=1)
+    recorder = Recorder(optimiser)
     for t in range(3):
         gradients(model, t)
         optimiser.step()
@@ -372,7 +343,7 @@ def test_wrapper_prefixes_are_stripped():
 def test_bfloat16_is_summed_in_float32():
     model = small_model(dtype=torch.bfloat16)
     optimiser = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    recorder = Recorder(optimiser, phases=1)
+    recorder = Recorder(optimiser)
     sums = {n: torch.zeros(1, *p.shape) for n, p in model.named_parameters()}
     for t in range(50):
         gradients(model, t)
@@ -400,8 +371,6 @@ def test_what_cannot_be_recorded_is_refused_with_a_sentence():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"phases": 0}, "phases must be at least 1, got 0"),
-        ({"steps": 0}, "steps must be at least 1, got 0. Leave it out"),
         ({"batch_size": -1}, "batch_size must be at least 1"),
         ({"tying": "row"}, "tying must be one of parameter, .* got 'row'"),
     ],
@@ -421,13 +390,12 @@ def test_something_that_is_no_optimiser_is_refused():
 # resuming
 
 
-@pytest.mark.parametrize("steps", [None, 17])
 @pytest.mark.parametrize("tying", ["parameter", "channel"])
-def test_a_resumed_record_equals_an_uninterrupted_one(steps, tying):
+def test_a_resumed_record_equals_an_uninterrupted_one(tying):
     def made():
         model = small_model()
         optimiser = torch.optim.Adam(model.named_parameters(), lr=0.01)
-        return model, optimiser, Recorder(optimiser, steps=steps, tying=tying)
+        return model, optimiser, Recorder(optimiser, tying=tying)
 
     model, optimiser, whole = made()
     train(model, optimiser, 17)
@@ -457,10 +425,25 @@ def test_a_state_does_not_change_with_the_run_it_was_taken_from():
     assert state["steps"] == 3
 
 
+def test_a_state_of_an_earlier_version_is_continued():
+    """It had the sums of several parts of the run."""
+    model = small_model()
+    optimiser = torch.optim.Adam(model.named_parameters())
+    recorder = Recorder(optimiser)
+    train(model, optimiser, 3)
+    state = recorder.state_dict()
+    parts = {n: torch.stack([x / 4, x / 2, x / 4]) for n, x in state["sums"].items()}
+    again = Recorder(optimiser)
+    again.load_state_dict({**state, "version": 1, "phases": 3, "planned": None, "width": 1, "sums": parts})
+    assert again.finish().fingerprint() == recorder.finish().fingerprint()
+    with pytest.raises(ValueError, match="must have the version 1 or 2, got 3"):
+        Recorder(optimiser).load_state_dict({**state, "version": 3})
+
+
 def test_a_state_of_another_run_is_refused():
     optimiser = torch.optim.Adam(small_model().named_parameters())
-    state = Recorder(optimiser, phases=2).state_dict()
-    with pytest.raises(ValueError, match="made with phases = 2, but this Recorder has 3"):
+    state = Recorder(optimiser, tying="channel").state_dict()
+    with pytest.raises(ValueError, match="made with tying = 'channel', but this Recorder has 'parameter'"):
         Recorder(optimiser).load_state_dict(state)
     other = nn.Linear(2, 2)
     theirs = torch.optim.SGD(other.named_parameters(), lr=0.1)

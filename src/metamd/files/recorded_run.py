@@ -38,7 +38,8 @@ class Run:
     Args:
         start: theta_1 by tensor name, in the order of the layers.
         end: theta_{T+1}.
-        squares: sum_t g_t^2 by tensor name, (phases, ...), over coordinates that share a metric.
+        squares: sum_t g_t^2 by tensor name, (1, ...), over coordinates that share a metric. Runs that earlier versions
+            recorded have several rows, one for each part of the run.
         gradient_rms: root mean square of each tensor's first gradient; zero where none came.
         steps: T.
         tying: which coordinates share a metric.
@@ -66,7 +67,7 @@ class Run:
 
     @property
     def phases(self) -> int:
-        """Into how many parts of equal length the sums are divided."""
+        """How many rows the sums have."""
         return len(next(iter(self.squares.values())))
 
     @cached_property

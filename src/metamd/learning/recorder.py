@@ -12,7 +12,7 @@ from metamd.potentials.forms import grouped_squares, widen
 from metamd.potentials.sharding import is_sharded
 from metamd.potentials.tying import TyingName, clean_names, some, stored_shape, tied_shape
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class Recorder:
@@ -24,9 +24,6 @@ class Recorder:
     Args:
         optimiser: any torch optimiser whose parameters have names.
         tying: which coordinates will share a metric; coarser ones can still be chosen by `learn`.
-        phases: into how many parts of equal length the sums are divided.
-        steps: T, if it is known. Otherwise sums are kept in 2 `phases` buckets whose length doubles, and the bucket on the
-            border of two phases is shared between them.
         named: `model.named_parameters()`, for an optimiser that was built without names.
         batch_size: examples per gradient, for the record.
         name: what sentences and files call the run.
@@ -48,20 +45,19 @@ class Recorder:
         optimiser: Optimizer,
         *,
         tying: TyingName = "parameter",
-        phases: int = 3,
-        steps: int | None = None,
         named: Iterable[tuple[str, Tensor]] | None = None,
         batch_size: int | None = None,
         name: str = "",
     ) -> None:
-        _check(optimiser, tying, phases, steps, batch_size)
+        _check(optimiser, tying, batch_size)
         self.optimiser, self.tying, self.batch_size, self.name = optimiser, tying, batch_size, name
         self._given = None if named is None else {id(p): n for n, p in named}
         self._names: dict[int, str] = {}
         self._params: dict[str, Tensor] = {}
         self._start: dict[str, Tensor] = {}
         self._rms: dict[str, float] = {}
-        self._sums = PhaseSums(phases, steps)
+        self._sums: dict[str, Tensor] = {}
+        self._steps = 0
         self._pending: dict[str, Tensor] | None = None
         self._finished = False
         self._scan()
@@ -73,7 +69,7 @@ class Recorder:
     @property
     def steps(self) -> int:
         """How many steps were recorded so far."""
-        return self._sums.steps
+        return self._steps
 
     def detach(self) -> None:
         """Stop recording and leave the optimiser as it was."""
@@ -91,14 +87,11 @@ class Recorder:
                 "optimiser that trains."
             )
         self._finished = True
-        squares = {n: s.cpu() for n, s in self._sums.by_phase().items()}
-        for n, x in self._start.items():
-            if n not in squares:
-                squares[n] = torch.zeros(self._sums.phases, *stored_shape(self.tying, tuple(x.shape)))
+        none = {n: torch.zeros(stored_shape(self.tying, tuple(x.shape))) for n, x in self._start.items()}
         return Run(
             start={n: x.cpu() for n, x in self._start.items()},
             end={n: self._params[n].detach().clone().cpu() for n in self._start},
-            squares={n: squares[n] for n in self._start},
+            squares={n: self._sums.get(n, none[n]).cpu()[None] for n in self._start},
             gradient_rms={n: self._rms.get(n, 0.0) for n in self._start},
             steps=self.steps,
             tying=self.tying,
@@ -161,7 +154,9 @@ class Recorder:
         for n in staged:
             if n not in self._rms:
                 self._rms[n] = float(staged[n].sum(dtype=torch.float64) / max(self._params[n].numel(), 1)) ** 0.5
-        self._sums.add(staged)
+                self._sums[n] = torch.zeros_like(staged[n])
+        torch._foreach_add_([self._sums[n] for n in staged], list(staged.values()))
+        self._steps += 1
 
     def _scan(self) -> None:
         """Find the names of all parameters; those that are added during a run start where they are then."""
@@ -199,7 +194,8 @@ class Recorder:
             "tying": self.tying,
             "start": {n: x.clone() for n, x in self._start.items()},
             "gradient_rms": dict(self._rms),
-            **self._sums.state_dict(),
+            "steps": self._steps,
+            "sums": {n: x.clone() for n, x in self._sums.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -208,13 +204,13 @@ class Recorder:
         Args:
             state: what `state_dict` gave, of a recorder with the same options on an optimiser of the same parameters.
         """
-        mine = {"version": STATE_VERSION, "tying": self.tying, "phases": self._sums.phases, "planned": self._sums.planned}
-        for key, value in mine.items():
-            if state.get(key) != value:
-                raise ValueError(
-                    f"this record was made with {key} = {state.get(key)!r}, but this Recorder has {value!r}. "
-                    "Make the Recorder with the options of the run that is continued."
-                )
+        if state.get("version") not in (1, STATE_VERSION):
+            raise ValueError(f"a record must have the version 1 or {STATE_VERSION}, got {state.get('version')!r}.")
+        if state.get("tying") != self.tying:
+            raise ValueError(
+                f"this record was made with tying = {state.get('tying')!r}, but this Recorder has {self.tying!r}. "
+                "Make the Recorder with the options of the run that is continued."
+            )
         for n, x in state["start"].items():
             if n not in self._params or x.shape != self._params[n].shape:
                 raise ValueError(
@@ -224,77 +220,8 @@ class Recorder:
         devices = {n: p.device for n, p in self._params.items()}
         self._start = {n: x.to(devices[n], copy=True) for n, x in state["start"].items()}
         self._rms = dict(state["gradient_rms"])
-        self._sums.load_state_dict(state, devices)
-
-
-class PhaseSums:
-    """Sums over the steps of a run by phase, also when nobody knows beforehand how long the run will be.
-
-    Unknown lengths are kept in 2 `phases` buckets; when all are full, neighbours are merged and buckets hold twice as many
-    steps. The total is exact; a phase is off by no more than what one bucket at each of its borders holds.
-
-    Args:
-        phases: how many parts of equal length.
-        planned: T, if it is known; what comes after it belongs to the last phase.
-    """
-
-    def __init__(self, phases: int, planned: int | None = None) -> None:
-        self.phases, self.planned, self.steps, self.width = phases, planned, 0, 1
-        self.buckets = 2 * phases if planned is None and phases > 1 else phases
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, terms: Mapping[str, Tensor]) -> None:
-        """Count one step.
-
-        Args:
-            terms: what to add, by name.
-        """
-        for n, x in terms.items():
-            if n not in self._sums:
-                self._sums[n] = x.new_zeros(self.buckets, *x.shape)
-        bucket = self._bucket()
-        torch._foreach_add_([self._sums[n][bucket] for n in terms], list(terms.values()))
-        self.steps += 1
-
-    def _bucket(self) -> int:
-        if self.phases == 1:
-            return 0
-        if self.planned is not None:
-            return min(self.steps * self.phases // self.planned, self.phases - 1)
-        if self.steps == self.width * self.buckets:
-            for s in self._sums.values():
-                s[: self.phases] = s[::2] + s[1::2]
-                s[self.phases :] = 0
-            self.width *= 2
-        return self.steps // self.width
-
-    def by_phase(self) -> dict[str, Tensor]:
-        """The sums, (phases, ...) by name."""
-        if self.buckets == self.phases:
-            return {n: s.clone() for n, s in self._sums.items()}
-        parts = self._parts()
-        return {n: torch.tensordot(parts.to(s.device, s.dtype), s, dims=1) for n, s in self._sums.items()}
-
-    def _parts(self) -> Tensor:
-        """Which part of every bucket belongs to which phase, (phases, buckets)."""
-        parts = torch.zeros(self.phases, self.buckets, dtype=torch.float64)
-        borders = [-(-p * self.steps // self.phases) for p in range(self.phases + 1)]
-        for b in range(self.buckets):
-            low, high = b * self.width, min((b + 1) * self.width, self.steps)
-            for p in range(self.phases):
-                shared = min(high, borders[p + 1]) - max(low, borders[p])
-                parts[p, b] = max(shared, 0) / max(high - low, 1)
-        return parts
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, in tensors and plain types."""
-        kept = {"phases": self.phases, "planned": self.planned, "steps": self.steps, "width": self.width}
-        return {**kept, "sums": {n: s.clone() for n, s in self._sums.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any], devices: Mapping[str, torch.device]) -> None:
-        """Continue with the sums of a `state_dict`, on these devices."""
-        self.steps, self.width = state["steps"], state["width"]
-        self._sums = {n: s.to(devices[n], copy=True) for n, s in state["sums"].items()}
+        sums = state["sums"] if state["version"] > 1 else {n: x.sum(0) for n, x in state["sums"].items()}  # 1 had parts
+        self._sums, self._steps = {n: x.to(devices[n], copy=True) for n, x in sums.items()}, state["steps"]
 
 
 def _dense(name: str, grad: Tensor | None) -> Tensor:
@@ -307,13 +234,10 @@ def _dense(name: str, grad: Tensor | None) -> Tensor:
     return widen(grad)
 
 
-def _check(optimiser: Optimizer, tying: str, phases: int, steps: int | None, batch_size: int | None) -> None:
+def _check(optimiser: Optimizer, tying: str, batch_size: int | None) -> None:
     if not isinstance(optimiser, Optimizer):
         raise TypeError(f"Recorder needs a torch optimiser, got {type(optimiser).__name__}. Pass the one that trains.")
     if tying not in get_args(TyingName):
         raise ValueError(f"tying must be one of {', '.join(get_args(TyingName))}; got {tying!r}.")
-    if phases < 1:
-        raise ValueError(f"phases must be at least 1, got {phases}. One phase is the whole run.")
-    for name, value in (("steps", steps), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}. Leave it out if it is not known.")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out if it is not known.")

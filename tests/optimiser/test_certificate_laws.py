@@ -9,8 +9,9 @@ from metamd.optimiser.certificate.sums import Sums
 from metamd.potentials import diagonal, forms
 from metamd.potentials.forms import Solution
 from tests.certified_runs import random_bundle, random_run
+from tests.helpers import draws
 
-MIXTURES, BUNDLES, RUNS = 2000, 80, 100  # 2,000 runs of mixtures, 8,000 of one piece
+MIXTURES, BUNDLES, RUNS = draws(2000), draws(80), 100  # in full, 2,000 runs of mixtures and 8,000 of one piece
 
 
 def broken_laws(certificate, size, definition=None):
@@ -32,6 +33,7 @@ def broken_laws(certificate, size, definition=None):
     return [law for law, held in laws.items() if not held]
 
 
+@pytest.mark.law
 def test_mixtures_obey_the_laws(monkeypatch):
     """Kinks, offsets, both centres, schedules, decay, averages; the weights solved for exactly, or hardly at all."""
     kinks, ratios = 0, []
@@ -47,6 +49,7 @@ def test_mixtures_obey_the_laws(monkeypatch):
     assert np.mean(np.array(ratios) > 0.8) > 0.1, "bounds that are never approached say little"
 
 
+@pytest.mark.law
 def test_single_pieces_obey_the_laws():
     """Each tensor of a bundle is a run of its own, with its own rate and decay: the shares by layer are certificates."""
     for seed in range(BUNDLES):

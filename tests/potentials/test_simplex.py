@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from metamd.potentials import forms as simplex
-from tests.helpers import brute_force_weights
+from tests.helpers import brute_force_weights, draws
 
 
 def problem(seed, pieces, size, spread, offsets, start="vertex"):
@@ -33,10 +33,12 @@ def h(d, y, b, w):
     return 0.5 * (y * y / (w @ d)).sum() - w @ b
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("size", [1, 2, 3, 10, 100, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_agrees_with_brute_force(pieces, size):
-    for seed in range(12):
+    for k in range(draws(30)):
+        seed = k + pieces + size  # a tenth has all spreads, offsets and starts among its sizes and pieces
         spread = (0.5, 2, 8)[seed % 3]
         d, y, b, w = problem(100 * pieces + seed, pieces, size, spread, seed % 2 == 0, ("vertex", "inside")[seed % 4 // 2])
         found = simplex.solve(evaluator(d, y), w, b, tolerance=1e-15)
@@ -73,8 +75,9 @@ def test_optimal_points_lie_on_kinks_and_off_them():
     spread=st.floats(0, 8),
     offsets=st.booleans(),
 )
+@pytest.mark.law
 @example(seed=0, pieces=3, size=3, spread=1.1794627807221372e-10, offsets=False)  # its model has a singular matrix
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=draws(300), deadline=None)
 def test_h_never_increases_and_weights_stay_in_the_simplex(seed, pieces, size, spread, offsets):
     d, y, b, w = problem(seed, pieces, size, spread, offsets, "inside")
     found = simplex.solve(evaluator(d, y), w, b, tolerance=1e-15)

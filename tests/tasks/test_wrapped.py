@@ -12,7 +12,7 @@ from metamd import Diagonal, meta_train, tasks
 from metamd.cli.main import main
 from metamd.inner.run import run_inner
 from metamd.inner.together import run_many
-from metamd.learning.network import refinement
+from metamd.learning.meta import refinement
 from metamd.tasks.vision import families
 from metamd.tasks.vision.families import leave_one_out
 from metamd.tasks.wrapped import Counted, read_parameters, starting_at

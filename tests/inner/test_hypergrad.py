@@ -337,7 +337,7 @@ def test_a_fixed_comparator_does_not_follow_the_run():
 
 @pytest.mark.parametrize("task", [Quadratic(0, 12, wave=0.1), TanhNet(0, 7), ConvNet()], ids=["quadratic", "tanh", "conv"])
 def test_products_in_turn_are_those_of_all_at_once(task):
-    from metamd.inner.estimators.forward import batched, in_turn
+    from metamd.inner.estimators.forward import batched
 
     g = torch.Generator().manual_seed(0)
     leaves = {n: x.detach().requires_grad_() for n, x in task.init().items()}
@@ -345,7 +345,7 @@ def test_products_in_turn_are_those_of_all_at_once(task):
     _, grads = gradient(task, leaves, task.batch(0), graph=True)
     together = {n: x.clone() for n, x in batched({n: 1 * y for n, y in grads.items()}, leaves, z).items()}
     _, grads = gradient(task, leaves, task.batch(0), graph=True)
-    apart = in_turn(grads, leaves, z)
+    apart = batched(grads, leaves, z, in_turn=True)
     assert all(torch.allclose(apart[n], together[n], rtol=1e-10, atol=1e-12) for n in leaves)
 
 

@@ -70,7 +70,7 @@ class StepRule(Protocol):
         """The parameters that a model is judged with: not the point of the gradient where iterates are averaged."""
 
 
-Rule = Callable[[int, Sequence[float], Params], str]
+Until = Callable[[int, Sequence[float], Params], str]
 """Why a run is given up, in a sentence, from the step, the losses until then and the gradients; empty if it is not."""
 
 Watch = Callable[[int, Tensor, Params], object]
@@ -104,7 +104,7 @@ def explodes(step: int, losses: Sequence[float], grads: Params) -> str:
 
 
 def train(
-    task: Problem, rule: StepRule, steps: int | range, *, watch: Watch | None = None, until: Rule | None = explodes
+    task: Problem, rule: StepRule, steps: int | range, *, watch: Watch | None = None, until: Until | None = explodes
 ) -> Training:
     """Train a task: batch, loss and gradient at the rule's point, then its step.
 
@@ -194,13 +194,9 @@ class OptimiserSteps:
 
 
 def gradient(task: Problem, params: Params, batch: Any, *, graph: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss on a batch and its gradient; a parameter that the loss ignores has a gradient of zero.
+    """The loss on a batch and its gradient, zero for a parameter that the loss ignores.
 
-    Args:
-        task: the problem.
-        params: where.
-        batch: on what.
-        graph: whether the gradient can be differentiated again; `params` must then require gradients.
+    With `graph` both can be differentiated again; `params` must then require gradients.
     """
     with torch.enable_grad():
         leaves = dict(params) if graph else {n: x.detach().requires_grad_() for n, x in params.items()}
@@ -214,20 +210,9 @@ def gradient(task: Problem, params: Params, batch: Any, *, graph: bool = False) 
 
 
 def laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient with the strides of its parameter, which `backward` sees to and `torch.autograd.grad` does not.
-
-    Where images are in channels-last memory, so are the gradients of the kernels that are convolved with them. Torch's fused
-    optimisers go through the memory of both as it comes, and would take each number for that of another entry.
-
-    Args:
-        parameter: the parameter.
-        gradient: its gradient, of the same shape.
-
-    Example:
-        >>> kernel = torch.zeros(2, 3, 5, 5)
-        >>> laid_out_like(kernel, torch.ones(2, 3, 5, 5).to(memory_format=torch.channels_last)).is_contiguous()
-        True
-    """
+    """The gradient with the strides of its parameter, which `backward` sees to and `torch.autograd.grad` does not."""
+    # The gradients of kernels are in channels-last memory where the images are. Torch's fused optimisers go through the
+    # memory of both as it comes, and would take each number for that of another entry.
     return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 
@@ -237,14 +222,7 @@ def has_exploded(first: float, loss: float) -> bool:
 
 
 def trouble(step: int, first: float, loss: float, norm: float) -> str:
-    """Why a run cannot go on, in a sentence; empty if it can.
-
-    Args:
-        step: t, counted from 0.
-        first: the loss at the start.
-        loss: the loss now.
-        norm: the gradient's norm now.
-    """
+    """Why a run cannot go on, in a sentence, from its first loss, the present one and the norm of the gradient."""
     advice = "Lower lr or start from larger metrics."
     if not math.isfinite(loss):
         where = f"at step {step}" if step else "at the start, before any step was taken"

@@ -7,6 +7,7 @@ For a direction v in the space of (log_d, offsets), z_t = d theta_t . v obeys z_
 import math
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,39 +131,28 @@ def hessian_products(
     """
     leaves = {n: x.detach().requires_grad_() for n, x in params.items()}
     loss, grads = gradient(task, leaves, batch, graph=True)
-    products = (in_turn if _convolves(loss) else batched)(grads, leaves, tangents)
+    products = batched(grads, leaves, tangents, in_turn=_convolves(loss))
     return loss.detach(), {n: g.detach() for n, g in grads.items()}, products
 
 
-def batched(outputs: Params, inputs: Params, rows: Params) -> dict[str, Tensor]:
-    """sum over outputs of <row, d output / d input>, for every input and all rows of cotangents at once."""
+def batched(outputs: Params, inputs: Params, rows: Params, *, in_turn: bool = False) -> dict[str, Tensor]:
+    """sum over outputs of <row, d output / d input>, for every input and all rows of cotangents, at once or in turn."""
     live = [n for n, y in outputs.items() if y.requires_grad]  # a gradient can be constant
     count = len(next(iter(rows.values())))
-    found: tuple[Tensor | None, ...] = (None,) * len(inputs)
-    if live:
-        found = torch.autograd.grad(
+    found = {n: x.new_zeros(count, *x.shape) for n, x in inputs.items()}
+    parts: list[Any] = list(range(count)) if in_turn else [slice(None)]
+    for part in parts if live else []:
+        products = torch.autograd.grad(
             [outputs[n] for n in live],
             list(inputs.values()),
-            [rows[n].contiguous() for n in live],
+            [rows[n][part].contiguous() for n in live],
+            retain_graph=part != parts[-1],
             allow_unused=True,
-            is_grads_batched=True,
+            is_grads_batched=not in_turn,
         )
-    return {n: x.new_zeros(count, *x.shape) if f is None else f for (n, x), f in zip(inputs.items(), found, strict=True)}
-
-
-def in_turn(outputs: Params, inputs: Params, rows: Params) -> dict[str, Tensor]:
-    """What `batched` finds, one row after the other."""
-    live = {n: y for n, y in outputs.items() if y.requires_grad}
-    count = len(next(iter(rows.values())))
-    found = {n: x.new_zeros(count, *x.shape) for n, x in inputs.items()}
-    for i in range(count if live else 0):
-        weights = [rows[n][i] for n in live]
-        each = torch.autograd.grad(
-            list(live.values()), list(inputs.values()), weights, allow_unused=True, retain_graph=i + 1 < count
-        )
-        for into, product in zip(found.values(), each, strict=True):
+        for into, product in zip(found.values(), products, strict=True):
             if product is not None:
-                into[i] = product
+                into[part] = product
     return found
 
 

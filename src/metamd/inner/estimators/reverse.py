@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -67,20 +67,12 @@ class Reverse(Estimator):
         return Hypergradient(adjoint.log_d, adjoint.offsets, float(objective.value(run, leaf).detach()), run, cost)
 
 
+@dataclass
 class Past:
-    """The steps on a tape, which know their derivatives once there is an adjoint to ask.
+    """The steps on a tape. It is apart from the tape, which has the graph: nodes that knew that would keep it alive."""
 
-    It is apart from the tape, which has the graph: nodes of a graph that knew it would keep themselves alive.
-    """
-
-    def __init__(self) -> None:
-        self.passages: list[Passage] = []
-        self.adjoint: Adjoint | None = None
-
-    def pull(self, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
-        """Back over the last step that is left."""
-        assert self.adjoint is not None
-        return self.adjoint.pull(self.passages.pop(), cotangents)
+    passages: list[Passage] = field(default_factory=list)
+    adjoint: "Adjoint | None" = None
 
 
 class _Taken(torch.autograd.Function):
@@ -96,16 +88,11 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.past.pull(cotangents))
+        return (None, None, *ctx.past.adjoint.pull(ctx.past.passages.pop(), cotangents))
 
 
 class Tape:
-    """Steps of a run in one graph, which leads from each to the next, so that one pass goes back over all of them.
-
-    Args:
-        walk: the run.
-        head: theta_t where the tape begins.
-    """
+    """Steps of a run in one graph, which leads from each to the next, so that one pass goes back over all of them."""
 
     def __init__(self, walk: MirrorDescent, head: Params) -> None:
         self.walk, self._past = walk, Past()

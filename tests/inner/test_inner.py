@@ -79,6 +79,10 @@ def test_kinks_happen_in_these_settings():
     assert (run.weights.max(1) < 1).any()
 
 
+def shares(sums):
+    return sums.by_piece or {n: s.unsqueeze(0) for n, s in sums.squares().items()}
+
+
 def shares_bound_the_sum(sums, task, options):
     """The shares give the local-norm sum at the run's metrics, and an upper bound on it at any others."""
     phi = potential_for(task, **options)
@@ -87,10 +91,10 @@ def shares_bound_the_sum(sums, task, options):
     with torch.no_grad():
         for _, grads, weights, _ in path:
             collected.add(grads, weights)
-        here = float(local_norm(collected.by_piece(), phi))
+        here = float(local_norm(shares(collected), phi))
         exact = here == pytest.approx(sum_of(phi, path), rel=1e-10)
         others = [potential_for(task, seed=s, **options) for s in range(1, 6)]
-        above = all(float(local_norm(collected.by_piece(), o)) >= sum_of(o, path) * (1 - 1e-10) for o in others)
+        above = all(float(local_norm(shares(collected), o)) >= sum_of(o, path) * (1 - 1e-10) for o in others)
     return exact and above
 
 
@@ -99,7 +103,7 @@ class PlainShares(GradientSums):
 
     def _share(self, name, square, weights):
         for j, w in enumerate(weights):
-            self._pieces[name][j] += float(w) * square
+            self.by_piece[name][j] += float(w) * square
 
 
 @settings

@@ -61,23 +61,28 @@ class Iterate:
         return self.moved({k: v + by for k, v in self.log_d.items()}, self.offsets * math.exp(by))
 
     def halfway(self, other: "Iterate") -> "Iterate":
-        """The geometric mean of two metrics."""
+        """The geometric mean of two metrics; that of two matrices is diagonal in a basis of its own."""
         offsets = torch.lerp(self.offsets, other.offsets, 0.5)
         log_d = {k: torch.lerp(v, other.log_d[k], 0.5) for k, v in self.log_d.items() if v.shape == other.log_d[k].shape}
-        turned, basis = halfway(self, other)
-        return self.moved(log_d | turned, offsets, basis)
+        if not isinstance(self.basis, Learned):
+            return self.moved(log_d, offsets)
+        factors = self.basis.factors()
+        for key in _keys(self.basis):
+            d, vectors = torch.linalg.eigh(geometric_mean(_metric(self, key).matrix, _metric(other, key).matrix))
+            middle = Metric(vectors, d)
+            # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
+            rank = self.basis.rank_of(f"right/{key}")
+            columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, rank)
+            factors[f"right/{key}"] = columns.float().contiguous()
+            log_d[key] = numbers.log().to(self.log_d[key].dtype).unsqueeze(0)
+        return self.moved(log_d, offsets, self.basis.with_factors(factors))
 
 
 @dataclass(frozen=True)
 class Turned:
-    """Metrics in a new basis.
+    """Metrics of the weight matrices in a new basis, by key.
 
-    Args:
-        log_d: of the weight matrices, by key.
-        basis: the new basis.
-        changes: root mean square change of log D along the way, by "side/key".
-        before: the bound of the matrices with the metrics before.
-        after: and with those now.
+    With the root mean square change of log D by factor, and the bound of the matrices before and after.
     """
 
     log_d: dict[str, Tensor]
@@ -89,12 +94,7 @@ class Turned:
 
 @dataclass(frozen=True)
 class Metric:
-    """D = Q diag(d) Q' of one side of a matrix.
-
-    Args:
-        vectors: Q, (n, n).
-        d: (n,).
-    """
+    """D = Q diag(d) Q' on the input side of a weight matrix."""
 
     vectors: Tensor
     d: Tensor
@@ -127,13 +127,9 @@ def compared(iterate: Iterate) -> list[str]:
 
 
 def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments | None = None) -> Turned:
-    """To the minimisers X^-1 # Y of all matrices, or as far as the trust region reaches, in the bases they are diagonal in.
+    """To the minimisers X^-1 # Y of all matrices, in the bases they are diagonal in.
 
-    Args:
-        now: the metrics so far.
-        moments: what the runs say.
-        reach: the largest change of log D in any direction.
-        half: what every other run says, which `shrinkage="auto"` needs.
+    No direction's log D changes by more than `reach`. For `shrinkage="auto"`, `half` is what every other run says.
     """
     basis = now.basis
     if not isinstance(basis, Learned):
@@ -141,7 +137,7 @@ def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments | 
     log_d: dict[str, Tensor] = {}
     changes: dict[str, float] = {}
     factors, before, after = basis.factors(), 0.0, 0.0
-    for key in dict.fromkeys(basis.places[n].key for n in basis.learnable()):
+    for key in _keys(basis):
         factor, present = f"right/{key}", _metric(now, key)
         x, y = moments.x[factor], moments.y[factor]
         shares = basis.shrinkage
@@ -158,33 +154,10 @@ def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments | 
     return Turned(log_d, basis.with_factors(factors), changes, before, after)
 
 
-def halfway(a: Iterate, b: Iterate) -> tuple[dict[str, Tensor], Basis]:
-    """The geometric means of the metrics of two iterates, where they have learned bases, and the basis of these."""
-    basis = a.basis
-    if not isinstance(basis, Learned):
-        return {}, basis
-    log_d, factors = {}, basis.factors()
-    for key in dict.fromkeys(basis.places[n].key for n in basis.learnable()):
-        d, vectors = torch.linalg.eigh(geometric_mean(_metric(a, key).matrix, _metric(b, key).matrix))
-        middle = Metric(vectors, d)
-        # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
-        rank = basis.rank_of(f"right/{key}")
-        columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, rank)
-        factors[f"right/{key}"] = columns.float().contiguous()
-        log_d[key] = numbers.log().to(a.log_d[key].dtype).unsqueeze(0)
-    return log_d, basis.with_factors(factors)
-
-
 def best_shares(x: Tensor, y: Tensor, x_half: Tensor, y_half: Tensor) -> tuple[float, float]:
     """The shares of their mean diagonals that X and Y are to be given: those of the lowest bound on tasks not learned from.
 
     D is computed from half of the tasks and its bound tr(D X) + tr(D^-1 Y) from the other half, both ways.
-
-    Args:
-        x: X, summed over tasks.
-        y: Y.
-        x_half: X of half of the tasks.
-        y_half: their Y.
     """
     halves = [(x_half, y_half), (x - x_half, y - y_half)]
     if any(not float(m.trace()) > 0 for half in halves for m in half):
@@ -258,6 +231,10 @@ def _whole(columns: Tensor, numbers: Tensor) -> Metric:
     return Metric(q, d)
 
 
+def _keys(basis: Learned) -> list[str]:
+    return list(dict.fromkeys(basis.places[n].key for n in basis.learnable()))
+
+
 def _metric(iterate: Iterate, key: str) -> Metric:
     """The metric of a weight in float64."""
     d, columns = iterate.log_d[key][0].detach().double().cpu().exp(), iterate.basis.factors().get(f"right/{key}")
@@ -271,10 +248,6 @@ def _metric(iterate: Iterate, key: str) -> Metric:
 
 def geometric_mean(a: Tensor, b: Tensor) -> Tensor:
     """A # B = A^1/2 (A^-1/2 B A^-1/2)^1/2 A^1/2, the middle of the geodesic between two positive definite matrices.
-
-    Args:
-        a: A.
-        b: B.
 
     Example:
         >>> geometric_mean(torch.eye(2).double() * 4, torch.eye(2).double() * 9)
@@ -290,9 +263,7 @@ def geometric_mean(a: Tensor, b: Tensor) -> Tensor:
 def best_metric(x: Tensor, y: Tensor) -> Tensor:
     """X^-1 # Y, the minimiser D of tr(D X) + tr(D^-1 Y): the positive definite solution of D X D = Y.
 
-    Args:
-        x: X, positive definite.
-        y: Y, positive semi-definite.
+    X is positive definite, Y positive semi-definite.
 
     Example:
         >>> best_metric(torch.eye(2).double() * 4, torch.eye(2).double() * 9)
@@ -317,18 +288,10 @@ def symmetric(a: Tensor) -> Tensor:
 
 
 def towards(now: tuple[Tensor, Tensor], best: Tensor, reach: float) -> tuple[Tensor, Tensor]:
-    """The way from D to another metric along the geodesic, every direction's logarithm by at most `reach`.
+    """The way from D = V diag(d) V' to B along the geodesic, and the changes of the logarithms, at most `reach` each.
 
     With D^-1/2 B D^-1/2 = Q diag(e) Q' the result is D^1/2 Q diag(clamp(log e)) Q' D^1/2; between metrics that commute
     this limits the change of each log d on its own.
-
-    Args:
-        now: V and d of D = V diag(d) V'.
-        best: B.
-        reach: the largest change of a logarithm.
-
-    Returns:
-        The metric, and the changes of logarithms that were made.
     """
     vectors, d = now
     half, back = vectors * d.sqrt(), vectors / d.sqrt()

@@ -422,14 +422,14 @@ class MirrorDescent:
             steps=self.steps,
             diverged=self.diverged,
             cost=cost,
-            shares=self._sums.by_piece(),
+            shares=self._sums.by_piece,
             weights=np.array(self._weights).reshape(-1, self.potential.pieces),
             gaps=np.array(self._gaps[: len(self._losses)]),
             switches=sum(a != b for a, b in pairwise(supports)),
             largest_gradient=self._largest,
             gradient_sum=self._gradient_sum,
             linear=self._linear,
-            products=self._sums.products(),
+            products=self._sums.products,
         )
         return referred(run, self.task, reference)
 

@@ -29,17 +29,21 @@ class GradientSums:
 
     Args:
         potential: the bound potential.
-        products: whether to add up what a learned basis is computed from; for one piece.
+        products: whether to add up G'G of the weight matrices, which a learned basis is computed from; for one piece.
     """
 
     def __init__(self, potential: MaxDiagonal, *, products: bool = False) -> None:
-        self.potential = potential
-        self._products = Products(potential) if products and isinstance(potential.basis, Learned) else None
+        self.potential, self.basis = potential, potential.basis
         metrics = {n: potential.metric(n) for n in potential.slots}
+        self.products: dict[str, Tensor] = {}
+        if products and isinstance(self.basis, Learned):
+            sizes = {n: self.basis.places[n].sizes["right"] for n in self.basis.learnable()}
+            self.products = {f"right/{n}": metrics[n].detach().new_zeros(size, size) for n, size in sizes.items()}
         self._squares = {n: d.new_zeros(d.shape[1:]) for n, d in metrics.items()}
         self._views = {n: scalar(x) for n, x in self._squares.items()}
-        self._pieces = {n: torch.zeros_like(d) for n, d in metrics.items()} if potential.pieces > 1 else {}
-        plain = not self._pieces and self._products is None and potential.basis.kind == "identity"
+        # sum_t w_j D_j^2 / D(w_t)^2 g_t^2, (N, ...) by tensor, if there are several pieces
+        self.by_piece = {n: torch.zeros_like(d) for n, d in metrics.items()} if potential.pieces > 1 else {}
+        plain = not self.by_piece and self.basis.kind == "identity"
         self._one_each = plain and all(x.ndim == 0 for x in self._views.values())
         self._counted = dict.fromkeys(metrics, 0.0)
 
@@ -49,13 +53,14 @@ class GradientSums:
             for n, norm in zip(grads, norms, strict=True):
                 self._counted[n] += norm * norm
             return
-        if self._products is not None:
-            self._products.add(grads)
         for n, grad in grads.items():
-            if self._products is not None and self._products.knows_squares(n):
+            product = self.products.get(f"right/{n}")
+            if product is not None and isinstance(self.basis, Learned):
+                m = self.basis.places[n].matrix(grad).to(product.dtype)
+                product.addmm_(m.mT, m)
                 continue
-            g, into = self.potential.basis.into(n, grad), self._views[n]
-            if self._pieces:
+            g, into = self.basis.into(n, grad), self._views[n]
+            if self.by_piece:
                 assert weights is not None
                 square = grouped_squares(g, tuple(into.shape))
                 into += square
@@ -69,63 +74,27 @@ class GradientSums:
 
     def _share(self, name: str, square: Tensor, weights: Array) -> None:
         support = np.flatnonzero(weights)
-        if len(support) == 1:
-            self._pieces[name][int(support[0])] += square
+        if len(support) == 1:  # its share is all, which is not computed in every step
+            self.by_piece[name][int(support[0])] += square
             return
         d = self.potential.metric(name)
         mixed = combine(d, weights)
         for j in support:
-            self._pieces[name][j] += float(weights[j]) * (d[j] / mixed).square() * square
+            self.by_piece[name][j] += float(weights[j]) * (d[j] / mixed).square() * square
 
     def squares(self) -> dict[str, Tensor]:
-        """sum_t g_t^2 by tensor."""
-        if self._products is not None:
-            return self._squares | self._products.squares()
-        if not self._one_each:
-            return self._squares
-        return {n: x + self._counted[n] for n, x in self._squares.items()}
-
-    def products(self) -> dict[str, Tensor]:
-        """As `Trajectory` has them; none if they were not asked for."""
-        return {} if self._products is None else self._products.sums
-
-    def by_piece(self) -> dict[str, Tensor]:
-        """sum_t w_j D_j^2 / D(w_t)^2 g_t^2, (N, ...) by tensor."""
-        return self._pieces or {n: s.unsqueeze(0) for n, s in self.squares().items()}
+        """sum_t g_t^2 by tensor, in the coordinates of the basis: of products, the diagonals of V'(G'G)V."""
+        found = {n: x + self._counted[n] for n, x in self._squares.items()} if self._one_each else dict(self._squares)
+        basis = self.basis
+        if isinstance(basis, Learned):
+            turned = {n: basis.conjugated(n, self.products[f"right/{n}"]) for n in found if f"right/{n}" in self.products}
+            found |= {n: m.diagonal().unsqueeze(0) for n, m in turned.items()}
+        return found
 
 
 def scalar(x: Tensor) -> Tensor:
     """A tensor with one number without dimensions, as a view; others as they are."""
     return x.view(()) if x.numel() == 1 else x
-
-
-class Products:
-    """sum_t G_t'G_t of every weight matrix whose basis can be learned, by "right/name"."""
-
-    def __init__(self, potential: MaxDiagonal) -> None:
-        assert isinstance(potential.basis, Learned)
-        self.basis = potential.basis
-        self.sums: dict[str, Tensor] = {}
-        for name in self.basis.learnable():
-            size, like = self.basis.places[name].sizes["right"], potential.log_d[self.basis.places[name].key]
-            self.sums[f"right/{name}"] = like.detach().new_zeros(size, size)
-
-    def knows_squares(self, name: str) -> bool:
-        """Whether the squares in the coordinates follow from the products, so that nobody needs to add them up."""
-        return f"right/{name}" in self.sums
-
-    def add(self, grads: Params) -> None:
-        """Count one step's gradients."""
-        for name, grad in grads.items():
-            if (into := self.sums.get(f"right/{name}")) is not None:
-                m = self.basis.places[name].matrix(grad).to(into.dtype)
-                into.addmm_(m.mT, m)
-
-    def squares(self) -> dict[str, Tensor]:
-        """The diagonals of V'(G'G)V, (1, n) by tensor: the sums of squares in the coordinates of the basis."""
-        names = (n for n in self.basis.places if self.knows_squares(n))
-        turned = {n: self.basis.conjugated(n, self.sums[f"right/{n}"]) for n in names}
-        return {n: m.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) for n, m in turned.items()}
 
 
 # moments
@@ -158,11 +127,7 @@ def moments_of(run: "Trajectory", potential: MaxDiagonal, objective: "Regret") -
 def minimiser(moments: Moments, present: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """log D_i = (log y_i - log x_i) / 2, by key, one piece each.
 
-    Where nothing moved or no gradient arrived the ratio says nothing, and the present metric is kept.
-
-    Args:
-        moments: summed over runs.
-        present: the logarithms of the metrics to keep there, (1, ...) each; their types are those of the result.
+    Where nothing moved or no gradient arrived the ratio says nothing, and the logarithm of the present metric is kept.
     """
     found = {}
     for key, kept in present.items():

@@ -333,6 +333,6 @@ def _follow(potential: MaxDiagonal, reference: Reference, objective: Regret, tas
         steps=task.steps,
         diverged="",
         cost=cost,
-        products=sums.products(),
+        products=sums.products,
     )
     return _Followed(first, ends_of(run), moments_of(run, potential, objective))

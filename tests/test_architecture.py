@@ -1,59 +1,33 @@
 """The twelve packages: each imports only from those before it, and the optimiser needs three of them alone."""
 
-import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "metamd"
-ORDER = (
-    "potentials",
-    "files",
-    "optimiser",
-    "data",
-    "tasks",
-    "inner",
-    "learning",
-    "certification",
-    "rivals",
-    "comparison",
-    "experiments",
-    "cli",
-)
-
-
-def imported(node: ast.AST, inside: tuple[str, ...]) -> list[str]:
-    """The full names of the modules that one statement imports, `inside` being the package of the file."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if not isinstance(node, ast.ImportFrom):
-        return []
-    base = node.module or ""
-    if node.level:
-        base = ".".join([*inside[: len(inside) - node.level + 1], *base.split(".")]).rstrip(".")
-    return [f"{base}.{alias.name}" for alias in node.names]
+ROOT = Path(__file__).parents[1]
+SCRIPT = importlib.util.spec_from_file_location("architecture", ROOT / "scripts" / "architecture.py")
+architecture = importlib.util.module_from_spec(SCRIPT)
+SCRIPT.loader.exec_module(architecture)
+SOURCE, ORDER = architecture.SOURCE, architecture.ORDER
 
 
 def upward(source: Path) -> set[str]:
     """The imports from later packages, also those inside functions, as "file -> package"."""
-    found = set()
-    for path in source.rglob("*.py"):
-        place = path.relative_to(source)
-        if len(place.parts) == 1:
-            continue
-        allowed = ORDER[: ORDER.index(place.parts[0]) + 1]
-        for node in ast.walk(ast.parse(path.read_text())):
-            for name in imported(node, ("metamd", *place.parts[:-1])):
-                top, _, rest = name.partition(".")
-                package = rest.split(".")[0] or "metamd"
-                # `import metamd` and its public names are refused too: they could come from any package.
-                if top == "metamd" and package not in (*allowed, "_version"):
-                    found.add(f"{place.as_posix()} -> {package}")
-    return found
+    # `import metamd` and its public names are refused too: they could come from any package.
+    return {
+        f"{file} -> {target}"
+        for file, package, target in architecture.edges(source)
+        if target not in ORDER[: ORDER.index(package)]
+    }
 
 
 def test_packages_import_only_from_those_before_them():
     assert upward(SOURCE) == set()
+
+
+def test_the_figure_shows_the_imports_as_they_are():
+    assert architecture.TEXT.read_text() == architecture.as_text(), "run scripts/architecture.py"
 
 
 def test_the_law_rejects_upward_imports(tmp_path):

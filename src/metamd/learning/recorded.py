@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from metamd.files.container import shown
-from metamd.files.learned import LearnedOptimiser, Moments
+from metamd.files.learned import LearnedOptimiser, Moments, total_cost
 from metamd.files.recorded_run import Run
 from metamd.files.versions import versions as library_versions
 from metamd.inner.objectives import Regret
@@ -58,16 +58,7 @@ def learn(
     shares = _weights(runs, weights)
     tying = _common_tying(runs) if tying is None else tying
     _check_runs(runs, tying)
-    moments, bound = zip(*(_moments(run, tying, prior) for run in runs), strict=True)
-    return _solve(
-        Moments.total(moments, shares),
-        bound,
-        [_row(run, w) for run, w in zip(runs, shares, strict=True)],
-        prior=prior,
-        model=runs[0].model if all(run.model == runs[0].model for run in runs) else {},
-        scale=_scale([(w, _squared_scale(run, p)) for w, run, p in zip(shares, runs, bound, strict=True)]),
-        cost={"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)},
-    )
+    return _solve(_Known(prior=prior, model=runs[0].model), runs, shares, tying)
 
 
 def update(
@@ -92,23 +83,35 @@ def update(
     runs = list(runs)
     shares = _weights(runs, weights)
     _check_runs(runs, header.tying, header.model, {row["fingerprint"] for row in earlier["runs"]})
-    prior, old = earlier["prior"], sum(row["weight"] for row in earlier["runs"]) * decay
-    moments, bound = zip(*(_moments(run, header.tying, prior) for run in runs), strict=True)
-    kept = Moments(*({k: v.double() for k, v in part.items()} for part in (learned.moments.x, learned.moments.y)))
-    scales = [(w, _squared_scale(run, p)) for w, run, p in zip(shares, runs, bound, strict=True)]
-    before = {k: v**2 for k, v in header.gradient_scale.items()}
     rows = [{**row, "weight": row["weight"] * decay} for row in earlier["runs"]]
-    known = {"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)}
-    found = _solve(
-        Moments.total([kept, *moments], [decay, *shares]),
-        (learned.potential, *bound),
-        rows + [_row(run, w) for run, w in zip(runs, shares, strict=True)],
-        prior=prior,
-        model=header.model if all(run.model == header.model for run in runs) else {},
-        scale=_scale([(old, before), *scales]),
-        cost=header.cost | {k: header.cost.get(k, 0) + v for k, v in known.items()},
-    )
+    kept = Moments(*({k: decay * v.double() for k, v in part.items()} for part in (learned.moments.x, learned.moments.y)))
+    scale = {k: v**2 for k, v in header.gradient_scale.items()}
+    known = _Known(earlier["prior"], header.model, rows, kept, learned.potential, scale, header.cost)
+    found = _solve(known, runs, shares, header.tying)
     return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known before runs are added.
+
+    Args:
+        prior: its strength.
+        model: shapes of the tensors, empty if runs were of several models.
+        rows: what a header says of each earlier run.
+        moments: their weighted sums.
+        potential: what was learned from them.
+        scale: mean squares of their first gradients, by key.
+        cost: of learning from them.
+    """
+
+    prior: float
+    model: Mapping[str, Shape]
+    rows: Sequence[dict[str, Any]] = ()
+    moments: Moments | None = None
+    potential: MaxDiagonal | None = None
+    scale: Mapping[str, float] = field(default_factory=dict)
+    cost: Mapping[str, float] = field(default_factory=dict)
 
 
 def as_trajectory(run: Run, tying: TyingName | None = None) -> Trajectory:
@@ -126,39 +129,36 @@ def as_trajectory(run: Run, tying: TyingName | None = None) -> Trajectory:
     )
 
 
-def _moments(run: Run, tying: TyingName, prior: float) -> tuple[Moments, MaxDiagonal]:
-    bound = Diagonal(tying=tying).bind(run.start)
-    return moments_of(as_trajectory(run, tying), bound, Regret(prior=prior)), bound
-
-
-def _solve(
-    total: Moments,
-    bound: Sequence[MaxDiagonal],
-    rows: list[dict[str, Any]],
-    *,
-    prior: float,
-    model: Mapping[str, Shape],
-    scale: Mapping[str, float],
-    cost: Mapping[str, float],
-) -> LearnedOptimiser:
-    """The closed form for these sums, and the header that says where they come from."""
+def _solve(known: _Known, runs: Sequence[Run], shares: Sequence[float], tying: TyingName) -> LearnedOptimiser:
+    """The closed form for all runs, and the header that says where it comes from."""
+    bound = [Diagonal(tying=tying).bind(run.start) for run in runs]
+    regret = Regret(prior=known.prior)
+    moments = [moments_of(as_trajectory(run, tying), phi, regret) for run, phi in zip(runs, bound, strict=True)]
+    scales: list[tuple[float, Mapping[str, float]]]
+    scales = [(w, _squared_scale(run, phi)) for w, run, phi in zip(shares, runs, bound, strict=True)]
+    weights = list(shares)
+    if known.moments is not None and known.potential is not None:
+        scales = [(sum(row["weight"] for row in known.rows), known.scale), *scales]
+        moments, weights, bound = [known.moments, *moments], [1.0, *weights], [known.potential, *bound]
+    total = Moments.total(moments, weights)
     present: dict[str, Tensor] = {}
-    for potential in bound:  # metrics to keep where the runs say nothing, and their types
-        present = {**{k: v.detach() for k, v in potential.log_d.items()}, **present}
-    potential = Diagonal(tying=bound[0].tying).with_metrics(minimiser(total, present))
-    weight = sum(row["weight"] for row in rows)
+    for phi in bound:  # metrics to keep where the runs say nothing, and their types
+        present = {**{k: v.detach() for k, v in phi.log_d.items()}, **present}
+    potential = Diagonal(tying=tying).with_metrics(minimiser(total, present))
+    rows = [*known.rows, *(_row(run, w) for run, w in zip(runs, shares, strict=True))]
     sizes = {row["batch_size"] for row in rows}
+    added = {"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)}
     header = LearnedOptimiser.from_potential(
         potential,
-        model=dict(model),
-        horizon=max(1, round(sum(row["weight"] * row["steps"] for row in rows) / weight)),
+        model=dict(known.model) if all(run.model == known.model for run in runs) else {},
+        horizon=max(1, round(sum(row["weight"] * row["steps"] for row in rows) / sum(row["weight"] for row in rows))),
         batch_size=sizes.pop() if len(sizes) == 1 else None,
-        gradient_scale={k: s for k, s in scale.items() if math.isfinite(s)},
-        objective=repr(Regret(prior=prior)),
+        gradient_scale={k: s for k, s in _scale(scales).items() if math.isfinite(s)},
+        objective=repr(regret),
         estimator="ClosedForm()",
         versions=library_versions(),
-        cost=dict(cost),
-        learned_from={"prior": prior, "runs": rows},
+        cost=total_cost(known.cost, added),
+        learned_from={"prior": known.prior, "runs": rows},
     ).header
     # in the type of the metrics: what a file gives back is what was saved
     x, y = ({k: v.to(present[k].dtype) for k, v in part.items()} for part in (total.x, total.y))

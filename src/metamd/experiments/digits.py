@@ -15,21 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from metamd import tasks
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Result
 from metamd.inner.comparators import Reference
 from metamd.inner.objectives import Regret
-from metamd.inner.run import run_inner
+from metamd.inner.run import OptimiserSteps, not_finite, run_inner
+from metamd.inner.run import train as train_task
 from metamd.learning.meta import meta_train
-from metamd.optimiser.optimiser import MetaMD, prepare
+from metamd.optimiser.optimiser import MetaMD
 from metamd.potentials import Diagonal
+from metamd.potentials.base import Params
 from metamd.tasks.base import Task, TaskFamily, derive_seed
 
 Named = list[tuple[str, nn.Parameter]]
-Made = tuple[Optimizer, LRScheduler | None]
+Made = tuple[Optimizer, Callable[[int], float] | None]
 Make = Callable[[Named], Made]
 Say = Callable[[str], None]
 
@@ -130,7 +131,7 @@ def compare(plan: Plan, seed: int, say: Say) -> tuple[Result, LearnedOptimiser]:
     held_out = [unseen.build(unseen.sample(generator)) for _ in range(plan.seeds)]
     say("MetaMD on the held-out rotation")
     ours: dict[str, Make] = {
-        "MetaMD": lambda named: prepare(named, learned, steps=plan.steps),
+        "MetaMD": lambda named: (MetaMD(named, learned, steps=plan.steps), None),
         "MetaMD, diagonal": lambda named: (MetaMD(named, plain), None),
     }
     members = {name: _summary([train(task, make) for task in held_out]) for name, make in ours.items()}
@@ -164,8 +165,7 @@ def _adam(rate: float, steps: int, named: Named) -> Made:
 
 
 def _decaying_adam(rate: float, steps: int, named: Named) -> Made:
-    optimiser, _ = _adam(rate, steps, named)
-    return optimiser, LambdaLR(optimiser, lambda t: 1 - t / steps)
+    return Adam([p for _, p in named], lr=rate), lambda t: 1 - t / steps
 
 
 RIVALS = {"SGD": _sgd, "SGD-M": _momentum, "Adam": _adam, "Adam, linear decay": _decaying_adam}
@@ -176,40 +176,27 @@ def train(task: Task, make: Make) -> Result:
 
     Args:
         task: the problem.
-        make: the optimiser for named parameters, and its schedule if it has one.
+        make: the optimiser for named parameters, and the factor on its rates in step t if it has a schedule.
     """
     params = {n: nn.Parameter(x) for n, x in task.init().items()}
-    optimiser, schedule = make(list(params.items()))
+    rule = OptimiserSteps(params, *make(list(params.items())))
     losses: list[float] = []
-    for t in range(task.steps):
-        optimiser.zero_grad()
-        batch = task.batch(t)
-        judged = _judged(task, params, batch, optimiser) if isinstance(optimiser, MetaMD) else None
-        loss = task.loss(params, batch)
-        losses.append(float(loss.detach()) if judged is None else judged)
-        if not math.isfinite(losses[-1]):
-            return {"losses": [math.inf] * task.steps, "train_loss": math.inf, "accuracy": 0.0}
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        if schedule is not None:
-            schedule.step()
-    if isinstance(optimiser, MetaMD):
-        optimiser.eval()
-    end = {n: p.detach() for n, p in params.items()}
+
+    @torch.no_grad()
+    def watch(t: int, loss: Tensor, grads: Params) -> None:
+        # MetaMD may keep an average: the loss of the parameters that the model would be used with now
+        averaged = isinstance(rule.optimiser, MetaMD)
+        losses.append(float(task.loss(rule.model(), task.batch(t)) if averaged else loss))
+
+    done = train_task(task, rule, task.steps, watch=watch, until=not_finite)
+    if done.diverged or not all(map(math.isfinite, losses)):
+        return {"losses": [math.inf] * task.steps, "train_loss": math.inf, "accuracy": 0.0}
+    end = rule.model()
     return {
         "losses": losses,
         "train_loss": task.evaluate(end, "train").loss,
         "accuracy": task.evaluate(end, "test").accuracy or 0.0,
     }
-
-
-def _judged(task: Task, params: dict[str, nn.Parameter], batch: Any, optimiser: MetaMD) -> float:
-    """The loss of a batch with the parameters that the model would be used with now."""
-    optimiser.eval()
-    with torch.no_grad():
-        loss = float(task.loss(params, batch))
-    optimiser.train()
-    return loss
 
 
 def _summary(runs: Sequence[Result]) -> Result:

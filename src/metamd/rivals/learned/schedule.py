@@ -57,6 +57,7 @@ def run(task: Task, logs: Tensor) -> tuple[Tensor, Tensor, Cost]:
     count = len(logs)
     d_theta, d_velocity = ({n: x.new_zeros(count, *x.shape) for n, x in theta.items()} for _ in range(2))
     hvps = 0
+    # Not `inner.run.train`: a tangent for each rate is carried along with every step.
     for t in range(task.steps):
         window = t * count // task.steps
         rate, used, batch = float(logs[window].exp()), window + 1, task.batch(t)

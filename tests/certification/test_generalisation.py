@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from metamd.certification.generalisation import RATIO, Displacements, Size, corrected_bound, on_grid, printed_bound
-from tests.certification.test_held_out import above, below
+from tests.certification.test_statistics import above, below
 
 DELTA = 0.05
 

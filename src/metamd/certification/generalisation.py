@@ -279,9 +279,8 @@ def displacements(
     models = [{n: tuple(x.shape) for n, x in task.init().items()} for task in tasks]
     if any(shapes != models[0] for shapes in models):
         raise ValueError("the training tasks have models of different shapes, so that there is no one norm ||m||.")
-    return Displacements(*(np.array(column) for column in zip(*rows, strict=True))), size_of(
-        learned.potential.bind(tasks[0].init()), models[0]
-    )
+    seen = Displacements(*(np.array(column) for column in zip(*rows, strict=True)))
+    return seen, size_of(learned.potential.bind(tasks[0].init()), models[0])
 
 
 def size_of(potential: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> Size:

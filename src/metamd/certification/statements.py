@@ -133,30 +133,29 @@ class HeldOutCertificate:
 
     def paragraphs(self) -> list[str]:
         """What `print` shows, a text for each statement and each assumption, for a page."""
-        found = self._opening()
-        found += [f"{HEADINGS[s.about]}: {s}" for about in HEADINGS for s in self.statements if s.about == about]
-        found.append("a task: " + "; ".join(f"{word}: {getattr(self.task, name)}" for name, word in WORDS.items()))
-        return [*found, *(f"assumed: {text}" for text in self.assumptions), self.across_domains]
+        parts = [f"{heading}: {text}" for heading, texts in self._parts() for text in texts]
+        return [*self._opening(), *parts, self.across_domains]
 
     def _opening(self) -> list[str]:
-        sure = f"{100 * (1 - self.delta):g} %"
         why = f". The first: {self.reason}" if self.reason else ""
         return [
             f"held-out certificate: {self.family}, {self.tasks} task{'s' * (self.tasks != 1)}, T = {self.steps}, "
-            f"each statement at {sure}",
+            f"each statement at {100 * (1 - self.delta):g} %",
             f"{self.diverged} of {self.tasks} diverged; a task that did counts as infinite{why}",
         ]
+
+    def _parts(self) -> list[tuple[str, list[str]]]:
+        """Texts with their headings."""
+        found = [(heading, [str(s) for s in self.statements if s.about == about]) for about, heading in HEADINGS.items()]
+        task = [f"{word}: {getattr(self.task, name)}" for name, word in WORDS.items()]
+        return [*found, ("a task", task), ("assumed", list(self.assumptions))]
 
     def __str__(self) -> str:
         first, second = self._opening()
         lines = [first, _wrapped(second, "  ")]
-        for about, heading in HEADINGS.items():
-            here = [s for s in self.statements if s.about == about]
-            lines += [f"  {heading}:"] * bool(here)
-            lines += [_wrapped(str(s), "    ") for s in here]
-        lines += ["  a task:"]
-        lines += [f"    {word}: {getattr(self.task, name)}" for name, word in WORDS.items()]
-        lines += ["  assumed:", *(_wrapped(text, "    ") for text in self.assumptions)]
+        for heading, texts in self._parts():
+            lines += [f"  {heading}:"] * bool(texts)
+            lines += [_wrapped(text, "    ") for text in texts]
         return "\n".join([*lines, _wrapped(self.across_domains, "  ")])
 
 

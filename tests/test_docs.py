@@ -131,20 +131,21 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_functions_named_by_the_paper_page_exist():
-    """docs/paper.md maps equations to functions: each `metamd.x.y` there is real."""
-    for path in re.findall(r"`(metamd(?:\.\w+)+)", (ROOT / "docs" / "paper.md").read_text()):
-        module, _, attribute = path.rpartition(".")
-        parts, thing = path.split("."), None
-        for cut in range(len(parts), 0, -1):
+PACKAGES = "|".join(p.name for p in (ROOT / "src" / "metamd").iterdir() if p.is_dir())
+
+
+@pytest.mark.parametrize("page", ["paper.md", "architecture.md"])
+def test_functions_named_by_a_page_exist(page):
+    """Both map ideas to functions: each `metamd.x.y`, or `x.y` of a package x, is real."""
+    named = re.findall(rf"`(?:metamd\.)?((?:{PACKAGES}|mirror_step|MetaMD)(?:\.\w+)*)", (ROOT / "docs" / page).read_text())
+    assert len(named) > 10
+    for path in named:
+        thing = metamd
+        for part in path.split("."):
             try:
-                thing = importlib.import_module(".".join(parts[:cut]))
-            except ModuleNotFoundError:
-                continue
-            for part in parts[cut:]:
                 thing = getattr(thing, part)
-            break
-        assert thing is not None, f"{module}.{attribute}"
+            except AttributeError:
+                thing = importlib.import_module(f"{thing.__name__}.{part}")
 
 
 def benchmark(name):

@@ -162,8 +162,11 @@ class Regret(Objective):
         """
         if isinstance(self.comparator, Fixed) and self.comparator.pseudo is not None:
             return self.comparator.pseudo
-        s, typical = self.prior, typical_rates(run, u)
-        y = {n: v.double() for n, v in run.squares.items()}
+        felt = {n: float(v.sum(dtype=torch.float64)) for n, v in run.squares.items()}
+        moved = {n: float((u[n] - run.start[n]).square().sum(dtype=torch.float64)) for n in felt}
+        model = sum(moved.values()) / max(sum(felt.values()), sys.float_info.min)
+        typical = {n: (moved[n] / max(felt[n], sys.float_info.min) + model) / 2 for n in felt}
+        s, y = self.prior, {n: v.double() for n, v in run.squares.items()}
         return {n: (s * typical[n] * v, s * v) for n, v in y.items()}
 
     def _penalty(self, run: Trajectory, potential: MaxDiagonal, u: Params) -> Tensor:
@@ -173,14 +176,6 @@ class Regret(Objective):
             d = potential.metric(n).double()
             terms.append((0.5 / run.lr * x * d + 0.5 * run.lr * y / d).sum() / potential.pieces)
         return torch.stack(terms).sum()
-
-
-def typical_rates(run: Trajectory, u: Params) -> dict[str, float]:
-    """The squared step size that a prior averages with, by tensor: (q_n + q) / 2, see `Regret.pseudo`."""
-    felt = {n: float(v.sum(dtype=torch.float64)) for n, v in run.squares.items()}
-    moved = {n: float((u[n] - run.start[n]).square().sum(dtype=torch.float64)) for n in felt}
-    model = sum(moved.values()) / max(sum(felt.values()), sys.float_info.min)
-    return {n: (moved[n] / max(felt[n], sys.float_info.min) + model) / 2 for n in felt}
 
 
 @dataclass(frozen=True)

@@ -360,10 +360,9 @@ class MirrorDescent:
     ) -> None:
         self._began = time.perf_counter()
         self.steps = task.steps if steps is None else steps
-        check_run(potential, lr, self.steps)
         self.task, self.lr, self.exact = task, lr, exact
         self.start = {n: x.detach() for n, x in task.init().items()}
-        self.potential = bound(potential, self.start)
+        self.potential = bound(potential, self.start, lr, self.steps)
         self.take = Stepping(self.potential, self.start, lr, exact=exact)
         self.params = self._before = dict(self.start)
         self.active = self.potential.activate(self.params)
@@ -454,20 +453,11 @@ def local_norm(shares: Params, potential: MaxDiagonal) -> Tensor:
     return torch.stack([(s / potential.metric(n)).sum(dtype=torch.float64) for n, s in shares.items()]).sum()
 
 
-def bound(potential: Potential, start: Params) -> MaxDiagonal:
-    """The potential for one run: bound to its tensors, centred at its start, the metrics evaluated once."""
-    assert isinstance(potential, MaxDiagonal)
-    fit = (potential if potential.slots else potential.bind(start)).centred_at(start)
-    with torch.no_grad():
-        return fit.fixed({n: fit.metric(n) for n in start})
+def bound(potential: Potential, start: Params, lr: float, steps: int) -> MaxDiagonal:
+    """The potential for one run: bound to its tensors, centred at its start, the metrics evaluated once.
 
-
-def _finite(params: Params) -> bool:
-    return all(bool(x.isfinite().all()) for x in params.values())
-
-
-def check_run(potential: Potential, lr: float, steps: int) -> None:
-    """Refuse, with a sentence, what no run can be made with."""
+    What no run can be made with is refused.
+    """
     if not isinstance(potential, MaxDiagonal):
         raise ValueError(
             f"run_inner needs a potential with metrics to learn, got {type(potential).__name__}. "
@@ -477,3 +467,10 @@ def check_run(potential: Potential, lr: float, steps: int) -> None:
         raise ValueError(f"lr must be positive, got {lr}. Pass lr=1.0 to use the learned step sizes as they are.")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of one run.")
+    fit = (potential if potential.slots else potential.bind(start)).centred_at(start)
+    with torch.no_grad():
+        return fit.fixed({n: fit.metric(n) for n in start})
+
+
+def _finite(params: Params) -> bool:
+    return all(bool(x.isfinite().all()) for x in params.values())

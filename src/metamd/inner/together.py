@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from metamd.inner.run import Cost, ReferenceRun, Trajectory, bound, check_run, referred, run_inner, train, trouble
+from metamd.inner.run import Cost, ReferenceRun, Trajectory, bound, referred, run_inner, train, trouble
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.step import mirror_step
@@ -50,7 +50,6 @@ def run_many(
     if not small or not one_piece or products or len({t.steps for t in tasks}) > 1 or len(tasks) == 1:
         options: dict[str, Any] = {"lr": lr, "exact": exact, "reference": reference, "products": products}
         return [run_inner(task, potential, **options) for task in tasks]
-    check_run(potential, lr, tasks[0].steps)
     runs = _SideBySide(_Stacked(tasks), potential, lr)
     began = time.perf_counter()
     train(runs.task, runs, runs.steps, until=None)
@@ -97,7 +96,7 @@ class _SideBySide:
     def __init__(self, task: _Stacked, potential: Potential, lr: float) -> None:
         self.task, self.lr, self.steps, count = task, lr, task.tasks[0].steps, len(task.tasks)
         self.params = self.start = self._ends = task.init()
-        self.potential = bound(potential, {n: x[0] for n, x in self.start.items()})
+        self.potential = bound(potential, {n: x[0] for n, x in self.start.items()}, lr, self.steps)
         metrics = {n: self.potential.metric(n) for n in self.start}
         self._squares = {n: d.new_zeros(count, *d.shape[1:]) for n, d in metrics.items()}
         self._losses = np.zeros((self.steps, count))

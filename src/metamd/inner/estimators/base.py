@@ -213,13 +213,17 @@ class Evolution(Estimator):
         leaf, cost = learnable(setting.potential, centre.start), centre.cost
         if centre.diverged:
             return given_up(centre, leaf, cost)
-        held, layout = objective.held(centre), Layout.of(leaf)
-        found = torch.zeros(len(layout), dtype=torch.float64)
+        held, found = objective.held(centre), torch.zeros(size(leaf), dtype=torch.float64)
         for _ in range(self.pairs):
-            v = torch.randn(len(layout), generator=generator, dtype=torch.float64)
+            v = torch.randn(len(found), generator=generator, dtype=torch.float64)
             ends = []
             for sign in (1.0, -1.0):
-                there = _moved(leaf, *layout.split(sign * self.sigma * v, leaf))
+                there = copy.deepcopy(leaf)
+                logs, offsets = split(sign * self.sigma * v, leaf)
+                with torch.no_grad():
+                    for key, logarithm in there.log_d.items():
+                        logarithm.add_(logs[key])
+                    there.offsets.add_(offsets)
                 run = setting.run(centre.reference, there)
                 cost = cost + run.cost
                 if run.diverged:
@@ -227,17 +231,8 @@ class Evolution(Estimator):
                 with torch.no_grad():
                     ends.append(float(held.value(run, there)))
             found += (ends[0] - ends[1]) / (2 * self.sigma * self.pairs) * v
-        grads, offsets = layout.split(found, leaf)
+        grads, offsets = split(found, leaf)
         return Hypergradient(grads, offsets, float(objective.value(centre, leaf).detach()), centre, cost)
-
-
-@torch.no_grad()
-def _moved(potential: MaxDiagonal, logs: Params, offsets: Tensor) -> MaxDiagonal:
-    new = copy.deepcopy(potential)
-    for key, leaf in new.log_d.items():
-        leaf.add_(logs[key])
-    new.offsets.add_(offsets)
-    return new
 
 
 # what estimators share
@@ -268,29 +263,15 @@ def given_up(run: Trajectory, potential: MaxDiagonal, cost: Cost) -> Hypergradie
     return Hypergradient(zeros, torch.zeros_like(potential.offsets.detach()), math.inf, run, cost)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How (log_d, offsets) lie in one vector: the keys in order, then the offsets, which a single piece does not have."""
+def size(potential: MaxDiagonal) -> int:
+    """H, the number of metrics and of the offsets, which a single piece does not have."""
+    return sum(v.numel() for v in potential.log_d.values()) + (potential.pieces if potential.pieces > 1 else 0)
 
-    shapes: dict[str, torch.Size]
-    offsets: int
 
-    @classmethod
-    def of(cls, potential: MaxDiagonal) -> "Layout":
-        """The layout of a bound potential."""
-        shapes = {k: v.shape for k, v in potential.log_d.items()}
-        return cls(shapes, potential.pieces if potential.pieces > 1 else 0)
-
-    def __len__(self) -> int:
-        return sum(math.prod(s) for s in self.shapes.values()) + self.offsets
-
-    def split(self, rows: Tensor, like: MaxDiagonal) -> tuple[dict[str, Tensor], Tensor]:
-        """Rows of vectors (k, H) as (k, N, ...) by key, and (k, N)."""
-        sizes = [math.prod(s) for s in self.shapes.values()]
-        *parts, last = torch.split(rows, [*sizes, self.offsets], dim=-1)
-        lead = rows.shape[:-1]
-        logs = {
-            k: p.reshape(*lead, *s).to(like.log_d[k].dtype) for (k, s), p in zip(self.shapes.items(), parts, strict=True)
-        }
-        offsets = last if self.offsets else last.new_zeros(*lead, like.pieces)
-        return logs, offsets.to(like.offsets.dtype)
+def split(rows: Tensor, like: MaxDiagonal) -> tuple[dict[str, Tensor], Tensor]:
+    """Vectors (..., H) as (..., N, ...) by key of log_d, in order, and (..., N) for the offsets."""
+    lead, lengths = rows.shape[:-1], [v.numel() for v in like.log_d.values()]
+    *parts, last = torch.split(rows, [*lengths, rows.shape[-1] - sum(lengths)], dim=-1)
+    logs = {k: p.reshape(*lead, *v.shape).to(v.dtype) for (k, v), p in zip(like.log_d.items(), parts, strict=True)}
+    offsets = last if like.pieces > 1 else last.new_zeros(*lead, like.pieces)
+    return logs, offsets.to(like.offsets.dtype)

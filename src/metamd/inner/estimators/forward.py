@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.inner.estimators.base import Estimator, Hypergradient, Layout, Setting, differentiate, given_up, learnable
+from metamd.inner.estimators.base import (
+    Estimator,
+    Hypergradient,
+    Setting,
+    differentiate,
+    given_up,
+    learnable,
+    size,
+    split,
+)
 from metamd.inner.estimators.step import Passage, Recursion, dot
 from metamd.inner.objectives import Objective
 from metamd.inner.run import Cost, Trajectory, gradient
@@ -43,14 +52,14 @@ class Forward(Estimator):
     def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
         """Run the task, once for every `tangents` directions."""
         leaf, cost, found = learnable(setting.potential, setting.task.init()), Cost(), []
-        setting, layout = replace(setting, potential=leaf), Layout.of(leaf)
-        for directions in torch.split(torch.eye(len(layout), dtype=torch.float64), self.tangents or len(layout)):
+        setting, count = replace(setting, potential=leaf), size(leaf)
+        for directions in torch.split(torch.eye(count, dtype=torch.float64), self.tangents or count):
             along, value, run, extra = _carry(setting, objective, directions)
             cost = cost + extra
             if run.diverged:
                 return given_up(run, leaf, cost)
             found.append(along)
-        grads, offsets = layout.split(torch.cat(found), leaf)
+        grads, offsets = split(torch.cat(found), leaf)
         return Hypergradient(grads, offsets, value, run, cost)
 
 
@@ -62,7 +71,7 @@ def _carry(setting: Setting, objective: Objective, directions: Tensor) -> tuple[
         objective, ahead = objective if before_it.diverged else objective.held(before_it), before_it.cost
     walk, leaf, task = setting.descent(), setting.potential, setting.task
     recursion = Recursion(walk, leaf, objective)
-    by_key, offsets = Layout.of(leaf).split(directions, leaf)
+    by_key, offsets = split(directions, leaf)
     logs = recursion.by_tensor(by_key)
     metrics = {n: recursion.metrics[n] * v for n, v in logs.items()}  # dD = D d log D
     count, hvps = len(directions), 0

@@ -199,7 +199,7 @@ def run_task(task: Task, learned: LearnedOptimiser, target: float, comparator: R
 
 
 def steps_to(target: float, looks: Sequence[tuple[int, float]]) -> float:
-    """The step of the first of two looks in a row at which the loss is at or below the target; infinite if there is none.
+    """The step of the first of two looks in a row at a loss of at most the target; infinite if there is none.
 
     Example:
         >>> steps_to(1.0, [(0, 3.0), (10, 0.9), (20, 1.1), (30, 0.8), (40, 1.0)])

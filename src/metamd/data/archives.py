@@ -1,7 +1,7 @@
 """Open compressed files without trusting them: every read has a limit, every member was asked for by name.
 
-Nothing is ever extracted to disk, so a member's path decides nothing; a path that would have left its folder
-is refused all the same, because an official archive has none.
+Nothing is ever extracted to disk, so that a member's path decides nothing. A path that leaves its folder is refused all
+the same, because an official archive has none.
 """
 
 from __future__ import annotations

@@ -42,10 +42,9 @@ def digest(array: NDArray[np.uint8]) -> str:
 def enlarge(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     r"""Enlarge 16x16 grey images to 28x28 by bilinear interpolation between pixel centres, rounded once.
 
-    The centre of output pixel $i$ lies at $(i + \tfrac12)\tfrac{16}{28} - \tfrac12 = (8i - 3)/14$ input
-    pixels, so every weight is a multiple of 1/14 and the result is exact before the one rounding; beyond the
-    border the edge pixel repeats. No library routine is used: their fixed-point roundings change between
-    versions.
+    The centre of output pixel $i$ lies at $(i + \tfrac12)\tfrac{16}{28} - \tfrac12 = (8i - 3)/14$ input pixels. Every
+    weight is thus a multiple of 1/14, and the result is exact before the one rounding. Beyond the border the edge pixel
+    repeats. No library routine is used, since their fixed-point roundings change between versions.
     """
     weights = np.zeros((28, 16), np.int32)
     for i in range(28):
@@ -74,8 +73,8 @@ def shrink_svhn(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def shrink_stl10(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Shrink 96x96 RGB images to 32x32 with Pillow's BOX filter.
 
-    That is the mean of each 3x3 block, except that Pillow rounds after each dimension, which moves about one
-    value in ten by one grey level.
+    That is the mean of each 3x3 block, except that Pillow rounds after each dimension. The rounding moves about one value
+    in ten by one grey level.
     """
     from PIL import Image
 

@@ -1,8 +1,7 @@
 """Fetch official files: several mirrors, a bounded and checked download, one process at a time per file.
 
-A download is written to a `.part` file and moved into place only when its checksums agree, so a file that
-exists under its own name is whole; whatever a killed process left in the `.part` file is overwritten by the
-next one.
+A download is written to a `.part` file and moved into place when its checksums agree. A file under its own name is thus
+whole. The next process overwrites what a killed one left in the `.part` file.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ CHUNK = 2**16
 def download(file: RemoteFile, folder: Path, *, rounds: int = 3, timeout: float = 30.0, pause: float = 1.0) -> Path:
     """The path of an official file in `folder`, fetched from the first mirror that serves it whole.
 
-    A mirror that served a wrong file is not asked again. `timeout` is for a connection and for each next piece of the file;
-    `pause` is before the second round through the mirrors, and doubles before each further one.
+    A mirror that served a wrong file is not asked again. The `timeout` holds for a connection and for each piece of the
+    file. The `pause` comes before the second round through the mirrors, and doubles before each further one.
     """
     target = folder / file.name
     with locked(folder / f"{file.name}.lock"):

@@ -70,8 +70,8 @@ class MLP(nn.Module):
 class LeNet(nn.Module):
     """LeNet-5 for 28x28 images: 6 and 16 maps of 5x5, the first padded, then 120-84-10; 61,706 parameters.
 
-    ReLU and max-pooling stand where the original of 1998 has scaled tanh and trainable averages, and every
-    second-layer map sees every first-layer map, as is usual today.
+    ReLU and max-pooling stand where the original of 1998 has scaled tanh and trainable averages. Every map of the
+    second layer sees every map of the first, as is usual today.
 
     Args:
         channels: 1 for grey, 3 for colour.

@@ -48,9 +48,9 @@ def supervised(
 ) -> TaskFamily:
     """Train a model on one of several datasets: a task is a dataset, an initialisation and an order of the batches.
 
-    The model is read once and called as a function of its parameters. Batch norms use the statistics of the batch during
-    training, and statistics computed anew from the training split in `evaluate`; dropout masks are a function of the
-    task and the step. Parameters that do not require a gradient stay what `make_model` made them.
+    The model is read once and called as a function of its parameters. During training, batch norms use the statistics of
+    the batch; `evaluate` computes them anew from the training split. Dropout masks are a function of the task and the step.
+    Parameters that do not require a gradient stay what `make_model` made them.
 
     Args:
         make_model: makes a new model at every call; its initial weights are drawn from torch's global generator, which is

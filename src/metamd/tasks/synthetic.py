@@ -100,7 +100,7 @@ def logistic(
     """Logistic regressions, each with its own truth and data.
 
     l(w, b) = mean_i log(1 + exp(-y_i (w'x_i + b))) + l2/2 (|w|^2 + b^2), y_i = +-1, x_i ~ N(0, diag(s^2)), s from 1 down to
-    10^-decades in equal ratios; the labels follow a logistic model with w'x of unit variance. The bias is penalised too,
+    10^-decades in equal ratios. The labels follow a logistic model with w'x of unit variance. The bias is penalised too,
     so that the loss is strongly convex whatever is drawn.
 
     Args:
@@ -128,7 +128,7 @@ def tabular(
     """Small networks that learn what other random networks answer about rows of a table.
 
     y = v'tanh(W x) + noise N(0, 1), with W and v random per task; students have the same form and biases. The columns keep
-    their units from task to task, from 1/3 to 3 in equal ratios: that is what there is to learn about the family.
+    their units from task to task, from 1/3 to 3 in equal ratios. These units are what can be learned about the family.
 
     Args:
         features: columns.

@@ -1,9 +1,9 @@
 """The sums of a run that its regret certificate needs, taken along in float64 while the run goes on.
 
-A step moves the dual point by v_t = lr g_t + lr wd D(w_t) z_t, so that y_{t+1} = y_t - v_t. Kept per tensor are sum |v_t|^2
-in the local dual norm and in the Euclidean one, sum <v_t, z_t - start>, and sum <lr g_t, z_t - x_t> for gradients that are
-taken at an average x_t. sum v_t is y_1 - y_{T+1} and needs no buffer, unless half precision or the paper's step break that:
-see `_needs_sum`. The proofs are in docs/concepts/certificates.md.
+A step moves the dual point by v_t = lr g_t + lr wd D(w_t) z_t, so that y_{t+1} = y_t - v_t. Each tensor keeps sum |v_t|^2
+in the local dual norm and in the Euclidean one, and sum <v_t, z_t - start>. Gradients at an average x_t add
+sum <lr g_t, z_t - x_t>. sum v_t is y_1 - y_{T+1} and needs no buffer, unless half precision or the paper's step break
+that: see `_needs_sum`. The proofs are in docs/concepts/certificates.md.
 """
 
 import json

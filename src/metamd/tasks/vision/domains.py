@@ -117,8 +117,8 @@ class Source:
 def choose(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tensor]:
     """Disjoint indices of training and validation images, a pure function of the arguments.
 
-    Validation is a random tenth, the same whatever `images` is. With a number of images, training takes that many of
-    the rest with the classes as balanced as they can be (1,000 of MNIST: 100 of each digit).
+    Validation is a random tenth, the same whatever `images` is. Training takes the rest, or `images` of it with the classes
+    as balanced as they can be: 1,000 of MNIST have 100 of each digit.
     """
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     share = max(1, len(labels) // VALIDATION_SHARE)

@@ -39,8 +39,8 @@ def rotated_mnist(
 ) -> "ImageFamily":
     """MNIST turned by a few angles, each of which is a domain.
 
-    All angles turn the same chosen images, as is usual for this benchmark: the held-out angle is new to whoever learns
-    from the others, its digits are not. Test images are MNIST's own test images, which no training split ever has.
+    All angles turn the same chosen images, as is usual for this benchmark. The held-out angle is new to whoever learns from
+    the others, but its digits are not. Test images are MNIST's own test images, which no training split ever has.
 
     Args:
         angles: in degrees, counter-clockwise; every one is a domain.
@@ -253,9 +253,9 @@ def rotated_mnist_continuous(
 ) -> "RotatedContinuous":
     """MNIST at an angle drawn uniformly, with a random few of the ten digits and some of their images.
 
-    With five classes there are 252 sets of them, at any angle each. The images are divided in two halves by a fixed seed:
-    training tasks draw from one, tasks of `held_out()` from the other, so a held-out task has no image that any training
-    task had. Within a side tasks are independent draws of one distribution and may share images.
+    Five classes make 252 sets, at any angle each. A fixed seed divides the images in two halves. Training tasks draw from
+    one half and tasks of `held_out()` from the other, so that a held-out task has no image of a training task. Within a
+    side, tasks are independent draws of one distribution and may share images.
 
     Args:
         angles: the least and the greatest, in degrees, counter-clockwise.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from metamd import Kronecker, Measuring, Online, learn_from_reference, learned_rival, load, tasks
 from metamd.comparison.training import Outcome, step_seconds, train
 from metamd.files.usage import Usage
-from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Reference
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, solved
 from metamd.learning.trials import learn_scale

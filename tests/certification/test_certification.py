@@ -14,8 +14,8 @@ from metamd.certification.certification import Stated, across_domains, run_task,
 from metamd.certification.generalisation import displacements, measure, size_of, training_tasks
 from metamd.certification.statements import HeldOutCertificate
 from metamd.cli import main as cli
-from metamd.inner.comparators import Reference
 from metamd.inner.executor import Executor
+from metamd.inner.objectives import Reference
 from metamd.learning.rounds.round import draw
 from metamd.tasks import FAMILIES, Drawn, config_hash
 from tests.meta_families import poisoned

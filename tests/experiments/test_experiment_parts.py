@@ -28,8 +28,7 @@ from metamd.experiments.recorded import failures, standing, unlearned
 from metamd.experiments.recorded import recorded as read_off
 from metamd.files.learned import load
 from metamd.files.store import Records
-from metamd.inner.comparators import Reference
-from metamd.inner.objectives import PaperBound
+from metamd.inner.objectives import PaperBound, Reference
 from metamd.rivals import learned_rival, rival
 from metamd.tasks.base import derive_seed
 from metamd.tasks.wrapped import SharedStart, Variant, starting_at

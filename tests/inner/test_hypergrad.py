@@ -19,9 +19,8 @@ from metamd import (
     Reverse,
     TrainingLoss,
 )
-from metamd.inner.comparators import Fixed, Reference
 from metamd.inner.estimators.step import Recursion
-from metamd.inner.objectives import FromLipschitz
+from metamd.inner.objectives import Fixed, FromLipschitz, Reference
 from metamd.inner.run import gradient, run_inner
 from metamd.inner.sums import moments_of
 from tests.small_tasks import F64, BecomesNaN, ConvNet, Quadratic, Separable, TanhNet, potential_for

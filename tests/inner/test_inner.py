@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from metamd import Diagonal, Euclidean, MaxDiagonal, mirror_step
-from metamd.inner.comparators import Fixed
-from metamd.inner.objectives import Regret
+from metamd.inner.objectives import Fixed, Regret
 from metamd.inner.run import gradient, local_norm, run_inner
 from metamd.inner.sums import GradientSums
 from metamd.potentials.forms import combine

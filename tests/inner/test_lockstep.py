@@ -6,7 +6,7 @@ import torch
 import metamd
 from metamd import Diagonal, MaxDiagonal
 from metamd.inner import together as lockstep
-from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Reference
 from metamd.inner.run import run_inner
 from metamd.inner.together import run_many
 from tests.small_tasks import Separable, TanhNet, potential_for

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from metamd import ClosedForm, Diagonal, LogGap, PaperBound, Regret, TrainingLoss
-from metamd.inner.comparators import End, Fixed, Reference
-from metamd.inner.objectives import PRIOR, FromLipschitz, Objective, Point
+from metamd.inner.objectives import PRIOR, End, Fixed, FromLipschitz, Objective, Point, Reference
 from metamd.inner.run import run_inner
 from tests.small_tasks import F64, NoisyCoordinate, Quadratic, Separable, TanhNet, potential_for
 

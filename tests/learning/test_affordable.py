@@ -6,7 +6,7 @@ from torch import nn
 
 from metamd import Kronecker, learn_from_reference, meta_train, tasks
 from metamd.inner.closed_form import LARGEST
-from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Reference
 from metamd.learning.rounds.first_look import AFFORDED, affording, gradient_operations
 from metamd.tasks.models import LeNet
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from metamd import Diagonal, Journal, learn_start, learn_usage, load, meta_train
 from metamd.cli import main as cli
-from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Reference
 from metamd.learning.parts import Parts, parts_of
 from metamd.learning.reference import learn_from_reference
 from metamd.tasks import quadratic, starting_at, supervised, tabular

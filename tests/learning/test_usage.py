@@ -10,7 +10,7 @@ import torch
 import metamd
 from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, meta_train, tasks
 from metamd.files.store import Journal
-from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Reference
 from metamd.learning import reference as following
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference

@@ -33,7 +33,7 @@ from metamd.inner.closed_form import (
     root,
     towards,
 )
-from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Reference
 from metamd.inner.run import run_inner
 from metamd.inner.sums import moments_of
 from metamd.potentials.basis import Learned, Orthogonal

@@ -29,7 +29,7 @@ from metamd.cli.options import Compare
 from metamd.comparison.training import Measuring
 from metamd.comparison.training import train as train_rival
 from metamd.files.learned import LearnedStart
-from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Reference
 from metamd.inner.run import gradient
 from metamd.learning import reference as following
 from metamd.learning.parts import Parts

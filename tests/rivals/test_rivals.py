@@ -26,7 +26,7 @@ from metamd.comparison.training import Outcome, step_seconds, train
 from metamd.comparison.tuning import sobol
 from metamd.files.store import Records
 from metamd.inner import run
-from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Reference
 from metamd.rivals import RIVALS, Contender, Range, Rival, rival
 from metamd.rivals.optimisers import MuonAndAdamW
 from metamd.tasks.models import LeNet

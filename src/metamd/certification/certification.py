@@ -23,8 +23,8 @@ from metamd.certification.statements import HeldOutCertificate, Statement, Verdi
 from metamd.certification.statistics import checked, clopper_pearson, mean_below, next_task
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import Usage
-from metamd.inner.comparators import Reference
 from metamd.inner.executor import Executor
+from metamd.inner.objectives import Reference
 from metamd.inner.run import MirrorDescent, train
 from metamd.learning.rounds.round import draw_config
 from metamd.tasks.base import Config, SolvedTask, Task, TaskFamily, config_hash

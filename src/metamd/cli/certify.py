@@ -17,8 +17,8 @@ from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import FOLDER, locate
 from metamd.files.store import locked
-from metamd.inner.comparators import Reference
 from metamd.inner.executor import Executor
+from metamd.inner.objectives import Reference
 
 
 def run(options: Certify) -> int:

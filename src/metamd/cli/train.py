@@ -13,11 +13,10 @@ from metamd.cli.options import Train
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.progress import Progress
 from metamd.files.store import Journal, Log
-from metamd.inner.comparators import End, Reference
 from metamd.inner.estimators import Forward, Reverse
 from metamd.inner.estimators.base import Estimator
 from metamd.inner.executor import Executor
-from metamd.inner.objectives import Regret
+from metamd.inner.objectives import End, Reference, Regret
 from metamd.learning.meta import Method, meta_train, paper, refinement, step_line
 from metamd.learning.network import has_weights, learn_network
 from metamd.learning.reference import learn_start

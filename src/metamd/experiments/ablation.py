@@ -20,9 +20,8 @@ from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
 from metamd.experiments.paper_preset import preset
 from metamd.files.store import Result
 from metamd.files.usage import Schedule, Usage
-from metamd.inner.comparators import Reference
 from metamd.inner.estimators import Direct, Estimator, Evolution, Forward, Reverse
-from metamd.inner.objectives import Objective, PaperBound, Regret, TrainingLoss
+from metamd.inner.objectives import Objective, PaperBound, Reference, Regret, TrainingLoss
 from metamd.learning.meta import Method
 from metamd.learning.rounds.outer import Adam
 from metamd.learning.usage import RULES

@@ -14,8 +14,7 @@ from metamd.experiments.declare import Family
 from metamd.experiments.experiment import MODERN, Entry, Experiment, Geometry, Scale, sections
 from metamd.files.learned import LearnedStart
 from metamd.files.usage import Usage
-from metamd.inner.comparators import Reference
-from metamd.inner.objectives import Regret
+from metamd.inner.objectives import Reference, Regret
 from metamd.learning.reference import learn_start
 from metamd.potentials import Diagonal, Kronecker
 from metamd.tasks.vision.families import ADAPTED

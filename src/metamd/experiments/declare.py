@@ -14,8 +14,7 @@ from metamd.files.container import write_atomically
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Usage
-from metamd.inner.comparators import End, Reference
-from metamd.inner.objectives import PRIOR, Objective, Regret
+from metamd.inner.objectives import PRIOR, End, Objective, Reference, Regret
 from metamd.learning.network import learn_network
 from metamd.learning.reference import tuned_reference
 from metamd.learning.usage import Choices, learn_usage

@@ -19,8 +19,7 @@ from torch.optim import SGD, Adam, Optimizer
 from metamd import tasks
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Result
-from metamd.inner.comparators import Reference
-from metamd.inner.objectives import Regret
+from metamd.inner.objectives import Reference, Regret
 from metamd.inner.run import OptimiserSteps, not_finite, run_inner
 from metamd.inner.run import train as train_task
 from metamd.learning.meta import meta_train

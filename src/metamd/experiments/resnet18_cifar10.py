@@ -12,7 +12,7 @@ from metamd import tasks
 from metamd.comparison.training import Measuring
 from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale, sections
 from metamd.files.usage import Usage
-from metamd.inner.comparators import Reference
+from metamd.inner.objectives import Reference
 from metamd.potentials import Kronecker
 from metamd.potentials.online import Online
 from metamd.tasks.vision.families import ImageFamily

@@ -20,9 +20,8 @@ from metamd.files.learned import LearnedOptimiser, LearnedStart, Moments, finger
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Usage
 from metamd.inner.closed_form import Iterate, learn_factors
-from metamd.inner.comparators import Reference
 from metamd.inner.executor import Executor
-from metamd.inner.objectives import PRIOR, Regret
+from metamd.inner.objectives import PRIOR, Reference, Regret
 from metamd.inner.run import Trajectory
 from metamd.inner.sums import GradientSums, minimiser, moments_of
 from metamd.learning.parts import Parts, parts_of

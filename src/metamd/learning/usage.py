@@ -15,8 +15,8 @@ from metamd.files.learned import LearnedOptimiser, total_cost
 from metamd.files.progress import Progress
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
-from metamd.inner.comparators import Reference
 from metamd.inner.executor import Executor
+from metamd.inner.objectives import Reference
 from metamd.learning.parts import Parts, parts_of
 from metamd.learning.reference import draw_tasks, said_reference, solved, tuned_reference
 from metamd.learning.trials import learn_knots, learn_scale, run_usage, tail_loss

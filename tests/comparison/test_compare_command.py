@@ -95,7 +95,7 @@ def test_the_timing_of_steps_shows_how_far_it_is_on_standard_error_alone(learned
     (line,) = (line for line in said.err.splitlines() if line.startswith("timing steps"))
     assert "54 of 54" in line, "18 blocks of MetaMD, SGD and Adam"
     compare({"a": rival("sgd").untuned()}, QUADRATIC, bare(seeds=1))
-    assert capsys.readouterr() == ("", ""), "without a folder nothing is shown"
+    assert capsys.readouterr() == ("", ""), "Python shows progress on a terminal alone"
 
 
 def help_of(command, capsys, monkeypatch):

@@ -584,6 +584,12 @@ def test_the_smallest_p_is_what_the_clearest_outcome_gives(pairs):
     assert signed_rank_test(ours, 2 * ours) == pytest.approx(smallest_p(pairs), rel=1.01 if pairs == 15 else 1e-9)
 
 
+def test_workers_compare_without_a_folder():
+    both = {"a": rival("sgd").untuned(), "b": rival("adam").untuned()}
+    here, there = (compare(both, QUADRATIC, Protocol(seeds=2, steps=8), workers=n) for n in (1, 2))
+    assert all(here.values(n, "mean_loss").tolist() == there.values(n, "mean_loss").tolist() for n in both)
+
+
 def test_an_address_without_a_cluster_is_refused_at_once(tmp_path):
     pytest.importorskip("ray")
     with socket.socket() as free:
@@ -598,8 +604,8 @@ def test_bad_comparisons_are_sentences():
         compare({}, QUADRATIC)
     with pytest.raises(ValueError, match="'x' has no contender"):
         compare({"x": []}, QUADRATIC)
-    with pytest.raises(ValueError, match="needs a folder"):
-        compare({"x": rival("sgd").untuned()}, QUADRATIC, ray="local")
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        compare({"x": rival("sgd").untuned()}, QUADRATIC, workers=0)
     with pytest.raises(ValueError, match="seeds must be at least 1"):
         compare({"x": rival("sgd").untuned()}, QUADRATIC, Protocol(seeds=0))
 

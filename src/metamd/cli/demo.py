@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from metamd.cli.options import Demo
 from metamd.comparison import figures
@@ -19,6 +18,7 @@ from metamd.comparison.statistics import Spread
 from metamd.experiments import digits
 from metamd.experiments.synthetic import race
 from metamd.experiments.synthetic.batched import RIVALS
+from metamd.files.progress import Progress
 from metamd.files.store import Result, write_json
 from metamd.learning.meta import meta_train
 from metamd.potentials import Diagonal
@@ -64,10 +64,10 @@ def run(options: Demo, size: Size | None = None) -> int:
     # Problems this small lose on a second thread, and sums in one order give the same numbers on every machine.
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
-    with Console(stderr=True).status("starting") as status:
+    with Progress("metamd demo") as progress:
 
         def say(what: str) -> None:
-            status.update(what)
+            progress.advance(what)
 
         quadratics = _quadratics(size, options, say)
         trained = {}

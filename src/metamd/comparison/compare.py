@@ -40,8 +40,8 @@ def compare(
         family: what to draw tasks from: the held-out side of a family, `family.held_out()`.
         protocol: how many tasks and steps, and how runs are watched; three tasks of each domain if not given.
         folder: where every run is kept as a record, so that a comparison that was stopped continues and grows.
-        workers: processes; several need a folder.
-        ray: address of a Ray cluster to train on instead, with so many workers, or "local"; needs a folder.
+        workers: processes, of one thread each.
+        ray: address of a Ray cluster to train on instead, with so many workers, or "local".
 
     Example:
         >>> from metamd import tasks
@@ -59,9 +59,6 @@ def compare(
     for label, contenders in entrants.items():
         if not contenders:
             raise ValueError(f"{label!r} has no contender. Give it one, or several.")
-    if folder is None and (ray is not None or workers > 1):
-        where = "in several processes" if ray is None else "on a Ray cluster"
-        raise ValueError(f"a comparison {where} needs a folder for its records. Pass folder=.")
     measuring, steps = protocol.measuring, family.steps if protocol.steps is None else protocol.steps
     groups = draw(family, protocol.seeds, protocol.seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
@@ -69,9 +66,7 @@ def compare(
 
     def run(pairs: Iterable[tuple[Contender, str]], title: str) -> Outcomes:
         cells = {(c.key(), name): _cell(tasks[name], c, steps, measuring) for c, name in pairs}
-        if records is None:
-            return {key: Outcome.from_json(cell.compute()) for key, cell in cells.items()}
-        if workers > 1 and not all(records.has(cell.name) for cell in cells.values()):
+        if workers > 1 and (records is None or not all(records.has(cell.name) for cell in cells.values())):
             _load(family, groups, measuring)
         results = fill(records, cells.values(), title=title, workers=workers, ray=ray)
         return {key: Outcome.from_json(results[cell.name]) for key, cell in cells.items()}
@@ -163,8 +158,7 @@ def _timed(
         gone = {label for label, c in chosen.items() if c.rival.recorded}
         lost = gone | {label for label, c in chosen.items() if c.rival.unlearned}
         once = {label: chosen[label] for label in chosen if label in timed.values() and label not in lost}
-        # without a folder this is as silent as the trainings are
-        with Progress("" if records is None else "timing steps", (ROUNDS + WARM_UP) * len(once)) as progress:
+        with Progress("timing steps", (ROUNDS + WARM_UP) * len(once)) as progress:
             found = step_seconds(task, once, steps=comparison.settings["steps"], advance=progress.advance)
         each = {label: found.get(timed[kind], math.nan) for label, kind in kinds.items()}
         if gone and records is not None:

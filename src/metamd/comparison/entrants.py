@@ -214,13 +214,10 @@ def _tuned(
     for c in given:
         about = (search, protocol.steps, c.rival.space, c.rival.grid, [config_hash(t.config) for t in tasks])
         looks[f"search-{c.key()}-{derive_seed(*map(repr, about)):08x}"] = partial(_search, c, tasks, search, protocol.steps)
-    if records is None:
-        results = {name: look(None) for name, look in looks.items()}
-    else:
-        cells = [Cell(name, partial(look, records)) for name, look in looks.items()]
-        if ray is not None:
-            cells = [Cell(n, partial(_search_away, look), partial(_bring, records)) for n, look in looks.items()]
-        results = fill(records, cells, title="tuning everybody", workers=workers, ray=ray)
+    cells = [Cell(name, partial(look, records)) for name, look in looks.items()]
+    if ray is not None and records is not None:
+        cells = [Cell(n, partial(_search_away, look), partial(_bring, records)) for n, look in looks.items()]
+    results = fill(records, cells, title="tuning everybody", workers=workers, ray=ray)
     found = [(c, results[name]) for c, name in zip(given, looks, strict=True)]
     return [replace(c, setting={**c.setting, **r["setting"]}, tuning=Tuning.from_json(r)) for c, r in found]
 

@@ -24,22 +24,26 @@ class Cell:
 
 
 def fill(
-    records: Records, cells: Iterable[Cell], *, title: str, workers: int = 1, ray: str | None = None
+    records: Records | None, cells: Iterable[Cell], *, title: str, workers: int = 1, ray: str | None = None
 ) -> dict[str, Result]:
     """All results by name, in the order of the cells; every result is written as soon as it is there.
 
     Args:
-        records: where they are kept.
+        records: where they are kept; None keeps none.
         cells: what there is to compute.
         title: of the progress that is shown.
         workers: as for `Executor`.
         ray: as for `Executor`.
     """
     todo = {cell.name: cell for cell in cells}
-    missing = {name: cell.compute for name, cell in todo.items() if not records.has(name)}
-    for name, made in Executor(workers, ray).results(missing, title, done=len(todo) - len(missing)):
-        records.write(name, todo[name].keep(made))
-    return {name: records.read(name) for name in todo}
+    found = {} if records is None else {name: records.read(name) for name in todo if records.has(name)}
+    missing = {name: cell.compute for name, cell in todo.items() if name not in found}
+    for name, made in Executor(workers, ray).results(missing, title, done=len(found)):
+        found[name] = todo[name].keep(made)
+        if records is not None:
+            records.write(name, found[name])
+            found[name] = records.read(name)
+    return {name: found[name] for name in todo}
 
 
 def own_warnings(caught: Iterable[WarningMessage]) -> list[str]:

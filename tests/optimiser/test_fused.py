@@ -14,7 +14,7 @@ from torch import Tensor
 
 from metamd import MaxDiagonal
 from metamd.optimiser import fused as native
-from metamd.optimiser.fused import CHUNK, MARGINS, FusedDiagonals, Passes, decided, drift, layout
+from metamd.optimiser.fused import CHUNK, MARGINS, FusedDiagonals, decided, drift, layout
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.forms import Array
 
@@ -145,7 +145,7 @@ def test_while_one_piece_stays_active_the_parameters_are_equal_bit_for_bit() -> 
 # the bounds
 
 
-class WithoutRatios(Passes):
+class WithoutRatios(FusedDiagonals):
     """A broken double that takes all metrics for equal."""
 
     def ratios(self, params: Params, piece: int) -> Array:
@@ -172,14 +172,16 @@ def exact_forms(case: Case, params: Params, metrics: Params, start: Params) -> A
     return total
 
 
-def worst_violation(case: Case, steps: int, passes: type[Passes] = Passes, bound: Callable[..., Array] = drift) -> float:
+def worst_violation(
+    case: Case, steps: int, passes: type[FusedDiagonals] = FusedDiagonals, bound: Callable[..., Array] = drift
+) -> float:
     """By how much bounds that accumulate over steps fail, relative to the forms; negative or zero while they hold."""
     generator = torch.Generator().manual_seed(case.seed)
     phi, params = case.potential(generator)
     with torch.no_grad():
         metrics = {n: phi.metric(n) for n in params}
     piece, offsets = case.seed % len(case.means), np.array(case.offsets)
-    runner = passes(metrics, phi.start, len(offsets))
+    runner = passes(metrics, phi.start, offsets)
     forms, worst = exact_forms(case, params, metrics, phi.start), -np.inf
     drawn = {n: case.draw(s, generator) for n, s in case.shapes.items()}
     for _ in range(steps):
@@ -224,7 +226,7 @@ def test_bounds_are_not_idle() -> None:
     with torch.no_grad():
         metrics = {n: phi.metric(n) for n in params}
     before = params["w"].clone()
-    bounds = Passes(metrics, {}, 3).follow(params, {"w": Move(torch.ones_like(before), 0.01)}, 0)
+    bounds = FusedDiagonals(metrics, {}, np.zeros(3)).follow(params, {"w": Move(torch.ones_like(before), 0.01)}, 0)
     true = (metrics["w"] * (params["w"] - before) ** 2).sum((1, 2)).numpy()
     assert (bounds >= true).all()
     assert (bounds <= 10 * true).all()

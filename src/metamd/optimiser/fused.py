@@ -8,7 +8,7 @@ a move d shortens |x|_j by |d|_j at most and lengthens |x|_k by |d|_k at most, a
 
 where what depends on metrics alone is computed once. The forms are computed only where these bounds cannot tell.
 
-`FusedDiagonals` decides; `Passes` goes over the memory, in C (fused.c), compiled at first use and called with addresses.
+The passes over memory are in C (fused.c), compiled at first use and called with addresses.
 """
 
 import ctypes
@@ -51,85 +51,10 @@ ROW = np.dtype(
 )
 
 
-class FusedDiagonals:
-    """The `FusedPass` of given diagonal metrics, for float32 and float64 on the CPU.
-
-    It needs a C compiler, which it calls once per process. Metrics, centre and offsets are taken as they are now: make a
-    new one after a change to them.
-
-    Args:
-        metrics: D_1 .. D_N by tensor, (N, ...) each and broadcastable against it.
-        start: c by tensor; empty where the centre is the origin.
-        offsets: b.
-
-    Example:
-        >>> x = {"x": torch.tensor([1.0, 2.0])}
-        >>> fused = FusedDiagonals({"x": torch.tensor([[1.0, 1.0], [2.0, 4.0]])}, {}, np.zeros(2))
-        >>> fused.advance(x, {"x": Move(torch.tensor([1.0, 1.0]))}, np.array([0.0, 1.0]), np.array([2.5, 9.0]))
-        array([1.65625, 6.375  ])
-        >>> x["x"]
-        tensor([0.5000, 1.7500])
-    """
-
-    def __init__(self, metrics: Params, start: Params, offsets: Array) -> None:
-        self._passes = Passes(metrics, start, len(offsets))
-        self._offsets = np.array(offsets, dtype=np.float64)
-        self._margin = max((MARGINS[d.dtype] for d in metrics.values()), default=0.0)
-        self._lengths = np.full(len(offsets), np.inf)  # |d|_k of the last move, to guess whether laziness will do
-        self.lazy_steps = self.full_steps = 0  # how often the bounds sufficed, and how often forms were computed
-        self._known: tuple[Array, Array, Array] | None = None  # what `evaluate` would find at the weights of the trial
-
-    def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, forms: Array) -> Array:
-        """Write the trial step into the parameters that have a move; return the forms after it, or bounds that decide."""
-        b, piece = self._offsets, int(np.argmax(weights)) if weights.max() == 1 else -1
-        self._known = None
-        if piece >= 0 and decided(drift(forms, b, piece, AHEAD * self._lengths), piece, self._margin):
-            self._lengths = np.sqrt(self._passes.follow(params, moves, piece))
-            bounds = drift(forms, b, piece, self._lengths)
-            if decided(bounds, piece, self._margin):
-                self.lazy_steps += 1
-                return bounds
-            self.full_steps += 1
-            return self.forms(params, params)
-        self.full_steps += 1
-        doubled, hessian, lengths = self._passes.advance(params, moves, weights, piece)
-        self._lengths = np.sqrt(lengths) if piece >= 0 else np.full(len(b), np.inf)
-        if len(moves) == len(params):
-            self._known = weights, doubled / 2, hessian
-        return doubled / 2 + b
-
-    def forms(self, params: Params, names: Collection[str]) -> Array:
-        """1/2 sum D_k (theta - c)^2 + b_k over the named tensors, computed exactly."""
-        any_weights = np.eye(len(self._offsets))[0]
-        return self._passes.evaluate(params, names, any_weights, any_weights)[0] / 2 + self._offsets
-
-    def evaluate(self, params: Params, names: Collection[str], weights: Array) -> Evaluate:
-        """The reductions that `solve` needs, from the trial point that the given weights led to."""
-        known = self._known
-
-        def reductions(w: Array) -> tuple[Array, Array]:
-            if known is not None and (known[0] == w).all():
-                return known[1], known[2]
-            doubled, hessian = self._passes.evaluate(params, names, weights, w)
-            return doubled / 2, hessian
-
-        return reductions
-
-    def rescale(self, params: Params, names: Collection[str], before: Array, after: Array) -> None:
-        """theta <- D(before)/D(after) (theta - c) + c for the named tensors, in place."""
-        self._passes.rescale(params, names, before, after)
-
-
 def drift(forms: Array, offsets: Array, piece: int, lengths: Array) -> Array:
-    """Bounds of the forms after a move: below for one piece, above for all others.
+    """Bounds of the forms after a move of lengths |d|_k: below for piece j, above for all others.
 
     F_j' >= 1/2 max(0, |x|_j - |d|_j)^2 + b_j and F_k' <= 1/2 (|x|_k + |d|_k)^2 + b_k, with |x|_k = sqrt(2 (F_k - b_k)).
-
-    Args:
-        forms: F, or bounds in the same sense.
-        offsets: b.
-        piece: j.
-        lengths: |d|_k, or upper bounds.
     """
     after = np.empty_like(forms)
     for k, (form, b, length) in enumerate(zip(forms.tolist(), offsets.tolist(), lengths.tolist(), strict=True)):
@@ -140,13 +65,7 @@ def drift(forms: Array, offsets: Array, piece: int, lengths: Array) -> Array:
 
 
 def decided(forms: Array, piece: int, margin: float) -> bool:
-    """Whether a lower bound of one form exceeds the upper bounds of all others by more than rounding.
-
-    Args:
-        forms: the bounds.
-        piece: the one that is bounded below.
-        margin: what rounding can hide, relative to the largest form.
-    """
+    """Whether the lower bound of one form exceeds the upper bounds of all others by more than rounding."""
     bounds = forms.tolist()
     least = margin * max(map(abs, bounds))
     return all(bounds[piece] - bound > least for k, bound in enumerate(bounds) if k != piece)  # NaN decides nothing
@@ -217,19 +136,12 @@ def check(what: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the elements of a contiguous tensor find their metrics.
-
-    Args:
-        shape: the tensor's.
-        metric: (N, stored numbers), contiguous.
-        period: element i has the metric of element i mod period.
-        cols: how many consecutive elements share a metric.
-    """
+    """How the elements of a contiguous tensor find their metrics."""
 
     shape: torch.Size
-    metric: Tensor
-    period: int
-    cols: int
+    metric: Tensor  # (N, stored numbers), contiguous
+    period: int  # element i has the metric of element i mod period
+    cols: int  # so many consecutive elements share a metric
 
     def chunks(self, index: int) -> list[tuple[int, int, int]]:
         """(tensor, first element, length) of parts of at most CHUNK elements, of whole rows and periods where they fit."""
@@ -262,94 +174,129 @@ def layout(shape: torch.Size, d: Tensor) -> Layout:
     return Layout(shape, d.expand(len(d), *shape).reshape(len(d), -1), size, 1)  # neither rows nor columns
 
 
-class Passes:
-    """The passes of fused.c over tensors with given metrics and centre; each returns the sums that it accumulates.
+class FusedDiagonals:
+    """The `FusedPass` of given diagonal metrics, for float32 and float64 on the CPU.
+
+    It needs a C compiler, which it calls once per process. Metrics, centre and offsets are taken as they are now: make a
+    new one after a change to them.
 
     Args:
         metrics: D_1 .. D_N by tensor, (N, ...) each and broadcastable against it.
         start: c by tensor; empty where the centre is the origin.
-        pieces: N.
+        offsets: b.
+
+    Example:
+        >>> x = {"x": torch.tensor([1.0, 2.0])}
+        >>> fused = FusedDiagonals({"x": torch.tensor([[1.0, 1.0], [2.0, 4.0]])}, {}, np.zeros(2))
+        >>> fused.advance(x, {"x": Move(torch.tensor([1.0, 1.0]))}, np.array([0.0, 1.0]), np.array([2.5, 9.0]))
+        array([1.65625, 6.375  ])
+        >>> x["x"]
+        tensor([0.5000, 1.7500])
     """
 
-    def __init__(self, metrics: Params, start: Params, pieces: int) -> None:
-        if pieces > MOST:
-            raise ValueError(f"fused=True serves up to {MOST} pieces, got {pieces}. Leave fused=False.")
+    def __init__(self, metrics: Params, start: Params, offsets: Array) -> None:
+        self.pieces = len(offsets)
+        if self.pieces > MOST:
+            raise ValueError(f"fused=True serves up to {MOST} pieces, got {self.pieces}. Leave fused=False.")
         for name, d in metrics.items():
             check(f"the metric of {name!r}", d)
         for name, c in start.items():
             check(f"the centre of {name!r}", c, metrics[name].dtype)
-        self.metrics, self.start, self.pieces = dict(metrics), dict(start), pieces
+        self.metrics, self.start = dict(metrics), dict(start)
+        self._offsets = np.array(offsets, dtype=np.float64)
+        self._margin = max((MARGINS[d.dtype] for d in metrics.values()), default=0.0)
+        self._lengths = np.full(self.pieces, np.inf)  # |d|_k of the last move, to guess whether laziness will do
+        self.lazy_steps = self.full_steps = 0  # how often the bounds sufficed, and how often forms were computed
+        self._known: tuple[Array, Array, Array] | None = None  # what `evaluate` would find at the weights of the trial
         self._library = build()
         self._layouts: dict[str, Layout] = {}
         self._rows = np.zeros(0, dtype=ROW)
         self._chunks = np.zeros((0, 3), dtype=np.int64)
-        self._tables = (0, 0)  # the addresses of both
         self._ratios: dict[int, Array] = {}
 
+    # the step
+
+    def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, forms: Array) -> Array:
+        """Write the trial step into the parameters that have a move; return the forms after it, or bounds that decide."""
+        n, b, piece = self.pieces, self._offsets, int(np.argmax(weights)) if weights.max() == 1 else -1
+        self._known = None
+        if piece >= 0 and decided(drift(forms, b, piece, AHEAD * self._lengths), piece, self._margin):
+            self._lengths = np.sqrt(self.follow(params, moves, piece))
+            bounds = drift(forms, b, piece, self._lengths)
+            if decided(bounds, piece, self._margin):
+                self.lazy_steps += 1
+                return bounds
+            self.full_steps += 1
+            return self.forms(params, params)
+        self.full_steps += 1
+        # sum D_k x^2 and sum D_k D_l x^2 / D(w) after the step, and what `follow` returns, or zeros off a vertex
+        sums = self._pass("advance", 2 * n + n * n, params, params, weights, weights, moves, piece)
+        half, hessian, lengths = sums[:n] / 2, sums[n : n + n * n].reshape(n, n), sums[n + n * n :]
+        self._lengths = np.sqrt(lengths) if piece >= 0 else np.full(n, np.inf)
+        if len(moves) == len(params):
+            self._known = weights, half, hessian
+        return half + b
+
     def follow(self, params: Params, moves: Mapping[str, Move], piece: int) -> Array:
-        """theta <- (1 - decay) theta - lr g / D_j, in place.
+        """theta <- (1 - decay) theta - lr g / D_j, in place; upper bounds of sum D_k d^2 for the move d, by piece."""
+        vertex = np.eye(self.pieces)[piece]
+        return self._pass("follow", self.pieces, params, moves, vertex, vertex, moves, piece)
 
-        Returns:
-            Upper bounds of sum D_k d^2 for the move d, by piece; that of piece j is tight.
-        """
-        return self._write("follow", params, moves, moves, self.pieces, np.eye(self.pieces)[piece], piece)
+    def forms(self, params: Params, names: Collection[str]) -> Array:
+        """1/2 sum D_k (theta - c)^2 + b_k over the named tensors, computed exactly."""
+        any_weights = np.eye(self.pieces)[0]
+        return self._evaluate(params, names, any_weights, any_weights)[0] + self._offsets
 
-    def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, piece: int) -> tuple[Array, Array, Array]:
-        """theta <- (1 - decay) theta - lr g / D(w), in place.
+    def evaluate(self, params: Params, names: Collection[str], weights: Array) -> Evaluate:
+        """The reductions that `solve` needs, from the trial point that the given weights led to."""
+        known = self._known
 
-        Args:
-            params: theta.
-            moves: gradients, step sizes, decays.
-            weights: w.
-            piece: j where w is a vertex, else -1.
+        def reductions(w: Array) -> tuple[Array, Array]:
+            if known is not None and (known[0] == w).all():
+                return known[1], known[2]
+            return self._evaluate(params, names, weights, w)
 
-        Returns:
-            Sum D_k x^2 and sum D_k D_l x^2 / D(w) after the step, x = theta - c, over all parameters; and what `follow`
-            returns, or zeros off a vertex.
-        """
-        n = self.pieces
-        sums = self._write("advance", params, params, moves, 2 * n + n * n, weights, piece)
-        return sums[:n], sums[n : n + n * n].reshape(n, n), sums[n + n * n :]
-
-    def _write(
-        self,
-        name: str,
-        params: Params,
-        names: Collection[str],
-        moves: Mapping[str, Move],
-        width: int,
-        weights: Array,
-        piece: int,
-    ) -> Array:
-        self._lay_out(params)
-        ratios = self.ratios(params, piece) if piece >= 0 else None
-        alive = self._point_to(params, names, moves)
-        sums = self._run(name, width, weights, weights, piece=piece, ratios=ratios)
-        del alive
-        torch.autograd.graph.increment_version([params[n] for n in moves])
-        return sums
-
-    def evaluate(self, params: Params, names: Collection[str], before: Array, after: Array) -> tuple[Array, Array]:
-        """Sum D_k x^2 and sum D_k D_l x^2 / D(w+) over the named tensors, x = D(w)/D(w+) (theta - c)."""
-        n = self.pieces
-        self._lay_out(params)
-        self._point_to(params, names)
-        sums = self._run("evaluate", n + n * n, before, after)
-        return sums[:n], sums[n:].reshape(n, n)
+        return reductions
 
     def rescale(self, params: Params, names: Collection[str], before: Array, after: Array) -> None:
-        """theta <- D(w)/D(w+) (theta - c) + c for the named tensors, in place."""
-        self._lay_out(params)
-        self._point_to(params, names)
-        self._run("rescale", 0, before, after)
+        """theta <- D(before)/D(after) (theta - c) + c for the named tensors, in place."""
+        self._pass("rescale", 0, params, names, before, after)
         torch.autograd.graph.increment_version([params[name] for name in names])
+
+    def _evaluate(self, params: Params, names: Collection[str], before: Array, after: Array) -> tuple[Array, Array]:
+        """1/2 sum D_k x^2 and sum D_k D_l x^2 / D(w+) over the named tensors, x = D(w)/D(w+) (theta - c)."""
+        sums = self._pass("evaluate", self.pieces + self.pieces**2, params, names, before, after)
+        return sums[: self.pieces] / 2, sums[self.pieces :].reshape(self.pieces, self.pieces)
+
+    # passes over memory
+
+    def _pass(
+        self,
+        name: str,
+        width: int,
+        params: Params,
+        names: Collection[str],
+        before: Array,
+        after: Array,
+        moves: Mapping[str, Move] | None = None,
+        piece: int = -1,
+    ) -> Array:
+        """Call a pass of fused.c over the named tensors; the sums that it accumulates."""
+        self._lay_out(params)
+        ratios = self.ratios(params, piece) if piece >= 0 else None
+        alive = self._point_to(params, names, moves or {})
+        sums = self._call(name, width, before, after, piece, ratios)
+        del alive
+        if moves:
+            torch.autograd.graph.increment_version([params[n] for n in moves])
+        return sums
 
     def ratios(self, params: Params, piece: int) -> Array:
         """Max D_k/D_j and |D_k/D_j|_2 of every chunk whose elements have metrics of their own: (2, chunks, N)."""
         if piece not in self._ratios:
             self._ratios[piece] = np.zeros((2, len(self._chunks), self.pieces))
-            self._point_to(params, params)
-            self._run("ratios", 0, piece=piece, ratios=self._ratios[piece])
+            self._point_to(params, params, {})
+            self._call("ratios", 0, None, None, piece, self._ratios[piece])
         return self._ratios[piece]
 
     def _lay_out(self, params: Params) -> None:
@@ -368,19 +315,18 @@ class Passes:
         self._chunks = np.array(chunks, dtype=np.int64).reshape(-1, 3)
         self._ratios = {}
         self._rows = np.zeros(len(params), dtype=ROW)
-        layouts = self._layouts.values()
-        self._rows["metric"] = [a.metric.data_ptr() for a in layouts]
-        self._rows["stride"] = [a.metric.shape[1] for a in layouts]
-        self._rows["period"] = [a.period for a in layouts]
-        self._rows["cols"] = [a.cols for a in layouts]
-        self._rows["wide"] = [a.metric.dtype == torch.float64 for a in layouts]
-        self._tables = self._rows.ctypes.data, self._chunks.ctypes.data
-        self._rows["centre"] = [self.start[n].data_ptr() if self.start else 0 for n in self._layouts]
+        for row, (name, a) in zip(self._rows, self._layouts.items(), strict=True):
+            row["metric"], row["stride"], row["wide"] = (
+                a.metric.data_ptr(),
+                a.metric.shape[1],
+                a.metric.dtype == torch.float64,
+            )
+            row["period"], row["cols"] = a.period, a.cols
+            row["centre"] = self.start[name].data_ptr() if self.start else 0
 
-    def _point_to(self, params: Params, names: Collection[str], moves: Mapping[str, Move] | None = None) -> list[Tensor]:
+    def _point_to(self, params: Params, names: Collection[str], moves: Mapping[str, Move]) -> list[Tensor]:
         """Note where the tensors of a pass are. The gradients returned must live until it is over."""
-        rows, moves = self._rows, moves or {}
-        grads = {n: _readable(n, m.grad, params[n]) for n, m in moves.items()}
+        rows, grads = self._rows, {n: _readable(n, m.grad, params[n]) for n, m in moves.items()}
         rows["theta"] = [params[n].data_ptr() for n in self._layouts]
         rows["grad"] = [grads[n].data_ptr() if n in grads else 0 for n in self._layouts]
         rows["skip"] = [n not in names for n in self._layouts]
@@ -388,27 +334,21 @@ class Passes:
         rows["lr"] = [float(moves[n].lr) if n in moves else 0.0 for n in self._layouts]
         return list(grads.values())
 
-    def _run(
-        self,
-        name: str,
-        width: int,
-        before: Array | None = None,
-        after: Array | None = None,
-        *,
-        piece: int = -1,
-        ratios: Array | None = None,
+    def _call(
+        self, name: str, width: int, before: Array | None, after: Array | None, piece: int, ratios: Array | None
     ) -> Array:
+        kappa, rho = (None, None) if ratios is None else map(_address, ratios)
         job = Job(
-            tensors=self._tables[0],
-            chunks=self._tables[1],
+            tensors=_address(self._rows),
+            chunks=_address(self._chunks),
             count=len(self._chunks),
             pieces=self.pieces,
             threads=torch.get_num_threads(),
             before=_address(before),
             after=_address(after),
             piece=piece,
-            kappa=None if ratios is None else _address(ratios[0]),
-            rho=None if ratios is None else _address(ratios[1]),
+            kappa=kappa,
+            rho=rho,
             width=width,
         )
         partial, out = np.empty((len(self._chunks) // GROUP + 1) * width), np.empty(width)

@@ -16,7 +16,7 @@ from metamd.files.shipped import locate
 from metamd.files.usage import Usage
 from metamd.files.versions import versions
 from metamd.potentials.base import Named
-from metamd.potentials.basis import Identity, Learned
+from metamd.potentials.basis import Basis, Learned
 from metamd.potentials.diagonal import MaxDiagonal, Missing
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Rename, Shape
@@ -275,7 +275,7 @@ def _assemble(text: str, tensors: Tensors) -> tuple[LearnedOptimiser, str]:
         for prefix, names in (("log_d", header.tensors), ("basis", header.factors), ("start", header.start))
     )
     # The offsets have the shape (pieces,) by now, so that `pieces` is no larger than the file.
-    basis = Identity() if header.basis == "identity" else Learned(header.basis, factors=factors)  # type: ignore[arg-type]
+    basis = Basis() if header.basis == "identity" else Learned(header.basis, factors=factors)  # type: ignore[arg-type]
     blank = MaxDiagonal(header.pieces, tying=header.tying, centre=header.centre, basis=basis)
     potential = blank.with_metrics(log_d, tensors["offsets"])
     moments = None

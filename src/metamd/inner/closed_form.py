@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.learned import Moments
-from metamd.potentials.basis import Basis, Identity, Learned, Orthogonal, Rank
+from metamd.potentials.basis import Basis, Learned, Orthogonal, Rank
 from metamd.potentials.diagonal import MaxDiagonal
 
 TOLERATED = 0.05
@@ -39,7 +39,7 @@ class Iterate:
     offsets: Tensor
     step: int = 0
     loss: float = math.inf
-    basis: Basis = field(default_factory=Identity)
+    basis: Basis = field(default_factory=Basis)
 
     @classmethod
     def of(cls, potential: MaxDiagonal) -> "Iterate":

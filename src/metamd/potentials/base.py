@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -190,13 +189,7 @@ def bregman(potential: Potential, u: Params | Tensor, v: Params | Tensor) -> Ten
 def minimise(value: Callable[..., Tensor], dual: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Minimise phi(theta) - <y, theta> by Newton's method with conjugate gradients and a halving line search.
 
-    Args:
-        value: phi, a function of named tensors.
-        dual: y; the tensors to solve for.
-        start: the first iterate, inside the domain of phi; tensors that `dual` does not name are held.
-
-    Raises:
-        ArithmeticError: if phi is not finite at the start, or no step decreases the objective before it is stationary.
+    It begins at `start`, inside the domain of phi; tensors that y does not name are held.
     """
     names = list(dual)
     y = torch.cat([dual[n].reshape(-1) for n in names])
@@ -219,7 +212,8 @@ def minimise(value: Callable[..., Tensor], dual: Mapping[str, Tensor], start: Ma
         gradient = gradient_of(x)
         if gradient.norm() <= 8 * eps * (y.norm() + (gradient + y).norm()):
             return unpack(x)
-        step = _conjugate_gradients(partial(_hessian_product, gradient_of, x), -gradient)
+        # The Hessian is symmetric, so that its product from the left serves; reverse mode reaches every operation.
+        step = _conjugate_gradients(torch.func.vjp(gradient_of, x)[1], -gradient)
         moved = _line_search(objective, gradient_of, x, step, gradient)
         if moved is None:
             # At the accuracy of the value itself a gradient this small is a minimum, a larger one a failure.
@@ -233,18 +227,13 @@ def minimise(value: Callable[..., Tensor], dual: Mapping[str, Tensor], start: Ma
     )
 
 
-def _hessian_product(gradient_of: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
-    # The Hessian is symmetric, so that its product from the left serves; reverse mode reaches every operation.
-    return torch.func.vjp(gradient_of, x)[1](v)[0]
-
-
-def _conjugate_gradients(product: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
+def _conjugate_gradients(product: Callable[[Tensor], tuple[Tensor, ...]], b: Tensor) -> Tensor:
     x, r = torch.zeros_like(b), b.clone()
     p, rr = r.clone(), r @ r
     # The accuracy asked for grows as the gradient falls: quadratic convergence without solving early systems exactly.
     target = rr * torch.clamp(rr.sqrt(), max=0.25) ** 2 * 1e-4
     for _ in range(2 * len(b) + 10):
-        hp = product(p)
+        (hp,) = product(p)
         curvature = p @ hp
         if not curvature > 0:
             return x if bool(x.any()) else b

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,78 +20,51 @@ LIMIT = 2048
 """Rows or columns above which a side of a matrix keeps the identity: a full factor of 2048 has 4 million numbers."""
 
 
-class Basis(Protocol):
-    """An orthogonal change of coordinates per tensor, under which D acts as a diagonal."""
+class Basis:
+    """An orthogonal change of coordinates V per tensor, under which D acts as a diagonal: here none, V = 1.
 
-    kind: str
+    `Learned` is the other one. The parameters themselves are the coordinates of the paper's diagonal metrics.
+    """
+
+    kind: str = "identity"
 
     def slots(self, tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
         """Where every tensor of a model finds its metric."""
+        return slots(tying, shapes)
 
     def placed(self, slots: Mapping[str, Slot], shapes: Mapping[str, Shape]) -> "Basis":
         """The same basis for the tensors of a model; this one stays as it is."""
+        return self
 
     def prepared(self, metrics: Mapping[str, Tensor]) -> "Basis":
         """The same basis for a run in which these metrics, by name, stay as they are."""
+        return self
 
     def factors(self) -> dict[str, Tensor]:
         """What was learned, by side and key: orthonormal columns each."""
+        return {}
 
     def with_factors(self, factors: Mapping[str, Tensor]) -> "Basis":
         """Other factors for the same tensors."""
+        return self
 
     def into(self, name: str, x: Tensor) -> Tensor:
         """V'x: the coordinates of a displacement."""
+        return x
 
     def out_of(self, name: str, x: Tensor) -> Tensor:
         """V x: back to the parameters."""
-
-    def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
-        """x - lr V diag(d)^-1 V' grad, written to `out` if there is one."""
-
-
-class Identity:
-    """The parameters themselves: the paper's diagonal metrics."""
-
-    kind = "identity"
-
-    def slots(self, tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
-        """Those of the tying."""
-        return slots(tying, shapes)
-
-    def placed(self, slots: Mapping[str, Slot], shapes: Mapping[str, Shape]) -> "Identity":
-        """Itself: it fits every tensor."""
-        return self
-
-    def prepared(self, metrics: Mapping[str, Tensor]) -> "Identity":
-        """Itself."""
-        return self
-
-    def factors(self) -> dict[str, Tensor]:
-        """Nothing was learned."""
-        return {}
-
-    def with_factors(self, factors: Mapping[str, Tensor]) -> "Identity":
-        """Itself."""
-        return self
-
-    def into(self, name: str, x: Tensor) -> Tensor:
-        """X, unchanged."""
-        return x
-
-    def out_of(self, name: str, x: Tensor) -> Tensor:
-        """X, unchanged."""
         return x
 
     def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
-        """x - lr grad / d in one pass."""
+        """x - lr V diag(d)^-1 V' grad, written to `out` if there is one; here in one pass."""
         if isinstance(lr, Tensor):
             return torch.sub(x, lr * grad / d, out=out).to(x.dtype)
         moved = torch.addcdiv(x, grad, d, value=-lr, out=out)
         return moved if moved.dtype == x.dtype else moved.to(x.dtype)
 
     def __repr__(self) -> str:
-        return "Identity()"
+        return "Identity()"  # as records of earlier versions name it
 
 
 class Orthogonal:
@@ -100,13 +73,10 @@ class Orthogonal:
     With all columns given, Q = U. With fewer, Q = I - Y T Y' is a product of r Householder reflections, so that applying it
     takes O(r) operations per number, and no others than r columns are stored. (Its first columns are those of U up to
     sign.)
-
-    Args:
-        columns: U, (n, r) with r <= n, orthonormal.
     """
 
     def __init__(self, columns: Tensor) -> None:
-        self.columns = columns
+        self.columns = columns  # U, (n, r) with r <= n, orthonormal
         self.size, self.rank = columns.shape
         self._reflections: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -130,12 +100,7 @@ class Orthogonal:
         return x - (x @ y) @ ty
 
     def divide(self, x: Tensor, d: Tensor) -> Tensor:
-        """Rows x Q diag(d)^-1 Q', where d is one number for all columns that are not given.
-
-        Args:
-            x: the rows, (..., n).
-            d: broadcastable against them.
-        """
+        """Rows x Q diag(d)^-1 Q', where d is one number for all columns that are not given."""
         if self.full:
             return (x @ self.columns / d) @ self.columns.mT
         # I = U U' + (I - U U'), of which the second part has the same d everywhere
@@ -158,12 +123,7 @@ class Orthogonal:
 
 @dataclass(frozen=True)
 class Place:
-    """A weight of a model, as a matrix.
-
-    Args:
-        key: of its factors and its metric.
-        shape: of the tensor; the first dimension is the rows, all others are the columns.
-    """
+    """A weight of a model as a matrix: the first dimension is the rows, all others are the columns."""
 
     key: str
     shape: Shape
@@ -186,17 +146,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Inverse:
-    """D^-1 on the right of a matrix, ready to be applied: one product, or two thin ones.
+    """D^-1 on the right of a matrix, ready to be applied: one product, or two thin ones."""
 
-    Args:
-        matrix: V diag(d)^-1 V' itself; or, for r columns U, diag(1/d - 1/c) U'.
-        columns: U, if they are not all.
-        rest: c, the number of all other directions, (1, 1).
-    """
-
-    matrix: Tensor
-    columns: Tensor | None = None
-    rest: Tensor | None = None
+    matrix: Tensor  # V diag(d)^-1 V' itself; or, for r columns U, diag(1/d - 1/c) U'
+    columns: Tensor | None = None  # U, if they are not all
+    rest: Tensor | None = None  # c, the number of all other directions, (1, 1)
 
     @classmethod
     def of(cls, right: Orthogonal, d: Tensor) -> "Inverse":
@@ -213,14 +167,14 @@ class Inverse:
         return torch.addmm(m / self.rest, m @ self.columns, self.matrix)
 
 
-class Learned:
-    """A basis per weight matrix: V on the right, the input side, and on the left as well if asked for.
+class Learned(Basis):
+    """A basis per weight matrix: V on the right, the input side; in files of earlier versions on the left as well.
 
     Args:
         sides: "right" or "both".
-        rank: as for `Kronecker`, and so are the others; they say how factors are learned, not what they are.
-        shrinkage: see there.
-        limit: see there.
+        rank: as for `Kronecker`; this, `shrinkage` and `limit` say how factors are learned, not what they are.
+        shrinkage: as for `Kronecker`.
+        limit: as for `Kronecker`.
         factors: what was learned: "right/key" or "left/key" to orthonormal columns (n, r). A side without one has the
             identity.
         whole: names of factors that keep all directions, whatever the rank.
@@ -242,7 +196,6 @@ class Learned:
         self.sides, self.rank, self.shrinkage, self.limit = sides, rank, shrinkage, limit
         self._factors = dict(factors or {})
         self.places: dict[str, Place] = {}
-        self._plain = Identity()
         self._here: dict[tuple[Any, ...], Orthogonal] = {}
         self._metrics: Mapping[str, Tensor] = {}
         self._inverses: dict[tuple[str, int], Inverse] = {}
@@ -279,30 +232,23 @@ class Learned:
         """The same basis for the tensors of a model."""
         new = self.with_factors(self._factors)
         for name, slot in slots.items():
-            if slot.sides is not None:
-                new.places[name] = Place(slot.key, shapes[name])
-        new._fit()
+            if slot.sides is None:
+                continue
+            new.places[name] = Place(slot.key, shapes[name])
+            for side, size in new.places[name].sizes.items():
+                factor = f"{side}/{slot.key}"
+                if factor in self._factors and len(self._factors[factor]) != size:
+                    raise ValueError(
+                        f"the basis {factor!r} was learned for {len(self._factors[factor])} coordinates, but the tensor "
+                        f"{name!r} has {size} there. Learn it for models of this size."
+                    )
         return new
 
-    def with_factors(self, factors: Mapping[str, Tensor]) -> "Learned":
-        """Other factors for the same tensors.
-
-        Args:
-            factors: as above.
-        """
-        how: dict[str, Any] = {"rank": self.rank, "shrinkage": self.shrinkage, "limit": self.limit, "whole": self.whole}
-        new = Learned(self.sides, **how, factors=factors)
+    def with_factors(self, factors: Mapping[str, Tensor], whole: Iterable[str] | None = None) -> "Learned":
+        """Other factors for the same tensors, of which the `whole` ones keep all directions when they are learned."""
+        how: dict[str, Any] = {"rank": self.rank, "shrinkage": self.shrinkage, "limit": self.limit}
+        new = Learned(self.sides, **how, factors=factors, whole=self.whole if whole is None else whole)
         new.places = dict(self.places)
-        return new
-
-    def keeping(self, whole: Iterable[str]) -> "Learned":
-        """The same, of which some factors are to keep all directions when they are learned.
-
-        Args:
-            whole: their names.
-        """
-        new = self.with_factors(self._factors)
-        new.whole = frozenset(whole)
         return new
 
     def rank_of(self, factor: str) -> Rank:
@@ -310,24 +256,10 @@ class Learned:
         return None if factor in self.whole else self.rank
 
     def prepared(self, metrics: Mapping[str, Tensor]) -> "Learned":
-        """The same basis for a run with these metrics, whose inverses V diag(d_j)^-1 V' are kept once they were needed.
-
-        Args:
-            metrics: D_1 .. D_N by name, as `MaxDiagonal.metric` gives them; they stay as they are.
-        """
+        """The same basis for a run with these metrics, whose inverses V diag(d_j)^-1 V' are kept once they were needed."""
         new = self.with_factors(self._factors)
         new._metrics = dict(metrics)
         return new
-
-    def _fit(self) -> None:
-        for name, place in self.places.items():
-            for side, size in place.sizes.items():
-                factor = f"{side}/{place.key}"
-                if factor in self._factors and len(self._factors[factor]) != size:
-                    raise ValueError(
-                        f"the basis {factor!r} was learned for {len(self._factors[factor])} coordinates, but the tensor "
-                        f"{name!r} has {size} there. Learn it for models of this size."
-                    )
 
     def factors(self) -> dict[str, Tensor]:
         """Orthonormal columns by side and key."""
@@ -362,10 +294,10 @@ class Learned:
     def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
         """x - lr V diag(d)^-1 V' grad."""
         if name not in self.places:
-            return self._plain.descend(name, x, grad, d, lr, out)
+            return super().descend(name, x, grad, d, lr, out)
         place = self.places[name]
         if not any(f"{side}/{place.key}" in self._factors for side in place.sizes):
-            return self._plain.descend(name, x, grad, place.tensor(d), lr, out)
+            return super().descend(name, x, grad, place.tensor(d), lr, out)
         m = place.matrix(widen(grad))
         inverse = self._inverse(name, m, d)
         if inverse is not None and x.dtype == m.dtype and not isinstance(lr, Tensor):

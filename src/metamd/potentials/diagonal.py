@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metamd.potentials.base import ALONE, Active, Centre, Move, Named, Params, Potential, Step, StrongConvexity
-from metamd.potentials.basis import LIMIT, Basis, Identity, Learned, Rank, Shrinkage
+from metamd.potentials.basis import LIMIT, Basis, Learned, Rank, Shrinkage
 from metamd.potentials.forms import (
     Array,
     Evaluate,
@@ -34,16 +34,8 @@ class FusedPass(Protocol):
     def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, forms: Array) -> Array:
         """Write the trial step into the parameters that have a move, and return the forms after it.
 
-        Args:
-            params: all parameters; those with a move are updated in place.
-            moves: gradients, step sizes, decays.
-            weights: w.
-            forms: the forms before the step, or bounds: where w is a vertex, below for the active piece and above for the
-                others.
-
-        Returns:
-            The forms after the step: exact, or, where the one active piece is certain to have the largest form still, such
-            bounds. Their largest is then the active one's, so that the gap of the weights is zero, as it truly is.
+        Where w is a vertex the forms, given and returned, may be bounds: below for the active piece, above for the others.
+        Bounds are returned only where the active piece is certain to stay the largest, so that the gap is truly zero.
         """
 
     def forms(self, params: Params, names: Collection[str]) -> Array:
@@ -88,7 +80,7 @@ class MaxDiagonal(Potential):
         *,
         tying: TyingName = "parameter",
         centre: Centre = "start",
-        basis: Basis = Identity(),  # noqa: B008
+        basis: Basis = Basis(),  # noqa: B008
     ) -> None:
         if pieces < 1:
             raise ValueError(f"pieces must be at least 1, got {pieces}. One piece is a single diagonal metric.")
@@ -175,13 +167,7 @@ class MaxDiagonal(Potential):
         return new
 
     def fixed(self, metrics: Params, total: Total = local_total, fused: FusedPass | None = None) -> "MaxDiagonal":
-        """The same potential with its metrics D evaluated once, for use by an optimiser.
-
-        Args:
-            metrics: D by tensor name, on the devices and in the shards where the optimiser needs them.
-            total: how contributions of tensors are added up.
-            fused: what takes trial steps in place, if not the plain operations.
-        """
+        """The same potential with its metrics D, by tensor, evaluated once where an optimiser needs them."""
         new = self.centred_at(self.start)
         new._fixed, new.add_up, new._fused = dict(metrics), total, fused
         new.basis = self.basis.prepared(new._fixed)
@@ -248,12 +234,7 @@ class MaxDiagonal(Potential):
     # the step
 
     def activate(self, params: Params, near: Active | None = None) -> Active:
-        """The active pieces at a point: the weights at hand while they are valid there, else the largest form alone.
-
-        Args:
-            params: the point.
-            near: the last known active pieces.
-        """
+        """The active pieces at a point: the weights of `near` while they are valid there, else the largest form alone."""
         if self.pieces == 1:
             return ALONE
         forms = self._forms(params)

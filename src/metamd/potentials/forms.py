@@ -37,21 +37,13 @@ _CHUNK = 2**16
 
 @dataclass(frozen=True)
 class Solution:
-    """Where the solver stopped: h(weights) is never above h of the weights it was given.
+    """Where the solver stopped: h(weights) is never above h of the weights it was given."""
 
-    Args:
-        weights: w, a point of the simplex.
-        forms: q_j + b_j at x = D(w)^-1 y; they are equal on the support of w at the minimum.
-        gap: max_j (q_j + b_j) - <w, q + b> >= 0, by which h(w) can exceed its minimum at most.
-        iterations: Newton steps taken.
-        converged: whether the gap fell below the tolerance, or to what rounding allows.
-    """
-
-    weights: Array
-    forms: Array
-    gap: float
-    iterations: int
-    converged: bool
+    weights: Array  # w, a point of the simplex
+    forms: Array  # q_j + b_j at x = D(w)^-1 y; they are equal on the support of w at the minimum
+    gap: float  # max_j (q_j + b_j) - <w, q + b> >= 0, by which h(w) can exceed its minimum at most
+    iterations: int  # Newton steps taken
+    converged: bool  # whether the gap fell below the tolerance, or to what rounding allows
 
 
 def local_total(contributions: Mapping[str, Tensor]) -> Array:
@@ -87,39 +79,29 @@ def combine(d: Tensor, weights: Array) -> Tensor:
     return torch.tensordot(w, d, dims=1)
 
 
-def _joinable(squares: Params) -> bool:
-    """Whether many small tensors may be handled as one: it saves calls, and copies little."""
-    kinds = {(s.dtype, s.device) for s in squares.values()}
-    return len(kinds) == 1 and sum(s.numel() for s in squares.values()) <= _JOIN_LIMIT
-
-
-def _joined(squares: Params, metrics: Params, pieces: int) -> tuple[Params, Params]:
-    rows = torch.cat([d.reshape(pieces, -1) for d in metrics.values()], 1)
-    return {"": torch.cat([squares[n].reshape(-1) for n in metrics])}, {"": rows}
-
-
 def find_weights(
     squares: Params, metrics: Params, weights: Array, offsets: Array, *, total: Total, tolerance: float
 ) -> Solution:
-    """The weights of the exact step from the trial point that the present weights lead to.
+    """The weights of the exact step from the trial point that the present weights w lead to.
 
     The trial x~ = D(w)^-1 y stands for the dual point: with any other weights v the point is x(v) = D(w)/D(v) x~, so that
-    nothing but squares and metrics is needed.
-
-    Args:
-        squares: grouped squares of the trial point, by tensor.
-        metrics: D_1 .. D_N by tensor.
-        weights: w.
-        offsets: b, with the forms of whatever is held still.
-        total: how contributions of tensors are added.
-        tolerance: see `solve`.
+    nothing is needed but the metrics and the grouped squares of the trial point. `offsets` has b, with the forms of
+    whatever is held still.
     """
     pieces = len(weights)
-    metrics = {n: d.to(squares[n].dtype) for n, d in metrics.items()}
-    if total is local_total and _joinable(squares):
-        squares, metrics = _joined(squares, metrics, pieces)
+    rows = {n: d.to(squares[n].dtype).reshape(pieces, -1) for n, d in metrics.items()}
+    flat = {n: squares[n].reshape(-1) for n in metrics}
+    one_kind = len({(s.dtype, s.device) for s in flat.values()}) == 1
+    if total is local_total and one_kind and sum(s.numel() for s in flat.values()) <= _JOIN_LIMIT:
+        # many small tensors are handled as one: it saves calls, and copies little
+        rows, flat = {"": torch.cat(list(rows.values()), 1)}, {"": torch.cat(list(flat.values()))}
     # In chunks that stay in the cache; the sums over chunks, in float64, lose nothing either.
-    parts = {n: _chunks(squares[n], d, weights) for n, d in metrics.items()}
+    parts = {
+        n: [
+            (r, combine(r, weights), s) for r, s in zip(torch.split(d, _CHUNK, 1), torch.split(flat[n], _CHUNK), strict=True)
+        ]
+        for n, d in rows.items()
+    }
 
     def evaluate(w: Array) -> tuple[Array, Array]:
         sums = total(
@@ -128,13 +110,6 @@ def find_weights(
         return sums[:pieces], sums[pieces:].reshape(pieces, pieces)
 
     return solve(evaluate, weights, offsets, tolerance=tolerance)
-
-
-def _chunks(squares: Tensor, d: Tensor, weights: Array) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Parts of the metrics, of D(w), and of the squares of the trial point, that go together."""
-    rows = torch.split(d.reshape(len(d), -1), _CHUNK, 1)
-    parts = torch.split(squares.reshape(-1), _CHUNK)
-    return [(r, combine(r, weights), s) for r, s in zip(rows, parts, strict=True)]
 
 
 def _reductions(rows: Tensor, before: Tensor, squares: Tensor, w: Array) -> Tensor:
@@ -157,13 +132,8 @@ def solve(evaluate: Evaluate, weights: Array, offsets: Array, *, tolerance: floa
     """Minimise h over the simplex by Newton's method, never increasing h.
 
     Each step minimises the quadratic model of h over the whole simplex and then halves its way back until h has fallen.
-    A segment between two points of the simplex stays inside it, so no projection is needed.
-
-    Args:
-        evaluate: the two reductions over the parameters that a step needs.
-        weights: where to start; the weights of the previous step are a good place.
-        offsets: b.
-        tolerance: the gap to reach, relative to the size of the forms.
+    A segment between two points of the simplex stays inside it, so no projection is needed. It starts at `weights`, those
+    of the previous step, say, and ends at a gap of `tolerance` relative to the size of the forms.
     """
     w, iterations = weights, 0
     q, hessian = evaluate(w)

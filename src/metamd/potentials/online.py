@@ -109,39 +109,24 @@ class Online:
         return 1 / self.scale[key]
 
     def metric(self, coordinates: Tensor, state: State) -> Tensor:
-        """a_t, the present gradient included; the state is brought up to date.
-
-        Args:
-            coordinates: c.
-            state: of this tensor; empty at the first step.
-        """
+        """a_t of coordinates c, the present gradient included; the state, empty at first, is brought up to date."""
         if "squares" not in state:
             state["squares"], state["counted"] = torch.zeros_like(coordinates), 0
         state["counted"] += 1
         squares = local(state["squares"])
         if self.rule == "sum":
             squares.addcmul_(coordinates, coordinates)
-            return self.grown(state)
+            return squares.sqrt().add_(self.epsilon)
         beta = SQUARES if self.rule == "polar" else self.beta
         squares.lerp_(coordinates.square(), 1 - beta)
         return (squares / (1 - beta ** state["counted"])).sqrt_().add_(self.epsilon)
 
-    def grown(self, state: State) -> Tensor:
-        """a_t after the last step, for sums."""
-        return local(state["squares"]).sqrt().add_(self.epsilon)
-
     def advance(
         self, potential: MaxDiagonal, name: str, x: Tensor, move: Move, state: State, watch: Watch | None = None
     ) -> None:
-        """Take the step of one tensor in place.
+        """Take the step of one tensor in place; `watch` is told what the step met, before the tensor moves.
 
-        Args:
-            potential: bound; its basis and its keys are used, and, for the rule "polar", the metric of its first piece.
-            name: of the tensor.
-            x: the tensor.
-            move: gradient, step size and decay.
-            state: of this tensor.
-            watch: told what the step met, before the tensor moves.
+        Of the potential the basis and the keys are used, and, for the rule "polar", the metric of its first piece.
         """
         grad = widen(move.grad)
         if self.rule != "polar":

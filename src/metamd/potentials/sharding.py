@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.potentials.forms import Array, Total, local_total
+from metamd.potentials.forms import Total, local_total
 
 WHOLE = (Tensor, torch.nn.Parameter)
 """What is certainly no DTensor: the answer is needed dozens of times in every step."""
@@ -48,23 +48,16 @@ def local_metric(d: Tensor, like: Tensor) -> Tensor:
 
 
 def local_part(x: Tensor, like: Tensor) -> Tensor:
-    """The part of a tensor that this process has of a parameter, on its device.
-
-    Args:
-        x: whole, or sharded as the parameter is.
-        like: the parameter.
-    """
+    """The part of a tensor, whole or sharded as a parameter is, that this process has of the parameter, on its device."""
     if is_sharded(x) or not is_sharded(like):
         return local(x).to(local(like).device)
     return local_metric(x[None], like)[0]
 
 
 def spread_like(part: Tensor, param: Tensor) -> Tensor:
-    """This process's part of a tensor as a shard of one that is spread as a parameter is, so that checkpoints know the rest.
+    """This process's part of a tensor, or of its matrix, as a shard of one that is spread as a sharded parameter is.
 
-    Args:
-        part: in the shape of this process's part of the parameter, or of its matrix (rows, columns).
-        param: the parameter, sharded.
+    Checkpoints then know of the rest.
     """
     from torch.distributed.tensor import DTensor
 
@@ -76,34 +69,13 @@ def spread_like(part: Tensor, param: Tensor) -> Tensor:
 
 def total_for(params: Mapping[str, Tensor]) -> Total:
     """How contributions by tensor name are added: shards over their processes, the rest here."""
-    groups = {n: _shard_groups(x) for n, x in params.items() if is_sharded(x)}
-    groups = {n: g for n, g in groups.items() if g}
-    if not groups:
+    if not any(is_sharded(x) and _shard_groups(x) for x in params.values()):
         return local_total
-
-    def over_processes(contributions: Mapping[str, Tensor]) -> Array:
-        first = next(iter(contributions.values()))
-        here = torch.zeros_like(first)
-        shared: dict[tuple[Any, ...], Tensor] = {}
-        for name, part in contributions.items():
-            if name in groups:
-                shared[groups[name]] = shared.get(groups[name], torch.zeros_like(part)) + part
-            else:
-                here = here + part
-        for key in sorted(shared, key=str):
-            here = here + _all_reduce(shared[key], key)
-        return here.cpu().numpy()
-
-    return over_processes
+    return lambda contributions: local_total(sum_shards(contributions, params))
 
 
 def sum_shards(parts: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What each tensor contributes, added over the processes that hold its shards.
-
-    Args:
-        parts: contributions by tensor name, all of one shape.
-        params: the tensors.
-    """
+    """What each tensor contributes, by name and all of one shape, added over the processes that hold its shards."""
     groups = {n: _shard_groups(params[n]) for n in parts if is_sharded(params[n])}
     whole = dict(parts)
     for key in sorted(set(groups.values()) - {()}, key=str):

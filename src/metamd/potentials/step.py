@@ -38,14 +38,7 @@ def mirror_step(
 
 
 class Stepping:
-    """`mirror_step` again and again with metrics that stay: one piece in the parameters' own coordinates takes one call.
-
-    Args:
-        potential: phi, bound to the tensors.
-        start: theta_1.
-        lr: eta.
-        exact: as for `mirror_step`.
-    """
+    """`mirror_step` again and again with metrics that stay: one piece in the parameters' own coordinates takes one call."""
 
     def __init__(self, potential: MaxDiagonal, start: Params, lr: float, *, exact: bool = True) -> None:
         self.potential, self.lr, self.exact = potential, lr, exact

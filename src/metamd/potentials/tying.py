@@ -19,18 +19,14 @@ WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_modul
 class Slot:
     """Where a tensor finds its metric.
 
-    Args:
-        key: the name of the metric in the table; several tensors share one under the tying "role".
-        stored: the shape in the table, for one piece.
-        shape: the shape that broadcasts against the coordinates of the tensor.
-        sides: where log D is a sum over the rows and the columns of a matrix, how many numbers each side stores; the last
-            of a side stands for all coordinates that are left. Without it, the stored numbers are the metric's own.
+    In a learned basis log D is a sum over the rows and the columns of a matrix, and `sides` says how many numbers each of
+    them stores; the last of a side stands for all coordinates that are left.
     """
 
-    key: str
-    stored: Shape
-    shape: Shape
-    sides: tuple[int, int] | None = None
+    key: str  # the name of the metric in the table; several tensors share one under the tying "role"
+    stored: Shape  # the shape in the table, for one piece
+    shape: Shape  # the shape that broadcasts against the coordinates of the tensor
+    sides: tuple[int, int] | None = None  # None where the stored numbers are the metric's own
 
     def spread(self, stored: Tensor) -> Tensor:
         """Logarithms as they are stored, (..., *stored), in the shape of the metric, (..., *shape).
@@ -41,14 +37,9 @@ class Slot:
         """
         if self.sides is None:
             return stored.reshape((*stored.shape[: stored.ndim - len(self.stored)], *self.shape))
-        left, right = self.split(stored)
-        return right.unsqueeze(-2) if left is None else left.unsqueeze(-1) + right.unsqueeze(-2)
-
-    def split(self, stored: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The logarithms of the rows, if they have any, and of the columns, of a metric that is their outer product."""
-        assert self.sides is not None
         left, right = torch.split(stored, list(self.sides), -1)
-        return (_repeat_last(left, self.shape[0]) if self.sides[0] else None), _repeat_last(right, self.shape[1])
+        right = _repeat_last(right, self.shape[1]).unsqueeze(-2)
+        return _repeat_last(left, self.shape[0]).unsqueeze(-1) + right if self.sides[0] else right
 
     def gather(self, values: Tensor) -> Tensor:
         """The adjoint of `spread`: numbers in the metric's shape, added up over the coordinates that share one."""
@@ -94,12 +85,7 @@ def tied_shape(tying: TyingName, shape: Shape) -> Shape:
 
 
 def slots(tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
-    """The slot of every tensor of a model, in order.
-
-    Args:
-        tying: what is shared.
-        shapes: the model's tensors in the order of its layers, names already cleaned.
-    """
+    """The slot of every tensor of a model, in the order of its layers, names already cleaned."""
     keys = roles(shapes) if tying == "role" else dict(zip(shapes, shapes, strict=True))
     return {n: Slot(keys[n], stored_shape(tying, s), tied_shape(tying, s)) for n, s in shapes.items()}
 
@@ -144,12 +130,7 @@ def match(
 ) -> None:
     """Refuse a model that learned metrics do not fit: a tensor without a metric, another shape, a metric without a tensor.
 
-    Args:
-        tying: what is shared.
-        wanted: the slots of the model's tensors.
-        shapes: of the model's tensors.
-        stored: the shapes of the metrics for one piece, by key.
-        lenient: whether tensors and metrics may be alone; their shapes must agree in any case.
+    `stored` has the shapes of the metrics for one piece, by key. If `lenient`, tensors and metrics may be alone.
     """
     for name, slot in wanted.items():
         if slot.key in stored and stored[slot.key] != slot.stored:

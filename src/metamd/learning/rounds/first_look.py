@@ -181,7 +181,7 @@ def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
         if extra <= max(left, 0):
             kept.append(factor)
             left -= extra
-    potential.basis = basis.keeping(kept)
+    potential.basis = basis.with_factors(basis.factors(), kept)
     return potential
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metamd.inner.closed_form import Iterate
 from metamd.inner.run import Cost
-from metamd.potentials.basis import Basis, Identity
+from metamd.potentials.basis import Basis
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class State:
         return named if self.good is None else named | {"good": self.good}
 
     @classmethod
-    def restore(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], basis: Basis = Identity()) -> "State":  # noqa: B008
+    def restore(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], basis: Basis = Basis()) -> "State":  # noqa: B008
         """The state that was taken apart.
 
         Args:

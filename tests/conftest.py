@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Set before torch is imported: two test workers with two threads each would fight over two cores.
@@ -15,6 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts what runs behind it deaf to Ctrl-C, and children inherit that: those that tests interrupt must hear it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The same examples every time: a run that fails, fails again.
+hypothesis.settings.register_profile("tests", derandomize=True, database=None)
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

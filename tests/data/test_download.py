@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -113,10 +114,11 @@ def test_a_slow_server_is_waited_for_and_a_stalled_one_is_left(server, tmp_path)
 
 
 def test_no_server_at_all_is_said_in_a_sentence(tmp_path):
-    with loopback() as state:
-        url = f"{state.url}/a"
-    with pytest.raises(DataError, match="Connection refused") as caught:
-        quick(remote(NAME, CONTENT, url), tmp_path)
+    with socket.socket() as silent:  # a port that is taken, and where nobody listens
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a"
+        with pytest.raises(DataError, match="Connection refused") as caught:
+            quick(remote(NAME, CONTENT, url), tmp_path)
     assert len(str(caught.value)) < 400
 
 

@@ -24,6 +24,7 @@ def count(total, **options):
 
 
 def test_in_a_file_a_few_lines_with_the_time_left(capsys, monkeypatch):
+    monkeypatch.setattr(module.time, "monotonic", lambda: 7.0)
     with showing("always"):
         count(25)
     assert capsys.readouterr().err == "one diverged\ntasks: 25 of 25 in 0:00:00\n", "work of a moment has one line"

@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from metamd.comparison.comparison import Candidate, Comparison, Fold
-from metamd.comparison.sections import Section
+from metamd.comparison.sections import Section, accuracy, interval
 from metamd.files.store import Result
 
 
@@ -71,13 +70,7 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
 
 
 def pace_section(title: str, rows: Sequence[Result], share: float) -> Section:
-    """What `pace` found as a table, with the geometric means of the ratios.
-
-    Args:
-        title: who the rivals are.
-        rows: as `pace` makes them.
-        share: of the run.
-    """
+    """What `pace` found against these rivals as a table, with the geometric means of the ratios."""
     where = "its final loss" if share == 1 else f"its loss at {share:.0%} of the run"
     columns = [f"against {title}", "mean loss", f"steps to {where}", "seconds", "test accuracy, %"]
     columns += ["paid for after, in gradients and in seconds"]
@@ -90,10 +83,10 @@ def pace_section(title: str, rows: Sequence[Result], share: float) -> Section:
         if row["steps"] is not None:
             steps = f"{row['steps']:.2f} x ({row['steps_of']})"
         seconds = missing if row["seconds"] is None else f"{row['seconds']:.2f} x ({row['seconds_of']})"
-        accuracy = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
+        right = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
         clock = "never" if row["paid_by_the_clock"] is None else f"{row['paid_by_the_clock']} tasks"
         paid = missing if row["paid_after"] is None else f"{row['paid_after']} tasks, {clock}"
-        found.append([row["domain"], f"{loss} ({row['mean_loss_of']})", steps, seconds, accuracy, paid])
+        found.append([row["domain"], f"{loss} ({row['mean_loss_of']})", steps, seconds, right, paid])
     means = [geometric_mean([row[k] for row in rows]) for k in ("mean_loss", "steps", "seconds")]
     accuracies = [_mean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy")]
     ratios = ["" if m is None else f"{m:.2f} x" for m in means]
@@ -169,11 +162,11 @@ def standings(rows: Sequence[Result]) -> list[Section]:
     """One line per optimiser: means with their 95 % intervals; below, what could not be learned, with the reason."""
     found = []
     for row in rows:
+        means = [row[m] for m in ("mean_loss", "final_loss")]
+        losses = ["diverged" if m["value"] is None else interval(m, ".3g", "diverged") for m in means]
         cost = row["learning"]
         spent = [f"{cost['gradients']:,.0f}", f"{cost['seconds']:,.0f}"] if cost["gradients"] else ["", ""]
-        found.append(
-            [row["label"], interval(row["mean_loss"]), interval(row["final_loss"]), accuracy(row["test_error"]), *spent]
-        )
+        found.append([row["label"], *losses, accuracy(row["test_error"]), *spent])
     columns = ["", "mean loss", "final loss", "test accuracy, %", "learning: gradients", "learning: s"]
     return [Section(columns=columns, rows=found), *unlearned_section(rows)]
 
@@ -183,25 +176,3 @@ def unlearned_section(rows: Sequence[Result]) -> list[Section]:
     failed = rows[0].get("failed", {}).items()
     said = "could not be learned everywhere, and its runs count as diverged there"
     return [Section(texts=[f"{label} {said}: {reason}." for label, reason in failed])] if failed else []
-
-
-def interval(found: Mapping[str, Any]) -> str:
-    """A mean and its interval.
-
-    Example:
-        >>> interval({"value": 0.5, "low": 0.4, "high": None})
-        '0.5 (0.4 to diverged)'
-    """
-    value, low, high = ("diverged" if found[k] is None else f"{found[k]:.3g}" for k in ("value", "low", "high"))
-    return value if found["value"] is None else f"{value} ({low} to {high})"
-
-
-def accuracy(error: Mapping[str, Any]) -> str:
-    """The accuracy in per cent from the error, with its interval.
-
-    Example:
-        >>> accuracy({"value": 0.1, "low": 0.09, "high": 0.12})
-        '90.00 (88.00 to 91.00)'
-    """
-    value, low, high = (100 * (1 - error[k]) for k in ("value", "high", "low"))
-    return f"{value:.2f} ({low:.2f} to {high:.2f})"

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from metamd.certification.statements import HeldOutCertificate, certificates
 from metamd.comparison import figures
-from metamd.comparison.comparison import LEAST, Comparison, Fold, Target
+from metamd.comparison.comparison import LEAST, TO_TARGET, Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
 from metamd.comparison.figures import has_all, loss_curves
-from metamd.comparison.statistics import Estimate, smallest_p
+from metamd.comparison.statistics import smallest_p
 
 Cell = str | float | None
 """Of a table: a text, a number, or nothing."""
@@ -57,7 +57,27 @@ def formatted(value: float | None, spec: str = ".4g", missing: str = "") -> str:
     return format(value, spec) if value is not None and math.isfinite(value) else missing
 
 
-KEPT = ("certificate", "certificates")
+def interval(found: Mapping[str, float | None], spec: str = ".4g", missing: str = "never") -> str:
+    """An estimate with its interval, from `value`, `low` and `high`.
+
+    Example:
+        >>> interval({"value": 0.5, "low": 0.4, "high": None}, missing="diverged")
+        '0.5 (0.4 to diverged)'
+    """
+    value, low, high = (formatted(found[k], spec, missing) for k in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def accuracy(error: Mapping[str, float]) -> str:
+    """The accuracy in per cent with its interval, from those of the error.
+
+    Example:
+        >>> accuracy({"value": 0.1, "low": 0.09, "high": 0.12})
+        '90.00 (88.00 to 91.00)'
+    """
+    value, high, low = (100 * (1 - error[k]) for k in ("value", "low", "high"))
+    return interval({"value": value, "low": low, "high": high}, ".2f")
+
 
 CONFIGURATION = "Configuration"
 """The title of what a terminal is spared."""
@@ -66,8 +86,8 @@ PROFILES, BUDGETS = "profiles.png", "budgets.png"
 
 UNCERTIFIED = (
     "None lies beside these records. What held-out tasks guarantee about the next one is asked with metamd certify FILE "
-    "FAMILY, and a comparison of that file then shows it here. A run can bound its own regret, with certify=True: in a "
-    "metric that stays as it was learned, or that only grows, which that of polar steps does not."
+    "FAMILY, and a comparison of that file then shows it here. A run can bound its own regret, with certify=True, in a "
+    "metric that stays as it was learned."
 )
 
 HEADS = {
@@ -77,6 +97,8 @@ HEADS = {
     "seconds_to_target": "seconds to target, median",
     "test_error": "test accuracy, %",
 }
+
+SHORT = {metric: head.split(",")[0] for metric, head in HEADS.items()}
 
 
 def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] | None = None) -> list[Section]:
@@ -103,9 +125,6 @@ def kept_figures(c: Comparison) -> list[str]:
 
     Learning curves are not among them: an experiment draws its own `curves.png`, of fewer optimisers. What a smaller budget
     would have found is kept where there was a search: the order of the rates of a handicap is no search.
-
-    Args:
-        c: the comparison.
     """
     return [PROFILES, *([BUDGETS] if _budgets(c) and c.folds[0].tunings else [])]
 
@@ -113,19 +132,22 @@ def kept_figures(c: Comparison) -> list[str]:
 def _results(c: Comparison) -> Section:
     aim = c.aim or Target(c.labels[-1])
     new = "" if any(f.trained for f in c.folds) else "held-out "
+    targets = {f.group: formatted(c.target(f), missing="none") for f in c.folds}
+    reached = (f"{x} ({g}: all runs failed)" if x == "none" else f"{x} ({g})" for g, x in targets.items())
     texts = [
         *(not_held_out(c, label) for label in c.labels if c.trained_on(label)),
         f"{len(c.folds)} {new}domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {_seeds(c)}, "
-        f"{_steps(c)} steps. Means over all runs; 95 % bootstrap intervals.",
+        f"{_each({f.group: f.steps for f in c.folds})} steps. Means over all runs; 95 % bootstrap intervals.",
         f"Protocol: {c.protocol or 'as given'}. {PROTOCOLS.get(c.protocol, '')} {c.screening}".strip(),
-        f"The target on each domain is a training loss of {_targets(c)}, which {aim.baseline} has after {aim.share:.0%} of "
-        "the steps. A run that does not reach it counts as infinite.",
+        f"The target on each domain is a training loss of {', '.join(reached)}, which {aim.baseline} has after "
+        f"{aim.share:.0%} of the steps. A run that does not reach it counts as infinite.",
     ]
     rows = []
     for label in c.labels:
         row = [f"{label} (trained on this domain: not held out)" if c.trained_on(label) else label]
         for metric in c.metrics:
-            shown = _estimate(c.estimate(label, metric), metric)
+            found = asdict(c.estimate(label, metric))
+            shown = accuracy(found) if metric == "test_error" else interval(found)
             arrived = float(np.isfinite(c.values(label, metric)).mean())
             row.append(shown if metric == "test_error" or arrived == 1 else f"{shown}; {arrived:.0%} arrived")
         rows.append(row)
@@ -133,12 +155,7 @@ def _results(c: Comparison) -> Section:
 
 
 def not_held_out(c: Comparison, label: str) -> str:
-    """What must be said of an optimiser that was learned on what it is compared on.
-
-    Args:
-        c: the comparison.
-        label: of the optimiser.
-    """
+    """What must be said of an optimiser that was learned on what it is compared on."""
     domains = c.trained_on(label)
     which = "this domain" if len(domains) == 1 else "these domains"
     return (
@@ -148,38 +165,16 @@ def not_held_out(c: Comparison, label: str) -> str:
 
 
 def _seeds(c: Comparison) -> str:
-    """So many as all domains have, or for each its own."""
     counts = {f.group: f.tasks(c.labels[0]) for f in c.folds}
-    if len({*counts.values()}) > 1:
-        return f"{', '.join(f'{n} ({group})' for group, n in counts.items())} seeds"
-    seeds = counts[c.folds[0].group]
-    return f"{seeds} seed{'s' * (seeds > 1)} each"
+    same = len({*counts.values()}) == 1
+    return f"{_each(counts)} seed{'s' * (counts[c.folds[0].group] > 1 or not same)}{' each' * same}"
 
 
-def _steps(c: Comparison) -> str:
-    """So many as all runs have, or for each domain its own."""
-    if len({f.steps for f in c.folds}) == 1:
-        return str(c.folds[0].steps)
-    return ", ".join(f"{f.steps} ({f.group})" for f in c.folds)
-
-
-def _targets(c: Comparison) -> str:
-    found = {f.group: c.target(f) for f in c.folds}
-    return ", ".join(f"{x:.4g} ({g})" if math.isfinite(x) else f"none ({g}: all runs failed)" for g, x in found.items())
-
-
-def _estimate(e: Estimate, metric: str) -> str:
-    if metric == "test_error":
-        return f"{100 * (1 - e.value):.2f} ({100 * (1 - e.high):.2f} to {100 * (1 - e.low):.2f})"
-    return f"{_number(e.value)} ({_number(e.low)} to {_number(e.high)})"
-
-
-def _short(metric: str) -> str:
-    return HEADS[metric].split(",")[0]
-
-
-def _number(x: float) -> str:
-    return "never" if not math.isfinite(x) else f"{x:.4g}"
+def _each(counts: Mapping[str, int]) -> str:
+    """The count that all domains have, or for each its own."""
+    if len({*counts.values()}) == 1:
+        return str(next(iter(counts.values())))
+    return ", ".join(f"{n} ({group})" for group, n in counts.items())
 
 
 def _verdicts(c: Comparison) -> Section:
@@ -188,8 +183,8 @@ def _verdicts(c: Comparison) -> Section:
     for metric in c.metrics:
         for d in c.differences(metric):
             ratio = "" if math.isnan(d.ratio) else f"{d.ratio:.3g} ({d.low:.3g} to {d.high:.3g})"
-            rows.append([f"{_short(metric)}: against {d.label}", ratio, f"{d.wins} : {d.losses}"])
-            rows[-1] += [f"{d.p:.3f}", d.verdict]
+            against = f"{SHORT[metric]}: against {d.label}"
+            rows.append([against, ratio, f"{d.wins} : {d.losses}", f"{d.p:.3f}", d.verdict])
     least = min(1.0, smallest_p(pairs) * max(1, len(c.labels) - 1))
     texts = [
         f"{ours} against each of the others, on the same tasks, initialisations and batches. The ratio is the geometric "
@@ -204,51 +199,49 @@ def _verdicts(c: Comparison) -> Section:
 def _curves(c: Comparison, folder: Path) -> Section:
     path = folder / "curves.png"
     figures.curves(loss_curves(c, c.labels, intervals=True), path, xlabel="step", ylabel="training loss")
-    caption = f"Training loss on fixed examples, the mean over the runs. {_bands(c)} A curve ends where a run was given up."
+    bands = ["over all runs, domains drawn first, in the panel of all domains"] if has_all(c, c.labels) else []
+    bands += ["over its seeds in the panel of a domain"] if any(f.tasks(c.labels[0]) > 1 for f in c.folds) else []
+    band = f"The band is the 95 % bootstrap interval of the mean: {'; '.join(bands)}."
+    band = band if bands else "There is one run of each, and no band."
+    caption = f"Training loss on fixed examples, the mean over the runs. {band} A curve ends where a run was given up."
     return Section("Learning curves", figures=[(path, caption)])
 
 
-def _bands(c: Comparison) -> str:
-    """What the bands of the learning curves are, where there are any."""
-    found = ["over all runs, domains drawn first, in the panel of all domains"] if has_all(c, c.labels) else []
-    found += ["over its seeds in the panel of a domain"] if any(f.tasks(c.labels[0]) > 1 for f in c.folds) else []
-    if not found:
-        return "There is one run of each, and no band."
-    return f"The band is the 95 % bootstrap interval of the mean: {'; '.join(found)}."
-
-
 def _profiles(c: Comparison, folder: Path) -> Section:
-    metrics = [m for m in ("steps_to_target", "seconds_to_target") if m in c.metrics]
-    found = {m: c.profiles(m) for m in metrics}
+    found = {m: c.profiles(m) for m in TO_TARGET if m in c.metrics}
     panels = {
-        _short(m): [figures.Curve(label, p.tau, p.share) for label, p in profiles.items() if not label.endswith(UNTUNED)]
+        SHORT[m]: [figures.Curve(label, p.tau, p.share) for label, p in profiles.items() if not label.endswith(UNTUNED)]
         for m, profiles in found.items()
     }
     path = folder / PROFILES
     figures.curves(panels, path, xlabel="tau", ylabel="share of tasks within tau times the best", logarithmic=False)
-    rows = [[label, *(f"{found[m][label].area:.3f}" for m in metrics)] for label in c.labels]
+    rows = [[label, *(f"{profiles[label].area:.3f}" for profiles in found.values())] for label in c.labels]
     texts = [
         "The share of tasks on which an optimiser needs at most tau times as much as the best one, and the area under it. "
         "The figure leaves out those that are not tuned."
     ]
-    heads = ["area, tau from 1 to 4", *(_short(m) for m in metrics)]
+    heads = ["area, tau from 1 to 4", *(SHORT[m] for m in found)]
     return Section("Performance profiles", texts, heads, rows, [(path, texts[0])])
 
 
 def _costs(c: Comparison) -> Section:
     ours = c.labels[0]
+
+    def mean(values: Sequence[float], digits: int = 0) -> str:
+        return formatted(sum(values) / len(values), f",.{digits}f")
+
+    def tasks(count: float) -> str:
+        return "never" if math.isinf(count) else f"{count:,.0f} task{'s' * (count != 1)}"
+
     rows = []
     for label in c.labels:
         tuning = [f.tuning_gradients(label) for f in c.folds]
         seconds = [f.seconds.get(label, math.nan) for f in c.folds]
         learned = [f.costs.get(label, {}).get("seconds", math.nan) for f in c.folds]
-        row = [label, _mean([1000 * s for s in seconds], 2), _mean(tuning)]
-        row += [_mean([n * s for n, s in zip(tuning, seconds, strict=True)])]
-        row += [f"{c.learning_gradients(label):,.0f}", _mean(learned)]
-        if label == ours:
-            row += ["", ""]
-        else:
-            row += [_tasks(c.tasks_to_pay(label, every_task=x)) for x in (True, False)]
+        row = [label, mean([1000 * s for s in seconds], 2), mean(tuning)]
+        row += [mean([n * s for n, s in zip(tuning, seconds, strict=True)])]
+        row += [f"{c.learning_gradients(label):,.0f}", mean(learned)]
+        row += ["", ""] if label == ours else [tasks(c.tasks_to_pay(label, every_task=x)) for x in (True, False)]
         rows.append(row)
     texts = [
         "What choosing settings and learning costs, in gradient evaluations and in seconds, on the mean over the domains. "
@@ -260,27 +253,21 @@ def _costs(c: Comparison) -> Section:
     return Section("Costs", texts, [*heads, "paid after, tuned each time", "tuned once"], rows)
 
 
-def _mean(values: Sequence[float], digits: int = 0) -> str:
-    """Empty where something is not known."""
-    mean = sum(values) / len(values)
-    return "" if math.isnan(mean) else f"{mean:,.{digits}f}"
-
-
-def _tasks(count: float) -> str:
-    return "never" if math.isinf(count) else f"{count:,.0f} task{'s' * (count != 1)}"
-
-
 def _choices(c: Comparison, folder: Path) -> Section:
     """What was chosen, and what a smaller budget would have found."""
     rows = []
     for label in c.labels:
         for fold, candidate in zip(c.folds, c.chosen(label, "mean_loss"), strict=True):
-            tried = len(fold.tunings[label].best_so_far if label in fold.tunings else fold.entrants[label])
+            several = fold.entrants[label]
+            ends = [SHORT[m] for m in c.metrics if fold.best(label, m, c.target(fold)) in (several[0], several[-1])]
+            tried, ends = len(several), ends if len(several) > 1 else []
+            if label in fold.tunings:
+                tried, ends = len(fold.tunings[label].best_so_far), list(fold.tunings[label].at_edge)
             found = candidate.contender.get("setting")
             setting = ", ".join(f"{k} {_value(v)}" for k, v in found.items()) if isinstance(found, dict) else str(found)
-            failed = sum(any(o.failed for o in x.outcomes) for x in fold.entrants[label])
+            failed = sum(any(o.failed for o in x.outcomes) for x in several)
             rows.append([f"{label}, {fold.group}", setting, str(candidate.contender.get("schedule", "")), str(tried)])
-            rows[-1] += [str(failed), ", ".join(_at_end(c, fold, label))]
+            rows[-1] += [str(failed), ", ".join(ends)]
     shown = []
     if curves := _budgets(c):
         path, searched = folder / BUDGETS, bool(c.folds[0].tunings)
@@ -296,26 +283,17 @@ def _choices(c: Comparison, folder: Path) -> Section:
     return Section("Settings", texts, heads, rows, shown)
 
 
-def _budgets(c: Comparison) -> list[figures.Curve]:
-    """What the best of so many settings has, for optimisers of which several were tried."""
-    found = {label: _searched(c, label) if c.folds[0].tunings else expected_best(c, label) for label in c.labels}
-    return [figures.Curve(label, list(range(1, len(best) + 1)), best) for label, best in found.items() if len(best) > 1]
-
-
 def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _at_end(c: Comparison, fold: Fold, label: str) -> list[str]:
-    """The quantities whose best candidate is the first or the last of several; or what the search found at an end."""
-    if label in fold.tunings:
-        return list(fold.tunings[label].at_edge)
-    ends = (fold.entrants[label][0], fold.entrants[label][-1])
-    several = len(fold.entrants[label]) > 1
-    return [_short(m) for m in c.metrics if several and fold.best(label, m, c.target(fold)) in ends]
+def _budgets(c: Comparison) -> list[figures.Curve]:
+    """What the best of so many settings has, for optimisers of which several were tried."""
+    found = {label: _best_so_far(c, label) if c.folds[0].tunings else expected_best(c, label) for label in c.labels}
+    return [figures.Curve(label, list(range(1, len(best) + 1)), best) for label, best in found.items() if len(best) > 1]
 
 
-def _searched(c: Comparison, label: str) -> list[float]:
+def _best_so_far(c: Comparison, label: str) -> list[float]:
     """The best score after each trial of a search, on the mean over the domains, as far as all of them went."""
     found = [f.tunings[label].best_so_far for f in c.folds if label in f.tunings]
     return [sum(scores) / len(scores) for scores in zip(*found, strict=False)]
@@ -325,10 +303,6 @@ def expected_best(c: Comparison, label: str) -> list[float]:
     """The mean loss of the best of k settings drawn without replacement, k = 1, 2, ..., averaged over the domains.
 
     A setting that fails counts as the worst that did not.
-
-    Args:
-        c: the comparison.
-        label: of the optimiser.
     """
     curves = []
     for fold in c.folds:
@@ -343,28 +317,18 @@ def expected_best(c: Comparison, label: str) -> list[float]:
         curves.append(
             [sum(math.comb(n - 1 - i, k - 1) * x for i, x in enumerate(ordered)) / math.comb(n, k) for k in range(1, n + 1)]
         )
-    shortest = min(len(x) for x in curves)
-    return [sum(x[k] for x in curves) / len(curves) for k in range(shortest)]
+    return [sum(values) / len(values) for values in zip(*curves, strict=False)]
 
 
 def configuration(settings: Mapping[str, Any], versions: Mapping[str, Any]) -> Section:
-    """What runs were made with, as the records have it.
-
-    Args:
-        settings: by name.
-        versions: of the libraries.
-    """
+    """What runs were made with, and the versions of the libraries, as the records have it."""
     rows = [[str(k), _plain(v)] for k, v in settings.items()]
     rows += [[f"version of {k}", _plain(v)] for k, v in versions.items()]
     return Section(CONFIGURATION, (), ["", "value"], rows)
 
 
 def training_costs(cells: Mapping[str, Mapping[str, Any]]) -> Section | None:
-    """What the trainings of an experiment cost that compares in a way of its own; None if no record has a cost.
-
-    Args:
-        cells: the records, by name.
-    """
+    """What the trainings of an experiment cost that compares in a way of its own; None if no record has a cost."""
     costs = {name: cell["cost"] for name, cell in cells.items() if isinstance(cell.get("cost"), dict)}
     heads = list(dict.fromkeys(head for cost in costs.values() for head in cost))
     if not heads:
@@ -380,14 +344,14 @@ def _plain(value: Any) -> str:
 
 
 def certificate_sections(found: Any) -> list[Section]:
-    """What the learned file says of held-out tasks, as it lies beside the records: its certificates as they are printed.
+    """What the learned file says of held-out tasks, the `held_out` of its header: its certificates as they are printed.
 
-    Args:
-        found: the `held_out` of a header; what is no certificate is shown as it is. None where nothing lies there.
+    What is no certificate is shown as it is. None says that nothing lies beside the records.
     """
     if found is None:
         return [Section("Certificate", [UNCERTIFIED])]
-    rest = {k: v for k, v in found.items() if k not in KEPT} if isinstance(found, dict) else {"certificate": found}
+    kept = ("certificate", "certificates")
+    rest = {k: v for k, v in found.items() if k not in kept} if isinstance(found, dict) else {"certificate": found}
     parts = []
     for name, plain in certificates(found).items():
         try:

@@ -1,6 +1,7 @@
 """Figures from records: nothing is computed here. matplotlib is imported when a figure is drawn."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,19 +76,24 @@ def literal(text: str) -> str:
     return shown.replace("\\", "/").replace("$", "\\$")
 
 
-def blank(width: float, height: float) -> Any:
-    """An empty figure that needs no display."""
+@contextmanager
+def _panels(path: Path, size: tuple[float, float], rows: int, columns: int, *, share_y: bool = False) -> Iterator[Any]:
+    """A figure that needs no display, and its panels, (rows, columns); it is written at the end."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError("figures need matplotlib, which is not installed. Run: pip install 'metamd[plot]'") from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a figure; the ending chooses the format."""
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=share_y)
+    yield figure, grid
     # no creation date and no version, so that the same records give the same bytes
     figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
+
+
+def _frame(axes: Any, title: str, xlabel: str) -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(xlabel, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 @dataclass(frozen=True)
@@ -110,26 +116,23 @@ class Panel:
 def trajectories(rows: Mapping[str, Sequence[Panel]], path: Path) -> None:
     """Runs over the contours of what they minimise, a column per optimiser; all panels of a row show the same region."""
     columns = max(len(panels) for panels in rows.values())
-    figure = blank(2.15 * columns + 0.3, 2.35 * len(rows) + 0.2)
-    grid = figure.subplots(len(rows), columns, squeeze=False)
-    for axes_row, (label, panels) in zip(grid, rows.items(), strict=True):
-        box = _box(panels)
-        for axes in axes_row[len(panels) :]:
-            axes.set_axis_off()
-        for axes, panel in zip(axes_row, panels, strict=False):
-            _contours(axes, panel, box)
-            points = np.asarray(panel.path, dtype=np.float64)
-            colour = _colour(panel.title.split("\n")[0])
-            axes.plot(points[:, 0], points[:, 1], "-", color=colour, linewidth=1.1)
-            axes.plot(points[:, 0], points[:, 1], ".", color=colour, markersize=2.6)
-            axes.plot(*points[0], "o", color="#2ca02c", markersize=6, markeredgecolor="white")
-            axes.plot(*panel.optimum, "*", color="#ff9900", markersize=11, markeredgecolor="black", markeredgewidth=0.5)
-            axes.set_xlim(box[0], box[1])
-            axes.set_ylim(box[2], box[3])
-            axes.set_title(panel.title, fontsize=8)
-            axes.tick_params(labelsize=6)
-        axes_row[0].set_ylabel(label, fontsize=8)
-    save(figure, path)
+    with _panels(path, (2.15 * columns + 0.3, 2.35 * len(rows) + 0.2), len(rows), columns) as (_, grid):
+        for axes_row, (label, panels) in zip(grid, rows.items(), strict=True):
+            box = _box(panels)
+            for axes in axes_row[len(panels) :]:
+                axes.set_axis_off()
+            for axes, panel in zip(axes_row, panels, strict=False):
+                _contours(axes, panel, box)
+                points = np.asarray(panel.path, dtype=np.float64)
+                colour = _colour(panel.title.split("\n")[0])
+                axes.plot(points[:, 0], points[:, 1], "-", color=colour, linewidth=1.1)
+                axes.plot(points[:, 0], points[:, 1], ".", color=colour, markersize=2.6)
+                axes.plot(*points[0], "o", color="#2ca02c", markersize=6, markeredgecolor="white")
+                axes.plot(*panel.optimum, "*", color="#ff9900", markersize=11, markeredgecolor="black", markeredgewidth=0.5)
+                axes.set(xlim=box[:2], ylim=box[2:])
+                axes.set_title(panel.title, fontsize=8)
+                axes.tick_params(labelsize=6)
+            axes_row[0].set_ylabel(label, fontsize=8)
 
 
 def _box(panels: Sequence[Panel]) -> tuple[float, float, float, float]:
@@ -148,9 +151,8 @@ def _box(panels: Sequence[Panel]) -> tuple[float, float, float, float]:
 
 def _contours(axes: Any, panel: Panel, box: tuple[float, float, float, float]) -> None:
     x, y = np.meshgrid(np.linspace(box[0], box[1], 160), np.linspace(box[2], box[3], 160))
-    z = panel.surface(x, y)
     bottom = panel.surface(*(np.array([v], dtype=np.float64) for v in panel.optimum))[0]
-    height = np.log10(np.maximum(z - bottom, 1e-6))  # a linear scale shows nothing of a flat valley
+    height = np.log10(np.maximum(panel.surface(x, y) - bottom, 1e-6))  # a linear scale shows nothing of a flat valley
     levels = np.linspace(np.quantile(height, 0.02), height.max(), 12)
     axes.contourf(x, y, height, levels=levels, cmap="Blues_r", alpha=0.45, extend="min")
     axes.contour(x, y, height, levels=levels, colors="0.6", linewidths=0.4)
@@ -174,32 +176,28 @@ class Strip:
 def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str, missed: str = "never") -> None:
     """One row of dots per optimiser on a logarithmic axis, a bar at the median; one panel per group."""
     tallest = max(len(s) for s in groups.values())
-    figure = blank(4.2 * len(groups) + 0.6, 0.27 * tallest + 1.1)
-    grid = figure.subplots(1, len(groups), squeeze=False, sharey=False)[0]
-    for axes, (title, members) in zip(grid, groups.items(), strict=True):
-        labels = []
-        least = min([0.8, *(c for s in members for c in s.counts if c)])  # a logarithmic axis has no zero
-        for place, strip in enumerate(members):
-            values = np.array([np.nan if c is None else max(c, least) for c in strip.counts], dtype=np.float64)
-            colour = _colour(strip.label)
-            offsets = place + 0.28 * (np.arange(len(values)) % 7 - 3) / 3
-            face = colour if strip.filled else "none"
-            axes.scatter(values, offsets, s=9, facecolors=face, edgecolors=colour, linewidths=0.6, alpha=0.7)
-            missing = int(np.isnan(values).sum())
-            if missing < len(values) / 2:
-                middle = float(np.median(np.where(np.isnan(values), np.inf, values)))
-                axes.vlines(middle, place - 0.42, place + 0.42, color="black", linewidth=1.6)
-            labels.append(strip.label + (f", {missing} {missed}" if missing else ""))
-        axes.set_yticks(range(len(labels)), labels, fontsize=8)
-        axes.set_ylim(len(labels) - 0.4, -0.6)
-        axes.set_xscale("log")
-        axes.set_xlabel(xlabel, fontsize=8)
-        axes.tick_params(axis="x", which="both", labelsize=7)
-        axes.set_title(title, fontsize=9)
-        axes.grid(axis="x", color="0.9")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    save(figure, path)
+    with _panels(path, (4.2 * len(groups) + 0.6, 0.27 * tallest + 1.1), 1, len(groups)) as (_, grid):
+        for axes, (title, members) in zip(grid[0], groups.items(), strict=True):
+            labels = []
+            least = min([0.8, *(c for s in members for c in s.counts if c)])  # a logarithmic axis has no zero
+            for place, strip in enumerate(members):
+                values = np.array([np.nan if c is None else max(c, least) for c in strip.counts], dtype=np.float64)
+                colour = _colour(strip.label)
+                offsets = place + 0.28 * (np.arange(len(values)) % 7 - 3) / 3
+                face = colour if strip.filled else "none"
+                axes.scatter(values, offsets, s=9, facecolors=face, edgecolors=colour, linewidths=0.6, alpha=0.7)
+                missing = int(np.isnan(values).sum())
+                if missing < len(values) / 2:
+                    middle = float(np.median(np.where(np.isnan(values), np.inf, values)))
+                    axes.vlines(middle, place - 0.42, place + 0.42, color="black", linewidth=1.6)
+                labels.append(strip.label + (f", {missing} {missed}" if missing else ""))
+            axes.set_yticks(range(len(labels)), labels, fontsize=8)
+            axes.set_ylim(len(labels) - 0.4, -0.6)
+            axes.set_xscale("log")
+            axes.tick_params(axis="x", which="both", labelsize=7)
+            _frame(axes, title, xlabel)
+            axes.grid(axis="x", color="0.9")
+            axes.set_axisbelow(True)
 
 
 @dataclass(frozen=True)
@@ -244,31 +242,26 @@ def banded(
 def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, ylabel: str, logarithmic: bool = True) -> None:
     """Lines with bands; one panel per group."""
     columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    entries = max(map(len, panels.values()))
-    figure = blank(3.9 * columns + 1.6, max(3.4 * lines, LEGEND_LINE * (entries + 1)))
-    grid = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
-    for axes in grid[len(panels) :]:
-        axes.set_axis_off()
-    for axes, (title, members) in zip(grid, panels.items(), strict=False):
-        for curve in members:
-            colour = _colour(curve.label)
-            style = _style(curve.label, curve.dashed)
-            axes.plot(curve.x, curve.y, style, color=colour, linewidth=1.4, label=literal(curve.label))
-            if curve.low is not None and curve.high is not None:
-                axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
-        if logarithmic and any(0 < y < np.inf for curve in members for y in curve.y):
-            axes.set_yscale("log")
-        axes.set_title(literal(title), fontsize=9)
-        axes.set_xlabel(xlabel, fontsize=8)
-        axes.tick_params(which="both", labelsize=7)  # a short axis has minor labels alone
-        axes.grid(color="0.92")
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[0].set_ylabel(ylabel, fontsize=8)
-    most = max(panels, key=lambda title: len(panels[title]))
-    handles, labels = grid[list(panels).index(most)].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
-    save(figure, path)
+    rows = -(-len(panels) // columns)
+    size = 3.9 * columns + 1.6, max(3.4 * rows, LEGEND_LINE * (max(map(len, panels.values())) + 1))
+    with _panels(path, size, rows, columns, share_y=True) as (figure, grid):
+        for axes, (title, members) in zip(grid.flatten(), panels.items(), strict=False):
+            for curve in members:
+                colour, style = _colour(curve.label), _style(curve.label, curve.dashed)
+                axes.plot(curve.x, curve.y, style, color=colour, linewidth=1.4, label=literal(curve.label))
+                if curve.low is not None and curve.high is not None:
+                    axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+            if logarithmic and any(0 < y < np.inf for curve in members for y in curve.y):
+                axes.set_yscale("log")
+            axes.tick_params(which="both", labelsize=7)  # a short axis has minor labels alone
+            _frame(axes, literal(title), xlabel)
+            axes.grid(color="0.92")
+        for axes in grid.flatten()[len(panels) :]:
+            axes.set_axis_off()
+        grid[0, 0].set_ylabel(ylabel, fontsize=8)
+        fullest = max(range(len(panels)), key=lambda i: len(list(panels.values())[i]))
+        handles, labels = grid.flatten()[fullest].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
 
 
 ALL = "all domains"

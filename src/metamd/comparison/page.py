@@ -49,11 +49,7 @@ code { background: #f4f4f4; padding: .1rem .3rem; }
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """The same page for a terminal, without its figures and without what would be empty then; only printable characters.
-
-    Args:
-        sections: its parts.
-    """
+    """The same page for a terminal, without its figures and without what would be empty then; only printable characters."""
     lines: list[str] = []
     for section in sections:
         if not section.rows and not section.texts:
@@ -114,9 +110,6 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 def escaped(text: str) -> str:
     """A text from a record that Markdown shows as it is: no markup, no links, no HTML, one line.
 
-    Args:
-        text: anything.
-
     Example:
         >>> escaped("a|b <script>")
         'a\\\\|b &lt;script&gt;'
@@ -127,14 +120,7 @@ def escaped(text: str) -> str:
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section], *, command: str) -> None:
-    """Write the page.
-
-    Args:
-        path: the HTML file.
-        title: of the page.
-        sections: its parts.
-        command: what made it, for the last line.
-    """
+    """Write the page as one HTML file; the command that made it is its last line."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError:

@@ -1,12 +1,12 @@
 """One training of one task by one contender, and what is measured of it: the cell that every comparison is made of."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,11 +39,7 @@ class Measuring:
             raise ValueError(f"every and examples must be at least 1, got {self.every} and {self.examples}.")
 
     def places(self, steps: int) -> list[int]:
-        """The numbers of steps after which the loss is evaluated, 0 and the last among them.
-
-        Args:
-            steps: of the training.
-        """
+        """The numbers of steps after which the loss is evaluated, 0 and the last among them."""
         return sorted({*range(0, steps + 1, self.every), steps})
 
 
@@ -82,20 +78,11 @@ class Outcome:
         return self.losses[-1]
 
     def loss_after(self, share: float) -> float:
-        """The training loss after a share of the steps, at the last evaluation until then.
-
-        Args:
-            share: of the run.
-        """
-        last = max(i for i, place in enumerate(self.places) if place <= share * self.places[-1])
-        return self.losses[last]
+        """The training loss after a share of the steps, at the last evaluation until then."""
+        return self.losses[max(i for i, place in enumerate(self.places) if place <= share * self.places[-1])]
 
     def accuracy(self, split: str) -> float:
-        """The share of right answers on a split; 0 for a run that was given up.
-
-        Args:
-            split: one of those that were measured.
-        """
+        """The share of right answers on a split that was measured; 0 for a run that was given up."""
         found = self.ends.get(split, (math.inf, None))[1]
         if found is None and not self.failed:
             raise ValueError(
@@ -105,11 +92,7 @@ class Outcome:
         return found or 0.0
 
     def steps_to(self, target: float) -> float:
-        """The first evaluation at or below a target whose successor is too; infinite if there is none.
-
-        Args:
-            target: a training loss.
-        """
+        """The first evaluation at or below a target whose successor is too; infinite if there is none."""
         for place, here, after in zip(self.places, self.losses, self.losses[1:], strict=False):
             if here <= target and after <= target:
                 return float(place)
@@ -117,48 +100,41 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types, with None for what is infinite."""
-        return {
-            "config": dict(self.config),
-            "contender": dict(self.contender),
-            "places": list(self.places),
-            "losses": [_finite(x) for x in self.losses],
-            "batch_loss": _finite(self.batch_loss),
-            "ends": {split: [_finite(loss), accuracy] for split, (loss, accuracy) in self.ends.items()},
-            "gradients": self.gradients,
-            "failed": self.failed,
-        }
+
+        def finite(value: float) -> float | None:
+            return value if math.isfinite(value) else None
+
+        ends = {split: [finite(loss), accuracy] for split, (loss, accuracy) in self.ends.items()}
+        losses = [finite(x) for x in self.losses]
+        return asdict(self) | {"losses": losses, "batch_loss": finite(self.batch_loss), "ends": ends}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Outcome":
-        """Read a record; one that does not hold together is refused in a sentence.
-
-        Args:
-            found: as `to_json` made it, or anything else.
-        """
+        """Read a record, whatever it holds; one that does not hold together is refused in a sentence."""
         try:
-            places, losses = [int(x) for x in found["places"]], [_number(x) for x in found["losses"]]
+            places, losses = tuple(int(x) for x in found["places"]), tuple(_number(x) for x in found["losses"])
             ends = {str(s): (_number(v[0]), None if v[1] is None else float(v[1])) for s, v in found["ends"].items()}
-            outcome = cls(
-                dict(found["config"]),
-                dict(found["contender"]),
-                tuple(places),
-                tuple(losses),
-                _number(found["batch_loss"]),
-                ends,
-                int(found["gradients"]),
-                str(found["failed"]),
-            )
+            rest = dict(found["config"]), dict(found["contender"]), places, losses, _number(found["batch_loss"]), ends
+            outcome = cls(*rest, int(found["gradients"]), str(found["failed"]))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"this is not the record of a training: {error!r}. Delete it, and it is made again.") from None
         if max([*places, outcome.gradients], default=0) > 2**53:
             raise ValueError("the record of a training must have places and counts below 2^53.")
         if any(abs(x) > LARGEST for x in losses if math.isfinite(x)):
             raise ValueError(f"the record of a training must have losses below {LARGEST:g}, or none where it failed.")
-        if len(places) != len(losses) or len(places) < 2 or places != sorted(set(places)) or places[0] != 0:
+        if len(places) != len(losses) or len(places) < 2 or list(places) != sorted(set(places)) or places[0] != 0:
             raise ValueError("the record of a training must have one loss for each of at least two places, counted from 0.")
         if outcome.gradients < 0 or any(a is not None and not 0 <= a <= 1 for _, a in ends.values()):
             raise ValueError("the record of a training must have accuracies between 0 and 1 and no negative count.")
         return outcome
+
+
+def _number(value: Any) -> float:
+    if value is None:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"a number is required, got {type(value).__name__}")
+    return float(value)
 
 
 def train(task: Task, contender: Contender, *, steps: int | None = None, measuring: Measuring | None = None) -> Outcome:
@@ -185,32 +161,43 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
     measuring, steps = measuring or Measuring(), task.steps if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
-    places = measuring.places(steps)
-    if contender.rival.unlearned:
-        lost = (math.inf,) * len(places)
-        return Outcome(
-            task.config, contender.describe(), tuple(places), lost, math.inf, {}, 0, failed=contender.rival.unlearned
-        )
+    places, about = tuple(measuring.places(steps)), contender.describe()
+    if why := contender.rival.unlearned:
+        return Outcome(task.config, about, places, (math.inf,) * len(places), math.inf, {}, 0, failed=why)
+    losses: list[float] = []
     with one_thread(), seeded(derive_seed(config_hash(task.config), "optimiser")):
-        run = _Run(task, contender, steps)
-        losses = list(run.watched(task.monitor(measuring.examples), places))
+        run, monitor = _Run(task, contender, steps), task.monitor(measuring.examples)
+        for place in places:
+            run.advance(place)
+            if run.failed:
+                break
+            loss = monitor(run.rule.model())
+            if has_exploded(losses[0] if losses else loss, loss):
+                run.failed = f"The training loss rose from {losses[0] if losses else loss:g} to {loss:g} by step {place}."
+                break
+            losses.append(loss)
         end = run.rule.model()
         ends = {} if run.failed else {s: task.evaluate(end, s) for s in measuring.splits}
     losses += [math.inf] * (len(places) - len(losses))
     return Outcome(
         task.config,
-        contender.describe(),
-        tuple(places),
+        about,
+        places,
         tuple(_rounded(x) for x in losses),
         math.inf if run.failed else _rounded(run.total / steps),
         {s: (_rounded(e.loss), e.accuracy) for s, e in ends.items()},
-        run.taken * contender.rival.gradients,
+        run.rule.taken * contender.rival.gradients,
         run.failed,
     )
 
 
+def _rounded(value: float) -> float:
+    """To the seven digits that single precision has: records need no more."""
+    return float(f"{value:.7g}")
+
+
 class _Run:
-    """A training under way, which stops at places where its loss is evaluated."""
+    """A training under way."""
 
     def __init__(self, task: Task, contender: Contender, steps: int) -> None:
         params = {n: nn.Parameter(x) for n, x in task.init().items()}
@@ -218,28 +205,9 @@ class _Run:
         self.task, self.rule = task, OptimiserSteps(params, contender.start(list(params.items())), schedule)
         self.total, self.failed = 0.0, ""
 
-    @property
-    def taken(self) -> int:
-        """The steps so far."""
-        return self.rule.taken
-
-    def watched(self, monitor: Any, places: Sequence[int]) -> Iterator[float]:
-        """Train to each of the places and give the loss there, until the end or until the run fails."""
-        first: float | None = None
-        for place in places:
-            self.advance(place)
-            if self.failed:
-                return
-            loss = monitor(self.rule.model())
-            first = loss if first is None else first
-            if has_exploded(first, loss):
-                self.failed = f"The training loss rose from {first:g} to {loss:g} by step {place}."
-                return
-            yield loss
-
     def advance(self, place: int) -> None:
         """Train until so many steps are taken, or until the run fails."""
-        done = train_task(self.task, self.rule, range(self.taken, place), until=not_finite)
+        done = train_task(self.task, self.rule, range(self.rule.taken, place), until=not_finite)
         self.failed = done.diverged
         for loss in done.losses:
             self.total += loss
@@ -257,7 +225,7 @@ def step_seconds(
     rounds: int = ROUNDS,
     block: int = 10,
     warm_up: int = WARM_UP,
-    advance: Callable[[str], None] | None = None,
+    advance: Callable[[str], None] = lambda label: None,
 ) -> dict[str, float]:
     """The seconds that one step of each contender takes: the median over blocks of steps that take turns.
 
@@ -273,25 +241,21 @@ def step_seconds(
         advance: called with the label after each block, outside of what is timed; so often as there are blocks.
     """
     found: dict[str, list[float]] = {label: [] for label in contenders}
+    horizon = task.steps if steps is None else steps
+    block, order, runs = min(block, horizon), list(contenders), dict[str, _Run]()
     with one_thread(), seeded(derive_seed(config_hash(task.config), "seconds")):
-        horizon = task.steps if steps is None else steps
-        block = min(block, horizon)
-        runs: dict[str, _Run] = {}
         for turn in range(rounds + warm_up):
-            order = list(contenders)
             shift = turn % len(order)
             for label in order[shift:] + order[:shift]:
-                if label not in runs or runs[label].taken + block > horizon:
+                if label not in runs or runs[label].failed or runs[label].rule.taken + block > horizon:
                     runs[label] = _Run(task, contenders[label], horizon)
-                before, began = runs[label].taken, perf_counter()
-                runs[label].advance(before + block)
-                steps_taken = runs[label].taken - before
-                if turn >= warm_up and steps_taken:
-                    found[label].append((perf_counter() - began) / steps_taken)
-                if runs[label].failed:
-                    del runs[label]
-                if advance is not None:
-                    advance(label)
+                run = runs[label]
+                before, began = run.rule.taken, perf_counter()
+                run.advance(before + block)
+                taken = run.rule.taken - before
+                if turn >= warm_up and taken:
+                    found[label].append((perf_counter() - began) / taken)
+                advance(label)
     return {label: median(times) if times else math.nan for label, times in found.items()}
 
 
@@ -304,20 +268,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _rounded(value: float) -> float:
-    """To the seven digits that single precision has: records need no more."""
-    return float(f"{value:.7g}")
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _number(value: Any) -> float:
-    if value is None:
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"a number is required, got {type(value).__name__}")
-    return float(cast(float, value))

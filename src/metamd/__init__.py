@@ -76,9 +76,11 @@ _SUBMODULES = {
 
 _ELSEWHERE = {
     "metamd.potentials.online": ("Online",),
+    "metamd.files.progress": ("showing",),
     "metamd.files.store": ("Journal",),
     "metamd.files.usage": ("Usage",),
     "metamd.certification.certification": ("Stated",),
+    "metamd.inner.executor": ("Executor",),
     "metamd.inner.estimators": ("ClosedForm", "Direct", "Evolution", "Forward", "Reverse"),
     "metamd.inner.objectives": ("LogGap", "PaperBound", "Regret", "TrainingLoss"),
     "metamd.learning": (

@@ -174,8 +174,8 @@ def _header_length(prefix: bytes, size: int) -> int:
         )
     if length > HEADER_LIMIT:
         raise ValueError(
-            f"its header would have {length:,} bytes where at most {HEADER_LIMIT:,} are read, so it is no learned "
-            f"optimiser, or not a safetensors file at all. {AGAIN}"
+            f"its header would have {length:,} bytes where at most {HEADER_LIMIT:,} are read, so it is no file of "
+            f"MetaMD, or not a safetensors file at all. {AGAIN}"
         )
     if 8 + length > size:
         raise ValueError(f"the file is truncated: its header needs {8 + length:,} bytes, and it has {size:,}. {AGAIN}")

@@ -54,6 +54,24 @@ class Quadratic(Small):
         return {"a": x[:2], "b": x[2:]}
 
 
+class Regression(Small):
+    """Least squares with several outputs and correlated inputs: convex, and curved alike for every output."""
+
+    def __init__(self, seed=0, steps=12, outputs=3, inputs=5, spread=2.0) -> None:
+        super().__init__(seed, steps)
+        q, _ = torch.linalg.qr(torch.randn(inputs, inputs, generator=torch.Generator().manual_seed(99), dtype=F64))
+        self.x = self.normal(256, inputs) @ (q * torch.logspace(0, -spread, inputs, dtype=F64)) @ q.T
+        self.y = self.x @ self.normal(inputs, outputs) + 0.1 * self.normal(256, outputs)
+        self.start = {"fc.weight": self.normal(outputs, inputs), "fc.bias": self.normal(outputs)}
+
+    def batch(self, step):
+        return torch.arange(step * 64, step * 64 + 64) % 256
+
+    def loss(self, params, batch):
+        residual = self.x[batch] @ params["fc.weight"].T + params["fc.bias"] - self.y[batch]
+        return 0.5 * residual.square().sum(1).mean()
+
+
 class Separable(Small):
     """1/2 sum a_i (x_i - c_i)^2."""
 

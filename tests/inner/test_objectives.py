@@ -26,6 +26,14 @@ OBJECTIVES = {
 }
 
 
+@pytest.fixture
+def quadratic_run():
+    """A potential and a run with it."""
+    task = Quadratic(1, 8)
+    phi = potential_for(task)
+    return phi, run_inner(task, phi, lr=0.5)
+
+
 def relative(a, b):
     return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
@@ -62,20 +70,16 @@ def test_the_direct_gradient_is_that_of_the_value(name, pieces):
     assert relative(exact, differences(lambda: objective.value(run, phi), phi)) < 1e-7
 
 
-def test_regret_by_hand():
-    task = Quadratic(1, 8)
-    phi = potential_for(task)
-    run = run_inner(task, phi, lr=0.5)
+def test_regret_by_hand(quadratic_run):
+    phi, run = quadratic_run
     d = {n: phi.metric(n)[0].detach() for n in run.start}
     far = sum(0.5 * (d[n] * (run.end[n] - run.start[n]) ** 2).sum() for n in d)
     near = sum((run.squares[n] / d[n]).sum() for n in d)
     assert float(Regret().value(run, phi).detach()) == pytest.approx(float(far / 0.5 + 0.25 * near))
 
 
-def test_the_paper_by_hand():
-    task = Quadratic(1, 8)
-    phi = potential_for(task)
-    run = run_inner(task, phi, lr=0.5)
+def test_the_paper_by_hand(quadratic_run):
+    phi, run = quadratic_run
     m = {n: phi.metric(n)[0].detach().sqrt() for n in run.start}
     divergence = float(sum(0.5 * ((m[n] * (run.end[n] - run.start[n])) ** 2).sum() for n in m))
     smallest = min(float(v.min()) for v in m.values())
@@ -85,10 +89,9 @@ def test_the_paper_by_hand():
     assert float(PaperBound(FromLipschitz()).value(run, phi).detach()) == pytest.approx(divergence + k / smallest)
 
 
-def test_training_loss_by_hand():
-    task = Quadratic(1, 8)
-    run = run_inner(task, potential_for(task), lr=0.5)
-    assert float(TrainingLoss().value(run, potential_for(task))) == pytest.approx(float(run.losses.mean()))
+def test_training_loss_by_hand(quadratic_run):
+    phi, run = quadratic_run
+    assert float(TrainingLoss().value(run, phi)) == pytest.approx(float(run.losses.mean()))
 
 
 def test_smallest_entries_that_tie_share_the_gradient_equally():
@@ -173,10 +176,8 @@ def test_coordinates_starve_under_the_end_of_the_run():
     assert rates[1] == pytest.approx(0.3**2 * rates[0], rel=0.15)
 
 
-def test_the_prior_averages_squared_step_sizes_with_those_of_tensor_and_model():
-    task, s = Quadratic(1, 8), 0.3
-    phi = potential_for(task)
-    run = run_inner(task, phi, lr=0.5)
+def test_the_prior_averages_squared_step_sizes_with_those_of_tensor_and_model(quadratic_run):
+    (phi, run), s = quadratic_run, 0.3
     found = ClosedForm().minimise([run], phi, Regret(prior=s))
     x = {n: (run.end[n] - run.start[n]) ** 2 for n in run.start}
     y = {n: run.squares[n] for n in run.start}
@@ -187,10 +188,8 @@ def test_the_prior_averages_squared_step_sizes_with_those_of_tensor_and_model():
         torch.testing.assert_close((-2 * found[n][0]).exp(), expected, rtol=1e-12, atol=0)
 
 
-def test_the_closed_form_with_a_prior_is_a_stationary_point():
-    task = Quadratic(1, 8)
-    phi = potential_for(task)
-    run = run_inner(task, phi, lr=0.5)
+def test_the_closed_form_with_a_prior_is_a_stationary_point(quadratic_run):
+    phi, run = quadratic_run
     at = phi.with_metrics(ClosedForm().minimise([run], phi, Regret(prior=0.3))).bind(run.start)
     value = Regret(prior=0.3).value(run, at)
     for slope in torch.autograd.grad(value, list(at.log_d.values())):
@@ -235,12 +234,11 @@ def test_slopes_by_hand_are_those_of_autograd(objective):
     assert (found.loss, found.energy) == pytest.approx((wanted.loss, wanted.energy), rel=1e-12)
 
 
-def test_the_log_of_the_gap_by_hand():
-    task = Quadratic(1, 8)
-    run = run_inner(task, potential_for(task), lr=0.5)
+def test_the_log_of_the_gap_by_hand(quadratic_run):
+    phi, run = quadratic_run
     lowest, first = float(run.losses.min()), float(run.losses[0] - run.losses.min())
     wanted = sum(math.asinh((float(v) - lowest) / (0.01 * first)) for v in run.losses) / 8
-    assert float(LogGap(0.01).value(run, potential_for(task))) == pytest.approx(wanted, rel=1e-12)
+    assert float(LogGap(0.01).value(run, phi)) == pytest.approx(wanted, rel=1e-12)
     with pytest.raises(ValueError, match="held"):
         LogGap(0.01).running(Point(run.losses[0], lambda: run.losses[0], 0.5, 8))
 

@@ -2,16 +2,13 @@
 
 import copy
 import io
-import itertools
 import pickle
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import mpmath
 import numpy as np
 import pytest
-import scipy.linalg
 import torch
 from torch import Tensor, nn
 
@@ -20,18 +17,10 @@ from metamd import Direct, Kronecker, MaxDiagonal, MetaMD, Regret, Reverse, meta
 from metamd.cli import main as cli
 from metamd.cli.inspect import distributions
 from metamd.files.header import SCHEMA_VERSIONS
-from metamd.files.learned import Moments
 from metamd.files.usage import Usage
 from metamd.inner.closed_form import (
-    LARGEST,
     Iterate,
-    _raised,
-    best_metric,
-    best_shares,
-    geometric_mean,
     learn_factors,
-    root,
-    towards,
 )
 from metamd.inner.objectives import Reference
 from metamd.inner.run import run_inner
@@ -41,38 +30,9 @@ from metamd.potentials.online import Online
 from metamd.tasks import TaskFamily
 from tests.helpers import random_basis
 from tests.learned_files import SHAPES, learned, same, turned
-from tests.small_tasks import F64, Small
+from tests.small_tasks import F64, Regression, Small
 
 FILES = Path(__file__).parents[1] / "files"
-
-
-def spd(n: int, seed: int, condition: float = 1e2) -> Tensor:
-    """A random positive definite matrix."""
-    generator = torch.Generator().manual_seed(seed)
-    q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=F64))
-    return (q * torch.logspace(0, -np.log10(condition), n, dtype=F64)) @ q.T
-
-
-def bound_of(d: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    return torch.trace(d @ x) + torch.trace(torch.linalg.solve(d, y))
-
-
-class Regression(Small):
-    """Least squares with several outputs and correlated inputs: convex, and curved alike for every output."""
-
-    def __init__(self, seed=0, steps=12, outputs=3, inputs=5, spread=2.0) -> None:
-        super().__init__(seed, steps)
-        q, _ = torch.linalg.qr(torch.randn(inputs, inputs, generator=torch.Generator().manual_seed(99), dtype=F64))
-        self.x = self.normal(256, inputs) @ (q * torch.logspace(0, -spread, inputs, dtype=F64)) @ q.T
-        self.y = self.x @ self.normal(inputs, outputs) + 0.1 * self.normal(256, outputs)
-        self.start = {"fc.weight": self.normal(outputs, inputs), "fc.bias": self.normal(outputs)}
-
-    def batch(self, step):
-        return torch.arange(step * 64, step * 64 + 64) % 256
-
-    def loss(self, params, batch):
-        residual = self.x[batch] @ params["fc.weight"].T + params["fc.bias"] - self.y[batch]
-        return 0.5 * residual.square().sum(1).mean()
 
 
 class Regressions(TaskFamily):
@@ -130,90 +90,6 @@ def dense(potential: MaxDiagonal, name: str) -> list[Tensor]:
 
 
 # matrices
-
-
-@pytest.mark.parametrize("condition", [1e2, 1e6])
-@pytest.mark.parametrize("n", [1, 4, 12])
-def test_the_closed_form_is_the_geometric_mean_of_the_textbook(n, condition):
-    x, y = spd(n, 1, condition), spd(n, 2, condition)
-    root = scipy.linalg.sqrtm(x.numpy()).real
-    back = np.linalg.inv(root)
-    expected = back @ scipy.linalg.sqrtm(root @ y.numpy() @ root).real @ back
-    assert np.allclose(best_metric(x, y), expected, rtol=1e-6 * np.sqrt(condition), atol=0)
-    assert torch.allclose(geometric_mean(torch.linalg.inv(x), y), best_metric(x, y), rtol=1e-6 * np.sqrt(condition))
-
-
-def test_the_closed_form_of_ill_conditioned_and_rank_deficient_matrices():
-    x, y = spd(8, 1, 1e12), spd(8, 2, 1e12)
-    d = best_metric(x, y)
-    assert float((d @ x @ d - y).norm() / y.norm()) < 1e-8
-    assert float(torch.linalg.eigvalsh(d).min()) > 0
-    thin = torch.randn(8, 2, generator=torch.Generator().manual_seed(0), dtype=F64)
-    d = best_metric(x + 1e-6 * torch.eye(8), thin @ thin.T)
-    assert bool(d.isfinite().all())
-    assert float((d @ (x + 1e-6 * torch.eye(8)) @ d - thin @ thin.T).norm()) < 1e-6
-
-
-def to_sixty_digits(x: Tensor, y: Tensor) -> mpmath.matrix:
-    """X^-1 # Y by its definition, with roots from eigenvalues of 60 digits."""
-
-    def exact_root(a: mpmath.matrix) -> mpmath.matrix:
-        values, vectors = mpmath.eigsy(a)
-        return vectors * mpmath.diag([mpmath.sqrt(v) for v in values]) * vectors.T
-
-    half = exact_root(mpmath.matrix(x.tolist()))
-    back = mpmath.inverse(half)
-    return back * exact_root(half * mpmath.matrix(y.tolist()) * half) * back
-
-
-@pytest.mark.parametrize(("condition", "close"), [(1e2, 1e-12), (1e6, 1e-8), (1e12, 2e-2)])
-def test_the_closed_form_to_sixty_digits(condition, close):
-    x, y = spd(6, 1, condition), spd(6, 2, condition)
-    deficient = torch.ones(6, 1, dtype=F64) @ torch.ones(1, 6, dtype=F64)
-    raised = _raised(deficient, 1 / condition)
-    with mpmath.workdps(60):
-        for one, other in ((x, y), (raised, y), (x, raised)):
-            exact = torch.tensor([[float(v) for v in row] for row in to_sixty_digits(one, other).tolist()], dtype=F64)
-            apart = lambda d, exact=exact: float((d - exact).norm() / exact.norm())  # noqa: E731
-            assert apart(best_metric(one, other)) < close
-            assert apart(torch.linalg.inv(one) @ root(other)) > close, "the law sees a metric that is not the mean"
-
-
-def test_nothing_near_the_closed_form_is_better_and_its_gradient_is_zero():
-    x, y = spd(6, 3), spd(6, 4)
-
-    def gradient_is_zero(d: Tensor) -> bool:
-        root = torch.linalg.cholesky(d).requires_grad_()
-        value = bound_of(root @ root.T, x, y)
-        (slope,) = torch.autograd.grad(value, root)
-        return float(slope.tril().abs().max()) < 1e-8 * float(value.detach())
-
-    def descent_gains(d: Tensor) -> float:
-        root = torch.linalg.cholesky(d).requires_grad_()
-        optimiser = torch.optim.Adam([root], lr=1e-3)
-        for _ in range(300):
-            optimiser.zero_grad()
-            bound_of(root.tril() @ root.tril().T, x, y).backward()
-            optimiser.step()
-        after = root.detach().tril()
-        return 1 - float(bound_of(after @ after.T, x, y)) / float(bound_of(d, x, y))
-
-    assert gradient_is_zero(best_metric(x, y))
-    assert descent_gains(best_metric(x, y)) < 1e-6
-    for broken in (geometric_mean(x, y), 0.5 * (torch.linalg.inv(x) + y)):
-        assert not gradient_is_zero(broken)
-        assert descent_gains(broken) > 1e-3
-
-
-def test_a_step_towards_a_metric_is_limited_in_every_direction():
-    now, best = spd(5, 1), spd(5, 2)
-    d, vectors = torch.linalg.eigh(now)
-    far, _ = towards((vectors, d), best, 100.0)
-    assert torch.allclose(far, best)
-    near, logs = towards((vectors, d), best, 0.3)
-    ratios = torch.from_numpy(scipy.linalg.eigh(near.numpy(), now.numpy(), eigvals_only=True))
-    assert float(ratios.log().abs().max()) <= 0.3 + 1e-9
-    assert torch.allclose(logs.sort().values, ratios.log().sort().values, atol=1e-9)
 
 
 @pytest.mark.parametrize(("n", "r"), [(7, 7), (7, 3), (4, 3), (5, 1)])
@@ -317,40 +193,6 @@ def test_all_directions_but_one_are_all_of_them():
     assert torch.equal(results[50], results[None])
 
 
-def learned_of(y, rank, share=1e-9):
-    """The basis and the bound from X = 1 and Y with these eigenvalues in random directions, and those directions."""
-    n = len(y)
-    q, _ = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=F64))
-    now = Iterate.of(Kronecker(rank=rank, shrinkage=(share, share)).bind({"w": torch.zeros(2, n)}))
-    moments = Moments({"right/w": torch.eye(n, dtype=F64)}, {"right/w": (q * y) @ q.T})
-    found = learn_factors(now, moments, 100.0)
-    return found.basis.factors()["right/w"].double(), found.after, q
-
-
-def test_the_automatic_rank_keeps_as_few_leading_directions_as_lose_a_twentieth_of_the_bound():
-    leading = torch.ones(60, dtype=F64)
-    leading[:5] = torch.tensor([100.0, 90.0, 80.0, 1e-4, 70.0])  # short steps, and one that is long
-    columns, bound, q = learned_of(leading, "auto")
-    best = learned_of(leading, None)[1]
-    assert best == pytest.approx(float(leading.sqrt().sum()))
-    assert columns.shape == (60, 4), "the long one shares the number of the rest at next to no cost"
-    kept = q[:, [0, 1, 2, 4]]
-    assert (columns.T @ kept).square().sum() == pytest.approx(4, abs=1e-5)
-    assert bound <= 1.05 * best
-    assert learned_of(leading, 3)[1] > 1.05 * best
-
-
-def test_the_automatic_rank_stops_at_its_largest():
-    spread = torch.logspace(0, 3, 120, dtype=F64)
-    columns, bound, q = learned_of(spread, "auto")
-    best = learned_of(spread, None)[1]
-    assert columns.shape == (120, LARGEST)
-    assert LARGEST == 24
-    assert bound > 1.05 * best, "24 were enough: the limit was not met"
-    top = (q[:, -LARGEST // 2 :].T @ columns).square().sum()
-    assert top == pytest.approx(LARGEST / 2, abs=1e-5), "the steepest half of them leads"
-
-
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("rank", [None, 2])
 def test_the_bound_on_the_regret_holds(rank, pieces):
@@ -406,77 +248,6 @@ def test_the_bound_is_tight_and_steps_in_a_basis_that_is_not_orthogonal_break_it
 # learning
 
 
-def samples(runs: int = 3, steps: int = 20, lr: float = 0.3) -> list[tuple[Tensor, list[Tensor]]]:
-    """Displacements and gradients of plain runs: all that the bound depends on."""
-    found = []
-    for seed in range(runs):
-        task, grads = Regression(seed, steps), []
-        params = task.init()
-        for t in range(steps):
-            leaves = {n: x.detach().requires_grad_() for n, x in params.items()}
-            got = torch.autograd.grad(task.loss(leaves, task.batch(t)), list(leaves.values()))
-            params = {n: x.detach() - lr * g for (n, x), g in zip(leaves.items(), got, strict=True)}
-            grads.append(got[0])
-        found.append((params["fc.weight"] - task.init()["fc.weight"], grads))
-    return found
-
-
-def dense_right(now: Iterate) -> Tensor:
-    """R of the weight of a `Regression`, of phi(W) = 1/2 tr(W R W')."""
-    v, logs = now.basis.factors().get("right/fc.weight", torch.eye(5)).double(), now.log_d["fc.weight"][0].double()
-    return (v * logs.exp()) @ v.T
-
-
-def regret_bound(right: Tensor, lr: float, data) -> float:
-    """The bound of one tensor from its definition, summed over runs."""
-    moved = sum(float(torch.trace(delta @ right @ delta.T)) for delta, _ in data)
-    spent = sum(float(torch.trace(g @ torch.linalg.inv(right) @ g.T)) for _, grads in data for g in grads)
-    return 0.5 * (moved / lr + lr * spent)
-
-
-def test_the_moments_of_runs_are_their_sums_of_products_and_no_step_increases_the_bound():
-    lr, data = 0.3, samples()
-    now = Iterate.of(Kronecker(shrinkage=(1e-9, 1e-9)).bind(Regression().init()))
-    values = []
-    for _ in range(4):
-        phi = now.apply(Kronecker()).bind(Regression().init())
-        values.append(regret_bound(dense_right(now), lr, data))
-        x = {"right/fc.weight": sum(d.T @ d for d, _ in data) / lr}
-        y = {"right/fc.weight": lr * sum(g.T @ g for _, grads in data for g in grads)}
-        if not values[1:]:  # the runs were made with D = 1
-            parts = [moments_of(run_inner(Regression(s, 20), phi, lr=lr, products=True), phi, Regret()) for s in range(3)]
-            found = Moments.total(parts, [1.0] * 3)
-            assert all(torch.allclose(found.x[k], x[k]) and torch.allclose(found.y[k], y[k]) for k in x)
-        turned_now = learn_factors(now, Moments(x, y), 100.0)
-        now = now.moved(dict(now.log_d) | turned_now.log_d, basis=turned_now.basis)
-    assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(values)), values
-    assert values[-1] < 0.9 * values[0]
-
-
-def test_automatic_shrinkage_is_the_best_on_tasks_not_learned_from():
-    """With few samples it shrinks more, and what it takes is better on the truth than the least of its candidates."""
-    generator = torch.Generator().manual_seed(0)
-    truth, shares = (spd(8, 1), spd(8, 2)), {}
-    roots = [torch.linalg.cholesky(m) for m in truth]
-
-    def sample(n: int, root: Tensor) -> Tensor:
-        rows = root @ torch.randn(8, n, generator=generator, dtype=F64)
-        return rows @ rows.T / n
-
-    for n in (6, 4000):
-        halves = [[sample(n, root) for root in roots] for _ in range(2)]
-        x, y = (a + b for a, b in zip(*halves, strict=True))
-        shares[n] = best_shares(x, y, *halves[0])
-        raised = [
-            [m + s * m.diagonal().mean() * torch.eye(8) for m, s in zip((x, y), pair, strict=True)]
-            for pair in (shares[n], (0.01, 1e-4))
-        ]
-        found, least = (float(bound_of(best_metric(*pair), *truth)) for pair in raised)
-        assert found <= least
-    assert shares[6][0] > shares[4000][0] == 0.01
-    assert best_shares(x, y, x, y) == (0.1, 0.001), "without another half there is nothing to compare with"
-
-
 @pytest.mark.parametrize("shrinkage", [(0.1, 0.001), "auto"])
 def test_meta_training_finds_the_inputs_of_the_family_and_beats_the_diagonal(shrinkage):
     options = {"objective": Regret(comparator=Reference(lr=0.05)), "outer_steps": 5, "tasks_per_step": 4}
@@ -508,15 +279,6 @@ def test_an_interrupted_meta_training_continues_to_the_very_same_file(tmp_path, 
     other = Kronecker(rank=rank, tying=tying, shrinkage=(0.2, 0.2))
     with pytest.raises(ValueError, match="other settings: basis is"):
         meta_train(Regressions(), other, **QUICK, journal=metamd.Journal(tmp_path))
-
-
-def test_the_middle_of_two_metrics_in_different_bases_is_their_geometric_mean():
-    start = Regression().init()
-    a, b = (Iterate.of(random_basis(start, seed=seed)) for seed in (1, 2))
-    first, second, middle = (dense_right(i) for i in (a, b, a.halfway(b)))
-    assert torch.allclose(middle, geometric_mean(first, second), rtol=1e-5)
-    bias = [float(i.log_d["fc.bias"]) for i in (a, b, a.halfway(b))]
-    assert bias[2] == pytest.approx((bias[0] + bias[1]) / 2)
 
 
 class Explosive(Regressions):

@@ -5,7 +5,7 @@ import torch
 
 import metamd
 from metamd import Diagonal, MaxDiagonal
-from metamd.inner import together as lockstep
+from metamd.inner import together
 from metamd.inner.objectives import Reference
 from metamd.inner.run import run_inner
 from metamd.inner.together import run_many
@@ -87,12 +87,12 @@ def test_several_pieces_and_large_models_run_one_by_one(monkeypatch):
         def __init__(self, *arguments) -> None:
             raise AssertionError("side by side")
 
-    monkeypatch.setattr(lockstep, "_SideBySide", Refuses)
+    monkeypatch.setattr(together, "_SideBySide", Refuses)
     tasks = [SharedSeparable(seed) for seed in range(3)]
     assert len(run_many(tasks, MaxDiagonal(3), lr=0.01)) == 3
     with pytest.raises(AssertionError, match="side by side"):
         run_many(tasks, Diagonal())
-    monkeypatch.setattr(lockstep, "SMALL", 2)
+    monkeypatch.setattr(together, "SMALL", 2)
     assert len(run_many(tasks, Diagonal(), lr=0.01)) == 3
 
 

@@ -1,5 +1,6 @@
 """Every estimator against a number known otherwise: differences, the paper's recursion, closed forms, each other."""
 
+import gc
 import math
 
 import numpy as np
@@ -8,7 +9,6 @@ import torch
 
 from metamd import (
     ClosedForm,
-    Diagonal,
     Direct,
     Evolution,
     Forward,
@@ -19,10 +19,11 @@ from metamd import (
     Reverse,
     TrainingLoss,
 )
+from metamd.inner.estimators.forward import batched, hessian_products
 from metamd.inner.estimators.step import Recursion
 from metamd.inner.objectives import Fixed, FromLipschitz, Reference
 from metamd.inner.run import gradient, run_inner
-from metamd.inner.sums import moments_of
+from tests.live_memory import LiveMemory, peak_of
 from tests.small_tasks import F64, BecomesNaN, ConvNet, Quadratic, Separable, TanhNet, potential_for
 
 EXACT = {"forward": Forward(), "forward in parts": Forward(tangents=2), "reverse": Reverse(), "full tape": Reverse(1)}
@@ -187,95 +188,6 @@ def test_randomness_is_an_argument():
     assert torch.equal(*twice)
 
 
-# the closed form
-
-
-@pytest.mark.parametrize("tying", ["parameter", "channel", "column", "tensor", "role"])
-@pytest.mark.parametrize("objective", [Regret(), Regret(prior=0.2), Regret(Reference(lr=0.05))], ids=["end", "prior", "ref"])
-def test_the_closed_form_is_stationary(tying, objective):
-    tasks = [TanhNet(seed, 10) for seed in range(3)]
-    phi = potential_for(tasks[0], tying=tying, log=2.0)
-    runs = [run_inner(t, phi, lr=0.5, reference=objective.reference) for t in tasks]
-
-    def slope(log_d):
-        there = phi.with_metrics(log_d).bind(tasks[0].init())
-        value = torch.stack([objective.value(r, there) for r in runs]).mean()
-        by = torch.autograd.grad(value, list(there.log_d.values()))
-        return float(torch.cat([g.reshape(-1) for g in by]).norm() / value.detach())
-
-    best = ClosedForm().minimise(runs, phi, objective)
-    assert slope(best) < 1e-12
-    assert slope({k: v + 0.1 for k, v in best.items()}) > 1e-3
-
-
-def test_the_closed_form_is_the_formula():
-    tasks = [TanhNet(seed, 10) for seed in range(3)]
-    phi = potential_for(tasks[0], log=2.0)
-    runs = [run_inner(t, phi, lr=0.5) for t in tasks]
-    best = ClosedForm().minimise(runs, phi, Regret())
-    for n in phi.slots:
-        y = sum(r.squares[n] for r in runs)
-        x = sum((r.end[n] - r.start[n]) ** 2 for r in runs)
-        assert torch.allclose(best[n][0].exp(), 0.5 * (y / x).sqrt())
-
-
-def test_the_closed_form_finds_newtons_metric():
-    """On a separable quadratic with c = eta a / D the round is c -> sqrt(c (2 - c)) once runs are long: c = 1, D = eta a."""
-    task = Separable(0, 400, curvatures=(0.3, 14.0, 2.0))
-    lr, c = 0.5, torch.tensor([0.6, 1.7, 0.9], dtype=F64)
-    phi = Diagonal().bind(task.init()).with_metrics({"x": (lr * task.a / c).log().unsqueeze(0)}).bind(task.init())
-    for _ in range(6):
-        phi = phi.with_metrics(ClosedForm().minimise([run_inner(task, phi, lr=lr)], phi, Regret())).bind(task.init())
-        c = (c * (2 - c)).sqrt()
-        assert torch.allclose(lr * task.a / phi.metric("x")[0].detach(), c, atol=1e-8)
-    assert torch.allclose(c, torch.ones(3, dtype=F64), atol=1e-8)
-
-
-def test_the_closed_form_keeps_metrics_that_runs_say_nothing_about():
-    class Idle(Separable):
-        def init(self):
-            return {**super().init(), "idle": torch.ones(2, dtype=F64)}
-
-    task = Idle(0, 5)
-    phi = potential_for(task, log=3.0)
-    best = ClosedForm().minimise([run_inner(task, phi)], phi, Regret())
-    assert torch.equal(best["idle"], phi.log_d["idle"])
-    prior = ClosedForm().minimise([run_inner(task, phi)], phi, Regret(prior=0.1))
-    assert torch.equal(prior["idle"], phi.log_d["idle"])
-
-
-def test_the_closed_form_weighs_runs_and_leaves_out_those_that_diverged():
-    good, bad = Separable(0, 30), BecomesNaN(3, seed=1, steps=30)
-    phi = potential_for(good, log=3.0)
-    runs = [run_inner(t, phi) for t in (good, Separable(2, 30), bad)]
-    both = ClosedForm().minimise(runs, phi, Regret())
-    assert torch.equal(both["x"], ClosedForm().minimise(runs[:2], phi, Regret())["x"])
-    one = ClosedForm().minimise(runs, phi, Regret(), weights=[1.0, 0.0, 5.0])
-    assert torch.allclose(one["x"], ClosedForm().minimise(runs[:1], phi, Regret())["x"])
-    with pytest.raises(ValueError, match="diverged"):
-        ClosedForm().minimise(runs[2:], phi, Regret())
-    with pytest.raises(ValueError, match="one weight for every run"):
-        ClosedForm().minimise(runs, phi, Regret(), weights=[1.0])
-
-
-def test_moments_carry_the_objective():
-    task = TanhNet(0, 10)
-    phi = potential_for(task, tying="role")
-    run = run_inner(task, phi, lr=0.5)
-    objective = Regret(prior=0.3)
-    m = moments_of(run, phi, objective)
-    value = sum(0.5 * (phi.log_d[k].detach().exp() * m.x[k] + m.y[k] / phi.log_d[k].detach().exp()).sum() for k in m.x)
-    assert float(value) == pytest.approx(float(objective.value(run, phi).detach()))
-
-
-def test_the_closed_form_refuses_what_it_cannot_minimise():
-    task = Quadratic(0, 4)
-    with pytest.raises(ValueError, match="one piece"):
-        ClosedForm()(task, potential_for(task, 3), Regret())
-    with pytest.raises(ValueError, match="minimises Regret"):
-        ClosedForm()(task, potential_for(task), TrainingLoss())
-
-
 # all of them
 
 ESTIMATORS = [ClosedForm(), Direct(), Forward(), Reverse(), Evolution(2)]
@@ -336,8 +248,6 @@ def test_a_fixed_comparator_does_not_follow_the_run():
 
 @pytest.mark.parametrize("task", [Quadratic(0, 12, wave=0.1), TanhNet(0, 7), ConvNet()], ids=["quadratic", "tanh", "conv"])
 def test_products_in_turn_are_those_of_all_at_once(task):
-    from metamd.inner.estimators.forward import batched
-
     g = torch.Generator().manual_seed(0)
     leaves = {n: x.detach().requires_grad_() for n, x in task.init().items()}
     z = {n: torch.randn(3, *x.shape, generator=g, dtype=F64) for n, x in leaves.items()}
@@ -350,8 +260,6 @@ def test_products_in_turn_are_those_of_all_at_once(task):
 
 def test_batch_norm_is_differentiated_right():
     # Forward over forward is silently wrong through batch norm: the product must agree with differences of gradients.
-    from metamd.inner.estimators.forward import hessian_products
-
     task = ConvNet()
     point = task.init()
     g = torch.Generator().manual_seed(0)
@@ -361,3 +269,74 @@ def test_batch_norm_is_differentiated_right():
         ends = [gradient(task, {n: x + s * 1e-5 * z[n][i] for n, x in point.items()}, None)[1] for s in (1, -1)]
         for n in point:
             assert np.allclose(products[n][i], (ends[0][n] - ends[1][n]) / 2e-5, atol=1e-7)
+
+
+# peak memory in live tensors: flat in the number of steps going forwards, its square root going back
+
+
+def peak(estimator, steps, size=2):
+    """Bytes beyond the record of the losses, 8 for every step."""
+    task = Separable(0, steps, curvatures=(1.0, 2.0) * (size // 2))
+    phi = potential_for(task, log=3.0, spread=0.1)
+    return peak_of(lambda: estimator(task, phi, Regret(), generator=torch.Generator())) - 8 * steps
+
+
+def is_flat(estimator, lengths):
+    peaks = [peak(estimator, steps) for steps in lengths]
+    return max(peaks) <= 1.02 * min(peaks)
+
+
+def test_live_memory_counts_what_is_alive():
+    def compute():
+        first = [torch.ones(1000) for _ in range(10)]
+        del first
+        return [torch.ones(1000) for _ in range(5)]
+
+    assert peak_of(compute) == 40_000
+
+
+def test_direct_is_flat_in_the_number_of_steps():
+    assert is_flat(Direct(), (50, 500))
+
+
+def test_forward_is_flat_over_thousands_of_steps():
+    assert is_flat(Forward(), (50, 500, 5000))
+
+
+def test_a_tape_is_not_flat():
+    assert not is_flat(Reverse(checkpoints=1), (50, 100))
+
+
+def growth(estimator):
+    """How the peak grows with the number of steps: 2 if like its root, 4 if in proportion."""
+    first, second, third = (peak(estimator, steps, size=64) for steps in (64, 256, 1024))
+    return (third - second) / (second - first)
+
+
+def test_reverse_grows_like_the_square_root():
+    assert growth(Reverse()) == pytest.approx(2.0, rel=0.1)
+    assert growth(Reverse(checkpoints=1)) == pytest.approx(4.0, rel=0.1)
+
+
+def left_alive(estimator, lr):
+    """Bytes that are still alive after a run, without help of the garbage collector."""
+    task = Separable(0, 60, curvatures=(1.0, 2.0) * 500)
+    phi = potential_for(task, log=3.0, spread=0.1)
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveMemory() as memory:
+            found = estimator(task, phi, Regret(), lr=lr)
+            diverged = bool(found.diverged)
+            del found
+        return memory.live, diverged
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("checkpoints", [1, 5])
+@pytest.mark.parametrize("lr", [1.0, 100.0], ids=["finished", "diverged"])
+def test_no_tape_outlives_its_run(checkpoints, lr):
+    live, diverged = left_alive(Reverse(checkpoints), lr)
+    assert diverged == (lr > 1)
+    assert live < 20 * 8000, "a thousand numbers a step, for sixty steps"

@@ -12,7 +12,18 @@ from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy,
 from metamd.potentials.base import Params
 from metamd.potentials.basis import Learned
 from metamd.potentials.forms import Array
-from metamd.tasks import Config, Evaluation, SolvedTask, TaskFamily, logistic, quadratic, rosenbrock, supervised, tabular
+from metamd.tasks import (
+    Config,
+    Evaluation,
+    SolvedTask,
+    TaskFamily,
+    logistic,
+    quadratic,
+    rosenbrock,
+    starting_at,
+    supervised,
+    tabular,
+)
 from metamd.tasks.base import draw_seed
 
 
@@ -237,7 +248,7 @@ FAMILIES: dict[str, Callable[[], TaskFamily]] = {
     "logistic": lambda: logistic(4, examples=40, batch_size=10),
     "tabular": lambda: tabular(4, width=5, examples=40, batch_size=10),
     "supervised": lambda: images(plain_model),
-    "supervised-start": lambda: images(plain_model, start=dict(plain_model().named_parameters())),
+    "supervised-start": lambda: starting_at(images(plain_model), dict(plain_model().named_parameters())),
     "supervised-norm": lambda: images(norm_model),
     "supervised-dropout": lambda: images(dropout_model),
 }

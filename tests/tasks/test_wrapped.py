@@ -94,8 +94,8 @@ def test_checkpoints_of_every_kind_are_read(tmp_path, kind):
         path = tmp_path / "start.pt"
         prefixed = {f"module.{n}": x for n, x in state.items()}
         torch.save({"bare": state, "ddp": prefixed}.get(kind, {kind: state, "epoch": 3}), path)
-    family = tasks.supervised(model, {"a": (torch.randn(40, 4), torch.arange(40) % 3)}, batch_size=10, steps=5, start=path)
-    start = drawn(family).init()
+    family = tasks.supervised(model, {"a": (torch.randn(40, 4), torch.arange(40) % 3)}, batch_size=10, steps=5)
+    start = drawn(starting_at(family, path)).init()
     assert start.keys() == state.keys()
     assert all(torch.equal(start[n], state[n]) for n in state)
 

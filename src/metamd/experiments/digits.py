@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,8 +101,8 @@ def families(plan: Plan, seed: int) -> tuple[TaskFamily, TaskFamily]:
 
     def family(angles: Sequence[int], start: dict[str, Tensor] | None) -> TaskFamily:
         data = {f"{a} degrees": (rotated(pictures, a), labels) for a in angles}
-        options: dict[str, Any] = {"batch_size": plan.batch_size, "steps": plan.steps}
-        return tasks.supervised(make, data, start=start, name="rotated digits", **options)
+        made = tasks.supervised(make, data, batch_size=plan.batch_size, steps=plan.steps, name="rotated digits")
+        return made if start is None else tasks.starting_at(made, start)
 
     start = None
     if plan.start_angle is not None:

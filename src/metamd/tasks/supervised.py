@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from metamd.tasks.base import (
 )
 from metamd.tasks.functional import Called, LossFn, Recipe, calibrate, inspect, tracking_norms, trained, use_batch_statistics
 from metamd.tasks.sources import Rows, Shares, Source, Splits, fingerprint, read_all
-from metamd.tasks.wrapped import starting_at
 
 _CALIBRATED_AT_ONCE = 1000
 """Examples whose statistics a batch norm takes together."""
@@ -41,7 +39,6 @@ def supervised(
     *,
     batch_size: int = 100,
     steps: int = 500,
-    start: Mapping[str, Tensor] | str | Path | None = None,
     shares: Shares = (0.8, 0.1, 0.1),
     split_seed: int = 0,
     name: str = "supervised",
@@ -50,7 +47,8 @@ def supervised(
 
     The model is read once and called as a function of its parameters. During training, batch norms use the statistics of
     the batch; `evaluate` computes them anew from the training split. Dropout masks are a function of the task and the step.
-    Parameters that do not require a gradient stay what `make_model` made them.
+    Parameters that do not require a gradient stay what `make_model` made them. Every task has its own initialisation;
+    `starting_at` gives all of them one.
 
     Args:
         make_model: makes a new model at every call; its initial weights are drawn from torch's global generator, which is
@@ -62,8 +60,6 @@ def supervised(
         loss_fn: of (outputs, targets), averaged over the batch.
         batch_size: examples per step.
         steps: T.
-        start: parameters that every task starts from, by name, or the path of a checkpoint; without it every task has its
-            own initialisation. See `starting_at`.
         shares: of training, validation and test in datasets that come without splits.
         split_seed: decides which examples these are.
         name: of the family, for tables and configs.
@@ -79,8 +75,7 @@ def supervised(
     data = read_all(datasets, shares, split_seed)
     for key, splits in data.items():
         check_batch_size(batch_size, len(splits["train"][0]), key)
-    family = Supervised(name, recipe, data)
-    return family if start is None else starting_at(family, start)
+    return Supervised(name, recipe, data)
 
 
 def check_batch_size(batch_size: int, examples: int, name: str) -> None:

@@ -372,8 +372,8 @@ class LogGap(Objective):
         return ((point.loss - lowest) / (self.tolerance * first)).asinh() / point.steps
 
     def slopes(self, point: Point) -> Slopes:
-        """Of the loss alone."""
-        lowest, first = self._constants()
+        """Of the loss alone; not a number in a run that diverges, and whose lowest loss is not known."""
+        lowest, first = self.constants or (math.nan, math.nan)
         return Slopes(loss=1 / math.hypot(self.tolerance * first, float(point.loss) - lowest) / point.steps)
 
     def _constants(self) -> tuple[float, float]:

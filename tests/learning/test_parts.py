@@ -9,6 +9,7 @@ from torch import nn
 
 from metamd import Diagonal, Journal, learn_start, learn_usage, load, meta_train
 from metamd.cli import main as cli
+from metamd.files.progress import showing
 from metamd.inner.objectives import Reference
 from metamd.learning.parts import Parts, parts_of
 from metamd.learning.reference import learn_from_reference
@@ -160,3 +161,23 @@ def test_a_usage_after_rounds_continues_too(tmp_path):
     first, second = (learn_start(start, tasks=2, journal=Journal(tmp_path / "start")) for _ in range(2))
     assert torch.equal(first["theta"], second["theta"])
     assert (first.tasks, first.cost) == (second.tasks, second.cost)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_several_workers_learn_the_same_bits_at_the_same_cost(whole, kept, tmp_path):
+    learned, _ = whole
+    journal = Journal(tmp_path) if kept else None
+    assert said(meta_train(family(), tasks_per_step=1, journal=journal, workers=2)) == said(learned)
+
+
+def test_a_learning_says_how_far_it_is(capsys):
+    with showing("always"):
+        train()
+    lines = capsys.readouterr().err
+    for label in (
+        "rates of Adam: 4 of 4",
+        "runs to learn from: 2 of 2",
+        "reference runs: 6 of 6",
+        "runs to choose a usage by: ",
+    ):
+        assert label in lines

@@ -17,10 +17,10 @@ from metamd.inner.estimators import Forward, Reverse
 from metamd.inner.estimators.base import Estimator
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import End, Reference, Regret
-from metamd.learning.meta import Method, meta_train, paper, refinement, step_line
+from metamd.learning.meta import meta_train, paper, refinement, step_line
 from metamd.learning.network import has_weights, learn_network
 from metamd.learning.reference import learn_start
-from metamd.learning.rounds.outer import Refine, Stopping
+from metamd.learning.rounds.outer import Method, Refine, Stopping
 from metamd.learning.usage import Choices, JudgedOn, learn_usage, rules_for_refresh
 from metamd.potentials.diagonal import Kronecker, MaxDiagonal
 from metamd.tasks.base import TaskFamily

@@ -22,8 +22,7 @@ from metamd.files.store import Result
 from metamd.files.usage import Schedule, Usage
 from metamd.inner.estimators import Direct, Estimator, Evolution, Forward, Reverse
 from metamd.inner.objectives import Objective, PaperBound, Reference, Regret, TrainingLoss
-from metamd.learning.meta import Method
-from metamd.learning.rounds.outer import Adam
+from metamd.learning.rounds.outer import Adam, Method
 from metamd.learning.usage import RULES
 from metamd.potentials import Diagonal, Kronecker
 from metamd.potentials.online import Online

@@ -22,8 +22,8 @@ from metamd.experiments.synthetic.race import Entry, Problems
 from metamd.experiments.synthetic.trainings import Training, raced, train
 from metamd.files.store import Records, Result
 from metamd.inner.estimators import Reverse
-from metamd.learning.meta import Method, paper
-from metamd.learning.rounds.outer import Adam
+from metamd.learning.meta import paper
+from metamd.learning.rounds.outer import Adam, Method
 from metamd.potentials import Diagonal
 from metamd.tasks.base import TaskFamily, derive_seed
 

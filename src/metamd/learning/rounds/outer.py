@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from torch import Tensor
 from metamd.files.learned import Moments
 from metamd.inner.closed_form import Iterate, learn_factors
 from metamd.inner.estimators import ClosedForm, Estimator, Reverse
-from metamd.inner.objectives import Objective
+from metamd.inner.objectives import PRIOR, Objective, Regret
 from metamd.inner.sums import minimiser
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Shape
+
+StageName = Literal["learn", "judge", "refine"]
 
 Sums = Mapping[str, Tensor]
 """Tensors by name, summed over tasks."""
@@ -216,6 +218,69 @@ class Refine:
             raise ValueError(f"steps of Refine must be at least 1, got {self.steps}. Pass refine=None for none.")
         if isinstance(self.estimator, ClosedForm) or isinstance(self.outer, TrustRegion):
             raise ValueError("Refine follows a gradient. Give it an estimator such as Reverse() and Adam() as outer rule.")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the outer steps of a meta-training are made.
+
+    Args:
+        outer: the rule: `TrustRegion` for the closed form and `Adam` for gradients, if not given.
+        exact: False takes the paper's inner step.
+        keep: "best" judges the last metrics and the best of those before on fresh tasks; "last" does not.
+        stopping: when it has converged.
+        start: fresh metrics begin at "one", or at the largest "curvature" of the first tasks where they start, D =
+            lambda_max, with which no first step is too long in any direction.
+        spread: of the logarithms of M_j at the start, so that several pieces are not all the same.
+        objective: what is minimised.
+        estimator: how its gradient is had; `ClosedForm` goes to the minimum itself.
+        outer_steps: how many at most.
+        refine: outer steps along the hypergradient, afterwards. Several pieces need it, or an estimator of gradients.
+        max_norm: C: metrics are kept at ||m_j||_2 = sqrt(sum_i D_ji) <= C by projection, for a bound on new tasks that has
+            its C from the start (docs/concepts/held-out.md). Too small a C makes steps too long.
+    """
+
+    outer: Outer | None = None
+    exact: bool = True
+    keep: Literal["best", "last"] = "best"
+    stopping: Stopping = field(default_factory=Stopping)
+    start: Literal["one", "curvature"] = "one"
+    spread: float = 0.1
+    objective: Objective = field(default_factory=lambda: Regret(prior=PRIOR))
+    estimator: Estimator = field(default_factory=ClosedForm)
+    outer_steps: int = 10
+    refine: Refine | None = None
+    max_norm: float | None = None
+
+    def check(self) -> None:
+        """Refuse what does not go together."""
+        if self.outer_steps < 1:
+            raise ValueError(f"outer_steps must be at least 1, got {self.outer_steps}. Nothing is learned without one.")
+        if self.closed and not isinstance(self.objective, Regret):
+            name = type(self.objective).__name__
+            raise ValueError(f"ClosedForm minimises Regret, got {name}. Use estimator=Forward() or Reverse() for it.")
+        if self.outer is not None and isinstance(self.outer, TrustRegion) != self.closed:
+            raise ValueError(
+                f"{type(self.estimator).__name__} does not go with the outer rule {type(self.outer).__name__}. "
+                "TrustRegion is for ClosedForm, Adam and GradientDescent are for gradients."
+            )
+
+    @property
+    def closed(self) -> bool:
+        """Whether the first stage goes to the minimum itself."""
+        return isinstance(self.estimator, ClosedForm)
+
+    @property
+    def rule(self) -> Outer:
+        """Of the outer steps of the first stage."""
+        return self.outer or (TrustRegion() if self.closed else Adam())
+
+    @property
+    def stages(self) -> tuple[tuple[StageName, int], ...]:
+        """What is done, with the largest number of outer steps of each."""
+        judge: list[tuple[StageName, int]] = [("judge", 1)] if self.keep == "best" else []
+        refine: list[tuple[StageName, int]] = [("refine", self.refine.steps), *judge] if self.refine else []
+        return (("learn", self.outer_steps), *judge, *refine)
 
 
 @dataclass(frozen=True)

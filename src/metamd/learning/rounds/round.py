@@ -11,12 +11,11 @@ from torch import Tensor
 
 from metamd.inner.closed_form import Iterate, compared, moment_shapes
 from metamd.inner.estimators import ClosedForm, Estimator
-from metamd.inner.objectives import Objective, PaperBound, Regret, TrainingLoss
+from metamd.inner.objectives import Objective, PaperBound, Regret
 from metamd.inner.run import Cost, Trajectory, gradient, run_inner
 from metamd.inner.sums import moments_of
 from metamd.inner.together import run_many
 from metamd.learning.rounds.outer import Ball
-from metamd.learning.rounds.state import State
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
 
@@ -27,6 +26,10 @@ RAISES = 12
 """How often the metrics of the first outer step are multiplied by four to find where no task diverges."""
 
 
+Purpose = tuple[int | str, ...]
+"""Words that everything random follows from: a seed, what it is for, and numbers."""
+
+
 def draw_config(family: TaskFamily, *purpose: int | str) -> Config:
     """A config that depends on the family and on these words alone: a seed, what the task is for, and its number."""
     return family.sample(torch.Generator().manual_seed(derive_seed(*purpose)))
@@ -35,33 +38,6 @@ def draw_config(family: TaskFamily, *purpose: int | str) -> Config:
 def draw(family: TaskFamily, *purpose: int | str) -> Task:
     """The task of that config."""
     return family.build(draw_config(family, *purpose))
-
-
-@dataclass(frozen=True)
-class RoundTasks:
-    """The tasks of one outer step.
-
-    Args:
-        family: where they come from.
-        seed: of the meta-training.
-        purpose: what they are for; tasks for one purpose are never those of another.
-        step: the outer step.
-        count: n.
-    """
-
-    family: TaskFamily
-    seed: int
-    purpose: str
-    step: int
-    count: int
-
-    def build(self) -> dict[int, Task]:
-        """The tasks, by number."""
-        return {i: draw(self.family, self.seed, self.purpose, self.step, i) for i in range(self.count)}
-
-    def generator(self, task: int) -> torch.Generator:
-        """For an estimator that is random."""
-        return torch.Generator().manual_seed(derive_seed(self.seed, "estimate", self.step, task))
 
 
 @dataclass(frozen=True)
@@ -131,10 +107,10 @@ class Learner:
                 sums[n] += v.detach().double().cpu().reshape(sums[n].shape)
         return sums
 
-    def learn(self, tasks: Mapping[int, Task], iterate: Iterate, drawn: RoundTasks) -> dict[int, TaskResult]:
-        """Run tasks, by number, and what each says."""
+    def learn(self, tasks: Mapping[int, Task], iterate: Iterate, purpose: Purpose) -> dict[int, TaskResult]:
+        """Run tasks, by number, and what each says; the purpose seeds estimators that are random."""
         if not isinstance(self.estimator, ClosedForm):
-            return {i: self._differentiate(task, iterate, drawn.generator(i)) for i, task in tasks.items()}
+            return {i: self._differentiate(task, iterate, derive_seed(*purpose, i)) for i, task in tasks.items()}
         found = {}
         runs = self.runs(list(tasks.values()), iterate, products=iterate.basis.kind != "identity")
         for (i, task), (fit, run) in zip(tasks.items(), runs, strict=True):
@@ -173,8 +149,8 @@ class Learner:
         run = run_inner(task, self.fit(iterate, task), exact=self.exact)
         return not run.diverged, run.cost
 
-    def _differentiate(self, task: Task, iterate: Iterate, generator: torch.Generator) -> TaskResult:
-        fit = self.fit(iterate, task)
+    def _differentiate(self, task: Task, iterate: Iterate, seed: int) -> TaskResult:
+        fit, generator = self.fit(iterate, task), torch.Generator().manual_seed(seed)
         found = self.estimator(task, fit, self.objective, exact=self.exact, generator=generator)
         result = replace(self._result(task, fit, found.trajectory), cost=found.cost)
         if not result.diverged and not all(bool(x.isfinite().all()) for x in found.grads.values()):
@@ -268,83 +244,73 @@ class Round:
         return math.fsum(values) / len(values) if values else math.nan
 
 
-def run_round(drawn: RoundTasks, learner: Learner, state: State, ball: Ball, *, retreats: bool) -> Round:
+def run_round(
+    tasks: Mapping[int, Task],
+    learner: Learner,
+    now: Iterate,
+    good: Iterate | None,
+    ball: Ball,
+    *,
+    retreats: bool,
+    purpose: Purpose,
+) -> Round:
     """Run all tasks of an outer step, at a scale where they finish if this is the first.
 
     Args:
-        drawn: the tasks.
+        tasks: by number.
         learner: how they are run.
-        state: with what metrics.
+        now: the metrics.
+        good: the last metrics under which the tasks finished; None in the first outer step.
         ball: where metrics may be.
         retreats: whether to ask of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
+        purpose: seeds estimators that are random.
     """
-    tasks, now, cost = drawn.build(), state.now, Cost()
     found: dict[int, TaskResult] = {}
-    if state.good is None:
-        now, found, cost = _find_scale(drawn, tasks, learner, now, ball)
-    found |= learner.learn({i: task for i, task in tasks.items() if i not in found}, now, drawn)
+    cost, too_far = Cost(), 0
+    if good is None:
+        now, found, cost = _find_scale(tasks, learner, now, ball, purpose)
+    found |= learner.learn({i: task for i, task in tasks.items() if i not in found}, now, purpose)
     results = [found[i] for i in tasks]
-    sums = learner.total(results, now)
-    too_far = 0
-    if state.good is not None and (retreats or all(result.diverged for result in results)):
+    if good is not None and (retreats or all(result.diverged for result in results)):
         # a task that diverges under the last good metrics too is itself to blame
-        answers = [learner.survives(task, state.good) for i, task in tasks.items() if found[i].diverged]
+        answers = [learner.survives(task, good) for i, task in tasks.items() if found[i].diverged]
         too_far = sum(fine for fine, _ in answers)
         cost = sum((extra for _, extra in answers), cost)
-    held = Round(now, results, sums, too_far, sum((result.cost for result in results), cost))
-    if not held.finished and not too_far:
-        kept = "" if ball.radius is None else f" with max_norm = {ball.radius:g}, which may be too small"
-        raise ValueError(
-            f"all {drawn.count} tasks of outer step {drawn.step} diverged{kept}, so that nothing can be learned. The first: "
-            f"{results[0].diverged}"
-        )
-    return held
+    return Round(now, results, learner.total(results, now), too_far, sum((result.cost for result in results), cost))
 
 
 def _find_scale(
-    drawn: RoundTasks, tasks: Mapping[int, Task], learner: Learner, start: Iterate, ball: Ball
+    tasks: Mapping[int, Task], learner: Learner, start: Iterate, ball: Ball, purpose: Purpose
 ) -> tuple[Iterate, dict[int, TaskResult], Cost]:
     """The smallest power of four by which the metrics are multiplied so that every task finishes that can."""
     powers: dict[int, int | None] = dict.fromkeys(tasks)
-    costs = dict.fromkeys(tasks, Cost())
     kept: dict[int, TaskResult] = {}
+    total = Cost()
     for power in range(RAISES + 1):
         left = {i: task for i, task in tasks.items() if powers[i] is None}
         trial = ball.project(start.shifted(power * math.log(4.0)))
         if isinstance(learner.estimator, ClosedForm):
-            results = learner.learn(left, trial, drawn)
-            kept |= results
+            kept |= (results := learner.learn(left, trial, purpose))
             answers = {i: (not result.diverged, result.cost) for i, result in results.items()}
         else:
             answers = {i: learner.survives(task, trial) for i, task in left.items()}
-        for i, (fine, cost) in answers.items():
-            costs[i] = costs[i] + cost
-            powers[i] = power if fine else None
+        total = sum((cost for _, cost in answers.values()), total)
+        powers |= {i: power for i, (fine, _) in answers.items() if fine}
     largest = max((power for power in powers.values() if power is not None), default=0)
     # A run that was made at this very scale is not made again, nor that of a task which nothing helps; it is paid for.
     same = {i: replace(result, cost=Cost()) for i, result in kept.items() if powers[i] in (largest, None)}
-    return ball.project(start.shifted(largest * math.log(4.0))), same, sum(costs.values(), Cost())
+    return ball.project(start.shifted(largest * math.log(4.0))), same, total
 
 
-def contest(
-    learner: Learner, tasks: Sequence[Task], iterates: list[Iterate], *, by_loss: bool = False
-) -> tuple[list[list[float | None]], Cost]:
+def contest(learner: Learner, tasks: Sequence[Task], iterates: list[Iterate]) -> tuple[list[list[float | None]], Cost]:
     """Run tasks with several metrics and value all of them against one comparator per task.
 
     The bound against the end of one's own run is smallest for metrics that hardly move. So all are compared with one point:
     the reference run's, if the objective has one, else the end with the lowest loss of all.
 
-    Args:
-        learner: how to run.
-        tasks: the problems.
-        iterates: the metrics.
-        by_loss: value them by the mean training loss over the run instead.
-
     Returns:
         For each task the values by iterate, None where a run diverged; and the cost.
     """
-    if by_loss:
-        learner = replace(learner, objective=TrainingLoss())
     by_iterate = [learner.runs(list(tasks), iterate, referred=False) for iterate in iterates]
     found: list[list[float | None]] = []
     cost = Cost()

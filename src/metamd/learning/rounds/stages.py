@@ -1,21 +1,22 @@
-"""The stages of a meta-training, and one outer step of each: a pure function from a state to the next."""
+"""The stages of a meta-training: its state between two outer steps, and one outer step as a pure function of it."""
 
 import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from metamd.inner.closed_form import Iterate
 from metamd.inner.run import Cost
-from metamd.learning.rounds.outer import Ball, Outer, OuterStep, Refine, Stopping
-from metamd.learning.rounds.round import Learner, Round, RoundTasks, contest, run_round, within_reach
-from metamd.learning.rounds.state import State
-from metamd.tasks.base import TaskFamily, config_hash, derive_seed
+from metamd.learning.rounds.outer import Ball, Method, Outer, OuterStep
+from metamd.learning.rounds.round import Learner, Round, contest, draw, run_round, within_reach
+from metamd.potentials.basis import Basis
+from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
 
 SHORTLIST = 2
 """How many of the metrics tried are judged, beside the last."""
@@ -23,7 +24,90 @@ SHORTLIST = 2
 ALWAYS = -sys.float_info.max
 """The loss of metrics that are judged in any case."""
 
-StageName = Literal["learn", "judge", "refine"]
+
+@dataclass(frozen=True)
+class State:
+    """Where a meta-training is. Everything random in the next outer step follows from the seed and from `step`.
+
+    Args:
+        now: the metrics that the next outer step tries.
+        stage: which part of the plan is next; its length when all is done.
+        done: outer steps done in this stage.
+        step: outer steps done altogether.
+        good: the last metrics under which no task diverged that could be helped.
+        carried: what the rule of the outer step remembers.
+        factor: how much smaller its steps shall be.
+        candidates: metrics that may turn out to be the best.
+        values: the objective of every step of this stage.
+        changes: its relative change, likewise.
+        cost: of everything so far.
+        tasks: the hashes of the tasks seen, in order.
+        scale: root mean square of the first gradients, by key.
+        shapes: names and shapes of the model's tensors.
+        notes: why each stage ended.
+        target: a loss that runs of the last outer step reach, see `within_reach`.
+    """
+
+    now: Iterate
+    stage: int = 0
+    done: int = 0
+    step: int = 0
+    good: Iterate | None = None
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
+    factor: float = 1.0
+    candidates: tuple[Iterate, ...] = ()
+    values: tuple[float, ...] = ()
+    changes: tuple[float, ...] = ()
+    cost: Cost = field(default_factory=Cost)
+    tasks: tuple[str, ...] = ()
+    scale: Mapping[str, float] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    target: float | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, by name."""
+        found = {f"carried/{n}": v for n, v in self.carried.items()}
+        for name, iterate in self._iterates().items():
+            found |= {f"{name}/offsets": iterate.offsets}
+            found |= {f"{name}/log_d/{k}": v for k, v in iterate.log_d.items()}
+            found |= {f"{name}/basis/{k}": v for k, v in iterate.basis.factors().items()}
+        return {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in found.items()}
+
+    def _iterates(self) -> dict[str, Iterate]:
+        named = {"now": self.now, **{f"candidate {i}": c for i, c in enumerate(self.candidates)}}
+        return named if self.good is None else {**named, "good": self.good}
+
+    def facts(self) -> dict[str, Any]:
+        """All the rest, in JSON's types."""
+        rest = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("now", "good", "carried", "candidates")
+        }
+        return rest | {
+            "iterates": {n: [i.step, _plain(i.loss)] for n, i in self._iterates().items()},
+            "values": [_plain(v) for v in self.values],
+            "changes": [_plain(v) for v in self.changes],
+            "cost": [self.cost.gradients, self.cost.hvps, self.cost.seconds],
+            "scale": dict(self.scale),
+            "shapes": [[n, list(s)] for n, s in self.shapes.items()],
+        }
+
+    @classmethod
+    def restore(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], basis: Basis = Basis()) -> "State":  # noqa: B008
+        """The state that was taken apart; the basis is that of the run, whose learned factors are among the tensors."""
+        found = {n: _take(n, tensors, basis, *about) for n, about in facts["iterates"].items()}
+        read = {
+            "carried": _under("carried/", tensors),
+            "candidates": tuple(found[n] for n in sorted(found) if n.startswith("candidate")),
+            "values": tuple(_number(v) for v in facts["values"]),
+            "changes": tuple(_number(v) for v in facts["changes"]),
+            "cost": Cost(*facts["cost"]),
+            "tasks": tuple(facts["tasks"]),
+            "shapes": {n: tuple(s) for n, s in facts["shapes"]},
+            "notes": tuple(facts["notes"]),
+        }
+        rest = {n: v for n, v in facts.items() if n != "iterates"}
+        return cls(**{**rest, **read}, now=found["now"], good=found.get("good"))
 
 
 @dataclass(frozen=True)
@@ -33,41 +117,29 @@ class Plan:
     Args:
         family: the tasks.
         learner: how a task is run in the first stage.
-        outer: the rule of its outer steps.
-        stages: what is done, with the largest number of outer steps of each.
+        method: the rules, the stages, when they end.
         pieces: N of the result.
         tasks_per_step: n.
         seed: of everything random.
-        stopping: when a stage has converged.
-        refine: the second stage of learning.
-        spread: of the logarithms of M_j where pieces begin that are all the same.
         ball: where the metrics stay.
     """
 
     family: TaskFamily
     learner: Learner
-    outer: Outer
-    stages: tuple[tuple[StageName, int], ...]
+    method: Method
     pieces: int
     tasks_per_step: int
     seed: int
-    stopping: Stopping
-    refine: Refine | None
-    spread: float = 0.1
-    ball: Ball = field(default_factory=Ball)
+    ball: Ball
 
     def finished(self, state: State) -> bool:
         """Whether nothing is left to do."""
-        return state.stage >= len(self.stages)
+        return state.stage >= len(self.method.stages)
 
     def advance(self, state: State) -> tuple[State, OuterStep]:
-        """One outer step.
-
-        Args:
-            state: where the training is.
-        """
+        """One outer step."""
         began = time.perf_counter()
-        stage, _ = self.stages[state.stage]
+        stage, _ = self.method.stages[state.stage]
         new, record = self._judge(state) if stage == "judge" else self._learn(state)
         seconds = time.perf_counter() - began
         spent = Cost(record.gradients, record.hvps, seconds)
@@ -80,30 +152,39 @@ class Plan:
         for k, v in one.log_d.items():
             copies = v.expand(self.pieces, *v.shape[1:])
             noise = torch.randn(copies.shape, generator=generator, dtype=torch.float64)
-            log_d[k] = copies + 2 * self.spread * noise.to(v)
+            log_d[k] = copies + 2 * self.method.spread * noise.to(v)
         return one.moved(log_d, one.offsets.expand(self.pieces).clone())
 
-    def _tasks(self, purpose: str, state: State) -> RoundTasks:
-        return RoundTasks(self.family, self.seed, purpose, state.step + 1, self.tasks_per_step)
+    def _tasks(self, purpose: str, state: State) -> list[Task]:
+        """Tasks for one purpose are never those of another."""
+        return [draw(self.family, self.seed, purpose, state.step + 1, i) for i in range(self.tasks_per_step)]
 
     def _learner(self, state: State) -> Learner:
         """With the objective of the refinement from there on, if it has one of its own."""
-        refining = any(name == "refine" for name, _ in self.stages[: state.stage + 1])
-        if self.refine is None or self.refine.objective is None or not refining:
+        refine, begun = self.method.refine, [name for name, _ in self.method.stages[: state.stage + 1]]
+        if refine is None or refine.objective is None or "refine" not in begun:
             return self.learner
-        return replace(self.learner, objective=self.refine.objective)
+        return replace(self.learner, objective=refine.objective)
 
     # learning
 
     def _learn(self, state: State) -> tuple[State, OuterStep]:
-        stage, limit = self.stages[state.stage]
-        learner, outer = self._learner(state), self.outer
-        if stage == "refine" and self.refine is not None:
-            learner, outer = replace(learner, estimator=self.refine.estimator), self.refine.outer
+        stage, limit = self.method.stages[state.stage]
+        learner, outer, refine = self._learner(state), self.method.rule, self.method.refine
+        if stage == "refine" and refine is not None:
+            learner, outer = replace(learner, estimator=refine.estimator), refine.outer
             if len(state.now.offsets) < self.pieces:  # the closed form has learned one
                 pieces = self.ball.project(self.spread_out(state.now))
                 state = replace(state, now=pieces, good=pieces)
-        held = run_round(self._tasks("train", state), learner, state, self.ball, retreats=outer.retreats)
+        tasks, purpose = dict(enumerate(self._tasks("train", state))), (self.seed, "estimate", state.step + 1)
+        held = run_round(tasks, learner, state.now, state.good, self.ball, retreats=outer.retreats, purpose=purpose)
+        if not held.finished and not held.too_far:
+            radius = self.method.max_norm
+            kept = "" if radius is None else f" with max_norm = {radius:g}, which may be too small"
+            raise ValueError(
+                f"all {len(tasks)} tasks of outer step {state.step + 1} diverged{kept}, so that nothing can be learned. The "
+                f"first: {held.results[0].diverged}"
+            )
         new, change = self._retreat(state, held) if held.too_far else self._move(state, held, learner, outer)
         new = replace(
             new,
@@ -157,7 +238,7 @@ class Plan:
 
     def _drift(self, values: tuple[float, ...]) -> float:
         """The relative change between the means of the last values and of as many before."""
-        w = self.stopping.window
+        w = self.method.stopping.window
         if len(values) < 2 * w:
             return math.inf
         before, after = math.fsum(values[-2 * w : -w]) / w, math.fsum(values[-w:]) / w
@@ -165,7 +246,7 @@ class Plan:
 
     def _verdict(self, state: State, limit: int) -> str:
         """Why the stage ends here, or nothing."""
-        recent, stop = state.changes[-self.stopping.window :], self.stopping
+        recent, stop = state.changes[-self.method.stopping.window :], self.method.stopping
         if len(recent) == stop.window and max(abs(c) for c in recent) <= stop.tolerance and stop.tolerance > 0:
             return f"converged: the objective changed by at most {stop.tolerance:g} in {stop.window} outer steps in a row"
         if state.done >= limit:
@@ -186,24 +267,23 @@ class Plan:
         What diverges least often wins, and of these what has the smallest mean objective. The last metrics give way only to
         others whose mean is lower by two standard errors of the differences by task.
         """
-        entrants, drawn = [*state.candidates, state.now], self._tasks("judge", state)
-        tasks = list(drawn.build().values())
+        entrants, tasks, step = [*state.candidates, state.now], self._tasks("judge", state), state.step + 1
         rows, cost = contest(self._learner(state), tasks, entrants)
         finishable = [row for row in rows if any(v is not None for v in row)]
         if not finishable:
-            raise ValueError(f"all {drawn.count} tasks of outer step {drawn.step} diverged, so that nothing can be judged.")
+            raise ValueError(f"all {len(tasks)} tasks of outer step {step} diverged, so that nothing can be judged.")
         columns = [[row[j] for row in finishable] for j in range(len(entrants))]
         scores = [_score(column) for column in columns]
         winner, last = min(range(len(entrants)), key=lambda j: scores[j]), len(entrants) - 1
         if scores[last][0] == scores[winner][0] and not _significant(columns[last], columns[winner], errors=2.0):
             winner = last
-        best, value, lost = entrants[winner], scores[winner][1], drawn.count - len(finishable)
+        best, value, lost = entrants[winner], scores[winner][1], len(tasks) - len(finishable)
         which = f"of outer step {best.step}" if best.step else "of the last update"
         record = OuterStep(
-            step=drawn.step,
+            step=step,
             stage="judge",
             objective=value,
-            tasks=drawn.count,
+            tasks=len(tasks),
             diverged=(f"{lost} tasks diverged with all metrics.",) if lost else (),
             gradients=cost.gradients,
             note=f"kept the metrics {which}: the objective is {value:.4g} on {self.tasks_per_step} fresh tasks",
@@ -227,3 +307,21 @@ def _significant(default: list[float | None], other: list[float | None], errors:
 
 def _joined(known: tuple[str, ...], seen: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*known, *seen)))
+
+
+def _take(name: str, tensors: Mapping[str, Tensor], basis: Basis, step: int, loss: float | None) -> Iterate:
+    log_d, factors = (_under(f"{name}/{part}/", tensors) for part in ("log_d", "basis"))
+    return Iterate(log_d, tensors[f"{name}/offsets"], step, _number(loss), basis.with_factors(factors))
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
+
+
+def _plain(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.inf if value is None else value

@@ -76,7 +76,7 @@ def begin(target: Callable[..., Any], *args: Any) -> Child:
     folder = Path(tempfile.mkdtemp(prefix="metamd-test-"))
     for name in ("out", "err"):
         (folder / name).touch()
-    child = Child(forks.Process(target=_enter, args=(folder, target, args)), folder)
+    child = Child(forks.Process(target=_enter, args=(folder, dict(os.environ), target, args)), folder)
     child.process.start()
     return child
 
@@ -86,7 +86,9 @@ def run(target: Callable[..., Any], *args: Any) -> Ended:
     return begin(target, *args).finish()
 
 
-def _enter(folder: Path, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(folder: Path, variables: dict[str, str], target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
     for descriptor, name in ((1, "out"), (2, "err")):
         with (folder / name).open("w") as file:
             os.dup2(file.fileno(), descriptor)

@@ -4,16 +4,12 @@ several."""
 from __future__ import annotations
 
 import gzip
-import json
-import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +20,7 @@ from metamd.data.download import download, mismatch, partial
 from metamd.data.registry import DataError, RemoteFile
 from metamd.files.progress import showing
 from metamd.files.store import locked
+from tests import processes
 from tests.data_fixtures import (
     endless,
     halting,
@@ -36,7 +33,6 @@ from tests.data_fixtures import (
     truncated,
     whole,
 )
-from tests.processes import PATIENCE
 
 CONTENT = gzip.compress(np.random.default_rng(0).bytes(200_000), mtime=0)
 CORRUPT = CONTENT[:1000] + bytes([CONTENT[1000] ^ 1]) + CONTENT[1001:]
@@ -50,7 +46,7 @@ def server():
 
 
 def quick(file: RemoteFile, folder: Path, **options) -> Path:
-    return download(file, folder, **{"rounds": 1, "timeout": PATIENCE, "pause": 0.01, **options})
+    return download(file, folder, **{"rounds": 1, "timeout": processes.PATIENCE, "pause": 0.01, **options})
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -171,36 +167,21 @@ def test_the_bar_goes_to_standard_error(server, tmp_path, capsys):
 
 # --- several processes ---
 
-CHILD = """
-import json, sys
-from contextlib import nullcontext
-from pathlib import Path
-from metamd.data import download as module
-from metamd.data.registry import RemoteFile
-file, folder, lock = json.loads(sys.argv[1])
-if not lock:
-    module.locked = lambda path: nullcontext()
-Path(folder).mkdir(parents=True, exist_ok=True)
-print(module.download(RemoteFile(**file), Path(folder), rounds=1, timeout=1000))
-"""
+
+def download_here(file: RemoteFile, folder: Path, lock: bool) -> None:
+    if not lock:
+        module.locked = lambda path: nullcontext()
+    folder.mkdir(parents=True, exist_ok=True)
+    download(file, folder, rounds=1, timeout=processes.PATIENCE)
 
 
-def child(file: RemoteFile, folder: Path, lock: bool = True) -> subprocess.Popen:
-    argument = json.dumps([asdict(file), str(folder), lock])
-    command = [sys.executable, "-c", CHILD, argument]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen) -> int:
-    _, errors = process.communicate(timeout=PATIENCE)
-    if process.returncode:
-        print(errors)
-    return process.returncode
+def child(file: RemoteFile, folder: Path, lock: bool = True) -> processes.Child:
+    return processes.begin(download_here, file, folder, lock)
 
 
 def test_two_processes_asking_at_once_fetch_one_good_file(server, tmp_path):
     file = remote(NAME, CONTENT, server.serve("a", slow(CONTENT, pieces=5, pause=0.05)))
-    assert [finish(p) for p in [child(file, tmp_path) for _ in range(2)]] == [0, 0]
+    assert [p.finish().code for p in [child(file, tmp_path) for _ in range(2)]] == [0, 0]
     assert (tmp_path / NAME).read_bytes() == CONTENT
     assert server.asked == ["/a"]  # the second process waited and found the first one's file
     assert leftovers(tmp_path) == [NAME]
@@ -210,17 +191,10 @@ def test_without_the_lock_the_two_get_in_each_others_way(server, tmp_path):
     over = threading.Event()
     file = remote(NAME, CONTENT, server.serve("a", in_turn(halting(CONTENT, over), whole(CONTENT))))
     first = child(file, tmp_path, lock=False)
-    wait_for(lambda: server.asked)  # its .part file is open by then
-    assert finish(child(file, tmp_path, lock=False)) == 0
+    first.wait_for(lambda: server.asked)  # its .part file is open by then
+    assert child(file, tmp_path, lock=False).finish().code == 0
     over.set()
-    assert finish(first) != 0  # they share one .part file: the slower finds it moved away
-
-
-def wait_for(condition) -> None:
-    limit = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < limit, "the other process hangs"
-        time.sleep(0.01)
+    assert first.finish().code != 0  # they share one .part file: the slower finds it moved away
 
 
 def test_a_process_killed_in_mid_download_leaves_nothing_that_harms(server, tmp_path):
@@ -228,12 +202,11 @@ def test_a_process_killed_in_mid_download_leaves_nothing_that_harms(server, tmp_
     file = remote(NAME, CONTENT, url)
     part = partial(tmp_path / NAME)
     victim = child(file, tmp_path)
-    wait_for(lambda: server.asked)
-    os.kill(victim.pid, signal.SIGKILL)
-    assert finish(victim) == -signal.SIGKILL
+    victim.wait_for(lambda: server.asked)
+    assert victim.kill().code == -signal.SIGKILL
     assert part.exists()  # what the victim left, and the lock file with it
     assert not (tmp_path / NAME).exists()
-    assert finish(child(file, tmp_path)) == 0
+    assert child(file, tmp_path).finish().code == 0
     assert (tmp_path / NAME).read_bytes() == CONTENT
     assert leftovers(tmp_path) == [NAME]
 
@@ -244,16 +217,15 @@ def test_a_longer_leftover_does_not_shine_through(server, tmp_path):
     assert quick(file, tmp_path).read_bytes() == CONTENT
 
 
+def take_lock(path: Path) -> None:
+    with locked(path, wait=False):
+        print("in")
+
+
 def test_the_lock_excludes_another_process(tmp_path):
-    script = (
-        "import sys; from pathlib import Path; from metamd.files.store import locked\n"
-        "try:\n    with locked(Path(sys.argv[1]), wait=False): print('in')\n"
-        "except BlockingIOError: print('held')"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "l")]
     with locked(tmp_path / "l"):
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "held\n"
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "in\n"
+        assert "BlockingIOError" in processes.run(take_lock, tmp_path / "l").err
+    assert processes.run(take_lock, tmp_path / "l").out == "in\n"
 
 
 def test_pooch_missing_is_said_in_a_sentence(tmp_path, monkeypatch):

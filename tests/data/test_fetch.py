@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,9 @@ from metamd.data import canonical, loading, registry
 from metamd.data.registry import DataError, Form, Split
 from metamd.files import container
 from metamd.files.store import locked
+from tests import processes
 from tests.data_builders import COUNT, GREY, KINDS, form_of, idx_files, place, publish, put, server, tiny
 from tests.data_fixtures import dataset, remote, slow, whole
-from tests.processes import PATIENCE
 
 # --- download, decode, cache, load ---
 
@@ -102,52 +103,39 @@ def test_a_count_other_than_the_recorded_one_is_refused(place, server, monkeypat
 
 # --- several processes, and a cache that cannot be written ---
 
-CHILD = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from tests.data_builders import COUNT, idx_files
-from tests.data_fixtures import dataset, remote
-from metamd.data import canonical, registry, loading
-from metamd.data.registry import Split
-files = [remote(key, body, f"{sys.argv[2]}/{key}") for key, body in idx_files("train")[0].items()]
-record = dataset("mnist", "idx", (28, 28), {"train": Split(COUNT["train"], tuple(files))})
-registry.datasets = lambda: {"mnist": record}
-(images, _), _ = loading.load_arrays("mnist", "train")
-print(canonical.digest(images))
-"""
+
+def load_here(url):
+    """Load a dataset in a process of its own, which says when it asks for a lock."""
+    flock = fcntl.flock
+    fcntl.flock = lambda *args: (print("asking", flush=True), flock(*args))[1]
+    files = [remote(key, body, f"{url}/{key}") for key, body in idx_files("train")[0].items()]
+    record = dataset("mnist", "idx", GREY, {"train": Split(COUNT["train"], tuple(files))})
+    registry.datasets = lambda: {"mnist": record}
+    (images, _), _ = loading.load_arrays("mnist", "train")
+    print(canonical.digest(images))
 
 
 def test_two_processes_that_load_at_once_share_one_download(place, server):
     files, images, _ = idx_files("train")
     for key, body in files.items():
         server.serve(key, slow(body, pieces=5, pause=0.05))
-    command = [sys.executable, "-c", CHILD, str(Path(__file__).parents[2]), server.url]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [p.communicate(timeout=PATIENCE)[0].strip() for p in both] == [canonical.digest(images)] * 2
+    both = [processes.begin(load_here, server.url) for _ in range(2)]
+    assert [p.finish().out.split()[-1] for p in both] == [canonical.digest(images)] * 2
     assert sorted(server.asked) == ["/train-images.gz", "/train-labels.gz"]
     names = sorted(p.name for p in (place / "cache").iterdir() if p.is_file())
     assert names == ["mnist-train.npz", "mnist-train.npz.sha256"]
-
-
-ASKING = """
-import fcntl
-flock = fcntl.flock
-fcntl.flock = lambda *args: (print("asking", flush=True), flock(*args))[1]
-"""
 
 
 def test_a_process_waits_while_another_one_makes_the_dataset(place, server):
     files, images, _ = idx_files("train")
     for key, body in files.items():
         server.serve(key, whole(body))
-    command = [sys.executable, "-c", ASKING + CHILD, str(Path(__file__).parents[2]), server.url]
     with locked(place / "cache" / "locks" / "mnist.lock"):
-        other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert other.stdout.readline() == "asking\n"
+        other = processes.begin(load_here, server.url)
+        other.wait_for(lambda: "asking" in (other.folder / "out").read_text())
         assert server.asked == []
-        assert other.poll() is None
-    assert other.communicate(timeout=PATIENCE)[0].split()[-1] == canonical.digest(images)
+        assert other.process.is_alive()
+    assert other.finish().out.split()[-1] == canonical.digest(images)
 
 
 def test_a_crash_between_a_file_and_its_checksum_leaves_no_wrong_pair(tiny, place, monkeypatch):

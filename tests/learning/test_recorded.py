@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +17,9 @@ from metamd.files.learned import Moments
 from metamd.inner.run import run_inner
 from metamd.learning.recorded import PRIOR, update
 from metamd.tasks.base import Task
+from tests import processes
 from tests.helpers import small_model, train
 from tests.learned_files import Parts, learned, same
-from tests.processes import PATIENCE
 
 VERSION_1 = Path(__file__).parents[1] / "files" / "version-1.safetensors"
 TYINGS = ("parameter", "channel", "column", "tensor", "role")
@@ -504,10 +501,7 @@ def test_bad_input_is_a_sentence_with_code_2_and_leaves_the_file_alone(nights, c
 
 
 def test_two_updates_at_once_both_count(nights):
-    file = str(nights / "l.safetensors")
-    command = [sys.executable, "-m", "metamd", "update", file]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    files = [str(nights / f"{i}.run.safetensors") for i in range(2)]
-    children = [subprocess.Popen([*command, name], env=environment) for name in files]
-    assert [child.wait(timeout=PATIENCE) for child in children] == [0, 0]
+    file = nights / "l.safetensors"
+    children = [processes.begin(processes.command, "", "update", file, nights / f"{i}.run.safetensors") for i in range(2)]
+    assert [child.finish().code for child in children] == [0, 0]
     assert len(metamd.load(file).header.learned_from["runs"]) == 3

@@ -1,6 +1,7 @@
 """Families made from others: with one start for all tasks, with a name of their own, with their batches counted."""
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
@@ -72,11 +73,12 @@ class Wrapped(TaskFamily):
     def build(self, config: Config) -> Task:
         """The family's task, changed."""
         task = self.family.build(config)
-        self.change(task)
+        vars(task).update(self.changed(task))
         return task
 
-    def change(self, task: Task) -> None:
-        """Replace a method of this task alone."""
+    @abstractmethod
+    def changed(self, task: Task) -> dict[str, Callable[..., Any]]:
+        """The methods that this task alone has instead of those of its class."""
 
     def drawn(self) -> Drawn:
         """What the family draws."""
@@ -106,9 +108,9 @@ class SharedStart(Wrapped):
             raise ValueError(f"{self.name} has no held-out side. Sample tasks that training did not use instead.")
         return SharedStart(side(), self._start)
 
-    def change(self, task: Task) -> None:
-        """Let the task begin at the start, in a copy of its own."""
-        setattr(task, "init", partial(_copies, self.start))  # noqa: B010 - a partial can be pickled
+    def changed(self, task: Task) -> dict[str, Callable[..., Any]]:
+        """The task begins at a copy of the start."""
+        return {"init": partial(_copies, self.start)}  # a partial can be pickled
 
     def drawn(self) -> Drawn:
         """What the family draws, except the initialisation."""
@@ -131,11 +133,10 @@ class Variant(Wrapped):
         super().__init__(family, name)
         self.gain = gain
 
-    def change(self, task: Task) -> None:
-        """Scale the initialisation."""
-        if self.gain != 1:
-            init = task.init
-            setattr(task, "init", lambda: {n: self.gain * x for n, x in init().items()})  # noqa: B010
+    def changed(self, task: Task) -> dict[str, Callable[..., Any]]:
+        """The initialisation is scaled."""
+        init = task.init
+        return {} if self.gain == 1 else {"init": lambda: {n: self.gain * x for n, x in init().items()}}
 
     def describe(self) -> dict[str, Any]:
         """The family's settings, and the gain."""
@@ -149,8 +150,8 @@ class Counted(Wrapped):
         super().__init__(family)
         self.batches, self.seconds, self.tasks = 0, 0.0, dict[str, None]()
 
-    def change(self, task: Task) -> None:
-        """Count the task's batches."""
+    def changed(self, task: Task) -> dict[str, Callable[..., Any]]:
+        """The task's batches are counted."""
         self.tasks[config_hash(task.config)] = None
         batch = task.batch
 
@@ -158,7 +159,7 @@ class Counted(Wrapped):
             self.batches += 1
             return batch(step)
 
-        setattr(task, "batch", counted)  # noqa: B010
+        return {"batch": counted}
 
     def spent(self, batches: int, seconds: float) -> None:
         """Count work that was done before and is not done again."""

@@ -1,30 +1,37 @@
-"""Put the tables of the experiments with networks into docs/results.md and README.md, between their marks, from the records.
+"""Put the tables of the experiments into docs/results.md, docs/reproduction.md and README.md, between their marks.
 
     python benchmarks/results_page.py
 
-Of a leave-one-out experiment the page of results shows what it is judged by, the tables of the pace, and under the paper's
-protocol the test accuracies; all others are beside the records. The README has one line for each.
+Every number comes from the folders in results/. Of a leave-one-out experiment the page shows how quick MetaMD is against the
+best rival, and under the paper's protocol the test accuracies; `tables.md` in its folder has everything.
 """
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from metamd.cli.report import tables
+import numpy as np
+
+from metamd.cli.report import read, tables
+from metamd.comparison.comparison import Fold
 from metamd.comparison.pace import geometric_mean
 from metamd.comparison.page import as_markdown, markdown_table
+from metamd.files.store import read_packed, records_in
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
+COSTS = ROOT / "docs" / "reproduction.md"
 README = ROOT / "README.md"
 MARKS = re.compile(r"<!-- results/([\w-]+): begin -->\n.*?<!-- end -->\n", re.S)
-JUDGED = re.compile(r"<!-- (aims|published): begin -->\n.*?<!-- end -->\n", re.S)
+JUDGED = re.compile(r"<!-- (aims|published|starts|costs): begin -->\n.*?<!-- end -->\n", re.S)
 OVERVIEW = re.compile(r"<!-- results: begin -->\n.*?<!-- end -->\n", re.S)
 
 PAPERS, ALL = "the best of the paper's rivals", "the best of all"
 LINES = {
-    "adapt-rotated-mnist": "adapt an MLP to an unseen angle, 100 steps",
+    "adaptation": "adapt an MLP to an unseen angle, 100 steps",
     "rotated-mnist-mlp": "train an MLP on an unseen angle, 500 steps",
     "diverse-digits-lenet": "train LeNet on an unseen dataset, 500 steps",
 }
@@ -43,7 +50,7 @@ def shown(name: str) -> str:
 def written(page: str) -> str:
     """The page with the tables of the records in it."""
     page = MARKS.sub(lambda m: f"<!-- results/{m[1]}: begin -->\n{shown(m[1])}<!-- end -->\n", page)
-    tables = {"aims": aims, "published": published}
+    tables = {"aims": aims, "published": published, "starts": starts, "costs": costs}
     return JUDGED.sub(lambda m: f"<!-- {m[1]}: begin -->\n{tables[m[1]]()}<!-- end -->\n", page)
 
 
@@ -77,8 +84,8 @@ COMPARED = {
     "rotated-mnist-mlp": "MLP",
     "diverse-digits-lenet": "LeNet",
     "resnet18-cifar10": "ResNet18",
-    "adapt-rotated-mnist": "adaptation",
-    "adapt-rotated-mnist-learned": "adaptation, learned start",
+    "adaptation": "adaptation",
+    "adaptation-learned-start": "adaptation, learned start",
 }
 """Experiments by what they train."""
 
@@ -140,6 +147,66 @@ def _mean(values: dict[str, float], domains: list[str]) -> float:
     return sum(values[d] for d in domains) / len(domains)
 
 
+def starts() -> str:
+    """Mean losses of adaptation from the given model and from the learned start, with geometric means of the ratios."""
+    heads = ["mean loss", "MetaMD, given start", "MetaMD, learned start", "best rival, given start"]
+    heads += ["best rival, learned start", "learned against given", "learned against learned"]
+    pairs = zip(*(read(ROOT / "results" / name)[0].folds for name in list(COMPARED)[4:]), strict=True)
+    lines, ratios = [], []
+    for fold, other in pairs:
+        (given, there, theirs), (learned, here, after) = _mean_losses(fold), _mean_losses(other)
+        ratios.append((learned / theirs, learned / after))
+        losses = [f"{given:.3f}", f"{learned:.3f}", f"{theirs:.3f} ({there})", f"{after:.3f} ({here})"]
+        lines.append([fold.group, *losses, *(f"{x:.2f} x" for x in ratios[-1])])
+    means = np.exp(np.log(ratios).mean(0))
+    return markdown_table(heads, [*lines, ["mean", "", "", "", "", *(f"{x:.2f} x" for x in means)]])
+
+
+def _mean_losses(fold: Fold) -> tuple[float, str, float]:
+    """MetaMD's, and the best rival with its own."""
+    losses = {label: fold.best(label, "mean_loss", None).outcomes for label in fold.entrants}
+    means = {label: float(np.mean([o.mean_loss for o in runs])) for label, runs in losses.items()}
+    rival = min((label for label in means if not label.startswith("MetaMD")), key=lambda label: means[label])
+    return means["MetaMD"], rival, means[rival]
+
+
+def costs() -> str:
+    """What the experiments took: medians of a training over the splits, and what learning took by the clock."""
+    heads = [
+        "scale `cpu`",
+        "held out",
+        "trainings",
+        "seconds each: Adam, MetaMD, the slowest",
+        "minutes to learn, per split",
+    ]
+    found = [path.parent.name for path in sorted((ROOT / "results").glob("*/summary.json"))]
+    networks = [name for name in found if name not in ("quadratic", "rosenbrock") and not name.endswith("-linear-paper")]
+    return markdown_table(heads, [_cost(name) for name in networks])
+
+
+def _cost(name: str) -> list[str]:
+    comparison, _ = read(ROOT / "results" / name)
+    folds, labels = comparison.folds, [x for x in comparison.labels if not x.endswith("untuned")]
+    trainings = sum(len(c.outcomes) for f in folds for candidates in f.entrants.values() for c in candidates)
+    trainings += sum(len(tuning.best_so_far) for f in folds for tuning in f.tunings.values())
+    timed = {x: [f.seconds[x] for f in folds if np.isfinite(f.seconds.get(x, np.nan))] for x in labels}
+    each = {label: median(seconds) * folds[0].steps for label, seconds in timed.items() if seconds}
+    slowest = max(each, key=lambda label: each[label])
+    minutes: Counter[str] = Counter()
+    for cell, learned in learned_cells(name).items():
+        minutes[cell.split("-")[1]] += learned.get("cost", {}).get("seconds", 0) / 60
+    ours = comparison.labels[0]
+    said = f"{each['Adam, linear decay']:.1f}, {each[ours]:.1f}, {each[slowest]:.1f} ({slowest.partition(',')[0]})"
+    least, most = (f"{x:.0f}" for x in (min(minutes.values()), max(minutes.values())))
+    return [f"`{name}`", str(len(folds)), f"{trainings:,}", said, least if least == most else f"{least} to {most}"]
+
+
+def learned_cells(name: str) -> dict[str, Any]:
+    """The records of what was learned for an experiment, by cell."""
+    with records_in(ROOT / "results" / name) as records:
+        return {cell: found for cell, found in read_packed(records).items() if cell.startswith("learn-")}
+
+
 def written_readme(page: str) -> str:
     """The README with the overview of the records in it."""
     return OVERVIEW.sub(lambda m: f"<!-- results: begin -->\n{overview()}<!-- end -->\n", page)
@@ -147,4 +214,5 @@ def written_readme(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text()))
+    COSTS.write_text(written(COSTS.read_text()))
     README.write_text(written_readme(README.read_text()))

@@ -19,8 +19,7 @@ import torch
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.statistics import Spread
 from metamd.experiments.quadratic import TOLERANCES, family
-from metamd.experiments.synthetic.race import Problems
-from metamd.experiments.synthetic.trainings import raced, train
+from metamd.experiments.race import Problems, raced, train
 from metamd.files.store import Records, Result, read_packed
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import Method, paper

@@ -24,7 +24,8 @@ from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.statistics import bootstrap, holm, profiles, rank, rank_sum, resample, signed_rank_test, smallest_p
 from metamd.comparison.training import Outcome
 from metamd.comparison.tuning import QuasiRandom
-from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
+from metamd.experiments.declare import Entry, Geometry, Scale
+from metamd.experiments.experiment import Experiment
 from metamd.files.store import Records
 from metamd.rivals import rival
 from metamd.rivals.base import Tuning

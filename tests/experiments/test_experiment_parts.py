@@ -1,9 +1,10 @@
 """The parts that experiments share: pieces alone, variants of a family, what is carried over, curves and tables."""
 
+import json
+import lzma
 import math
 import shutil
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,22 +13,21 @@ import torch
 
 from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, learn_start, tasks
 from metamd.cli.report import read, write_report
-from metamd.cli.reproduce import names
+from metamd.cli.report import tables as tables_of
 from metamd.comparison.compare import in_unit_of
+from metamd.comparison.comparison import Comparison
 from metamd.comparison.entrants import Protocol, entrants, handicap
 from metamd.comparison.figures import best_schedules, learning_curves
 from metamd.comparison.pace import CONVERGED, last_tenth, last_tenths, standings
 from metamd.comparison.page import as_markdown
 from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import SEARCHES
+from metamd.experiments import every, find, folder_name, out_of_distribution, pieces
 from metamd.experiments import experiment as leave_one_out
-from metamd.experiments import out_of_distribution, pieces, rotated_mnist_mlp
-from metamd.experiments.declare import Geometry, Scale, alone, learn, learned_file, settings_of
-from metamd.experiments.experiment import Entry, Experiment
-from metamd.experiments.recorded import failures, standing, unlearned
-from metamd.experiments.recorded import recorded as read_off
+from metamd.experiments.declare import Entry, Geometry, Scale, alone, learn, learned_file, settings_of
+from metamd.experiments.experiment import Experiment, failures, screened, unlearned
 from metamd.files.learned import load
-from metamd.files.store import Records
+from metamd.files.store import Records, archive, read_json, records_in, unarchive
 from metamd.inner.objectives import PaperBound, Reference
 from metamd.rivals import learned_rival, rival
 from metamd.tasks.base import derive_seed
@@ -142,7 +142,7 @@ def test_the_better_schedule_is_shown_and_drawn(tmp_path):
     means = {label: found.values(label, "mean_loss").mean() for label in ("SGD", "SGD, linear decay")}
     assert best_schedules(found) == [min(means, key=means.get)]
     learning_curves(found, ["MetaMD"], tmp_path)
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "curves.png").stat().st_size > 5_000
 
 
 # learning
@@ -159,14 +159,14 @@ def test_geometries_with_the_mark_learn_from_the_same_tasks(tmp_path):
     found = {}
     for name, same in {"one": True, "two": True, "three": False}.items():
         geometry = Geometry(Diagonal, {}, same_tasks=same)
-        (cell,) = Experiment("x", small, {name: geometry}, {}, {})._lessons(SIZE, {"a": FLAT}, tmp_path, 0, {"a": set()})
+        (cell,) = Experiment("x", small, {name: geometry}, {}, {})._to_learn(SIZE, {"a": FLAT}, tmp_path, 0)
         cell.compute()
         found[name] = load(tmp_path / "learned" / f"a-{name}.safetensors")
     assert found["one"].fingerprint() == found["two"].fingerprint() != found["three"].fingerprint()
     assert found["one"].header.seeds == (derive_seed(0, "learning", "a"),)
 
 
-def test_a_lesson_that_was_stopped_continues_to_the_same_result(tmp_path):
+def test_learning_that_was_stopped_continues_to_the_same_result(tmp_path):
     def lesson(folder, limit=math.inf):
         """Learn, with so many batches before Ctrl-C; the result, and the batches that were drawn."""
         known, drawn = tasks.tabular(steps=4), 0
@@ -299,11 +299,11 @@ def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
     }
     experiment = Experiment("x", small, geometries, {}, {})
     taught = {"learn-a-narrow": {}, "learn-a-role": {}}
-    ours = dict(experiment._ours(tmp_path, "a", SimpleNamespace(example=lambda: {"theta": torch.zeros(3)}), taught, {}))
+    ours = dict(experiment._ours(tmp_path, "a", SimpleNamespace(example=lambda: {"theta": torch.zeros(3)}), taught))
     assert ours["MetaMD"].key() == ours["role"].key()
     assert "metamd-role" in ours["MetaMD"].key()
     taught["learn-a-narrow"] = {"failed": "it diverged."}
-    assert dict(experiment._ours(tmp_path, "a", FLAT, taught, {}))["MetaMD"].rival.unlearned == "it diverged."
+    assert dict(experiment._ours(tmp_path, "a", FLAT, taught))["MetaMD"].rival.unlearned == "it diverged."
 
 
 def test_settings_name_a_batch_size_and_a_width_only_where_they_are_unusual():
@@ -313,7 +313,7 @@ def test_settings_name_a_batch_size_and_a_width_only_where_they_are_unusual():
 
 def test_the_search_of_a_scale_is_the_papers_and_committed_folders_do_not_have_it():
     assert "search" not in settings_of(SIZE)
-    papers = {name: import_module(f"metamd.experiments.{name.replace('-', '_')}").SCALES["paper"] for name in names()}
+    papers = {name: find(name).scales["paper"] for name, variant in every() if not variant}
     grids = {n for n, s in papers.items() if getattr(s, "search", "") == "grid"}
     assert grids == {"rotated-mnist-linear", "rotated-mnist-mlp", "pieces", "ablation"}
     assert settings_of(papers["rotated-mnist-mlp"])["search"] == "grid"
@@ -349,11 +349,11 @@ def test_runs_of_a_comparison_may_be_longer_than_those_that_were_learned_on(tiny
         assert side.domains == ("45",)
     assert family.steps == 6
     for name in ("diverse-digits-lenet", "resnet18-cifar10"):
-        paper = import_module(f"metamd.experiments.{name.replace('-', '_')}").SCALES["paper"]
+        paper = find(name).scales["paper"]
         assert (paper.steps, paper.test_steps) == (500, 20_000), "T = 500 is published, and convergence"
 
 
-# adding to a comparison whose learned files are gone
+# adding to a comparison that is there
 
 DIAGONAL = {"diagonal": Geometry(Diagonal, {"MetaMD": Entry()})}
 
@@ -369,6 +369,41 @@ def with_rivals(*rivals, geometries=DIAGONAL, **options):
     return Experiment("x", halves, geometries, {"tiny": size}, {}, target="SGD")
 
 
+def test_an_archive_gives_the_same_comparison_and_more_may_be_added(tmp_path):
+    experiment = with_rivals("sgd", screen=1)
+    (before,), _ = experiment.compared("tiny", tmp_path, 0)
+    few = screened(tmp_path / "domain-a")
+    assert few
+    archive(tmp_path, screened)
+    assert not [*tmp_path.rglob("cells*"), *tmp_path.rglob("domain-*")]
+    with records_in(tmp_path) as records:
+        assert records != tmp_path
+        found = Comparison.read(records / "domain-a")
+    for label in before.labels:
+        assert found.chosen(label, "mean_loss") == before.chosen(label, "mean_loss")
+    assert [len(found.folds[0].entrants[x]) for x in before.labels] == [
+        len(before.folds[0].entrants[x]) for x in before.labels
+    ]
+    assert not list(tmp_path.rglob("domain-*"))
+    unarchive(tmp_path)
+    (again,), _ = experiment.compared("tiny", tmp_path, 0)
+    assert again.table("mean_loss") == before.table("mean_loss")
+    (more,), _ = with_rivals("sgd", "adam", screen=1).compared("tiny", tmp_path, 0)
+    archive(tmp_path, screened)
+    unarchive(tmp_path, tmp_path / "copy")
+    assert Comparison.read(tmp_path / "copy" / "domain-a").labels == more.labels
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    (tmp_path / "records.jsonl.xz").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"records\.jsonl\.xz' is not the archive of an experiment.*Put it back"):
+        unarchive(tmp_path)
+    line = {"folder": "../elsewhere", "run": {"format": 1, "settings": {}}}
+    (tmp_path / "records.jsonl.xz").write_bytes(lzma.compress(json.dumps(line).encode()))
+    with pytest.raises(ValueError, match="a folder that lies elsewhere"):
+        unarchive(tmp_path)
+
+
 @pytest.fixture
 def gone(tmp_path):
     """A comparison with SGD, whose learned files were deleted, and its folder."""
@@ -381,18 +416,18 @@ def nothing_is_learned(monkeypatch):
     monkeypatch.setattr(leave_one_out, "learn", lambda *args: pytest.fail("it would be learned again"))
 
 
-def test_a_rival_joins_without_anything_being_learned_again(gone, monkeypatch):
+def test_a_rival_joins_and_nothing_else_is_trained(gone, monkeypatch):
+    """Ours is learned again, to the same file, and its runs are those that are there."""
     before, folder = gone
-    nothing_is_learned(monkeypatch)
     (after,), failed = with_rivals("sgd", "adam").compared("tiny", folder, 0)
     assert after.labels == ["MetaMD", "SGD", "Adam", "SGD, untuned", "Adam, untuned"]
     assert not failed
     (then,), (now,) = before.folds, after.folds
     assert now.entrants["MetaMD"] == then.entrants["MetaMD"]
-    assert now.costs["MetaMD"] == then.costs["MetaMD"] != {}
-    assert {label: now.seconds[label] for label in then.seconds} == dict(then.seconds)
-    assert now.seconds["Adam"] == now.seconds["Adam, untuned"] > 0
     assert len(now.entrants["Adam"]) == 3
+    cells = [p.name for p in (folder / "domain-a" / "cells").glob("adam-*.json")]
+    assert len(cells) == 4 * 2, "three rates and the default on two tasks"
+    nothing_is_learned(monkeypatch)
     again, _ = with_rivals("sgd", "adam").compared("tiny", folder, 0)
     assert again[0].folds[0].seconds == now.seconds
 
@@ -412,60 +447,36 @@ def test_a_rival_that_joins_on_some_domains_is_reported_on_these(tmp_path):
     assert "Adam" in (tmp_path / "report.md").read_text()
 
 
-def test_a_schedule_that_joins_takes_the_seconds_that_its_rival_had(gone, monkeypatch):
-    before, folder = gone
-    nothing_is_learned(monkeypatch)
-    both = with_rivals("sgd")
-    both = replace(both, scales={"tiny": replace(both.scales["tiny"], schedules=("constant", "linear"))})
-    (after,), _ = both.compared("tiny", folder, 0)
-    assert after.labels == ["MetaMD", "SGD", "SGD, linear decay", "SGD, untuned"]
-    assert after.folds[0].seconds["SGD, linear decay"] == before.folds[0].seconds["SGD"]
-
-
-def test_what_is_asked_for_anew_is_learned_again(gone, monkeypatch):
-    _, folder = gone
-    nothing_is_learned(monkeypatch)
-    entries = {"diagonal": Geometry(Diagonal, {"MetaMD": Entry(), "MetaMD, paper's step": Entry(exact=False)})}
-    for changed in (
-        with_rivals("sgd", geometries=entries),
-        replace(with_rivals("sgd"), scales={"tiny": replace(with_rivals("sgd").scales["tiny"], seeds=3)}),
-    ):
-        with pytest.raises(pytest.fail.Exception):
-            changed.compared("tiny", folder, 0)
-    (folder / "domain-a" / "comparison.json").unlink()
-    with pytest.raises(pytest.fail.Exception):
-        with_rivals("sgd", "adam").compared("tiny", folder, 0)
-
-
-def test_runs_with_another_file_than_the_last_lesson_made_do_not_stand(gone):
-    before, folder = gone
-    lesson = Records(folder, Records.settings(folder)).cell("learn-a-diagonal", dict)
-    assert standing(DIAGONAL, {"diagonal": lesson}, [before], 2) == {"diagonal"}
-    assert standing(DIAGONAL, {"diagonal": {**lesson, "fingerprint": "another"}}, [before], 2) == set()
-    assert standing(DIAGONAL, {"diagonal": {"failed": "it diverged"}}, [before], 2) == set()
-    assert standing(DIAGONAL, {}, [before], 2) == standing(DIAGONAL, {"diagonal": lesson}, [], 2) == set()
-    with pytest.raises(ValueError, match="known from records alone"):
-        read_off(before, "MetaMD").start([])
-
-
 def test_seconds_of_two_times_are_counted_in_the_unit_of_the_first():
     now, before = {"a": 2.0, "b": 4.0, "c": 3.0, "new": 5.0, "gone": math.nan}, {"a": 1.0, "b": 2.0, "c": 9.0, "gone": 7.0}
     assert in_unit_of(now, before) == {"a": 1.0, "b": 2.0, "c": 9.0, "new": 2.5, "gone": 7.0}
     assert math.isnan(in_unit_of({"new": 1.0}, {"gone": 7.0})["new"])
 
 
-def recorded():
-    """Folders of finished records in which geometries were learned and then compared."""
-    found = [done.parent for done in sorted((ROOT / "results").glob("*/summary.json"))]
-    return [folder for folder in found if experiment_of(folder) is not None]
+COMMITTED = sorted(path.parent for path in (ROOT / "results").glob("*/records.jsonl.xz"))
 
 
 def experiment_of(folder):
-    module = import_module(f"metamd.experiments.{Records.settings(folder)['experiment'].replace('-', '_')}")
-    return getattr(module, "COMPARISON", getattr(module, "EXPERIMENT", None))
+    about = Records.settings(folder)
+    return find(about["experiment"], about.get("variant", "")), about
 
 
-@pytest.mark.parametrize("committed", recorded(), ids=lambda folder: folder.name)
+def test_committed_folders_are_small_and_named_as_their_experiments():
+    files = [p for p in (ROOT / "results").rglob("*") if p.is_file() and p.suffix != ".html"]
+    assert {p.parent.parent for p in files} == {ROOT / "results"}, "no raw cells"
+    assert sum(p.stat().st_size for p in files) < 6e6
+    assert {p.name for p in COMMITTED} == {folder_name(*pair) for pair in every()} | {"rotated-mnist-linear-paper"}
+    for folder in COMMITTED:
+        experiment, about = experiment_of(folder)
+        ending = "" if about["scale"] == "cpu" else f"-{about['scale']}"
+        assert folder.name == folder_name(experiment.name, experiment.variant) + ending
+        summary = read_json(folder / "summary.json")
+        assert (folder / "tables.md").read_text() == as_markdown(tables_of(summary))
+
+
+@pytest.mark.parametrize(
+    "committed", [p for p in COMMITTED if isinstance(experiment_of(p)[0], Experiment)], ids=lambda folder: folder.name
+)
 def test_committed_records_are_all_that_their_scale_asks_for(committed, tmp_path, monkeypatch):
     """`reproduce` in such a folder computes nothing: every optimiser, setting and seed of the present scale is there."""
 
@@ -474,9 +485,8 @@ def test_committed_records_are_all_that_their_scale_asks_for(committed, tmp_path
 
     for computing in ("kept_start", "fill", "compare"):
         monkeypatch.setattr(leave_one_out, computing, refused)
-    folder, about = tmp_path / committed.name, Records.settings(committed)
-    shutil.copytree(committed, folder)
-    experiment = experiment_of(committed)
+    folder, (experiment, about) = tmp_path / committed.name, experiment_of(committed)
+    unarchive(committed, folder)
     only = () if about["scale"] == "cpu" else [p.name.removeprefix("domain-") for p in folder.glob("domain-*")]
     found, _ = experiment.compared(about["scale"], folder, about["seed"], only=only)
     assert len(found) == len(list(folder.glob("domain-*")))
@@ -493,7 +503,7 @@ def test_the_mlp_of_the_scale_cpu_has_not_converged_and_the_papers_scale_is_long
     assert {"Adam, linear decay", "SGD-M, linear decay"} <= set(tuned)
     assert max(tuned.values()) < 0.94 < CONVERGED
     assert max(tuned["Adam, linear decay"], tuned["SGD-M, linear decay"]) < 0.9
-    cpu, papers = (rotated_mnist_mlp.SCALES[scale] for scale in ("cpu", "paper"))
+    cpu, papers = (find("rotated-mnist-mlp").scales[scale] for scale in ("cpu", "paper"))
     assert (cpu.steps, papers.steps) == (500, 5000)
     assert cpu.images == papers.images == 10_000
 

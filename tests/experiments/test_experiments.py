@@ -1,7 +1,6 @@
 """Rivals against torch.optim, races against loops, records that resume, and the experiments at their smallest scale."""
 
 import json
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +10,13 @@ import torch
 from metamd import Diagonal, LearnedOptimiser
 from metamd.cli import main as cli
 from metamd.cli import reproduce
-from metamd.cli.reproduce import names
 from metamd.comparison.page import as_markdown
 from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.statistics import Spread
-from metamd.experiments import quadratic, rosenbrock
-from metamd.experiments.synthetic import race
-from metamd.experiments.synthetic.batched import DIAGONAL, RIVALS, BatchedRival
-from metamd.experiments.synthetic.race import NEVER, Problems
-from metamd.files.store import Records, read_json, write_json
+from metamd.experiments import MOVED, every, find, folder_name, quadratic, race, rosenbrock
+from metamd.experiments import experiment as leave_one_out
+from metamd.experiments.race import DIAGONAL, NEVER, RIVALS, BatchedRival, Problems
+from metamd.files.store import Records, read_json, read_packed, records_in, write_json
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.tasks import quadratic as quadratics
 from metamd.tasks import rosenbrock as valleys
@@ -232,7 +229,7 @@ def tiny(monkeypatch):
     numbers = (("k", 10), ("rho", 0.001), ("lr", 0.1), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 20))
     scale = quadratic.Scale(("published",), ("far",), 3, 500, 50, 1, 1, 1, numbers, numbers, 5, False)
     monkeypatch.setitem(quadratic.SCALES, "smoke", scale)
-    monkeypatch.setitem(rosenbrock.SCALES, "smoke", rosenbrock.Scale(("customary",), 1, 1, 4, False, 2))
+    monkeypatch.setitem(rosenbrock.SCALES, "smoke", rosenbrock.Scale(("customary",), 1, 1, 4, False))
     monkeypatch.setattr(rosenbrock, "RATES", RATES)
 
 
@@ -243,11 +240,12 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
     first = json.loads(capsys.readouterr().out)
     assert {r["optimiser"] for r in first["rows"]} >= {"SGD (rate)", "Adam (rate)", "best diagonal"}
     written = sorted(p.suffix for p in tmp_path.iterdir() if p.is_file())
-    assert written == [".html", ".json", ".json", ".md", ".md", ".png", ".png"]
+    assert written == [".html", ".json", ".json", ".md", ".md", ".png", ".png", ".xz"]
     page = (tmp_path / "report.md").read_text()
     assert f"## Configuration\n\n|  | value |\n|---|---|\n| experiment | {name} |\n| scale | smoke |" in page
     spent = [line for line in page.splitlines() if line.startswith("| published-far-default-0 | ")]
-    cost = read_json(tmp_path / "cells" / "published-far-default-0.json")["cost"] if name == "quadratic" else {}
+    with records_in(tmp_path) as records:
+        cost = read_packed(records)["published-far-default-0"]["cost"] if name == "quadratic" else {}
     assert spent == ([f"| published-far-default-0 | {' | '.join(map(str, cost.values()))} |"] if cost else [])
 
     def forbidden(*args, **options):
@@ -261,32 +259,34 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
     assert "other settings" in capsys.readouterr().err
 
 
-IMAGES = [name for name in names() if name not in ("quadratic", "rosenbrock")]
+IMAGES = [pair for pair in every() if pair[0] not in ("quadratic", "rosenbrock")]
 
 
 @pytest.mark.filterwarnings("ignore::metamd.OffFamilyWarning")
-@pytest.mark.parametrize("name", IMAGES)
-def test_every_experiment_with_images_runs_at_its_smallest_scale(name, tmp_path, capsys, tiny_data):
-    args = ["reproduce", name, "--scale", "smoke", "--out", str(tmp_path), "--json"]
+@pytest.mark.parametrize(("name", "variant"), IMAGES, ids=[folder_name(*pair) for pair in IMAGES])
+def test_every_experiment_with_images_runs_at_its_smallest_scale(name, variant, tmp_path, capsys, tiny_data, monkeypatch):
+    args = ["reproduce", name, "--variant", variant, "--scale", "smoke", "--out", str(tmp_path), "--json"]
     assert cli.run(args) == 0
     first = json.loads(capsys.readouterr().out)
     assert read_json(tmp_path / "summary.json") == first
     assert "failed" not in first
-    drawn = {"pieces": {"curves.png", "activity.png"}, "ablation": {"losses.png"}, "every-rival": {"losses.png"}}
+    drawn = {"pieces": {"curves.png", "activity.png"}, "ablation": {"losses.png"}, "all-rivals": {"losses.png"}}
     searched = {"budgets.png"} if first.get("protocol") == "paper" else set()
-    assert {p.name for p in tmp_path.glob("*.png")} == {"profiles.png"} | drawn.get(name, {"curves.png"}) | searched
+    assert {p.name for p in tmp_path.glob("*.png")} == {"profiles.png"} | drawn.get(
+        variant or name, {"curves.png"}
+    ) | searched
     assert (tmp_path / "tables.md").read_text().count("\n|") > 2
     assert (tmp_path / "report.html").exists()
     if name != "pieces":
         return  # the others are kept in the same way, and the pages take a while to draw
-    cells = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("cells/*.json")}
+    for computing in ("learn", "compare"):
+        monkeypatch.setattr(leave_one_out, computing, lambda *args, **options: pytest.fail("it is computed again"))
     assert cli.run(args) == 0
     assert json.loads(capsys.readouterr().out) == first
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("cells/*.json")} == cells, "something was computed twice"
 
 
 def test_all_runs_one_after_another_and_leaves_out_what_lacks_the_scale(tmp_path, capsys, tiny, monkeypatch):
-    monkeypatch.setattr(reproduce, "names", lambda: ("quadratic", "rosenbrock"))
+    monkeypatch.setattr(reproduce, "every", lambda: [("quadratic", ""), ("rosenbrock", "")])
     monkeypatch.delitem(rosenbrock.SCALES, "smoke")
     assert cli.run(["reproduce", "all", "--scale", "smoke", "--out", str(tmp_path), "--json"]) == 0
     said = capsys.readouterr()
@@ -298,14 +298,31 @@ def test_all_runs_one_after_another_and_leaves_out_what_lacks_the_scale(tmp_path
 
 def test_every_experiment_has_every_scale():
     """So that `reproduce all` leaves none out, at any scale."""
-    modules = {name: import_module(f"metamd.experiments.{name.replace('-', '_')}") for name in names()}
-    assert {name: set(m.SCALES) for name, m in modules.items()} == {name: {"smoke", "cpu", "paper"} for name in modules}
+    assert {pair: set(find(*pair).scales) for pair in every()} == {pair: {"smoke", "cpu", "paper"} for pair in every()}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_an_old_name_says_where_the_experiment_went(name, capsys, tmp_path):
+    assert cli.run(["reproduce", name, "--out", str(tmp_path / "x")]) == 2
+    assert f"Run: metamd reproduce {MOVED[name]}." in capsys.readouterr().err
+    new, _, variant = MOVED[name].partition(" --variant ")
+    assert (new, variant) in every()
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_is_no_experiment_is_refused():
+    with pytest.raises(ValueError, match="must be one of quadratic, rosenbrock"):
+        find("imagenet")
+    with pytest.raises(ValueError, match="has the variants learned-start, got 'x'"):
+        find("adaptation", "x")
+    with pytest.raises(ValueError, match="pieces has no variants"):
+        find("pieces", "x")
 
 
 def test_the_losses_of_a_valley_are_those_of_torch():
     problems = Problems.draw(valleys(), 1, 0)
     rival, setting = RIVALS["sgd-m"], {"lr": 0.001, "momentum": 0.9}
-    found = rosenbrock.final_losses(problems, rival, [setting, {"lr": 10.0, "momentum": 0.9}], steps=40)
+    found = race.final_losses(problems, rival, [setting, {"lr": 10.0, "momentum": 0.9}], steps=40)
     task = problems.tasks[0]
     x = torch.nn.Parameter(task.init()["theta"])
     optimiser = rival.torch(x, setting)
@@ -344,6 +361,6 @@ KEYS = ("best-diagonal", "sgd-rate", "sgd-m-rate", "adam-rate")
 @pytest.mark.parametrize("experiment", [quadratic, rosenbrock], ids=["quadratic", "rosenbrock"])
 def test_the_results_page_shows_what_the_records_say(experiment):
     root = Path(__file__).parents[2]
-    folder = root / "results" / experiment.__name__.rpartition(".")[2]
-    results = {p.stem: read_json(p) for p in sorted((folder / "cells").glob("*.json"))}
+    with records_in(root / "results" / experiment.__name__.rpartition(".")[2]) as records:
+        results = read_packed(records)
     assert as_markdown(experiment.sections(experiment.table(results))).strip() in (root / "docs" / "results.md").read_text()

@@ -15,9 +15,8 @@ from metamd.comparison import figures
 from metamd.comparison.page import as_text, write_page
 from metamd.comparison.sections import Section
 from metamd.comparison.statistics import Spread
-from metamd.experiments import digits
-from metamd.experiments.synthetic import race
-from metamd.experiments.synthetic.batched import RIVALS
+from metamd.experiments import digits, race
+from metamd.experiments.race import RIVALS
 from metamd.files.progress import Progress
 from metamd.files.store import Result, write_json
 from metamd.learning.meta import meta_train

@@ -165,46 +165,26 @@ class Reproduce:
     """Run one of the experiments, or all; what is computed stays in records, and the same command continues it.
 
     Args:
-        name: which experiment; all runs one after another, each in a folder of its own.
+        name: quadratic, rosenbrock, rotated-mnist-linear, rotated-mnist-mlp, diverse-digits-lenet, resnet18-cifar10,
+            adaptation, pieces, ablation, out-of-distribution or learned-rivals; all runs one after another.
+        variant: of rotated-mnist-mlp: all-rivals, bayesian, averages or refresh; of diverse-digits-lenet: bayesian; of
+            adaptation: learned-start; of ablation: paper-preset.
         scale: smoke takes minutes for all, cpu minutes to hours each on two cores; paper is what was published, for a GPU.
-        out: directory for records and figures; runs/NAME-SCALE if not given. Of all, the directory of their folders.
+        out: directory for records and figures; runs/NAME-SCALE if not given. With all, each has a folder inside.
         workers: processes.
         ray: address of a Ray cluster to compute on, for the experiments with networks; local starts one on this machine.
         only: domains to hold out now, and to make the tables of; the others can follow. All if not given.
-        pack: put the records of every folder into one file, cells.jsonl, when all is done; the command continues from it.
         seed: of everything random.
         json: print one JSON object on standard output instead of text.
     """
 
-    name: Positional[
-        Literal[
-            "quadratic",
-            "rosenbrock",
-            "rotated-mnist-linear",
-            "rotated-mnist-mlp",
-            "every-rival",
-            "bayesian",
-            "averages",
-            "by-the-clock",
-            "diverse-digits-lenet",
-            "bayesian-lenet",
-            "resnet18-cifar10",
-            "adapt-rotated-mnist",
-            "adapt-rotated-mnist-learned",
-            "pieces",
-            "ablation",
-            "out-of-distribution",
-            "learned-rivals",
-            "paper-preset",
-            "all",
-        ]
-    ]
+    name: Annotated[Positional[str], arg(metavar="NAME")]
+    variant: str = ""
     scale: Literal["smoke", "cpu", "paper"] = "cpu"
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     workers: int = 1
     ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     only: Annotated[tuple[str, ...], arg(metavar="DOMAIN [DOMAIN ...]")] = ()
-    pack: bool = False
     seed: int = 0
     json: bool = False
 

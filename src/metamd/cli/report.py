@@ -3,12 +3,11 @@
 import json
 import math
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from metamd.cli.options import Report, Reproduce
+from metamd.cli.options import Report
 from metamd.comparison.comparison import Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS
 from metamd.comparison.page import as_markdown, as_text, write_page
@@ -22,8 +21,9 @@ from metamd.comparison.sections import (
     sections,
     training_costs,
 )
+from metamd.experiments import find
 from metamd.files.container import write_atomically
-from metamd.files.store import Records, Result, read_json, read_loose, read_packed
+from metamd.files.store import Records, Result, read_json, read_loose, read_packed, records_in
 from metamd.files.versions import joined
 
 
@@ -94,7 +94,8 @@ def write_tables(folder: Path, out: Path) -> list[Section]:
     parts = tables(read_json(folder / "summary.json"))
     figures = [(path, path.stem.replace("-", " ").capitalize()) for path in sorted(folder.glob("*.png"))]
     parts += [Section("Figures", figures=figures)] if figures else []
-    costs = training_costs(read_packed(folder) | read_loose(folder))
+    with records_in(folder) as records:
+        costs = training_costs(read_packed(records) | read_loose(records))
     parts += [] if costs is None else [costs]
     parts += [configuration(Records.settings(folder), {})] if (folder / "run.json").is_file() else []
     out.mkdir(parents=True, exist_ok=True)
@@ -109,27 +110,17 @@ def _write(out: Path, title: str, parts: list[Section], folder: Path) -> None:
 
 
 def _has_tables_alone(folder: Path) -> bool:
-    alone = not any((*folder.glob("comparison.json"), *folder.glob("*/comparison.json")))
+    with records_in(folder) as records:
+        alone = not any((*records.glob("comparison.json"), *records.glob("*/comparison.json")))
     return alone and (folder / "summary.json").is_file()
-
-
-def names() -> tuple[str, ...]:
-    """The names of all experiments, in the order in which `all` runs them."""
-    return tuple(name for name in get_args(get_type_hints(Reproduce)["name"]) if name != "all")
-
-
-def module_of(name: str) -> Any:
-    """The module that declares an experiment."""
-    return import_module(f"metamd.experiments.{name.replace('-', '_')}")
 
 
 def tables(result: Result) -> list[Section]:
     """The tables of an experiment from its summary, below the protocol by which settings were chosen."""
-    name, protocol = result.get("experiment"), result.get("protocol")
-    if name not in names():
-        raise ValueError(f"the summary of an experiment must name one of {', '.join(names())}; got {name!r}.")
+    name, protocol = str(result.get("experiment")), result.get("protocol")
+    experiment = find(name, str(result.get("variant", "")))
     try:
-        parts: list[Section] = module_of(name).sections(result["rows"])
+        parts: list[Section] = experiment.sections(result["rows"])
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"the summary does not hold the rows of {name}: {error!r}. Run the experiment again.") from None
     if protocol not in PROTOCOLS:
@@ -145,13 +136,16 @@ def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison
         folder: with `comparison.json`, or with folders that have one.
         places: which of these; all if not given.
     """
-    if places is None:
-        inside = sorted(p.parent for p in folder.glob("*/comparison.json"))
-        places = [folder] if (folder / "comparison.json").is_file() else inside
-    if not places:
-        raise FileNotFoundError(f"{folder} holds no comparison. Make one with `metamd compare FILE FAMILY --out {folder}`.")
-    comparison = Comparison.join(Comparison.read(p) for p in places)
-    found = {p.name: read_json(p / "comparison.json").get("versions") for p in places}
+    with records_in(folder) as records:
+        if places is None:
+            inside = sorted(p.parent for p in records.glob("*/comparison.json"))
+            places = [records] if (records / "comparison.json").is_file() else inside
+        if not places:
+            raise FileNotFoundError(
+                f"{folder} holds no comparison. Make one with `metamd compare FILE FAMILY --out {folder}`."
+            )
+        comparison = Comparison.join(Comparison.read(p) for p in places)
+        found = {p.name: read_json(p / "comparison.json").get("versions") for p in places}
     return comparison, joined({name: v if isinstance(v, dict) else {} for name, v in found.items()})
 
 

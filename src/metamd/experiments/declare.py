@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from metamd.comparison.entrants import ProtocolName
 from metamd.comparison.training import Measuring, one_thread
-from metamd.experiments.synthetic.trainings import Training, train
+from metamd.experiments.race import Training, train
 from metamd.files.container import write_atomically
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
 from metamd.files.store import Journal, Result
@@ -19,7 +20,7 @@ from metamd.learning.network import learn_network
 from metamd.learning.reference import tuned_reference
 from metamd.learning.usage import Choices, learn_usage
 from metamd.optimiser.averaging import AveragingName
-from metamd.potentials import MaxDiagonal
+from metamd.potentials import Kronecker, MaxDiagonal
 from metamd.rivals import Schedule
 from metamd.tasks.base import derive_seed
 from metamd.tasks.vision.families import ImageFamily
@@ -126,24 +127,37 @@ class Scale:
     test_steps: int | None = None
 
 
-def learned_file(folder: Path, domain: str, geometry: str) -> Path:
-    """Where a learned geometry is kept.
+COORDINATES = partial(Kronecker, rank="auto")
 
-    Args:
-        folder: of the experiment.
-        domain: that was held out.
-        geometry: its name.
-    """
+
+def coordinates(
+    entries: Mapping[str, Entry],
+    *,
+    follow: float = 1.0,
+    reference: Reference | None = None,
+    same_tasks: bool = False,
+    potential: Callable[[], MaxDiagonal] = COORDINATES,
+    **choices: Any,
+) -> Geometry:
+    """The default for networks: learned coordinates from runs of a reference, with the best usage among the choices."""
+    return Geometry(
+        potential,
+        entries,
+        choose_usage=True,
+        choices=choices,
+        follow=follow,
+        reference=reference,
+        same_tasks=same_tasks,
+    )
+
+
+def learned_file(folder: Path, domain: str, geometry: str) -> Path:
+    """Where a learned geometry is kept."""
     return folder / "learned" / f"{domain}-{geometry}.safetensors"
 
 
 def alone(learned: LearnedOptimiser, piece: int) -> LearnedOptimiser:
-    """One piece of a mixture as a geometry of its own.
-
-    Args:
-        learned: the mixture.
-        piece: counted from 0.
-    """
+    """One piece of a mixture, counted from 0, as a geometry of its own."""
     phi, header = learned.potential, learned.header
     if not 0 <= piece < phi.pieces:
         raise ValueError(f"a mixture of {phi.pieces} pieces has none of number {piece}, counted from 0.")
@@ -154,11 +168,7 @@ def alone(learned: LearnedOptimiser, piece: int) -> LearnedOptimiser:
 
 
 def settings_of(size: Scale) -> dict[str, Any]:
-    """What learned files depend on: rivals and seeds may be added to a folder later.
-
-    Args:
-        size: the scale.
-    """
+    """What learned files depend on: rivals and seeds may be added to a folder later."""
     kept = ("domains", "images", "steps", "outer_steps", "tasks_per_step", "protocol", "usage_tasks")
     found = {k: v for k, v in asdict(size).items() if k in kept}
     found |= {} if (size.batch_size, size.width) == (100, 64) else {"batch_size": size.batch_size, "width": size.width}
@@ -166,12 +176,7 @@ def settings_of(size: Scale) -> dict[str, Any]:
 
 
 def kept_start(path: Path, find: Callable[[], LearnedStart]) -> LearnedStart:
-    """The learned start that a file holds; if there is none it is found, on one thread, and written.
-
-    Args:
-        path: the file.
-        find: finds the start.
-    """
+    """The learned start that a file holds; if there is none it is found, on one thread, and written."""
     if not path.exists():
         with one_thread():
             found = find()
@@ -181,18 +186,10 @@ def kept_start(path: Path, find: Callable[[], LearnedStart]) -> LearnedStart:
 
 
 def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int, name: str) -> Result:
-    """Learn one geometry and save it; one that cannot be learned is a result too.
+    """Learn one geometry from tasks drawn under a name, and save it; one that cannot be learned is a result too.
 
-    Finished parts are kept beside the file, so that a lesson which was stopped continues. What a learned start of the family
+    Finished parts are kept beside the file, so that learning which was stopped continues. What a learned start of the family
     has cost is a part of the cost.
-
-    Args:
-        size: how much is computed.
-        family: its training side.
-        geometry: what is learned.
-        path: the file to write.
-        seed: of everything random.
-        name: under which tasks are drawn.
     """
     began, counted, journal = time.perf_counter(), Counted(family), Journal(path.with_suffix(".run"))
     choose, reference = geometry.choose_usage and size.usage_tasks > 0, geometry.reference
@@ -233,15 +230,7 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
 
 
 def learn_away(size: Scale, family: Family, geometry: Geometry, seed: int, name: str) -> Result:
-    """Learn one geometry on a machine that shares no folder with the records: the file comes with the result.
-
-    Args:
-        size: how much is computed.
-        family: its training side.
-        geometry: what is learned.
-        seed: of everything random.
-        name: under which tasks are drawn.
-    """
+    """Learn one geometry on a machine that shares no folder with the records: the file comes with the result."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "learned.safetensors"
         found = learn(size, family, geometry, path, seed, name)
@@ -249,12 +238,7 @@ def learn_away(size: Scale, family: Family, geometry: Geometry, seed: int, name:
 
 
 def bring(path: Path, found: Result) -> Result:
-    """Write the file that came with a lesson; the rest of it is its record.
-
-    Args:
-        path: where the file belongs.
-        found: as `learn_away` returns it.
-    """
+    """Write the file that came with a result of `learn_away`; the rest of it is its record."""
     if "failed" in found:
         return found
     write_atomically(path, found["content"])

@@ -7,23 +7,23 @@ rate for the very runs; with the rate that was best for runs of the kind that wa
 not tune again; and untuned.
 """
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from metamd import tasks
 from metamd.comparison import figures
 from metamd.comparison.comparison import Candidate, Comparison, Fold
 from metamd.comparison.figures import best_schedules
 from metamd.comparison.sections import Section, formatted
-from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
+from metamd.experiments.declare import Entry, Scale, coordinates
+from metamd.experiments.experiment import Experiment
+from metamd.experiments.paper_tables import ONE_ANGLE, rotated
 from metamd.files.store import Result
 from metamd.files.usage import Usage
-from metamd.optimiser.guard import OffFamilyWarning
-from metamd.potentials import Diagonal, Kronecker
+from metamd.potentials import Diagonal
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.vision.families import ImageFamily, Training
 from metamd.tasks.wrapped import SharedStart, Variant
@@ -32,26 +32,10 @@ HELD_OUT = "45"
 USUAL = "as learned"
 
 SCALES = {
-    "smoke": Scale(
-        (HELD_OUT,),
-        100,
-        steps=10,
-        outer_steps=1,
-        tasks_per_step=1,
-        seeds=1,
-        budget=1,
-        rivals=("sgdm", "adam"),
-        schedules=("linear",),
-        usage_tasks=0,
-        batch_size=20,
-    ),
+    "smoke": replace(ONE_ANGLE, images=100, budget=1, rivals=("sgdm", "adam"), batch_size=20),
     "cpu": Scale((HELD_OUT,), 1000, steps=200, outer_steps=4, tasks_per_step=4, budget=7, rivals=("sgdm", "adam")),
     "paper": Scale((HELD_OUT,), None, outer_steps=20, seeds=10, rivals=("sgdm", "adam")),
 }
-
-
-def _family(scale: Scale, hold_out: str) -> ImageFamily:
-    return tasks.rotated_mnist(hold_out=float(hold_out), images=scale.images, batch_size=scale.batch_size, steps=scale.steps)
 
 
 def _sides(scale: Scale, domain: str, family: ImageFamily | SharedStart) -> Mapping[str, TaskFamily]:
@@ -79,48 +63,15 @@ def _sides(scale: Scale, domain: str, family: ImageFamily | SharedStart) -> Mapp
     return {variant.name: variant for variant in found}
 
 
-COMPARISON = Experiment(
-    "out-of-distribution",
-    _family,
-    {
-        "kronecker": Geometry(
-            partial(Kronecker, rank="auto"), {"MetaMD": Entry(instead="role")}, choose_usage=True, follow=1.0
-        ),
-        "role": Geometry(
-            partial(Diagonal, tying="role"),
-            {"MetaMD, by role": Entry(), "MetaMD, by role, plain": Entry(Usage())},
-            choose_usage=True,
-            follow=1.0,
-        ),
-    },
-    SCALES,
-    {},
-    sides=_sides,
-)
-
-
-def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
-    """Learn once, compare on every variant, tabulate and draw.
-
-    Args:
-        scale: a name in `SCALES`.
-        folder: for records, learned files and the figure.
-        seed: of everything random.
-        workers: processes.
-        ray: address of a Ray cluster to learn and to train on.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OffFamilyWarning)  # leaving the family is what is tried here
-        found, _ = COMPARISON.compared(scale, folder, seed, workers, ray)
-    members = [_members(comparison, found[0]) for comparison in found]
-    variants = [comparison.folds[0].group for comparison in found]
-    _draw(dict(zip(variants, members, strict=True)), folder / "curves.png")
-    rows = [
+def _summarise(found: list[Comparison], folder: Path) -> list[Result]:
+    """A row for every variant and optimiser; the curves of all variants are drawn."""
+    members = {c.folds[0].group: _members(c, found[0]) for c in found}
+    _draw(members, folder / "curves.png")
+    return [
         {"variant": variant, "label": label, **_summary(candidate)}
-        for variant, here in zip(variants, members, strict=True)
+        for variant, here in members.items()
         for label, candidate in here.items()
     ]
-    return {"experiment": "out-of-distribution", "scale": scale, "seed": seed, "protocol": "handicap", "rows": rows}
 
 
 def _members(comparison: Comparison, usual: Comparison) -> dict[str, Candidate]:
@@ -169,8 +120,7 @@ def _draw(variants: Mapping[str, Mapping[str, Candidate]], path: Path) -> None:
     figures.curves(panels, path, xlabel="step", ylabel="training loss")
 
 
-def sections(rows: list[Result]) -> list[Section]:
-    """The tables of the results page."""
+def _sections(rows: Sequence[Result]) -> list[Section]:
     labels, variants = (list(dict.fromkeys(r[k] for r in rows)) for k in ("label", "variant"))
     found = {(r["variant"], r["label"]): r for r in rows}
     return [
@@ -180,3 +130,23 @@ def sections(rows: list[Result]) -> list[Section]:
         )
         for title, key, spec in (("mean training loss", "mean_loss", ".3f"), ("test accuracy, %", "accuracy", ".2f"))
     ]
+
+
+EXPERIMENTS = (
+    Experiment(
+        "out-of-distribution",
+        rotated,
+        {
+            "kronecker": coordinates({"MetaMD": Entry(instead="role")}),
+            "role": coordinates(
+                {"MetaMD, by role": Entry(), "MetaMD, by role, plain": Entry(Usage())},
+                potential=partial(Diagonal, tying="role"),
+            ),
+        },
+        SCALES,
+        sides=_sides,
+        off_family=True,
+        summarise=_summarise,
+        sections=_sections,
+    ),
+)

@@ -1,12 +1,12 @@
 """`metamd reproduce pieces`: mixtures of 1 to 5 diagonal metrics, and which of them is active when [GaoMetaMD2022].
 
-Rotated MNIST with a 3-layer MLP, 45 degrees held out. The closed form learns one metric, and keeps one piece where phases
-of the runs offer several: the mixtures here are made from it by spreading it at random into N pieces and following the
-gradient of the regret bound, so that there is something to see. The paper shows how often each of three pieces is active
-during training, and, in a table that it left out, the accuracy with each piece alone.
+Rotated MNIST with a 3-layer MLP, 45 degrees held out. The closed form learns one metric. The mixtures here are made
+from it: it is spread at random into N pieces, which follow the gradient of the regret bound. The paper shows how often each
+of three pieces is active during training, and, in a table that it left out, the accuracy with each piece alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from metamd import tasks
 from metamd.comparison import figures
 from metamd.comparison.entrants import draw
 from metamd.comparison.pace import standings
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section
-from metamd.experiments.declare import learned_file, settings_of
-from metamd.experiments.experiment import Entry, Experiment, Geometry, Scale
+from metamd.experiments.declare import Entry, Geometry, Scale, learned_file, settings_of
+from metamd.experiments.experiment import Experiment
+from metamd.experiments.paper_tables import ONE_ANGLE, rotated
 from metamd.files.learned import LearnedOptimiser, load
-from metamd.files.store import Records, Result
+from metamd.files.store import Records, Result, shortened
 from metamd.files.usage import Usage
 from metamd.inner.estimators import Direct
 from metamd.inner.run import run_inner
@@ -38,27 +38,12 @@ WINDOWS = 10
 """Of a run, over which the activity of a piece is averaged."""
 
 SCALES = {
-    "smoke": Scale(
-        (HELD_OUT,),
-        100,
-        steps=6,
-        outer_steps=1,
-        tasks_per_step=1,
-        seeds=1,
-        budget=1,
-        rivals=("adam",),
-        schedules=("linear",),
-        batch_size=50,
-    ),
+    "smoke": replace(ONE_ANGLE, images=100, steps=6, budget=1, usage_tasks=6, batch_size=50),
     "cpu": Scale(
         (HELD_OUT,), 1000, steps=200, outer_steps=4, tasks_per_step=4, usage_tasks=2, budget=9, rivals=("sgdm", "adam")
     ),
     "paper": Scale((HELD_OUT,), 1000, outer_steps=20, seeds=10, protocol="paper", search="grid"),
 }
-
-
-def _family(scale: Scale, hold_out: str) -> ImageFamily:
-    return tasks.rotated_mnist(hold_out=float(hold_out), images=scale.images, batch_size=scale.batch_size, steps=scale.steps)
 
 
 def _spread(pieces: int, centre: Centre, learned: LearnedOptimiser) -> Mapping[str, Any]:
@@ -88,46 +73,15 @@ MIXTURES = {
     for n in range(2, MOST + 1)
 }
 
-COMPARISON = Experiment(
-    "pieces",
-    _family,
-    {
-        "1-piece": Geometry(Diagonal, {"1 piece": PLAIN}, same_tasks=True),
-        **MIXTURES,
-        "3-pieces-origin": _mixture(
-            3,
-            {
-                "3 pieces about the origin": PLAIN,
-                "3 pieces about the origin, the paper's step": Entry(Usage(), exact=False),
-            },
-            centre="origin",
-        ),
-    },
-    SCALES,
-    {},
-)
-
-
-def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
-    """Learn and compare the mixtures, and follow the pieces through held-out runs.
-
-    Args:
-        scale: a name in `SCALES`.
-        folder: for records, learned files and figures.
-        seed: of everything random.
-        workers: processes.
-        ray: address of a Ray cluster to learn and to train on; pieces are followed here.
-    """
-    result = COMPARISON.run(scale, folder, seed, workers, ray)
-    size = SCALES[scale]
-    records = Records(
-        folder / "activity", {"experiment": "pieces, activity", "scale": scale, "seed": seed, **settings_of(size)}
-    )
-    found = fill(records, _cells(size, folder, seed), title="pieces: activity", workers=workers)
-    activity = {name: [found[f"{name}-{i}"] for i in range(size.seeds)] for name in FOLLOWED}
-    _draw(activity, folder / "activity.png")
-    return result | {"rows": [*result["rows"], *(_summary(name, runs) for name, runs in activity.items())]}
-
+GEOMETRIES = {
+    "1-piece": Geometry(Diagonal, {"1 piece": PLAIN}, same_tasks=True),
+    **MIXTURES,
+    "3-pieces-origin": _mixture(
+        3,
+        {"3 pieces about the origin": PLAIN, "3 pieces about the origin, the paper's step": Entry(Usage(), exact=False)},
+        centre="origin",
+    ),
+}
 
 FOLLOWED = {
     **{f"{n} pieces": (f"{n}-pieces", True) for n in range(2, MOST + 1)},
@@ -138,8 +92,18 @@ FOLLOWED = {
 """Mixtures whose pieces are followed: the geometry, and whether steps are exact."""
 
 
+def _activity(size: Scale, folder: Path, seed: int, workers: int) -> list[Result]:
+    """Follow the pieces through held-out runs, draw their weights, and summarise them."""
+    scale = next(name for name, known in SCALES.items() if known == size)
+    about = {"experiment": "pieces, activity", "scale": scale, "seed": seed, **settings_of(size)}
+    found = fill(Records(folder / "activity", about), _cells(size, folder, seed), title="pieces: activity", workers=workers)
+    activity = {name: [found[f"{name}-{i}"] for i in range(size.seeds)] for name in FOLLOWED}
+    _draw(activity, folder / "activity.png")
+    return [_summary(name, runs) for name, runs in activity.items()]
+
+
 def _cells(size: Scale, folder: Path, seed: int) -> Iterator[Cell]:
-    side = _family(size, HELD_OUT).held_out()
+    side = rotated(size, HELD_OUT).held_out()
     configs = draw(side, size.seeds, seed)[HELD_OUT]
     for name, (geometry, exact) in FOLLOWED.items():
         for i, config in enumerate(configs):
@@ -155,7 +119,7 @@ def _follow(side: ImageFamily, config: Mapping[str, Any], path: Path, exact: boo
     windows = np.array_split(run_.weights, min(WINDOWS, len(run_.weights)))
     return {
         "steps": [int(x) for x in np.cumsum([len(w) for w in windows])],
-        "weights": [w.mean(0).tolist() for w in windows],
+        "weights": shortened([w.mean(0).tolist() for w in windows], 7),
         "several": float((run_.weights.max(1) < 1).mean()),
         "switches": run_.switches,
         "diverged": run_.diverged,
@@ -188,11 +152,13 @@ def _draw(activity: Mapping[str, list[Result]], path: Path) -> None:
     figures.curves(panels, path, xlabel="step", ylabel="weight of the piece", logarithmic=False)
 
 
-def sections(rows: list[Result]) -> list[Section]:
-    """The tables of the results page."""
+def _sections(rows: Sequence[Result]) -> list[Section]:
     found = []
     for r in (r for r in rows if "followed" in r):
         shares, late = (" / ".join(f"{x:.2f}" for x in r[k]) for k in ("shares", "at the end"))
         found.append([r["followed"], shares, late, f"{r['several']:.0%}", f"{r['switches']:.1f}"])
     columns = ["weight of the pieces", "over the run", "in the last steps", "steps on several pieces", "switches"]
     return [*standings([r for r in rows if "followed" not in r]), Section(columns=columns, rows=found)]
+
+
+EXPERIMENTS = (Experiment("pieces", rotated, GEOMETRIES, SCALES, more=_activity, sections=_sections),)

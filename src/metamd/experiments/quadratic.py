@@ -4,7 +4,7 @@ Every rival is tuned on the test problems themselves, on a grid fixed beforehand
 family and has nothing tuned. The best diagonal, found by brute force on the test problems, is what one metric can reach.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,11 +16,9 @@ from metamd import tasks
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section
 from metamd.comparison.statistics import Spread
-from metamd.experiments.synthetic import race
-from metamd.experiments.synthetic.batched import RIVALS
-from metamd.experiments.synthetic.race import Entry, Problems
-from metamd.experiments.synthetic.trainings import Training, raced, train
-from metamd.files.store import Records, Result
+from metamd.experiments import race
+from metamd.experiments.race import RIVALS, Entry, Problems, Synthetic, Training, raced, train
+from metamd.files.store import Records, Result, shortened
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import paper
 from metamd.learning.rounds.outer import Adam, Method
@@ -113,15 +111,7 @@ SCALES = {
 
 
 def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
-    """Fill the table and draw the figures; what is in the folder already is kept.
-
-    Args:
-        scale: a name in `SCALES`.
-        folder: for records and figures.
-        seed: of the test problems and of the meta-trainings.
-        workers: processes.
-        ray: address of a Ray cluster.
-    """
+    """Fill the table and draw the figures; what is in the folder already is kept."""
     settings = {"experiment": "quadratic", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
     records = Records(folder, settings)
     results = fill(records, cells(SCALES[scale], seed), title="quadratic", workers=workers, ray=ray)
@@ -131,13 +121,7 @@ def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None =
 
 
 def family(row: str, start: str, steps: int = 200) -> TaskFamily:
-    """The quadratics of one row and start.
-
-    Args:
-        row: a name in `ROWS`.
-        start: a name in `STARTS`.
-        steps: T of the meta-training.
-    """
+    """The quadratics of one row and start."""
     return tasks.quadratic(ROWS[row], start=STARTS[start], steps=steps)
 
 
@@ -147,12 +131,7 @@ def _problems(row: str, start: str, count: int, seed: int) -> Problems:
 
 
 def cells(scale: Scale, seed: int) -> Iterator[Cell]:
-    """What there is to compute, the quick ones first.
-
-    Args:
-        scale: how much.
-        seed: of everything random.
-    """
+    """What there is to compute, the quick ones first."""
     places = [(row, start) for row in scale.rows for start in scale.starts]
     for row, start in places:
         for name, tolerance in TOLERANCES.items():
@@ -210,18 +189,14 @@ def _published(scale: Scale, seed: int, row: str, start: str, name: str) -> tupl
 
 
 def _entry(entry: Entry) -> Result:
-    return {"setting": entry.setting, "iterations": entry.counts, "path": entry.path}
+    return {"setting": entry.setting, "iterations": entry.counts, "path": shortened(entry.path, race.DIGITS)}
 
 
 # the table
 
 
 def table(results: Mapping[str, Result]) -> list[Result]:
-    """One row for every optimiser, family, start and tolerance: the spread of its iterations.
-
-    Args:
-        results: of all cells.
-    """
+    """One row for every optimiser, family, start and tolerance: the spread of its iterations."""
     rows = []
     for row in ROWS:
         for start in STARTS:
@@ -254,7 +229,7 @@ def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> 
             yield label, found["iterations"], {"setting": found["setting"]}
 
 
-def sections(rows: list[Result]) -> list[Section]:
+def sections(rows: Sequence[Result]) -> list[Section]:
     """The tables of the results page."""
     parts: list[Section] = []
     for row, means in ROWS.items():
@@ -317,12 +292,7 @@ def _ratio(found: Result, members: Mapping[str, Result]) -> str:
 
 
 def draw(results: Mapping[str, Result], folder: Path) -> None:
-    """The trajectories on the first test problem, and all iterations.
-
-    Args:
-        results: of all cells.
-        folder: where the images go.
-    """
+    """The trajectories on the first test problem, and all iterations."""
     from metamd.comparison import figures
 
     settings = Records.settings(folder)
@@ -363,3 +333,6 @@ def _panels(results: Mapping[str, Result], row: str, problems: Problems) -> Iter
         count = (counts["tight"] if isinstance(counts, dict) else counts)[0]
         arrived = "did not arrive" if count is None else f"{count:,} iterations"
         yield Panel(f"{label}\n{arrived}", surface, found["path"], optimum)
+
+
+EXPERIMENTS = (Synthetic("quadratic", SCALES, run, sections),)

@@ -19,16 +19,33 @@ import torch
 from metamd import tasks
 from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.sections import Section
-from metamd.experiments.synthetic import valleys
-from metamd.experiments.synthetic.batched import DIAGONAL, RIVALS, BatchedRival, Setting
-from metamd.experiments.synthetic.race import NEVER, Problems, path, thinned
-from metamd.experiments.synthetic.valleys import REACHED, STEPS, final_losses
-from metamd.files.store import Records, Result
+from metamd.experiments.race import (
+    DIAGONAL,
+    DIGITS,
+    NEVER,
+    RIVALS,
+    BatchedRival,
+    Problems,
+    Setting,
+    Synthetic,
+    final_losses,
+    metrics_of,
+    path,
+    thinned,
+    train,
+)
+from metamd.files.store import Records, Result, shortened
+from metamd.inner import run as engine
 from metamd.inner.estimators import Reverse
-from metamd.learning.meta import meta_train, paper
+from metamd.inner.run import OptimiserSteps
+from metamd.learning.meta import paper
 from metamd.optimiser.optimiser import MetaMD
 from metamd.potentials import Diagonal
 from metamd.tasks.base import derive_seed
+
+STEPS = 500
+REACHED = 1e-6
+"""The minimum, 0, counts as reached when the loss is below this after the last iteration."""
 
 KEPT = ("loss", "distance", "reached", "setting", "metrics", "failed")
 
@@ -46,7 +63,6 @@ class Scale:
         tasks_per_step: all tasks are the same function, as in the paper.
         grid: points per coordinate of the brute force.
         everything: whether rivals are also tuned in more than the rate.
-        valleys: how many shifted and scaled ones are tested on.
     """
 
     starts: tuple[str, ...] = ("customary", "origin", "far")
@@ -54,23 +70,14 @@ class Scale:
     tasks_per_step: int = 1
     grid: int = 60
     everything: bool = True
-    valleys: int = 50
 
 
-SCALES = {"smoke": Scale(("customary",), 1, 1, 4, False, 1), "cpu": Scale(), "paper": Scale()}
+SCALES = {"smoke": Scale(("customary",), 1, 1, 4, False), "cpu": Scale(), "paper": Scale()}
 """Of the paper's protocol no more is published than `cpu` has."""
 
 
 def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
-    """Fill the table and draw the figures; what is in the folder already is kept.
-
-    Args:
-        scale: a name in `SCALES`.
-        folder: for records and figures.
-        seed: of the meta-trainings; everything else is deterministic.
-        workers: processes.
-        ray: address of a Ray cluster.
-    """
+    """Fill the table and draw the figures; what is in the folder already is kept."""
     settings = {"experiment": "rosenbrock", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
     results = fill(Records(folder, settings), cells(SCALES[scale], seed), title="rosenbrock", workers=workers, ray=ray)
     draw(results, folder)
@@ -78,12 +85,7 @@ def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None =
 
 
 def cells(scale: Scale, seed: int) -> Iterator[Cell]:
-    """What there is to compute.
-
-    Args:
-        scale: how much.
-        seed: of the meta-trainings.
-    """
+    """What there is to compute."""
     for name in scale.starts:
         yield Cell(f"{name}-best-diagonal", partial(_brute, scale, name))
         for key, rival in RIVALS.items():
@@ -94,8 +96,6 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
         yield Cell(f"{name}-metamd", partial(_learned, scale, seed, name, {"potential": Diagonal()}))
         # Reverse gives Forward's gradient to rounding, in a fraction of the time
         yield Cell(f"{name}-paper", partial(_learned, scale, seed, name, paper(10.0, estimator=Reverse())))
-    counts = {"outer_steps": scale.outer_steps, "tasks_per_step": min(8, scale.valleys)}
-    yield from valleys.cells(scale.valleys, counts, scale.grid, RATES, scale.everything, seed)
 
 
 def _rival(name: str, rival: BatchedRival, grid: Sequence[Setting]) -> Result:
@@ -107,14 +107,8 @@ def _problem(name: str) -> Problems:
 
 
 def tuned(problems: Problems, rival: BatchedRival, settings: Sequence[Setting]) -> Result:
-    """The setting with the smallest loss after the last iteration.
-
-    Args:
-        problems: one function.
-        rival: the optimiser.
-        settings: the grid.
-    """
-    best = settings[int(final_losses(problems, rival, settings).mean(1).argmin())]
+    """The setting with the smallest loss after the last iteration."""
+    best = settings[int(final_losses(problems, rival, settings, STEPS).mean(1).argmin())]
     points = path(problems, rival, best, NEVER, STEPS)
     return _outcome(problems, points, sorted(thinned(STEPS))) | {"setting": best, "tried": len(settings)}
 
@@ -126,7 +120,7 @@ def _brute(scale: Scale, name: str) -> Result:
     for _ in range(3):
         axes = [torch.logspace(c - width, c + width, scale.grid, dtype=torch.float64).tolist() for c in centre]
         settings = [{"d0": a, "d1": b} for a, b in product(*axes)]
-        best = settings[int(final_losses(problems, DIAGONAL, settings).mean(1).argmin())]
+        best = settings[int(final_losses(problems, DIAGONAL, settings, STEPS).mean(1).argmin())]
         centre, width = (math.log10(best["d0"]), math.log10(best["d1"])), 4 * width / scale.grid
     return tuned(problems, DIAGONAL, [best])
 
@@ -134,25 +128,21 @@ def _brute(scale: Scale, name: str) -> Result:
 def _learned(scale: Scale, seed: int, name: str, options: Mapping[str, Any]) -> Result:
     """Meta-train on the function, then minimise it with `MetaMD`, lr = 1."""
     family, problems = tasks.rosenbrock(start=STARTS[name], steps=STEPS), _problem(name)
+    counts = {"outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
+    training, warned = train(family, {**options, **counts}, derive_seed(seed, name))
+    if isinstance(training, str):
+        return {"failed": training, "warnings": warned}
+    task, points = problems.tasks[0], list[list[float]]()
+    theta = torch.nn.Parameter(task.init()["theta"])
+    optimiser = MetaMD([("theta", theta)], training, exact="method" not in options, check_finite=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            counts = {"outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
-            training = meta_train(family, **{**options, **counts}, seed=derive_seed(seed, name))
-        except ValueError as error:  # a training that diverges for good is a result
-            return {"failed": str(error), "warnings": own_warnings(caught)}
-        task = problems.tasks[0]
-        theta = torch.nn.Parameter(task.init()["theta"])
-        optimiser = MetaMD([("theta", theta)], training, exact="method" not in options, check_finite=False)
-        points = [theta.detach().tolist()]
-        for t in range(STEPS):
-            (theta.grad,) = torch.autograd.grad(task.loss({"theta": theta}, task.batch(t)), theta)
-            optimiser.step()
-            points.append(theta.detach().tolist())
+        steps = OptimiserSteps({"theta": theta}, optimiser)
+        engine.train(task, steps, STEPS, watch=lambda *step: points.append(theta.detach().tolist()), until=None)
+    points.append(theta.detach().tolist())
     shown = sorted(thinned(STEPS))
     found = _outcome(problems, [points[t] for t in shown], shown)
-    metrics = next(v.detach().exp().tolist() for v in training.potential.log_d.values())
-    return found | {"metrics": metrics, "warnings": own_warnings(caught)}
+    return found | {"metrics": metrics_of(training), "warnings": sorted({*warned, *own_warnings(caught)})}
 
 
 def _outcome(problems: Problems, points: list[list[float]], steps: list[int]) -> Result:
@@ -166,8 +156,8 @@ def _outcome(problems: Problems, points: list[list[float]], steps: list[int]) ->
         "loss": losses[-1],
         "distance": distance,
         "reached": losses[-1] < REACHED,
-        "path": points,
-        "losses": losses,
+        "path": shortened(points, DIGITS),
+        "losses": shortened(losses, DIGITS),
         "steps": steps,
     }
 
@@ -177,7 +167,7 @@ def _outcome(problems: Problems, points: list[list[float]], steps: list[int]) ->
 
 def labels() -> dict[str, str]:
     """What each cell is called, by the second part of its name."""
-    found = {"metamd": "MetaMD", "refined": "MetaMD, refined", "paper": "MetaMD, paper"}
+    found = {"metamd": "MetaMD", "paper": "MetaMD, paper"}
     found |= {"best-diagonal": "best diagonal"}
     for key, rival in RIVALS.items():
         found |= {f"{key}-rate": f"{rival.name} (rate)", f"{key}-all": f"{rival.name} (all)"}
@@ -185,11 +175,7 @@ def labels() -> dict[str, str]:
 
 
 def table(results: Mapping[str, Result]) -> list[Result]:
-    """One row for every optimiser and start.
-
-    Args:
-        results: of all cells.
-    """
+    """One row for every optimiser and start."""
     rows = []
     for name in STARTS:
         for key, label in labels().items():
@@ -197,18 +183,16 @@ def table(results: Mapping[str, Result]) -> list[Result]:
             if found is not None:
                 kept: Result = {k: found[k] for k in KEPT if k in found}
                 rows.append({"start": name, "optimiser": label, **kept})
-    return rows + valleys.table(results, labels())
+    return rows
 
 
-def sections(rows: list[Result]) -> list[Section]:
+def sections(rows: Sequence[Result]) -> list[Section]:
     """The tables of the results page."""
     parts = []
     columns = ["optimiser", "loss after 500", "distance to the minimum", "reached", "chosen"]
     for name, place in STARTS.items():
         if lines := [_line(r) for r in rows if r["start"] == name]:
             parts.append(Section(f"Start ({place[0]:g}, {place[1]:g})", columns=columns, rows=lines))
-    if here := [r for r in rows if r["start"] == "family"]:
-        parts.append(valleys.section(here, {r["optimiser"]: _chosen(r) for r in here}))
     return parts
 
 
@@ -231,12 +215,7 @@ def _chosen(row: Result) -> str:
 
 
 def draw(results: Mapping[str, Result], folder: Path) -> None:
-    """The trajectories from every start, and the losses on the way.
-
-    Args:
-        results: of all cells.
-        folder: where the images go.
-    """
+    """The trajectories from every start, and the losses on the way."""
     from metamd.comparison import figures
 
     def surface(x: Any, y: Any) -> Any:
@@ -264,3 +243,6 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
         ]
     figures.trajectories(rows, folder / "trajectories.png")
     figures.curves(panels, folder / "losses.png", xlabel="iteration", ylabel="loss")
+
+
+EXPERIMENTS = (Synthetic("rosenbrock", SCALES, run, sections),)

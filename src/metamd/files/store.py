@@ -1,16 +1,20 @@
 """One store: a folder with the settings of a run, its finished results and tensors, and a lock that keeps a second run out.
 
-Everything is written whole or not at all, so that the same call continues a run that was stopped at any moment.
+Everything is written whole or not at all, so that the same call continues a run that was stopped at any moment. The records
+of a finished experiment become an archive: one compressed file with a line for each result.
 """
 
 import json
+import lzma
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +23,7 @@ from metamd.files.container import Kind, Tensors, checksum, shown, strict_json, 
 
 FORMAT = 1
 PACKED = "cells.jsonl"
+ARCHIVE = "records.jsonl.xz"
 CHECKPOINT, CHECKPOINT_VERSION = Kind("checkpoint", "metamd.checkpoint"), 2
 
 Result = dict[str, Any]
@@ -259,6 +264,88 @@ def read_json(path: Path, advice: str = "Delete the file, and it is computed aga
         return strict_json(path.read_bytes(), repr(str(path)))
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}. {advice}") from None
+
+
+FEWER = 3
+"""Digits of the losses of runs that no table and no figure shows, in an archive: half of all runs are of that kind."""
+
+
+def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda place: ()) -> None:
+    """Move all records of a folder, and of the folders in it, into one file there; learned files stay.
+
+    Args:
+        folder: of an experiment.
+        screened: the cells of a folder whose losses nobody shows; they are shortened.
+    """
+    places = sorted(p.parent for p in folder.rglob("run.json") if folder / "learned" not in p.parents)
+    lines: list[Result] = []
+    for place in places:
+        here = {"folder": place.relative_to(folder).as_posix()}
+        lines.append(here | {"run": read_json(place / "run.json")})
+        if place != folder:
+            others = [path for path in sorted(place.glob("*.json")) if path.name != "run.json"]
+            lines += [here | {"file": path.name, "content": read_json(path)} for path in others]
+        cells, few = read_packed(place) | read_loose(place), screened(place)
+        for name, cell in sorted(cells.items()):
+            short = {"losses": shortened(cell["losses"], FEWER)} if name in few else {}
+            lines.append(here | {"cell": name, "result": cell | short})
+    text = "\n".join(json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines) + "\n"
+    write_atomically(folder / ARCHIVE, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+    for place in sorted(places, reverse=True):  # folders inside others first
+        shutil.rmtree(place / "cells", ignore_errors=True)
+        (place / PACKED).unlink(missing_ok=True)
+        if place != folder:
+            for path in place.glob("*.json"):
+                path.unlink()
+            if not any(place.iterdir()):
+                place.rmdir()
+
+
+def unarchive(folder: Path, into: Path | None = None) -> None:
+    """Write the records of an archive as files, in its folder or in another one; cells that are there are kept."""
+    where, into = repr(str(folder / ARCHIVE)), into or folder
+    try:
+        text = lzma.decompress((folder / ARCHIVE).read_bytes())
+        found = [strict_json(line, f"a line of {where}") for line in text.splitlines()]
+        places = {line["folder"]: line["run"] for line in found if "run" in line}
+        cells: dict[str, dict[str, Result]] = {name: {} for name in places}
+        files: dict[Path, Any] = {}
+        for line in found:
+            if "cell" in line:
+                cells[line["folder"]][line["cell"]] = line["result"]
+            elif "file" in line:
+                files[into / line["folder"] / Path(line["file"]).name] = line["content"]
+        if any(not (into / name).resolve().is_relative_to(into.resolve()) for name in places):
+            raise ValueError("it names a folder that lies elsewhere")
+    except (lzma.LZMAError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{where} is not the archive of an experiment: {error}. Put it back, or delete it.") from None
+    for name, about in places.items():
+        records = Records(into / name, about["settings"])
+        records.packed.update({k: v for k, v in cells[name].items() if not records.has(k)})
+        records.pack()
+    for path, content in files.items():
+        if not path.exists():
+            write_json(path, content)
+
+
+@contextmanager
+def records_in(folder: Path) -> Iterator[Path]:
+    """Where the records of a folder are to be read: there, or in a copy of its archive that is removed again."""
+    if not (folder / ARCHIVE).is_file() or (folder / PACKED).exists() or (folder / "cells").exists():
+        yield folder
+        return
+    with TemporaryDirectory() as copy:
+        unarchive(folder, Path(copy))
+        yield Path(copy)
+
+
+def shortened(value: Any, digits: int) -> Any:
+    """Plain values with so many digits of every float."""
+    if isinstance(value, dict):
+        return {k: shortened(v, digits) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [shortened(v, digits) for v in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def _check_settings(found: Any, now: Mapping[str, Any], folder: Path) -> None:

@@ -1,1 +1,0 @@
-"""The paper's experiments on quadratics and the Rosenbrock function."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from metamd import Diagonal, LearnedOptimiser, MetaMD, OffFamilyWarning
 from metamd.optimiser.guard import FamilyWatch, Safeguard
+from metamd.potentials.tying import Slot
 
 CURVATURE = torch.tensor([1.0, 10.0, 100.0])
 
@@ -53,11 +54,11 @@ def test_a_ten_times_scaled_loss_is_noticed_once():
 def test_what_to_do_about_the_scale_depends_on_the_metric():
     """An online metric has steps of the same length whatever the scale: a lower lr would ruin the run."""
     watch = {"horizon": None, "gradient_scale": {"w": 1.0}}
-    grads, keys = {"w": torch.full((4,), 60.0)}, {"w": "w"}
+    grads, slots = {"w": torch.full((4,), 60.0)}, {"w": Slot("w", (), ())}
     with pytest.warns(OffFamilyWarning, match=r"multiply lr by 0\.017") as learned_metric:
-        FamilyWatch(**watch).observe(1, grads, keys)
+        FamilyWatch(**watch).observe(1, grads, slots)
     with pytest.warns(OffFamilyWarning, match="merely scaled needs nothing") as online_metric:
-        FamilyWatch(**watch).observe(1, grads, keys, online=True)
+        FamilyWatch(**watch).observe(1, grads, slots, online=True)
     assert "another geometry" not in str(learned_metric[0].message)
     assert "lr" not in str(online_metric[0].message)
 
@@ -107,6 +108,6 @@ def test_watch_ignores_keys_it_does_not_know():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for t in range(1, 7):
-            watch.observe(t, {"y": torch.full((2,), 1e6)}, {"y": "y"})
+            watch.observe(t, {"y": torch.full((2,), 1e6)}, {"y": Slot("y", (), ())})
     with pytest.warns(OffFamilyWarning):
-        watch.observe(1, {"x": torch.full((2,), 1e6)}, {"x": "x"})
+        watch.observe(1, {"x": torch.full((2,), 1e6)}, {"x": Slot("x", (), ())})

@@ -10,7 +10,6 @@ from metamd.inner.run import MirrorDescent, gradient, run_inner
 from metamd.inner.together import run_many
 from metamd.learning.trials import run_usage as trial
 from metamd.potentials.base import Move
-from metamd.potentials.step import Stepping
 from tests.helpers import random_basis, randomised
 from tests.small_tasks import F64, Small
 
@@ -104,16 +103,6 @@ def fused(task, phi):
     return optimiser(task, phi, fused=True)
 
 
-def stepping(task, phi):
-    x = task.init()
-    take, active = Stepping(phi, x, LR), phi.activate(x)
-    for t in range(STEPS):
-        with torch.no_grad():
-            step = take(x, gradient(task, x, task.batch(t))[1], active)
-        x, active = step.params, step.active
-    return x
-
-
 def differentiable(task, phi):
     """The recursion that hypergradients are taken of, along the run that it belongs to."""
     walk = MirrorDescent(task, phi, lr=LR)
@@ -147,7 +136,6 @@ SPELLINGS = {
     in_place: [*GEOMETRIES, *CLASSICAL],
     optimiser: [*GEOMETRIES, *CLASSICAL],
     fused: DIAGONAL_MIXTURES,
-    stepping: list(GEOMETRIES),
     differentiable: list(GEOMETRIES),
     inner_run: list(GEOMETRIES),
     side_by_side: ONE_PIECE,

@@ -16,7 +16,7 @@ from metamd.inner.sums import GradientSums
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import gap_of
-from metamd.potentials.step import Stepping
+from metamd.potentials.step import mirror_step
 from metamd.tasks.base import Task
 
 Array = NDArray[np.float64]
@@ -363,7 +363,6 @@ class MirrorDescent:
         self.task, self.lr, self.exact = task, lr, exact
         self.start = {n: x.detach() for n, x in task.init().items()}
         self.potential = bound(potential, self.start, lr, self.steps)
-        self.take = Stepping(self.potential, self.start, lr, exact=exact)
         self.params = self._before = dict(self.start)
         self.active = self.potential.activate(self.params)
         self.taken, self.diverged = 0, ""
@@ -396,7 +395,7 @@ class MirrorDescent:
             for n, g in grads.items():
                 self._linear += float((g * (self.params[n] - self.start[n])).sum(dtype=torch.float64))
                 self._gradient_sum[n] += g
-        taken = self.take(self.params, grads, self.active)
+        taken = mirror_step(self.params, grads, self.potential, self.lr, active=self.active, exact=self.exact)
         self._before, self.params, self.active = self.params, taken.params, taken.active or self.active
         self._gaps.append(taken.gap)
         self.taken += 1

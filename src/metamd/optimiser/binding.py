@@ -38,25 +38,15 @@ def opened(geometry: LearnedOptimiser | Potential | str | PathLike[str]) -> tupl
 
 @dataclass(frozen=True)
 class Options:
-    """How `MetaMD` uses its geometry.
-
-    Args:
-        metric: as for `MetaMD`, and so are the next two.
-        momentum: of groups without one of their own.
-        averaging: the kind of average.
-        given_lr: the lr that was given, if any.
-        usage: what the file recommends, where it is followed.
-        steps: the length of the schedule that is inside, if there is one.
-        about: what `print` says about the recommended usage.
-    """
+    """How `MetaMD` uses its geometry."""
 
     metric: Metric | Online
-    momentum: float
+    momentum: float  # of groups without one of their own
     averaging: AveragingName
     given_lr: float | Tensor | None = None
-    usage: Usage | None = None
-    steps: int | None = None
-    about: str = ""
+    usage: Usage | None = None  # what the file recommends, where it is used so
+    steps: int | None = None  # the length of the schedule that is inside, if there is one
+    about: str = ""  # what `print` says about the recommended usage
 
     def rate_of(self, momentum: float) -> float | Tensor:
         """The lr of a group without one of its own: by default, the one at which z takes the learned steps."""

@@ -17,28 +17,19 @@ from metamd.potentials.online import KEPT, Online
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
 """Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
 
-
 FORMER = ("products", "turn")
 """What earlier versions kept where the output side of a weight was followed."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a run is one of, in a few letters each; a state_dict of another kind means something else.
+    """What a run is one of, in a few letters each; a state_dict of another kind means something else."""
 
-    Args:
-        pieces: N of the geometry, 0 for one without pieces.
-        geometry: its fingerprint.
-        metric: "learned", or the rule that it follows the run by and a fingerprint of its numbers; see `metric_code`.
-        averaging: the kind of average.
-        steps: the length of the schedule inside, if there is one.
-    """
-
-    pieces: int
-    geometry: str
-    metric: str
+    pieces: int  # N of the geometry, 0 for one without pieces
+    geometry: str  # its fingerprint
+    metric: str  # see `metric_code`
     averaging: str
-    steps: int | None = None
+    steps: int | None = None  # the length of the schedule inside, if there is one
 
     def shared(self) -> dict[str, Any]:
         """What a state_dict says about it."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from metamd.potentials.base import Active, Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import combine
+from metamd.potentials.tying import Slot
 
 _SCALE_FACTOR = 5.0
 _HORIZON_FACTOR = 2
@@ -23,28 +23,16 @@ class OffFamilyWarning(UserWarning):
 
 @dataclass
 class FamilyWatch:
-    """Compares a run with the family its geometry was learned on, and warns once for each way it leaves it.
+    """Compares a run with the family its geometry was learned on, and warns once for each way it leaves it."""
 
-    Args:
-        horizon: the number of steps T that the geometry was learned for.
-        gradient_scale: root mean square of the gradients at the start of a run, by metric key.
-    """
-
-    horizon: int | None
-    gradient_scale: Mapping[str, float]
+    horizon: int | None  # the number of steps T that the geometry was learned for
+    gradient_scale: Mapping[str, float]  # root mean square of the gradients at the start of a run, by metric key
     _late: bool = False
 
-    def observe(self, step: int, grads: Mapping[str, Tensor], keys: Mapping[str, str], *, online: bool = False) -> None:
-        """Look at one step.
-
-        Args:
-            step: counted from 1; only the first one's gradients are compared, before the steps shape them.
-            grads: the gradients by tensor name.
-            keys: the metric key of each tensor.
-            online: whether the metric follows the run, so that steps do not depend on how large gradients are.
-        """
+    def observe(self, step: int, grads: Params, slots: Mapping[str, Slot], *, online: bool = False) -> None:
+        """Look at one step, counted from 1; only the first one's gradients are compared, before the steps shape them."""
         if step == 1:
-            self._compare(grads, keys, online=online)
+            self._compare(grads, slots, online=online)
         if self.horizon is not None and step > _HORIZON_FACTOR * self.horizon and not self._late:
             self._late = True
             _warn(
@@ -52,10 +40,10 @@ class FamilyWatch:
                 "Learn it again with the longer horizon, or lower lr as the run goes on."
             )
 
-    def _compare(self, grads: Mapping[str, Tensor], keys: Mapping[str, str], *, online: bool) -> None:
+    def _compare(self, grads: Params, slots: Mapping[str, Slot], *, online: bool) -> None:
         logs = []
         for name, grad in grads.items():
-            expected = self.gradient_scale.get(keys.get(name, name), 0.0)
+            expected = self.gradient_scale.get(slots[name].key, 0.0)
             seen = float(grad.float().square().mean().sqrt()) if grad.numel() else 0.0
             if expected > 0 and seen > 0:
                 logs.append(math.log(seen / expected))
@@ -83,22 +71,13 @@ class Safeguard:
 
     The signal is the energy g'D^-1 g, the squared length of the gradient that the step itself sees; a loss, when the
     closure returned one, is a second. An ordinary batch varies by a few times, a diverging run multiplies every step.
-
-    Args:
-        damping: the factor on lr, at most 1.
-        log_reference: a slow average of the log energy; NaN before the first step.
     """
 
-    damping: float = 1.0
-    log_reference: float = math.nan
+    damping: float = 1.0  # the factor on lr, at most 1
+    log_reference: float = math.nan  # a slow average of the log energy; NaN before the first step
 
     def update(self, energy: float, loss: float | None) -> float:
-        """The factor for this step.
-
-        Args:
-            energy: g'D^-1 g at the present point.
-            loss: the loss there, if it is known.
-        """
+        """The factor for this step, from the energy g'D^-1 g at the present point and the loss there, if it is known."""
         log_energy = math.log(max(energy, 1e-300)) if math.isfinite(energy) else math.inf
         if math.isnan(self.log_reference):
             self.log_reference = log_energy

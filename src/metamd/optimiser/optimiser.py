@@ -30,21 +30,12 @@ from metamd.potentials.sharding import local
 
 @dataclass(slots=True)
 class Entry:
-    """One parameter in one step.
+    """One parameter in one step."""
 
-    Args:
-        name: cleaned, by which its metric is found.
-        param: as the user holds it.
-        x: its part on this process, where the gradient was taken.
-        grad: the part of the gradient on this process; None for a parameter that rests.
-        group: its options.
-        state: what is kept of it from step to step.
-    """
-
-    name: str
-    param: Tensor
-    x: Tensor
-    grad: Tensor | None
+    name: str  # cleaned, by which its metric is found
+    param: Tensor  # as the user holds it
+    x: Tensor  # its part on this process, where the gradient was taken
+    grad: Tensor | None  # the part of the gradient on this process; None for a parameter that rests
     group: dict[str, Any]
     state: dict[str, Any]
 
@@ -190,11 +181,7 @@ class MetaMD(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-        """
+        """Take one step; a closure evaluates the model again and returns the loss."""
         if torch.compiler.is_dynamo_compiling():
             # The choice of pieces is data dependent: one graph break here, instead of a graph for every outcome.
             return torch.compiler.disable(self._step)(closure)  # type: ignore[no-untyped-call]
@@ -213,14 +200,18 @@ class MetaMD(Optimizer):
         moving = [e for e in entries if e.grad is not None]
         if not moving:
             return loss
-        self._check(entries, moving)
+        grads = {e.name: e.grad for e in moving if e.grad is not None}
+        self._check(entries, grads)
         self._notice_edits(entries)
         share = self._used.share(self._steps)
         self._steps += 1
-        self._open(moving, loss)
+        self._open(moving, grads, loss)
 
         # z_{t+1} = argmin <g(x_t), z> + B(z||z_t)/eta
-        moves = {e.name: self._move(e, share) for e in moving}
+        moves = {}
+        for e in moving:
+            eta = self._rate(e.group, share)
+            moves[e.name] = Move(grads[e.name], -eta if e.group["maximize"] else eta, eta * e.group["weight_decay"])
         points = {e.name: e.z for e in entries if e.grad is not None or self._stands_off_centre(e.name)}
         active = None if self._online is not None else self._current(points)
         if self._sums is not None:
@@ -260,16 +251,15 @@ class MetaMD(Optimizer):
                     found.append(Entry(name, p, local(p), local(p.grad), group, self.state[p]))
         return found
 
-    def _check(self, entries: list[Entry], moving: list[Entry]) -> None:
+    def _check(self, entries: list[Entry], grads: Params) -> None:
         """Refuse a step that cannot be taken, before anything is written."""
         for group in self.param_groups:
             if not math.isfinite(group["lr"]):
                 raise ValueError(f"lr must be finite, got {group['lr']}: a scheduler or an edit of param_groups set it.")
             if self.averaging == "constant":  # a tail average does not use its momentum
                 average.check_averaging(self.averaging, group["momentum"])
-        binding.check_scales(self._online, self.potential, [e.name for e in moving])
+        binding.check_scales(self._online, self.potential, grads)
         if self.check_finite:
-            grads = {e.name: e.grad for e in moving if e.grad is not None}
             binding.refuse_nonfinite({e.name: e.param for e in entries}, grads)
         if self._steps == 0 or self._versions:
             self.potential.check({e.name: e.x for e in entries if e.name not in self._versions})
@@ -289,29 +279,22 @@ class MetaMD(Optimizer):
         """Whether somebody else has changed or added a parameter since the last step or change of mode."""
         return bool(self._versions) and x._version != self._versions.get(name)
 
-    def _open(self, moving: list[Entry], loss: float | None) -> None:
+    def _open(self, moving: list[Entry], grads: Params, loss: float | None) -> None:
         """What a step needs before it is taken: iterates, starts, the watch over the family, damping."""
         bound = self.potential
         for e in moving:
             if self.averaging == "constant" and e.group["momentum"] > 0:
                 kept = e.state.get("z")
                 e.state["z"] = e.param.detach().clone() if kept is None else kept.to(e.param.device)
-        grads = {e.name: e.grad for e in moving if e.grad is not None}
         if isinstance(bound, MaxDiagonal):
             if bound.keeps_start and any("start" not in e.state for e in moving):
                 for e in moving:
                     e.state.setdefault("start", e.param.detach().clone())
                 self._bind()
             if self._watch is not None:
-                keys = {n: s.key for n, s in bound.slots.items()}
-                self._watch.observe(self._steps, grads, keys, online=self._online is not None)
+                self._watch.observe(self._steps, grads, bound.slots, online=self._online is not None)
         if self._safeguard is not None:
             self._safeguard.update(energy(bound, self._active, grads), None if loss is None else float(loss))
-
-    def _move(self, entry: Entry, share: float) -> Move:
-        lr, grad = self._rate(entry.group, share), entry.grad
-        assert grad is not None
-        return Move(grad, -lr if entry.group["maximize"] else lr, lr * entry.group["weight_decay"])
 
     def _rate(self, group: dict[str, Any], share: float) -> float:
         """Eta, the rate at which z moves: of the group, by the schedule and damped."""

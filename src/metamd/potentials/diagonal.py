@@ -152,7 +152,7 @@ class MaxDiagonal(Potential):
         new.basis = self.basis.placed(new.slots, shapes)
         for name, slot in new.slots.items():
             if escape(slot.key) not in new.table:
-                zeros = torch.zeros((self.pieces, *slot.stored), dtype=_metric_dtype(tensors[name]))
+                zeros = torch.zeros((self.pieces, *slot.stored), dtype=widen(tensors[name]).dtype)
                 new.table[escape(slot.key)] = nn.Parameter(zeros.to(tensors[name].device))
         return new.centred_at({n: x.detach().clone() for n, x in tensors.items()})
 
@@ -394,10 +394,6 @@ def escape(key: str) -> str:
 def unescape(key: str) -> str:
     """The key that was escaped."""
     return key.removeprefix(_PREFIX).replace("~1", ".").replace("~0", "~")
-
-
-def _metric_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _tolerance(params: Params) -> float:

@@ -16,6 +16,7 @@ from metamd.inner.objectives import Objective
 from metamd.inner.run import Cost, MirrorDescent, Trajectory, gradient, train
 from metamd.inner.sums import scalar
 from metamd.potentials.base import Active, Params
+from metamd.potentials.step import mirror_step
 
 State = tuple[dict[str, Tensor], Active]
 """What a step starts from: the parameters, and the active pieces there."""
@@ -154,7 +155,7 @@ def _replay(walk: MirrorDescent, head: State, steps: range) -> Tape:
     for t in steps:
         loss, grads = tape.gradient(t)
         with torch.no_grad():
-            taken = walk.take(before[0], grads, before[1])
+            taken = mirror_step(before[0], grads, walk.potential, walk.lr, active=before[1], exact=walk.exact)
         after = (taken.params, taken.active or before[1])
         tape.extend(loss, grads, before, after)
         before = after

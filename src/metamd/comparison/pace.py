@@ -9,16 +9,20 @@ from metamd.files.store import Result
 
 
 def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours: str | None = None) -> list[Result]:
-    """One optimiser against the best of the rivals on every domain.
+    """One optimiser against the best rival on every domain.
 
-    Each quantity has its own best rival, with its own best setting on that very domain: the lowest mean loss, the lowest
-    loss after a share of the steps, the highest test accuracy. The steps are those to the second of these losses, as a part
-    of what that rival took by the same rule, with a whole run for each of its runs that was not there twice in a row. For
-    ours such a run is never there, so that there is no ratio; `arrived` says in how many runs each of the two was. The
-    seconds are those to the same loss, as a part of what the quickest rival takes by the clock, which may be another one,
-    behind in steps: at any setting with which it is there in all runs. The learning is paid for after so many tasks on each
-    of which the rival of the steps would be tuned with all its settings, and ours with its own where the protocol tunes it,
-    in gradient evaluations, and in seconds, where a gradient evaluation of learning takes as long as a step of ours.
+    Each quantity has its own best rival, at its own best setting on that domain:
+
+    - `mean_loss`: ours, divided by the lowest of a rival.
+    - `steps`: those of ours to the lowest loss that a rival has after `share` of the run, divided by those of that rival. A
+      run of that rival that does not stay there counts as a whole run. A run of ours that does not makes the ratio None;
+      `arrived` counts the runs that do.
+    - `seconds`: those of ours to the same loss, divided by those of the quickest rival, at a setting with which all of its
+      runs arrive.
+    - `accuracy`: ours and the highest of a rival, on test data.
+    - `paid_after`: tasks after which learning is paid for in gradient evaluations, if the rival of the steps is tuned with
+      all its settings on each, and ours with its own where the protocol tunes it.
+    - `paid_by_the_clock`: the same in seconds. A gradient evaluation of learning counts as a step of ours.
 
     Args:
         comparison: over all domains.

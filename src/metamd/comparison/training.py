@@ -186,7 +186,7 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
         tuple(_rounded(x) for x in losses),
         math.inf if run.failed else _rounded(run.total / steps),
         {s: (_rounded(e.loss), e.accuracy) for s, e in ends.items()},
-        run.rule.taken * contender.rival.gradients,
+        run.rule.taken,
         run.failed,
     )
 

@@ -68,7 +68,6 @@ class Rival:
         defaults: the setting without tuning, as its package or paper has it; also what is not searched.
         grid: values to try, if some were published; else `space` is divided evenly.
         schedules: those that it may be combined with.
-        gradients: gradient evaluations per step.
         identity: what else decides what it computes: the fingerprint of a learned geometry, say.
         cost: gradient evaluations and seconds that were spent on learning it.
         knots: of its learned schedule, if it has one.
@@ -85,7 +84,6 @@ class Rival:
     defaults: Setting
     grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     schedules: tuple[Schedule, ...] = tuple(SCHEDULES)
-    gradients: int = 1
     identity: str = ""
     cost: Mapping[str, float] = field(default_factory=dict)
     knots: tuple[float, ...] = ()

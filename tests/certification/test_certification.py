@@ -211,7 +211,7 @@ def test_the_training_bound_with_everything_stated_beforehand():
     )
     found = certify(learned, family, held_out_tasks=20, stated=Stated(radius=5.0)).of("training tasks", "B(")
     again, _ = training_tasks(learned.header, family)
-    seen, size = displacements(learned, again, lambda t: t.optimum())
+    seen, size = displacements(learned, [t.init() for t in again], [t.optimum() for t in again])
     assert found.numbers["max_norm"] == 2.5
     assert size.norm <= 2.5
     d = learned.potential.log_d["theta"].detach()[0].exp()

@@ -106,7 +106,7 @@ def certify(
     if held_out_tasks < 1:
         raise ValueError(f"held_out_tasks must be at least 1, got {held_out_tasks}. 50 is usual.")
     checked([0.0], delta)
-    stated = stated or Stated()
+    stated, executor = stated or Stated(), executor or Executor()
     target = learned.header.target_loss if stated.target is None else stated.target
     if target is None:
         raise ValueError(
@@ -125,7 +125,7 @@ def certify(
         return run_task(family.build(config), learned, target, comparator)
 
     pieces = {f"task {i}": partial(run, config) for i, config in enumerate(configs, 1)}
-    scores = list((executor or Executor()).all(pieces, "held-out tasks").values())
+    scores = list(executor.all(pieces, "held-out tasks").values())
     reasons = [s.diverged for s in scores if s.diverged]
     return HeldOutCertificate(
         family=family.name,
@@ -140,7 +140,7 @@ def certify(
         statements=(
             *_about_the_next(scores, delta, target, family.steps),
             *_about_the_mean(scores, delta, target, family.steps, stated.regret_cap),
-            *_from_training(learned, family, scores, delta, stated, comparator),
+            *_from_training(learned, family, scores, delta, stated, comparator, executor),
         ),
         assumptions=_assumptions(learned, family),
         across_domains=across_domains(learned, family),
@@ -257,12 +257,16 @@ def _from_training(
     delta: float,
     stated: Stated,
     comparator: Reference | None,
+    executor: Executor,
 ) -> list[Statement]:
     """The bounds of the generalisation theorem, corrected and as printed."""
     found = []
     try:
         tasks, share = training_tasks(learned.header, family)
-        seen, size = displacements(learned, tasks, lambda task: solve(task, comparator))
+        pieces = {f"training task {i}": partial(solve, task, comparator) for i, task in enumerate(tasks, 1)}
+        label = "" if comparator is None else "solutions of training tasks"  # optima that are known come at once
+        solutions = list(executor.all(pieces, label).values())
+        seen, size = displacements(learned, [task.init() for task in tasks], solutions)
         lipschitz = max(s.largest_gradient for s in scores)
         value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=stated.radius)
         numbers = {"lipschitz": lipschitz, "max_norm": size.norm, "tasks": seen.tasks}

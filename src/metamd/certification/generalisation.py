@@ -5,7 +5,7 @@ functions bound its expectation. docs/concepts/held-out.md has the proofs.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -262,12 +262,11 @@ def _largest_mean_square(potential: MaxDiagonal, moved: Params) -> float:
 
 
 def displacements(
-    learned: LearnedOptimiser, tasks: Sequence[Task], solve: Callable[[Task], Params | None]
+    learned: LearnedOptimiser, starts: Sequence[Params], solutions: Sequence[Params | None]
 ) -> tuple[Displacements, Size]:
-    """The displacements of all tasks, and the size of the potential; `solve` finds theta_* without looking at it."""
+    """The displacements of tasks from theta_1 and theta_*, which do not depend on the potential, and its size."""
     rows = []
-    for task in tasks:
-        solution, start = solve(task), task.init()
+    for start, solution in zip(starts, solutions, strict=True):
         if solution is None:
             raise ValueError(
                 "theta_* must not depend on the potential, and the end of a run does. Pass comparator=Reference(...), a "
@@ -276,11 +275,11 @@ def displacements(
         rows.append(measure(learned.potential.bind(start), start, solution))
     if not all(math.isfinite(divergence) for divergence, _, _ in rows):
         raise ValueError("theta_* of some training task is not finite. Give the comparator a lower lr.")
-    models = [{n: tuple(x.shape) for n, x in task.init().items()} for task in tasks]
+    models = [{n: tuple(x.shape) for n, x in start.items()} for start in starts]
     if any(shapes != models[0] for shapes in models):
         raise ValueError("the training tasks have models of different shapes, so that there is no one norm ||m||.")
     seen = Displacements(*(np.array(column) for column in zip(*rows, strict=True)))
-    return seen, size_of(learned.potential.bind(tasks[0].init()), models[0])
+    return seen, size_of(learned.potential.bind(starts[0]), models[0])
 
 
 def size_of(potential: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> Size:

@@ -2,13 +2,13 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from metamd.inner.estimators.base import Estimator, Hypergradient, Setting, differentiate, given_up, learnable
 from metamd.inner.estimators.step import Passage, Recursion, stays
@@ -20,6 +20,11 @@ from metamd.potentials.step import mirror_step
 
 State = tuple[dict[str, Tensor], Active]
 """What a step starts from: the parameters, and the active pieces there."""
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+Taken = tuple[Passage, dict[str, Tensor], list[GradientEdge]]
+"""A step that was taken: its constants, g_t with its graph, and where that begins."""
 
 SHARE = 2 / 3
 """Segments per sqrt(T): a head takes less memory than the graph of a step, so that segments may be longer than many."""
@@ -59,61 +64,12 @@ class Reverse(Estimator):
         objective = objective.held(run) if objective.looks_ahead else objective
         adjoint = Adjoint(Recursion(walk, leaf, objective), run)
         adjoint.back_over(tape)
-        del tape
         for head, end in reversed(list(pairwise(cuts))):
             adjoint.back_over(_replay(walk, heads.pop(head), range(head, end)))
-        adjoint.pull(first, adjoint.params)
+        adjoint.pull(first)
         gradients, seconds = run.cost.gradients + cuts[-1] - 1, time.perf_counter() - began
         cost = Cost(gradients, walk.steps - 1, seconds)
         return Hypergradient(adjoint.log_d, adjoint.offsets, float(objective.value(run, leaf).detach()), run, cost)
-
-
-@dataclass
-class Past:
-    """The steps on a tape. It is apart from the tape, which has the graph: nodes that knew that would keep it alive."""
-
-    passages: list[Passage] = field(default_factory=list)
-    adjoint: "Adjoint | None" = None
-
-
-class _Taken(torch.autograd.Function):
-    """A step as a node of the graph: the run computed it, and on the way back the adjoint knows its derivatives.
-
-    It keeps nothing. Of theta_t the graph of the gradient keeps what it needs, which can be little.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, past: Past, after: Iterable[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.past = past
-        return tuple(x.detach() for x in after)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.past.adjoint.pull(ctx.past.passages.pop(), cotangents))
-
-
-class Tape:
-    """Steps of a run in one graph, which leads from each to the next, so that one pass goes back over all of them."""
-
-    def __init__(self, walk: MirrorDescent, head: Params) -> None:
-        self.walk, self._past = walk, Past()
-        self.head = self.end = tuple(x.detach().requires_grad_() for x in head.values())
-
-    def gradient(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss at the end of the tape and its gradient, with their graphs."""
-        params = dict(zip(self.walk.start, self.end, strict=True))
-        return gradient(self.walk.task, params, self.walk.task.batch(step), graph=True)
-
-    def extend(self, loss: Tensor, grads: Params, before: State, after: State) -> None:
-        """Add the step that was taken with these gradients."""
-        self._past.passages.append(_passage(loss, grads, before, after, exact=self.walk.exact))
-        inputs = (loss, *self.end, *grads.values())
-        self.end = _Taken.apply(self._past, after[0].values(), *inputs)  # type: ignore[no-untyped-call]
-
-    def back(self, adjoint: "Adjoint", cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The cotangents of the head from those of the end; the tape is consumed."""
-        self._past.adjoint = adjoint
-        return torch.autograd.grad(self.end, self.head, cotangents, allow_unused=True, materialize_grads=True)
 
 
 def _cuts(steps: int, segments: int) -> list[int]:
@@ -127,7 +83,7 @@ def _cuts(steps: int, segments: int) -> list[int]:
     return [1 + i * (steps - 1) // segments for i in range(segments)]
 
 
-def _forwards(walk: MirrorDescent, cuts: Sequence[int]) -> tuple[dict[int, State], Passage, Tape]:
+def _forwards(walk: MirrorDescent, cuts: Sequence[int]) -> tuple[dict[int, State], Passage, list[Taken]]:
     """The run: the states at the heads of all segments but the last, by step; the first step; the last segment."""
     heads: dict[int, State] = {}
     seen: list[tuple[Tensor, Params]] = []
@@ -140,26 +96,34 @@ def _forwards(walk: MirrorDescent, cuts: Sequence[int]) -> tuple[dict[int, State
 
     train(walk.task, walk, cuts[-1], watch=watch, until=None)
     first = _passage(*seen[0], heads.pop(0), heads.get(1, (walk.params, walk.active)), exact=walk.exact)
-    tape = Tape(walk, walk.params)
+    tape: list[Taken] = []
     while walk.going:
-        before = (walk.params, walk.active)
-        loss, grads = tape.gradient(walk.taken)
-        walk.step(loss, grads)
-        tape.extend(loss, grads, before, (walk.params, walk.active))
+        before, taken = (walk.params, walk.active), _gradient(walk, walk.params, walk.taken)
+        walk.step(*taken[:2])
+        tape.append((_passage(*taken[:2], before, (walk.params, walk.active), exact=walk.exact), *taken[1:]))
     return heads, first, tape
 
 
-def _replay(walk: MirrorDescent, head: State, steps: range) -> Tape:
+def _replay(walk: MirrorDescent, before: State, steps: range) -> list[Taken]:
     """One segment again, with the graphs of its gradients."""
-    before, tape = head, Tape(walk, head[0])
+    tape: list[Taken] = []
     for t in steps:
-        loss, grads = tape.gradient(t)
+        loss, grads, edges = _gradient(walk, before[0], t)
         with torch.no_grad():
-            taken = mirror_step(before[0], grads, walk.potential, walk.lr, active=before[1], exact=walk.exact)
-        after = (taken.params, taken.active or before[1])
-        tape.extend(loss, grads, before, after)
+            step = mirror_step(before[0], grads, walk.potential, walk.lr, active=before[1], exact=walk.exact)
+        after = (step.params, step.active or before[1])
+        tape.append((_passage(loss, grads, before, after, exact=walk.exact), grads, edges))
         before = after
     return tape
+
+
+def _gradient(walk: MirrorDescent, params: Params, t: int) -> tuple[Tensor, dict[str, Tensor], list[GradientEdge]]:
+    """The loss and its gradient with their graphs, and the edges at which these begin."""
+    # Leaves would stay in memory for as long as their graph. Of a sum it keeps only what the gradient needs.
+    zero = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        here = {n: x.detach() + zero.to(x) for n, x in params.items()}
+    return *gradient(walk.task, here, walk.task.batch(t), graph=True), [get_gradient_edge(x) for x in here.values()]
 
 
 def _passage(loss: Tensor, grads: Params, before: State, after: State, *, exact: bool) -> Passage:
@@ -177,37 +141,42 @@ class Adjoint:
         ends = _leaves(run.end)
         final = recursion.objective.final(run, recursion.potential, ends)
         self._final, self.offsets, by_end = differentiate(final, recursion.potential, *ends.values())
-        self.params = tuple(torch.empty_like(x).copy_(by) for x, by in zip(ends.values(), by_end, strict=True))
-        self._aimless = not any(bool(by.any()) for by in by_end)
+        self.params: Tensors = by_end
+        self.weights = torch.zeros_like(self.offsets)
         self._logs = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
         self._rows = [[scalar(d[j]) for d in self._logs.values()] for j in range(recursion.pieces)]
-        self.weights = torch.zeros_like(self.offsets)
 
     @property
     def log_d(self) -> dict[str, Tensor]:
         """The gradient by the logarithms of the metrics, gathered so far."""
         return {k: v + self._final[k] for k, v in self.recursion.by_key(self._logs).items()}
 
-    def back_over(self, tape: Tape) -> None:
+    def back_over(self, tape: list[Taken]) -> None:
         """Pull the cotangents back over the steps of a segment, which is consumed."""
-        self.params = tape.back(self, self.params)
+        while tape:
+            passage, grads, edges = tape.pop()
+            by_loss, self.params, by_grads = self.pull(passage)
+            if by_loss:
+                self.params = torch._foreach_add(self.params, list(passage.grads.values()), alpha=by_loss)
+            live = [(g, c) for g, c in zip(grads.values(), by_grads, strict=True) if g.requires_grad]
+            if live:  # else all gradients are constant
+                outputs, given = zip(*live, strict=True)
+                found = torch.autograd.grad(outputs, edges, given, allow_unused=True)
+                self.params = [x if by is None else x + by for x, by in zip(self.params, found, strict=True)]
 
-    def pull(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
+    def pull(self, passage: Passage) -> tuple[float, Tensors, Tensors]:
         """The cotangents of loss, theta_t and g_t from those of theta_{t+1}; those of the metrics are gathered."""
-        aimless, self._aimless = self._aimless, False
         piece = self.recursion.stays(passage)
         if piece is None:
-            return self._pull_between(passage, cotangents)
+            return self._pull_between(passage)
         slopes = self.recursion.slopes(passage, piece)
-        if aimless and not slopes.energy:  # nothing depends on where the last step led to: there is no H c to find
-            return [None, *torch._foreach_mul(list(passage.grads.values()), slopes.loss), *[None] * len(passage.grads)]
-        by_grads = self.recursion.back(passage, piece, slopes, cotangents, self._rows[piece])
+        by_grads = self.recursion.back(passage, piece, slopes, self.params, self._rows[piece])
         if len(passage.before) > 1:
             self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
-        return [passage.loss.new_tensor(slopes.loss), *cotangents, *by_grads]
+        return slopes.loss, self.params, by_grads
 
     @torch.enable_grad()
-    def _pull_between(self, passage: Passage, cotangents: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    def _pull_between(self, passage: Passage) -> tuple[float, Tensors, Tensors]:
         """The same for a step onto, along or off a kink."""
         r = self.recursion
         metrics, params, grads = _leaves(r.metrics), _leaves(passage.params), _leaves(passage.grads)
@@ -215,16 +184,15 @@ class Adjoint:
         weights = r.weights_of(passage).requires_grad_()
         moved, after = r.step(metrics, offsets, params, weights, grads, passage)
         term = r.running(metrics, weights, loss, grads)
-        outputs, given = [*moved.values(), term], [*cotangents, torch.ones_like(term)]
+        outputs, given = [*moved.values(), term], [*self.params, torch.ones_like(term)]
         if after.requires_grad:
             outputs, given = [*outputs, after], [*given, self.weights]
-        leaves = [offsets, weights, *metrics.values(), loss, *params.values(), *grads.values()]
+        leaves = [offsets, weights, loss, *metrics.values(), *params.values(), *grads.values()]
         by = torch.autograd.grad(outputs, leaves, given, allow_unused=True, materialize_grads=True)
-        self.offsets = self.offsets + by[0]
-        self.weights = by[1]
-        for gathered, d, b in zip(self._logs.values(), r.metrics.values(), by[2:], strict=False):
+        self.offsets, self.weights, tensors = self.offsets + by[0], by[1], len(metrics)
+        for gathered, d, b in zip(self._logs.values(), r.metrics.values(), by[3:], strict=False):
             gathered.addcmul_(d, b)
-        return by[2 + len(metrics) :]
+        return float(by[2]), by[3 + tensors : 3 + 2 * tensors], by[3 + 2 * tensors :]
 
 
 def _leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

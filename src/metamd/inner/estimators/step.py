@@ -11,7 +11,7 @@ a few passes over the model. With r = eta / D_j and e = g'D_j^-1 g the derivativ
     d theta+ = dz - r (dg - g d log D_j),    de = 2/eta r g dg - 1/eta r g^2 d log D_j.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,7 +160,7 @@ class Recursion:
         return found
 
     def back(
-        self, passage: Passage, j: int, slopes: Slopes, cotangents: tuple[Tensor, ...], logs: list[Tensor]
+        self, passage: Passage, j: int, slopes: Slopes, cotangents: Sequence[Tensor], logs: list[Tensor]
     ) -> list[Tensor]:
         """The cotangents of the gradient from those of theta_{t+1}; those of log D_j are added to `logs`."""
         s, rates, found = slopes.energy / self.lr, self.rates(j), []

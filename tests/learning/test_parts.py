@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from metamd import Diagonal, Journal, learn_start, learn_usage, load, meta_train
+from metamd import Diagonal, Evolution, Journal, Kronecker, MaxDiagonal, Reverse, learn_start, learn_usage, load, meta_train
 from metamd.cli import main as cli
 from metamd.files.progress import showing
 from metamd.inner.objectives import Reference
@@ -168,6 +168,17 @@ def test_several_workers_learn_the_same_bits_at_the_same_cost(whole, kept, tmp_p
     learned, _ = whole
     journal = Journal(tmp_path) if kept else None
     assert said(meta_train(family(), tasks_per_step=1, journal=journal, workers=2)) == said(learned)
+
+
+@pytest.mark.parametrize(
+    ("potential", "options"),
+    [(Kronecker(), {}), (MaxDiagonal(2), {"estimator": Evolution()}), (Diagonal(), {"estimator": Reverse()})],
+    ids=["closed form", "random", "reverse"],
+)
+def test_several_workers_make_the_same_outer_steps(potential, options):
+    options |= {"outer_steps": 2, "tasks_per_step": 3}
+    one, two = (meta_train(tabular(steps=4), potential, workers=n, **options) for n in (1, 2))
+    assert said(one) == said(two)
 
 
 def test_a_learning_says_how_far_it_is(capsys):

@@ -227,7 +227,7 @@ class Train:
         k: the constant of the paper's objective.
         rho: the outer learning rate of the paper's algorithm; scaled to the tasks if not given.
         every: outer steps between checkpoints.
-        workers: processes that share the runs of Adam and of usages; the result does not depend on them.
+        workers: processes that share the runs; the result does not depend on them.
         ray: address of a Ray cluster to compute them on, with so many workers; local starts one on this machine.
         seed: of everything random.
         tensorboard: write event files beside the log.

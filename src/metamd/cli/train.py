@@ -91,8 +91,7 @@ def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log) -> Le
         chosen = choices if options.usage else None
         learned = learn_network(family, method["potential"], objective, tasks=options.tasks, choices=chosen, **kept)
     else:
-        rounds: dict[str, Any] = {"tasks_per_step": options.tasks, "seed": options.seed, "journal": journal, "log": log}
-        learned = meta_train(family, **method, max_norm=options.max_norm, **rounds)
+        learned = meta_train(family, **method, max_norm=options.max_norm, tasks_per_step=options.tasks, log=log, **kept)
         if options.usage:
             learned = learn_usage(learned, family, choices, **kept)
     return learned if start is None else learned.with_start(start)

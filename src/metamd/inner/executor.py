@@ -59,6 +59,11 @@ class Executor:
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, got {self.workers}.")
 
+    @classmethod
+    def of(cls, workers: "int | Executor") -> "Executor":
+        """An executor with so many workers, or the one that is given."""
+        return workers if isinstance(workers, Executor) else cls(workers)
+
     def all(self, pieces: Mapping[str, Callable[[], T]], label: str = "") -> dict[str, T]:
         """All results, in the order of the pieces."""
         found = dict(self.results(pieces, label))

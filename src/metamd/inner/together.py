@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from metamd.inner.executor import Executor
 from metamd.inner.run import Cost, ReferenceRun, Trajectory, bound, referred, run_inner, train, trouble
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
@@ -29,6 +31,7 @@ def run_many(
     exact: bool = True,
     reference: ReferenceRun | None = None,
     products: bool = False,
+    executor: Executor | None = None,
 ) -> list[Trajectory]:
     """The records of runs of tasks whose loss is the same function (`family.shared_loss`), under vmap where that is faster.
 
@@ -42,6 +45,7 @@ def run_many(
         exact: False takes the paper's step.
         reference: what finds a point to compare with.
         products: whether to record what a learned basis is computed from.
+        executor: where runs are computed that are not made under vmap; in this process if not given.
     """
     if not tasks:
         raise ValueError("there must be at least one task to run, got none.")
@@ -49,7 +53,8 @@ def run_many(
     small = sum(x.numel() for x in tasks[0].init().values()) <= SMALL
     if not small or not one_piece or products or len({t.steps for t in tasks}) > 1 or len(tasks) == 1:
         options: dict[str, Any] = {"lr": lr, "exact": exact, "reference": reference, "products": products}
-        return [run_inner(task, potential, **options) for task in tasks]
+        pieces = {f"task {i}": partial(run_inner, task, potential, **options) for i, task in enumerate(tasks)}
+        return list((executor or Executor()).all(pieces).values())
     runs = _SideBySide(_Stacked(tasks), potential, lr)
     began = time.perf_counter()
     train(runs.task, runs, runs.steps, until=None)

@@ -67,8 +67,8 @@ def meta_train(
         journal: where to keep checkpoints and a log, or the finished parts where the potential is not given and networks
             are learned, so that the same call continues a run that was stopped.
         log: called with the record of every outer step and its number.
-        workers: processes that share the runs from which networks are learned, or an `Executor`; the result does not
-            depend on them. Outer steps run in this process.
+        workers: processes that share the runs, or an `Executor`; the result does not depend on them. Small tasks that share
+            one loss run side by side in this process.
         changes: fields of `Method` by name, such as `objective=`, `estimator=`, `outer_steps=`, `refine=`, `max_norm=`.
 
     Example:
@@ -105,7 +105,8 @@ def meta_train(
         )
     with nullcontext() if journal is None else journal.opened():
         found = first_look(family, potential, seed, tasks_per_step, curvature=method.start == "curvature")
-        learner = Learner(found.bound, method.objective, method.estimator, method.exact, family.shared_loss)
+        how = (method.objective, method.estimator, method.exact, family.shared_loss)
+        learner = Learner(found.bound, *how, executor=Executor.of(workers))
         ball = Ball(method.max_norm, found.bound, found.shapes)
         plan = Plan(family, learner, method, potential.pieces, tasks_per_step, seed, ball)
         return _result(plan, _train(plan, _begin(found, plan), journal, log))

@@ -38,7 +38,7 @@ class Parts:
 
     def __init__(self, family: Counted, records: Records | None = None, workers: int | Executor = 1) -> None:
         self.family, self.records = family, records
-        self.executor = workers if isinstance(workers, Executor) else Executor(workers)
+        self.executor = Executor.of(workers)
 
     def runs(self, compute: Callable[..., T], tasks: Sequence[Any], label: str = "") -> list[T]:
         """What a function returns for each of several tasks, or tuples of arguments; nothing is kept."""

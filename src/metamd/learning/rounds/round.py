@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from metamd.inner.closed_form import Iterate, compared, moment_shapes
 from metamd.inner.estimators import ClosedForm, Estimator
+from metamd.inner.executor import Executor
 from metamd.inner.objectives import Objective, PaperBound, Regret
 from metamd.inner.run import Cost, Trajectory, gradient, run_inner
 from metamd.inner.sums import moments_of
@@ -79,6 +81,7 @@ class Learner:
         estimator: how.
         exact: False takes the paper's step.
         together: whether one task's loss serves all, so that small ones can run side by side.
+        executor: where the others run.
     """
 
     potential: MaxDiagonal
@@ -86,6 +89,7 @@ class Learner:
     estimator: Estimator
     exact: bool
     together: bool = False
+    executor: Executor = field(default_factory=Executor)
 
     def fit(self, iterate: Iterate, task: Task) -> MaxDiagonal:
         """The potential with these metrics for the tensors of a task."""
@@ -110,7 +114,11 @@ class Learner:
     def learn(self, tasks: Mapping[int, Task], iterate: Iterate, purpose: Purpose) -> dict[int, TaskResult]:
         """Run tasks, by number, and what each says; the purpose seeds estimators that are random."""
         if not isinstance(self.estimator, ClosedForm):
-            return {i: self._differentiate(task, iterate, derive_seed(*purpose, i)) for i, task in tasks.items()}
+            pieces = {
+                f"task {i}": partial(self._differentiate, task, iterate, derive_seed(*purpose, i))
+                for i, task in tasks.items()
+            }
+            return dict(zip(tasks, self.executor.all(pieces).values(), strict=True))
         found = {}
         runs = self.runs(list(tasks.values()), iterate, products=iterate.basis.kind != "identity")
         for (i, task), (fit, run) in zip(tasks.items(), runs, strict=True):
@@ -140,9 +148,10 @@ class Learner:
         options: dict[str, Any] = {"exact": self.exact, "reference": reference, "products": products}
         if self.together and len(tasks) > 1:
             fit = self.fit(iterate, tasks[0])
-            return [(fit, run) for run in run_many(tasks, fit, **options)]
+            return [(fit, run) for run in run_many(tasks, fit, executor=self.executor, **options)]
         fits = [self.fit(iterate, task) for task in tasks]
-        return [(fit, run_inner(task, fit, **options)) for fit, task in zip(fits, tasks, strict=True)]
+        pieces = {f"task {i}": partial(run_inner, task, fits[i], **options) for i, task in enumerate(tasks)}
+        return list(zip(fits, self.executor.all(pieces).values(), strict=True))
 
     def survives(self, task: Task, iterate: Iterate) -> tuple[bool, Cost]:
         """Whether a task finishes under these metrics, and what it took to see."""
@@ -157,7 +166,8 @@ class Learner:
             result = replace(result, diverged="The hypergradient is not finite. Start from larger metrics.")
         if result.diverged:
             return result
-        sums = {f"gradient/log_d/{k}": v for k, v in found.grads.items()} | {"gradient/offsets": found.offsets}
+        sums = {f"gradient/log_d/{k}": v.detach() for k, v in found.grads.items()}
+        sums["gradient/offsets"] = found.offsets.detach()
         sums |= {"value": torch.tensor(result.value, dtype=torch.float64), "tasks": torch.ones(())}
         return replace(result, sums=sums)
 

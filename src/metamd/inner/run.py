@@ -200,13 +200,19 @@ def gradient(task: Problem, params: Params, batch: Any, *, graph: bool = False) 
     """
     with torch.enable_grad():
         leaves = dict(params) if graph else {n: x.detach().requires_grad_() for n, x in params.items()}
-        loss = task.loss(leaves, batch)
-        if loss.ndim or not loss.requires_grad:
-            problem = f"has shape {tuple(loss.shape)}" if loss.ndim else "does not depend on the parameters"
-            raise ValueError(f"task.loss must return a scalar that depends on the parameters, but it {problem}.")
+        loss = scalar_loss(task, leaves, batch)
         found = torch.autograd.grad(loss, list(leaves.values()), create_graph=graph, allow_unused=True)
     grads = {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), found, strict=True)}
     return (loss if graph else loss.detach()), grads
+
+
+def scalar_loss(task: Problem, leaves: Params, batch: Any) -> Tensor:
+    """The loss on a batch, which has to be a scalar with a graph."""
+    loss = task.loss(leaves, batch)
+    if loss.ndim or not loss.requires_grad:
+        problem = f"has shape {tuple(loss.shape)}" if loss.ndim else "does not depend on the parameters"
+        raise ValueError(f"task.loss must return a scalar that depends on the parameters, but it {problem}.")
+    return loss
 
 
 def laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:

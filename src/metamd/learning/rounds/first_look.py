@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from metamd.inner.closed_form import LARGEST
 from metamd.inner.estimators.forward import hessian_products
-from metamd.inner.run import Cost
+from metamd.inner.run import Cost, scalar_loss
 from metamd.learning.rounds.round import draw
 from metamd.potentials.base import Params
 from metamd.potentials.basis import Learned
@@ -130,10 +130,7 @@ def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> 
     if bound.tying == "parameter":
         _alike({n: tuple(x.shape) for n, x in start.items()}, shapes)
     slots = bound.bind(start).slots
-    loss = task.loss(start, task.batch(0))
-    if loss.ndim or not loss.requires_grad:
-        problem = f"has shape {tuple(loss.shape)}" if loss.ndim else "does not depend on the parameters"
-        raise ValueError(f"task.loss must return a scalar that depends on the parameters, but it {problem}.")
+    loss = scalar_loss(task, start, task.batch(0))
     grads = torch.autograd.grad(loss, list(start.values()), allow_unused=True)
     ignored = {n: None for n, g in zip(start, grads, strict=True) if g is None}
     if ignored:

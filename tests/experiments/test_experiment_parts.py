@@ -14,7 +14,6 @@ import torch
 from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, learn_start, tasks
 from metamd.cli.report import read, write_report
 from metamd.cli.report import tables as tables_of
-from metamd.comparison.compare import in_unit_of
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.entrants import Protocol, entrants, handicap
 from metamd.comparison.figures import best_schedules, learning_curves
@@ -445,12 +444,6 @@ def test_a_rival_that_joins_on_some_domains_is_reported_on_these(tmp_path):
     shown, _ = write_report(tmp_path, tmp_path, places=after.places("tiny", tmp_path, ("b",)))
     assert [f.group for f in shown.folds] == ["b"]
     assert "Adam" in (tmp_path / "report.md").read_text()
-
-
-def test_seconds_of_two_times_are_counted_in_the_unit_of_the_first():
-    now, before = {"a": 2.0, "b": 4.0, "c": 3.0, "new": 5.0, "gone": math.nan}, {"a": 1.0, "b": 2.0, "c": 9.0, "gone": 7.0}
-    assert in_unit_of(now, before) == {"a": 1.0, "b": 2.0, "c": 9.0, "new": 2.5, "gone": 7.0}
-    assert math.isnan(in_unit_of({"new": 1.0}, {"gone": 7.0})["new"])
 
 
 COMMITTED = sorted(path.parent for path in (ROOT / "results").glob("*/records.jsonl.xz"))

@@ -4,9 +4,9 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 from metamd.comparison.comparison import Candidate, Comparison, Fold, cell_name
 from metamd.comparison.entrants import Entrants, Protocol, draw
@@ -141,58 +141,25 @@ def _timed(
 ) -> Comparison:
     """The same with the seconds of a step of each optimiser, taken in turns in this process.
 
-    One rival under several schedules takes the same steps: it is timed once. Where some are known from records alone, those
-    of the comparison that is there keep their seconds, and the others are counted in the same unit.
+    One rival under several schedules takes the same steps: it is timed once.
     """
-    fold = comparison.folds[0]
-    chosen = {}
-    for label, found in entrants.items():
-        best = fold.best(label, "mean_loss", None).contender
-        chosen[label] = next(c for c in found if c.describe() == best)
+    best = {label: comparison.folds[0].best(label, "mean_loss", None).contender for label in entrants}
+    chosen = {label: next(c for c in found if c.describe() == best[label]) for label, found in entrants.items()}
     keys = json.dumps({label: c.key() for label, c in chosen.items()})
     name = f"seconds-{hashlib.blake2b(keys.encode(), digest_size=6).hexdigest()}"
 
     def compute() -> Result:
         kinds = {label: (c.rival.name, c.rival.identity) for label, c in chosen.items()}
         timed = {kind: label for label, kind in reversed(kinds.items())}
-        gone = {label for label, c in chosen.items() if c.rival.recorded}
-        lost = gone | {label for label, c in chosen.items() if c.rival.unlearned}
-        once = {label: chosen[label] for label in chosen if label in timed.values() and label not in lost}
+        once = {label: c for label, c in chosen.items() if label in timed.values() and not c.rival.unlearned}
         with Progress("timing steps", (ROUNDS + WARM_UP) * len(once)) as progress:
             found = step_seconds(task, once, steps=comparison.settings["steps"], advance=progress.advance)
         each = {label: found.get(timed[kind], math.nan) for label, kind in kinds.items()}
-        if gone and records is not None:
-            each = in_unit_of(each, _seconds_before(records.folder, chosen))
         return {"seconds": {label: None if math.isnan(x) else x for label, x in each.items()}}
 
     taken = (compute() if records is None else records.cell(name, compute))["seconds"]
-    timed = comparison.with_seconds({label: math.nan if x is None else x for label, x in taken.items()})
+    seconds = {label: math.nan if x is None else x for label, x in taken.items()}
+    comparison = replace(comparison, folds=tuple(replace(f, seconds=seconds) for f in comparison.folds))
     if records is not None:
-        write_json(records.folder / "comparison.json", timed.index() | {"versions": environment()})
-    return timed
-
-
-def in_unit_of(seconds: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Seconds that were taken at two times, as taken at the first: the median of those in both says how much they differ.
-
-    Args:
-        seconds: taken now, by label; NaN for what could not be.
-        before: taken then, in turns as well.
-    """
-    shared = [before[label] / x for label, x in seconds.items() if label in before and x > 0 and before[label] > 0]
-    unit = median(shared) if shared else math.nan
-    return {label: before.get(label, unit * x) for label, x in seconds.items()}
-
-
-def _seconds_before(folder: Path, chosen: Mapping[str, Contender]) -> dict[str, float]:
-    """Those of the comparison in the folder, of optimisers that are still the same, under another schedule too."""
-    if not (folder / "comparison.json").exists():
-        return {}
-    fold = Comparison.read(folder).folds[0]
-    known: dict[tuple[str, str], dict[str, float]] = {}
-    for label, seconds in fold.seconds.items():
-        contender = fold.entrants[label][0].contender
-        if math.isfinite(seconds):
-            known.setdefault((contender["rival"], contender.get("identity", "")), {})[label] = seconds
-    found = {label: known.get((c.rival.name, c.rival.identity), {}) for label, c in chosen.items()}
-    return {label: times.get(label, next(iter(times.values()))) for label, times in found.items() if times}
+        write_json(records.folder / "comparison.json", comparison.index() | {"versions": environment()})
+    return comparison

@@ -343,10 +343,6 @@ class Comparison:
             return 0.0
         return math.ceil(ahead / gain) if gain > 0 else math.inf
 
-    def with_seconds(self, seconds: Mapping[str, float]) -> "Comparison":
-        """The same with the seconds of a step, by label."""
-        return replace(self, folds=tuple(replace(f, seconds=dict(seconds)) for f in self.folds))
-
     @classmethod
     def join(cls, parts: Iterable["Comparison"]) -> "Comparison":
         """Comparisons of the same optimisers on several domains as one.

@@ -73,7 +73,6 @@ class Rival:
         knots: of its learned schedule, if it has one.
         domains: that it was learned on.
         tasks: hashes of those that it was learned on.
-        recorded: whether it is known from records alone, so that it cannot be trained or timed.
         unlearned: why it could not be learned, if so: its runs count as failed.
     """
 
@@ -89,7 +88,6 @@ class Rival:
     knots: tuple[float, ...] = ()
     domains: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
-    recorded: bool = False
     unlearned: str = ""
 
     def was_learned_on(self, domain: str, tasks: Iterable[str]) -> bool:

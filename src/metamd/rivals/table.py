@@ -58,85 +58,50 @@ def _rival(
     name: str,
     title: str,
     make: Callable[[Named, Setting], Stepper],
-    rate: tuple[float, float],
-    defaults: Mapping[str, float],
-    decay: Range = DECAY,
-    **others: Any,
+    rates: Range,
+    grid: Mapping[str, tuple[float, ...]] | None = None,
+    decays: Range = DECAY,
+    /,
+    **defaults: float,
 ) -> Rival:
-    """A rival that is tuned in learning rate and weight decay, without decay by default."""
+    """A rival that is tuned in learning rate and weight decay; without decay by default."""
     setting = {"lr": defaults["lr"], "weight_decay": 0.0, **defaults}
-    return Rival(name, title, make, {"lr": Range(*rate), "weight_decay": decay}, setting, **others)
+    return Rival(name, title, make, {"lr": rates, "weight_decay": decays}, setting, grid or {})
 
 
+_USUAL, _SMALL, _FACTOR = Range(1e-4, 1), Range(1e-4, 0.1), Range(0.1, 10)
 _ADAM = {"beta1": 0.9, "beta2": 0.999}
+_ADAMW = built(optim.AdamW, fused=True)
 
 _TORCH = [  # in their fastest form on CPU
-    _rival("sgd", "SGD", built(optim.SGD, fused=True), (1e-3, 10), {"lr": 1e-3}, grid=PAPER),
-    _rival("sgdm", "SGD-M", built(optim.SGD, fused=True), (1e-4, 1), {"lr": 1e-3, "momentum": 0.9}, grid=PAPER),
+    _rival("sgd", "SGD", built(optim.SGD, fused=True), Range(1e-3, 10), PAPER, lr=1e-3),
+    _rival("sgdm", "SGD-M", built(optim.SGD, fused=True), _USUAL, PAPER, lr=1e-3, momentum=0.9),
+    _rival("nesterov", "Nesterov", built(optim.SGD, nesterov=True, fused=True), _USUAL, PAPER, lr=1e-3, momentum=0.9),
+    _rival("adam", "Adam", built(optim.Adam, fused=True), _USUAL, PAPER_ADAM, lr=1e-3, **_ADAM),
     _rival(
-        "nesterov",
-        "Nesterov",
-        built(optim.SGD, nesterov=True, fused=True),
-        (1e-4, 1),
-        {"lr": 1e-3, "momentum": 0.9},
-        grid=PAPER,
+        "adamw", "AdamW", built(optim.AdamW, fused=True), _USUAL, PAPER_ADAM, DECOUPLED, lr=1e-3, weight_decay=0.01, **_ADAM
     ),
-    _rival("adam", "Adam", built(optim.Adam, fused=True), (1e-4, 1), {"lr": 1e-3, **_ADAM}, grid=PAPER_ADAM),
-    _rival(
-        "adamw",
-        "AdamW",
-        built(optim.AdamW, fused=True),
-        (1e-4, 1),
-        {"lr": 1e-3, "weight_decay": 0.01, **_ADAM},
-        DECOUPLED,
-        grid=PAPER_ADAM,
-    ),
-    _rival(
-        "rmsprop",
-        "RMSprop",
-        built(optim.RMSprop, foreach=True),
-        (1e-4, 1),
-        {"lr": 1e-2, "alpha": 0.99, "momentum": 0.0},
-        grid=PAPER,
-    ),
-    _rival("adagrad", "AdaGrad", built(optim.Adagrad, fused=True), (1e-4, 1), {"lr": 1e-2}, grid=PAPER),
-    _rival("muon", "Muon + AdamW", MuonAndAdamW, (1e-4, 1), {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95}, DECOUPLED),
+    _rival("rmsprop", "RMSprop", built(optim.RMSprop, foreach=True), _USUAL, PAPER, lr=1e-2, alpha=0.99, momentum=0.0),
+    _rival("adagrad", "AdaGrad", built(optim.Adagrad, fused=True), _USUAL, PAPER, lr=1e-2),
+    _rival("muon", "Muon + AdamW", MuonAndAdamW, _USUAL, None, DECOUPLED, lr=1e-3, weight_decay=0.1, momentum=0.95),
 ]
 
-# the class's own defaults start after 25 steps and renew the roots every 1,000: nothing for runs of 500
-_SHAMPOO = {"start_preconditioning_step": 10, "preconditioning_compute_steps": 10, "block_size": 256}
-
-_ALONE: dict[str, Any] = {"schedules": ("constant",)}
-"""Of a rival that has its own way in the place of a schedule."""
+# SOAP and Shampoo renew their bases every 10 steps. Shampoo's own defaults start after 25 steps and renew the roots every
+# 1,000: nothing for runs of 500.
+_SOAP = built("pytorch_optimizer.SOAP", precondition_frequency=10)
+_SHAMPOO = built(
+    "pytorch_optimizer.ScalableShampoo", start_preconditioning_step=10, preconditioning_compute_steps=10, block_size=256
+)
+_FREE, _FREE_SGD = built("schedulefree.AdamWScheduleFree"), built("schedulefree.SGDScheduleFree")
 
 _PACKAGES = [
-    _rival(
-        "soap",
-        "SOAP",
-        built("pytorch_optimizer.SOAP", precondition_frequency=10),
-        (1e-4, 0.1),
-        {"lr": 3e-3, "beta1": 0.95, "beta2": 0.95},
-    ),
-    _rival("shampoo", "Shampoo", built("pytorch_optimizer.ScalableShampoo", **_SHAMPOO), (1e-4, 1), {"lr": 1e-3, **_ADAM}),
-    _rival(
-        "schedule-free",
-        "Schedule-Free AdamW",
-        built("schedulefree.AdamWScheduleFree"),
-        (1e-4, 0.1),
-        {"lr": 2.5e-3, **_ADAM},
-        **_ALONE,
-    ),
-    _rival(
-        "schedule-free-sgd",
-        "Schedule-Free SGD",
-        built("schedulefree.SGDScheduleFree"),
-        (1e-2, 30),
-        {"lr": 1.0, "momentum": 0.9},
-        **_ALONE,
-    ),
-    # their rate is a factor on the one that they find
-    _rival("prodigy", "Prodigy", built("prodigyopt.Prodigy"), (0.1, 10), {"lr": 1.0, **_ADAM}),
-    _rival("dadapt", "D-Adaptation", built("pytorch_optimizer.DAdaptAdam"), (0.1, 10), {"lr": 1.0, **_ADAM}),
+    _rival("soap", "SOAP", _SOAP, _SMALL, lr=3e-3, beta1=0.95, beta2=0.95),
+    _rival("shampoo", "Shampoo", _SHAMPOO, _USUAL, lr=1e-3, **_ADAM),
+    _rival("schedule-free", "Schedule-Free AdamW", _FREE, _SMALL, lr=2.5e-3, **_ADAM),
+    _rival("schedule-free-sgd", "Schedule-Free SGD", _FREE_SGD, Range(1e-2, 30), lr=1.0, momentum=0.9),
+    # the rate of the next two is a factor on the one that they find
+    _rival("prodigy", "Prodigy", built("prodigyopt.Prodigy"), _FACTOR, lr=1.0, **_ADAM),
+    _rival("dadapt", "D-Adaptation", built("pytorch_optimizer.DAdaptAdam"), _FACTOR, lr=1.0, **_ADAM),
 ]
 
 _HYPERGRADIENT = Rival(
@@ -145,8 +110,10 @@ _HYPERGRADIENT = Rival(
     HypergradientSGD,
     {"lr": Range(1e-3, 10), "beta": Range(1e-6, 1e-1)},
     {"lr": 1e-3, "beta": 1e-3},
-    **_ALONE,
 )
+
+_UNSCHEDULED = ("schedule-free", "schedule-free-sgd", "hypergradient")
+"""Those that have their own way in the place of a schedule."""
 
 
 def averaged(rival: Rival) -> Rival:
@@ -168,5 +135,7 @@ def averaged(rival: Rival) -> Rival:
 
 RIVALS: dict[str, Rival] = {r.name: r for r in (*_TORCH, *_PACKAGES, _HYPERGRADIENT)}
 """Those that need no learning, by name."""
+
+RIVALS |= {name: replace(RIVALS[name], schedules=("constant",)) for name in _UNSCHEDULED}
 
 RIVALS |= {r.name: r for r in (averaged(RIVALS[name]) for name in ("sgdm", "adam", "adamw", "muon", "soap"))}

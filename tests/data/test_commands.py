@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import metamd.data as data
-from metamd.cli import data_commands as commands
+from metamd.cli import data as commands
 from metamd.data import registry
 from metamd.data.registry import DataError
 from metamd.files.progress import showing
@@ -81,7 +81,7 @@ def test_path_is_that_of_the_file_or_of_the_cache(tiny, place, capsys):
 
 def test_listing_imports_neither_torch_nor_the_extra_packages(tmp_path):
     script = (
-        "import sys; from metamd.cli import data_commands as commands; commands.list_datasets(json=True); "
+        "import sys; from metamd.cli import data as commands; commands.list_datasets(json=True); "
         "print(sorted({'torch', 'pooch', 'scipy', 'PIL', 'requests'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

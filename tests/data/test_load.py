@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import metamd.data as data
-from metamd.cli import data_commands as commands
+from metamd.cli import data as commands
 from metamd.data import canonical, registry
 from metamd.data.registry import DataError, Form, Split
 from tests.data_builders import GREY, idx_files, place, put, server, tiny

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,9 +56,14 @@ def learn(
         )
     runs = list(runs)
     shares = _weights(runs, weights)
-    tying = _common_tying(runs) if tying is None else tying
+    recorded = sorted({run.tying for run in runs})
+    if tying is None and len(recorded) > 1:
+        raise ValueError(
+            f'the runs were recorded with the tyings {", ".join(map(repr, recorded))}. Pass one, such as tying="tensor".'
+        )
+    tying = tying or recorded[0]
     _check_runs(runs, tying)
-    return _solve(_Known(prior=prior, model=runs[0].model), runs, shares, tying)
+    return _solve(runs, shares, tying, prior)
 
 
 def update(
@@ -83,35 +88,8 @@ def update(
     runs = list(runs)
     shares = _weights(runs, weights)
     _check_runs(runs, header.tying, header.model, {row["fingerprint"] for row in earlier["runs"]})
-    rows = [{**row, "weight": row["weight"] * decay} for row in earlier["runs"]]
-    kept = Moments(*({k: decay * v.double() for k, v in part.items()} for part in (learned.moments.x, learned.moments.y)))
-    scale = {k: v**2 for k, v in header.gradient_scale.items()}
-    known = _Known(earlier["prior"], header.model, rows, kept, learned.potential, scale, header.cost)
-    found = _solve(known, runs, shares, header.tying)
+    found = _solve(runs, shares, header.tying, earlier["prior"], learned, decay)
     return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What is known before runs are added.
-
-    Args:
-        prior: its strength.
-        model: shapes of the tensors, empty if runs were of several models.
-        rows: what a header says of each earlier run.
-        moments: their weighted sums.
-        potential: what was learned from them.
-        scale: mean squares of their first gradients, by key.
-        cost: of learning from them.
-    """
-
-    prior: float
-    model: Mapping[str, Shape]
-    rows: Sequence[dict[str, Any]] = ()
-    moments: Moments | None = None
-    potential: MaxDiagonal | None = None
-    scale: Mapping[str, float] = field(default_factory=dict)
-    cost: Mapping[str, float] = field(default_factory=dict)
 
 
 def as_trajectory(run: Run, tying: TyingName | None = None) -> Trajectory:
@@ -129,40 +107,50 @@ def as_trajectory(run: Run, tying: TyingName | None = None) -> Trajectory:
     )
 
 
-def _solve(known: _Known, runs: Sequence[Run], shares: Sequence[float], tying: TyingName) -> LearnedOptimiser:
-    """The closed form for all runs, and the header that says where it comes from."""
+def _solve(
+    runs: Sequence[Run],
+    shares: Sequence[float],
+    tying: TyingName,
+    prior: float,
+    earlier: LearnedOptimiser | None = None,
+    decay: float = 1.0,
+) -> LearnedOptimiser:
+    """The closed form for these runs, and for those of an earlier file; the header says where it comes from."""
     bound = [Diagonal(tying=tying).bind(run.start) for run in runs]
-    regret = Regret(prior=known.prior)
+    weights, regret, model = list(shares), Regret(prior=prior), runs[0].model
     moments = [moments_of(as_trajectory(run, tying), phi, regret) for run, phi in zip(runs, bound, strict=True)]
-    scales: list[tuple[float, Mapping[str, float]]]
     scales = [(w, _squared_scale(run, phi)) for w, run, phi in zip(shares, runs, bound, strict=True)]
-    weights = list(shares)
-    if known.moments is not None and known.potential is not None:
-        scales = [(sum(row["weight"] for row in known.rows), known.scale), *scales]
-        moments, weights, bound = [known.moments, *moments], [1.0, *weights], [known.potential, *bound]
+    rows = [_row(run, w) for run, w in zip(runs, shares, strict=True)]
+    cost: Mapping[str, float] = {"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)}
+    if earlier is not None and earlier.moments is not None and earlier.header.learned_from is not None:
+        header, model = earlier.header, earlier.header.model
+        before = [{**row, "weight": row["weight"] * decay} for row in earlier.header.learned_from["runs"]]
+        kept = Moments(*({k: v.double() for k, v in part.items()} for part in (earlier.moments.x, earlier.moments.y)))
+        moments, weights, bound = [kept, *moments], [decay, *weights], [earlier.potential, *bound]
+        squares = {k: v**2 for k, v in header.gradient_scale.items()}
+        scales = [(sum(row["weight"] for row in before), squares), *scales]
+        rows, cost = before + rows, total_cost(header.cost, cost)
     total = Moments.total(moments, weights)
     present: dict[str, Tensor] = {}
     for phi in bound:  # metrics to keep where the runs say nothing, and their types
         present = {**{k: v.detach() for k, v in phi.log_d.items()}, **present}
     potential = Diagonal(tying=tying).with_metrics(minimiser(total, present))
-    rows = [*known.rows, *(_row(run, w) for run, w in zip(runs, shares, strict=True))]
     sizes = {row["batch_size"] for row in rows}
-    added = {"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)}
-    header = LearnedOptimiser.from_potential(
+    about = LearnedOptimiser.from_potential(
         potential,
-        model=dict(known.model) if all(run.model == known.model for run in runs) else {},
+        model=dict(model) if all(run.model == model for run in runs) else {},
         horizon=max(1, round(sum(row["weight"] * row["steps"] for row in rows) / sum(row["weight"] for row in rows))),
         batch_size=sizes.pop() if len(sizes) == 1 else None,
         gradient_scale={k: s for k, s in _scale(scales).items() if math.isfinite(s)},
         objective=repr(regret),
         estimator="ClosedForm()",
         versions=library_versions(),
-        cost=total_cost(known.cost, added),
-        learned_from={"prior": known.prior, "runs": rows},
+        cost=dict(cost),
+        learned_from={"prior": prior, "runs": rows},
     ).header
     # in the type of the metrics: what a file gives back is what was saved
     x, y = ({k: v.to(present[k].dtype) for k, v in part.items()} for part in (total.x, total.y))
-    return LearnedOptimiser(header, potential, Moments(x, y))
+    return LearnedOptimiser(about, potential, Moments(x, y))
 
 
 def _row(run: Run, weight: float) -> dict[str, Any]:
@@ -183,12 +171,11 @@ def _squared_scale(run: Run, bound: MaxDiagonal) -> dict[str, float]:
 
 def _scale(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
     """Root mean squares over runs, for the keys that each has."""
-    keys = dict.fromkeys(k for _, squares in parts for k in squares)
-    found = {}
-    for key in keys:
-        here = [(w, squares[key]) for w, squares in parts if key in squares]
-        found[key] = math.sqrt(sum(w * s for w, s in here) / sum(w for w, _ in here))
-    return found
+    here: dict[str, list[tuple[float, float]]] = {}
+    for weight, squares in parts:
+        for key, square in squares.items():
+            here.setdefault(key, []).append((weight, square))
+    return {key: math.sqrt(sum(w * s for w, s in each) / sum(w for w, _ in each)) for key, each in here.items()}
 
 
 # the door
@@ -208,15 +195,6 @@ def _weights(runs: Sequence[Run], weights: Sequence[float] | None) -> list[float
             f"weights must be positive and finite, got {shown(list(weights))}. Leave out a run that shall not count."
         )
     return [float(w) for w in weights]
-
-
-def _common_tying(runs: Sequence[Run]) -> TyingName:
-    found = sorted({run.tying for run in runs})
-    if len(found) > 1:
-        raise ValueError(
-            f'the runs were recorded with the tyings {", ".join(map(repr, found))}. Pass one, such as tying="tensor".'
-        )
-    return found[0]
 
 
 def _check_runs(

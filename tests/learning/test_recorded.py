@@ -343,7 +343,7 @@ DAMAGE = {
     "kind": (lambda p: p.table["__metadata__"].update({"metamd": "{}"}), "but no recorded run"),
     "tensor": (lambda p: p.table.update({"start/1": p.table.pop("start/0.weight")}), "is missing"),
     "bytes": (lambda p: p.data.__setitem__(-1, p.data[-1] ^ 1), "checksum|negative"),
-    "cut": (lambda p: p.data.pop(), "truncated"),
+    "cut": (lambda p: p.data.pop(), "truncated|not fully covered"),
 }
 
 

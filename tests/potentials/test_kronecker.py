@@ -77,7 +77,7 @@ def dense(potential: MaxDiagonal, name: str) -> list[Tensor]:
         sides, taken = [], 0
         for side, n in (("left", rows), ("right", columns)):
             factor = basis.factors().get(f"{side}/{slot.key}")
-            if factor is None and (basis.sides == "right" and side == "left"):
+            if factor is None and (basis.kind == "right" and side == "left"):
                 sides.append(torch.eye(n, dtype=F64))
                 continue
             count = n if factor is None else min(factor.shape[1] + 1, n)

@@ -180,6 +180,8 @@ class Learned(Basis):
         whole: names of factors that keep all directions, whatever the rank.
     """
 
+    kind: Sides
+
     def __init__(
         self,
         sides: Sides = "right",
@@ -191,9 +193,8 @@ class Learned(Basis):
         whole: Iterable[str] = (),
     ) -> None:
         _check(sides, rank, shrinkage, limit)
-        self.kind: str = sides
-        self.whole = frozenset(whole)
-        self.sides, self.rank, self.shrinkage, self.limit = sides, rank, shrinkage, limit
+        self.kind, self.whole = sides, frozenset(whole)
+        self.rank, self.shrinkage, self.limit = rank, shrinkage, limit
         self._factors = dict(factors or {})
         self.places: dict[str, Place] = {}
         self._here: dict[tuple[Any, ...], Orthogonal] = {}
@@ -213,20 +214,14 @@ class Learned(Basis):
     def _slot(self, key: str, shape: Shape, *, shared: bool) -> Slot:
         if len(shape) < 2 or not math.prod(shape):
             return Slot(key, (), (1,) * len(shape))
-        rows, columns = shape[0], math.prod(shape[1:])
-        if self.sides == "right":
-            key = f"{key}/{columns}" if shared else key
-            numbers = self.numbers(f"right/{key}", columns)
-            return Slot(key, (numbers,), (1, columns), (0, numbers))
-        key = f"{key}/{rows}x{columns}" if shared else key
-        both = self.numbers(f"left/{key}", rows), self.numbers(f"right/{key}", columns)
-        return Slot(key, (sum(both),), (rows, columns), both)
+        rows, columns, two = shape[0], math.prod(shape[1:]), self.kind == "both"
+        key = f"{key}/{f'{rows}x' if two else ''}{columns}" if shared else key
+        left, right = self._numbers(f"left/{key}", rows) if two else 0, self._numbers(f"right/{key}", columns)
+        return Slot(key, (left + right,), (rows if two else 1, columns), (left, right))
 
-    def numbers(self, factor: str, size: int) -> int:
+    def _numbers(self, factor: str, size: int) -> int:
         """How many numbers a side stores: those of the columns given, and one for the rest."""
-        if factor not in self._factors:
-            return size
-        return min(self._factors[factor].shape[1] + 1, size)
+        return min(self._factors[factor].shape[1] + 1, size) if factor in self._factors else size
 
     def placed(self, slots: Mapping[str, Slot], shapes: Mapping[str, Shape]) -> "Learned":
         """The same basis for the tensors of a model."""
@@ -247,7 +242,7 @@ class Learned(Basis):
     def with_factors(self, factors: Mapping[str, Tensor], whole: Iterable[str] | None = None) -> "Learned":
         """Other factors for the same tensors, of which the `whole` ones keep all directions when they are learned."""
         how: dict[str, Any] = {"rank": self.rank, "shrinkage": self.shrinkage, "limit": self.limit}
-        new = Learned(self.sides, **how, factors=factors, whole=self.whole if whole is None else whole)
+        new = Learned(self.kind, **how, factors=factors, whole=self.whole if whole is None else whole)
         new.places = dict(self.places)
         return new
 
@@ -267,7 +262,7 @@ class Learned(Basis):
 
     def learnable(self) -> list[str]:
         """The names of the weights for which a factor can be learned: those with few enough columns."""
-        if self.sides == "both":
+        if self.kind == "both":
             raise ValueError("a basis of both sides is no longer learned, only used. Learn anew from Kronecker().")
         return [n for n, p in self.places.items() if p.sizes["right"] <= self.limit]
 
@@ -302,7 +297,12 @@ class Learned(Basis):
         inverse = self._inverse(name, m, d)
         if inverse is not None and x.dtype == m.dtype and not isinstance(lr, Tensor):
             return self._subtract(place, x, m, inverse, lr, out)
-        moved = (self._divide(name, m, d) if inverse is None else inverse(m)).reshape(grad.shape)
+        if inverse is not None:
+            moved = inverse(m).reshape(grad.shape)
+        elif self.kind == "right" and (right := self._at("right", name, m)) is not None:
+            moved = right.divide(m, d).reshape(grad.shape)
+        else:
+            moved = self.out_of(name, self.into(name, grad) / d)
         if isinstance(lr, Tensor):
             return torch.sub(x, lr * moved, out=out).to(x.dtype)
         return torch.add(x, moved, alpha=-lr, out=out).to(x.dtype)
@@ -326,19 +326,9 @@ class Learned(Basis):
         factor = self._at("right", name, products)
         return products if factor is None else factor.into(factor.into(products).mT)
 
-    def _divide(self, name: str, m: Tensor, d: Tensor) -> Tensor:
-        """V diag(d)^-1 V' of a matrix."""
-        left, right = self._at("left", name, m), self._at("right", name, m)
-        if left is not None:
-            coordinates = left.into((m if right is None else right.into(m)).mT).mT / d
-            back = left.out_of(coordinates.mT).mT
-            return back if right is None else right.out_of(back)
-        assert right is not None
-        return right.divide(m, d)
-
     def _inverse(self, name: str, m: Tensor, d: Tensor) -> "Inverse | None":
         """V diag(d)^-1 V' on the right of a matrix, if d is one of the metrics that stay for the whole run."""
-        if self.sides == "both" or m.ndim > 2 or d.dtype != m.dtype:  # of a model that was turned into another type since
+        if self.kind == "both" or m.ndim > 2 or d.dtype != m.dtype:  # of a model that was turned into another type since
             return None
         address = name, d.data_ptr()
         if address in self._inverses:
@@ -365,7 +355,7 @@ class Learned(Basis):
 
     def __repr__(self) -> str:
         learning = f"rank={self.rank!r}, shrinkage={self.shrinkage!r}, limit={self.limit}"
-        return f"Learned({self.sides!r}, {learning}, {len(self._factors)} factors)"
+        return f"Learned({self.kind!r}, {learning}, {len(self._factors)} factors)"
 
 
 def _check(sides: Sides, rank: Rank, shrinkage: Shrinkage, limit: int) -> None:

@@ -259,19 +259,17 @@ class MaxDiagonal(Potential):
         weights = active.weights if exact else np.eye(self.pieces)[int(np.argmax(active.forms))]
         if self._fused is not None and into is not None:
             trial = {**params, **{n: into[n] for n in moves}}
-            forms: Array | None = self._fused.advance(trial, moves, weights, active.forms)
+            forms = self._fused.advance(trial, moves, weights, active.forms)
         else:
             trial = self._trial(params, moves, weights, into)
-            forms = None if self.pieces == 1 else self._forms(trial)
-        if forms is None:
-            return Step(trial, active)
+            if self.pieces == 1:
+                return Step(trial, active)
+            forms = self._forms(trial)
         if not exact:
             return Step(trial, Active(np.eye(self.pieces)[int(np.argmax(forms))], forms))
         gap = gap_of(weights, forms)
         if gap <= _tolerance(trial) * _size(forms):
             return Step(trial, Active(weights, forms), gap=max(gap, 0.0))
-        if self._fused is not None and into is not None:
-            return self._settle_fused(self._fused, trial, weights, moves)
         return self._settle(trial, weights, moves, into)
 
     def _trial(self, params: Params, moves: Mapping[str, Move], weights: Array, into: Params | None) -> dict[str, Tensor]:
@@ -285,33 +283,24 @@ class MaxDiagonal(Potential):
             trial[name] = self.basis.descend(name, x, move.grad, combine(self.metric(name), weights), move.lr, out)
         return trial
 
-    def _settle(self, trial: dict[str, Tensor], weights: Array, moving: Mapping[str, object], into: Params | None) -> Step:
+    def _settle(self, trial: dict[str, Tensor], weights: Array, moving: Collection[str], into: Params | None) -> Step:
         """Find the right weights w+ for the dual point that the trial stands for, and rescale it by D(w)/D(w+)."""
+        fused, tolerance = self._fused if into is not None else None, _tolerance(trial)
         with torch.no_grad():
             held = {n: x for n, x in trial.items() if n not in moving}
-            found = find_weights(
-                {n: self._squares(n, trial[n]) for n in moving},
-                {n: self.metric(n) for n in moving},
-                weights,
-                self._forms(held) if held else self._offsets(),
-                total=self.add_up,
-                tolerance=_tolerance(trial),
-            )
-        for n in moving:
+            offsets = self._offsets() if not held else self._forms(held) if fused is None else fused.forms(trial, held)
+            if fused is not None:
+                found = solve(fused.evaluate(trial, moving, weights), weights, offsets, tolerance=tolerance)
+                fused.rescale(trial, moving, weights, found.weights)
+            else:
+                squares = {n: self._squares(n, trial[n]) for n in moving}
+                metrics = {n: self.metric(n) for n in moving}
+                found = find_weights(squares, metrics, weights, offsets, total=self.add_up, tolerance=tolerance)
+        for n in moving if fused is None else ():  # differentiable, where nobody writes in place
             d = self.metric(n)
             ratio = combine(d, weights) / combine(d, found.weights)
             moved = self._from_centre(n, self._rotated(n, ratio, self._shifted(n, trial[n])))
             trial[n] = moved.to(trial[n].dtype) if into is None else into[n].copy_(moved)
-        return Step(trial, Active(found.weights, found.forms), found.iterations, max(found.gap, 0.0))
-
-    def _settle_fused(
-        self, fused: FusedPass, trial: dict[str, Tensor], weights: Array, moving: Mapping[str, object]
-    ) -> Step:
-        """The same in place, by fused passes."""
-        held = [n for n in trial if n not in moving]
-        offsets = fused.forms(trial, held) if held else self._offsets()
-        found = solve(fused.evaluate(trial, moving, weights), weights, offsets, tolerance=_tolerance(trial))
-        fused.rescale(trial, moving, weights, found.weights)
         return Step(trial, Active(found.weights, found.forms), found.iterations, max(found.gap, 0.0))
 
     # one tensor

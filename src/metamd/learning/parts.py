@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from metamd.files.learned import LearnedOptimiser, LearnedStart
 from metamd.files.store import Journal, Records, Result
 from metamd.inner.executor import Executor
 from metamd.inner.run import gradient
@@ -19,14 +20,7 @@ from metamd.tasks.wrapped import Counted, uncounted
 T = TypeVar("T")
 
 
-class Savable(Protocol):
-    """What writes itself to a file."""
-
-    def save(self, path: Path, /) -> None:
-        """Write it whole or not at all."""
-
-
-Saved = TypeVar("Saved", bound=Savable)
+Saved = TypeVar("Saved", LearnedOptimiser, LearnedStart)
 
 
 class Parts:

@@ -44,32 +44,20 @@ SPREAD = 2.25
 
 @dataclass(frozen=True)
 class Tally:
-    """What a run with an online metric says about the scale of every key: E = (s x + y/s) / 2.
+    """What a run with an online metric says about the scale of every key: E = (s x + y/s) / 2."""
 
-    Args:
-        x: |u - theta_1|^2 in the mean metric (its last, for sums).
-        y: sum_t r_t^2 c_t' a_t^-1 c_t, r_t the schedule.
-    """
-
-    x: dict[str, float]
-    y: dict[str, float]
+    x: dict[str, float]  # |u - theta_1|^2 in the mean metric (its last, for sums)
+    y: dict[str, float]  # sum_t r_t^2 c_t' a_t^-1 c_t, r_t the schedule
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A training run.
+    """A training run."""
 
-    Args:
-        loss: the mean over its steps, of a tail average where the usage has one; infinite if it diverged.
-        end: the last parameters, or their tail average.
-        tally: of an online metric, against a comparator.
-        energies: |g_t|^2 in the dual norm of every step's metric, if asked for.
-    """
-
-    loss: float
-    end: dict[str, Tensor]
-    tally: Tally | None = None
-    energies: tuple[float, ...] = ()
+    loss: float  # the mean over its steps, of a tail average where the usage has one; infinite if it diverged
+    end: dict[str, Tensor]  # the last parameters, or their tail average
+    tally: Tally | None = None  # of an online metric, against a comparator
+    energies: tuple[float, ...] = ()  # |g_t|^2 in the dual norm of every step's metric, if asked for
 
 
 def run_usage(
@@ -243,10 +231,8 @@ def learn_scale(
         if not tallies:
             found = replace(found, scale={k: 2 * s for k, s in found.scale.items()})
             continue
-        x, y = (_added([getattr(t, side) for t in tallies]) for side in ("x", "y"))
-        found = replace(
-            found, scale={k: math.sqrt(y[k] / x[k]) if x.get(k) and y.get(k) else s for k, s in found.scale.items()}
-        )
+        x, y = ({k: sum(getattr(t, side).get(k, 0.0) for t in tallies) for k in found.scale} for side in ("x", "y"))
+        found = replace(found, scale={k: math.sqrt(y[k] / x[k]) if x[k] and y[k] else s for k, s in found.scale.items()})
     return found
 
 
@@ -261,14 +247,6 @@ def _unit_step(potential: MaxDiagonal, name: str, x: Tensor, online: Online, ste
         longer = max(x.shape[0], x.numel() // x.shape[0])
         return float((1 / potential.metric(name)[0]).mean().detach() / longer) ** 0.5
     return 1 / math.sqrt(steps) if online.rule == "sum" else 1.0
-
-
-def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for part in parts:
-        for key, value in part.items():
-            total[key] = total.get(key, 0.0) + value
-    return total
 
 
 # schedules

@@ -27,33 +27,17 @@ AFFORDED = 0.25
 
 @dataclass(frozen=True)
 class Findings:
-    """What the first gradients of a family's tasks say.
+    """What the first gradients of a family's tasks say."""
 
-    Args:
-        bound: the potential, bound to the first task.
-        shapes: of the first task's tensors.
-        scale: root mean square of the first gradient, by key of the metric.
-        curvature: the largest of the tasks' Hessians at the start, if it was asked for.
-        cost: of looking.
-    """
-
-    bound: MaxDiagonal
-    shapes: dict[str, tuple[int, ...]]
-    scale: dict[str, float]
-    curvature: float | None
-    cost: Cost
+    bound: MaxDiagonal  # the potential, bound to the first task
+    shapes: dict[str, tuple[int, ...]]  # of the first task's tensors
+    scale: dict[str, float]  # root mean square of the first gradient, by key of the metric
+    curvature: float | None  # the largest of the tasks' Hessians at the start, if it was asked for
+    cost: Cost  # of looking
 
 
 def first_look(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, *, curvature: bool = False) -> Findings:
-    """Look at the start of the tasks of the first outer step.
-
-    Args:
-        family: the tasks.
-        potential: to be bound.
-        seed: of the meta-training.
-        count: how many tasks.
-        curvature: whether to measure it.
-    """
+    """Look at the start of the tasks of the first outer step, of which there are `count`."""
     first = _first(family, seed)
     start = first.init()
     bound = affording(potential.bind(start), first)

@@ -25,17 +25,11 @@ Sums = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Update:
-    """What an outer step led to.
+    """What an outer step led to."""
 
-    Args:
-        iterate: the new metrics.
-        carried: what the next update needs to know, by name.
-        change: by how much the objective fell on the very runs of this step, relative to what it was, if that is known.
-    """
-
-    iterate: Iterate
-    carried: dict[str, Tensor] = field(default_factory=dict)
-    change: float | None = None
+    iterate: Iterate  # the new metrics
+    carried: dict[str, Tensor] = field(default_factory=dict)  # what the next update needs to know, by name
+    change: float | None = None  # relative fall of the objective on the very runs of this step, if that is known
 
 
 class Outer(ABC):

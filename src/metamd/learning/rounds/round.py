@@ -44,52 +44,30 @@ def draw(family: TaskFamily, *purpose: int | str) -> Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What one task says about the metrics it was trained with.
+    """What one task says about the metrics it was trained with."""
 
-    Args:
-        task: the hash of its config.
-        value: the objective.
-        bound: on the regret against the end of the run, certified if the steps were exact.
-        loss: mean training loss over the run.
-        ends: the first training loss, and the mean of the last tenth of them.
-        switches: how often the active pieces changed.
-        unsettled: the gradient at the end of the run relative to that at its start, where that is asked for.
-        diverged: why the run was given up; empty if it was not.
-        cost: of all this.
-        sums: what the task adds to the sums of the outer step; empty if it diverged.
-    """
-
-    task: str
-    value: float
-    bound: float
-    loss: float
-    ends: tuple[float, float]
-    switches: int
-    unsettled: float
-    diverged: str
-    cost: Cost
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    task: str  # the hash of its config
+    value: float  # the objective
+    bound: float  # on the regret against the end of the run, certified if the steps were exact
+    loss: float  # mean training loss over the run
+    ends: tuple[float, float]  # the first training loss, and the mean of the last tenth of them
+    switches: int  # how often the active pieces changed
+    unsettled: float  # the gradient at the end of the run relative to that at its start, where that is asked for
+    diverged: str  # why the run was given up; empty if it was not
+    cost: Cost  # of all this
+    sums: dict[str, Tensor] = field(default_factory=dict)  # what it adds to the sums of the outer step, if it finished
 
 
 @dataclass(frozen=True)
 class Learner:
-    """How a task is run and what is kept of it.
+    """How a task is run and what is kept of it."""
 
-    Args:
-        potential: the structure of the potential, whose metrics are given each time.
-        objective: what is minimised.
-        estimator: how.
-        exact: False takes the paper's step.
-        together: whether one task's loss serves all, so that small ones can run side by side.
-        executor: where the others run.
-    """
-
-    potential: MaxDiagonal
-    objective: Objective
-    estimator: Estimator
-    exact: bool
-    together: bool = False
-    executor: Executor = field(default_factory=Executor)
+    potential: MaxDiagonal  # the structure of the potential, whose metrics are given each time
+    objective: Objective  # what is minimised
+    estimator: Estimator  # how
+    exact: bool  # False takes the paper's step
+    together: bool = False  # whether one task's loss serves all, so that small ones can run side by side
+    executor: Executor = field(default_factory=Executor)  # where the others run
 
     def fit(self, iterate: Iterate, task: Task) -> MaxDiagonal:
         """The potential with these metrics for the tensors of a task."""
@@ -139,8 +117,6 @@ class Learner:
         """Plain runs, side by side where that is faster, each with its potential.
 
         Args:
-            tasks: the problems.
-            iterate: the metrics.
             products: whether to record what a learned basis is computed from.
             referred: whether to make the reference runs too.
         """
@@ -222,21 +198,13 @@ def _unsettled(task: Task, run: Trajectory) -> float:
 
 @dataclass(frozen=True)
 class Round:
-    """What all tasks of an outer step said.
+    """What all tasks of an outer step said."""
 
-    Args:
-        now: the metrics they were run with.
-        results: one per task.
-        sums: over the tasks that finished.
-        too_far: how many tasks diverged that finish under the metrics of the step before.
-        cost: of all runs.
-    """
-
-    now: Iterate
-    results: list[TaskResult]
-    sums: dict[str, Tensor]
-    too_far: int
-    cost: Cost
+    now: Iterate  # the metrics they were run with
+    results: list[TaskResult]  # one per task
+    sums: dict[str, Tensor]  # over the tasks that finished
+    too_far: int  # how many tasks diverged that finish under the metrics of the step before
+    cost: Cost  # of all runs
 
     @property
     def finished(self) -> list[TaskResult]:
@@ -267,13 +235,8 @@ def run_round(
     """Run all tasks of an outer step, at a scale where they finish if this is the first.
 
     Args:
-        tasks: by number.
-        learner: how they are run.
-        now: the metrics.
         good: the last metrics under which the tasks finished; None in the first outer step.
-        ball: where metrics may be.
         retreats: whether to ask of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
-        purpose: seeds estimators that are random.
     """
     found: dict[int, TaskResult] = {}
     cost, too_far = Cost(), 0

@@ -27,43 +27,24 @@ ALWAYS = -sys.float_info.max
 
 @dataclass(frozen=True)
 class State:
-    """Where a meta-training is. Everything random in the next outer step follows from the seed and from `step`.
+    """Where a meta-training is. Everything random in the next outer step follows from the seed and from `step`."""
 
-    Args:
-        now: the metrics that the next outer step tries.
-        stage: which part of the plan is next; its length when all is done.
-        done: outer steps done in this stage.
-        step: outer steps done altogether.
-        good: the last metrics under which no task diverged that could be helped.
-        carried: what the rule of the outer step remembers.
-        factor: how much smaller its steps shall be.
-        candidates: metrics that may turn out to be the best.
-        values: the objective of every step of this stage.
-        changes: its relative change, likewise.
-        cost: of everything so far.
-        tasks: the hashes of the tasks seen, in order.
-        scale: root mean square of the first gradients, by key.
-        shapes: names and shapes of the model's tensors.
-        notes: why each stage ended.
-        target: a loss that runs of the last outer step reach, see `within_reach`.
-    """
-
-    now: Iterate
-    stage: int = 0
-    done: int = 0
-    step: int = 0
-    good: Iterate | None = None
-    carried: Mapping[str, Tensor] = field(default_factory=dict)
-    factor: float = 1.0
-    candidates: tuple[Iterate, ...] = ()
-    values: tuple[float, ...] = ()
-    changes: tuple[float, ...] = ()
-    cost: Cost = field(default_factory=Cost)
-    tasks: tuple[str, ...] = ()
-    scale: Mapping[str, float] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    target: float | None = None
+    now: Iterate  # the metrics that the next outer step tries
+    stage: int = 0  # which part of the plan is next; its length when all is done
+    done: int = 0  # outer steps done in this stage
+    step: int = 0  # outer steps done altogether
+    good: Iterate | None = None  # the last metrics under which no task diverged that could be helped
+    carried: Mapping[str, Tensor] = field(default_factory=dict)  # what the rule of the outer step remembers
+    factor: float = 1.0  # how much smaller its steps shall be
+    candidates: tuple[Iterate, ...] = ()  # metrics that may turn out to be the best
+    values: tuple[float, ...] = ()  # the objective of every step of this stage
+    changes: tuple[float, ...] = ()  # its relative change, likewise
+    cost: Cost = field(default_factory=Cost)  # of everything so far
+    tasks: tuple[str, ...] = ()  # the hashes of the tasks seen, in order
+    scale: Mapping[str, float] = field(default_factory=dict)  # root mean square of the first gradients, by key
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # names and shapes of the model's tensors
+    notes: tuple[str, ...] = ()  # why each stage ended
+    target: float | None = None  # a loss that runs of the last outer step reach, see `within_reach`
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, by name."""
@@ -112,25 +93,15 @@ class State:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a meta-training does, but for where it is.
+    """All that a meta-training does, but for where it is."""
 
-    Args:
-        family: the tasks.
-        learner: how a task is run in the first stage.
-        method: the rules, the stages, when they end.
-        pieces: N of the result.
-        tasks_per_step: n.
-        seed: of everything random.
-        ball: where the metrics stay.
-    """
-
-    family: TaskFamily
-    learner: Learner
-    method: Method
-    pieces: int
-    tasks_per_step: int
-    seed: int
-    ball: Ball
+    family: TaskFamily  # the tasks
+    learner: Learner  # how a task is run in the first stage
+    method: Method  # the rules, the stages, when they end
+    pieces: int  # N of the result
+    tasks_per_step: int  # n
+    seed: int  # of everything random
+    ball: Ball  # where the metrics stay
 
     def finished(self, state: State) -> bool:
         """Whether nothing is left to do."""

@@ -319,3 +319,7 @@ def losses_of(task, params, optimiser, schedule, steps):
         optimiser.step()
         schedule.step()
     return losses
+
+
+NASTY = "<script>alert(1)</script> | [x](javascript:1) `$\\frac{` \x1b[31m\n# head"
+"""A text from a record that tries to be markup, mathematics, a colour and a heading."""

@@ -118,7 +118,10 @@ def _has_tables_alone(folder: Path) -> bool:
 def tables(result: Result) -> list[Section]:
     """The tables of an experiment from its summary, below the protocol by which settings were chosen."""
     name, protocol = str(result.get("experiment")), result.get("protocol")
-    experiment = find(name, str(result.get("variant", "")))
+    try:
+        experiment = find(name, str(result.get("variant", "")))
+    except ValueError as error:
+        raise ValueError(f"the summary does not say whose it is: {error} Run the experiment again.") from None
     try:
         parts: list[Section] = experiment.sections(result["rows"])
     except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -1,10 +1,8 @@
-"""`metamd compare`, `metamd report` and the leave-one-out experiments, at their smallest; records are not trusted."""
+"""The commands compare and report: what they print, write, refuse and continue."""
 
 import base64
 import json
-import math
 import platform
-import random
 import re
 import shutil
 from dataclasses import asdict, replace
@@ -12,7 +10,6 @@ from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,37 +18,26 @@ from metamd.cli import main as cli
 from metamd.cli.compare import _ours
 from metamd.cli.options import Compare
 from metamd.cli.report import read, summary, write_report
-from metamd.comparison import figures
-from metamd.comparison.comparison import Candidate, Fold, cell_name
-from metamd.comparison.entrants import ENDINGS, PROTOCOLS, draw, entrants, labels, unscheduled
-from metamd.comparison.figures import loss_curves
-from metamd.comparison.page import as_markdown, as_text
-from metamd.comparison.sections import Section, expected_best, sections
-from metamd.comparison.statistics import bootstrap
-from metamd.comparison.training import Outcome
-from metamd.comparison.tuning import Grid, QuasiRandom
-from metamd.experiments import find, paper_tables
-from metamd.experiments.declare import Entry, Geometry, Scale
-from metamd.experiments.experiment import Experiment
-from metamd.experiments.tables import by_domain
-from metamd.files.store import Records, unarchive
+from metamd.comparison.entrants import draw
+from metamd.files.store import Records
 from metamd.files.usage import Usage
 from metamd.files.versions import environment
-from metamd.potentials import Diagonal
-from metamd.rivals import Range, rival
-from metamd.tasks.wrapped import Variant
+from metamd.rivals import rival
 from tests import processes
-from tests.data_builders import place
-from tests.tasks.test_families import tiny_data
+from tests.helpers import NASTY
 
 pytest.importorskip("matplotlib")
 
+
 bare = partial(Protocol, measuring=Measuring(splits=()))
+
+
 pytest.importorskip("jinja2")
 
-__all__ = ["place", "tiny_data"]
 
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=30)
+
+
 SMALL = ["--rivals", "sgd", "adam", "--budget", "3", "--seeds", "2", "--steps", "30"]
 
 
@@ -68,9 +54,6 @@ def compared(learned, tmp_path_factory):
     out = tmp_path_factory.mktemp("compared")
     assert cli.run(["compare", str(learned), "quadratic", "--out", str(out), *SMALL]) == 0
     return out
-
-
-# commands
 
 
 def test_a_comparison_from_the_command_line(compared, learned, capsys):
@@ -282,51 +265,6 @@ def costly(found, value):
     return found
 
 
-def test_seeds_are_counted_by_domain_where_they_differ(tmp_path):
-    one, two = (compare({"a": rival("sgd").untuned()}, QUADRATIC, bare(seeds=n)) for n in (1, 3))
-    both = [replace(c, folds=(replace(c.folds[0], group=g),)) for g, c in (("x", one), ("y", two))]
-    text = as_text(sections(Comparison.join(both), tmp_path)[:1])
-    assert "1 (x), 3 (y) seeds" in " ".join(text.split())
-
-
-def joined(*seeds):
-    """The same rivals on as many domains, with so many seeds in each."""
-    both = {"a": rival("sgd").untuned(), "b": rival("adam").with_setting(lr=0.1)}
-    parts = [compare(both, QUADRATIC, bare(seeds=n, seed=i)) for i, n in enumerate(seeds)]
-    return Comparison.join([replace(c, folds=(replace(c.folds[0], group=f"d{i}"),)) for i, c in enumerate(parts)])
-
-
-def test_bands_of_learning_curves_are_bootstrap_intervals(tmp_path, monkeypatch):
-    """Each held against the interval that tables have, at one step; ranges would be wider."""
-    drawn = {}
-    monkeypatch.setattr(figures, "curves", lambda panels, path, **options: drawn.setdefault(path.name, panels))
-    found = joined(3, 3)
-    sections(found, tmp_path)
-    shown = drawn["curves.png"]
-    assert list(shown) == ["all domains", "d0", "d1"]
-    each = [losses[:, 2] for _, losses in found.curve("b").values()]
-    wanted = {"all domains": bootstrap(np.concatenate(each), [0, 0, 0, 1, 1, 1]), "d1": bootstrap(each[1], [0, 0, 0])}
-    for title, estimate in wanted.items():
-        curve = next(c for c in shown[title] if c.label == "b")
-        assert (curve.y[2], curve.low[2], curve.high[2]) == (estimate.value, estimate.low, estimate.high)
-    ranges = loss_curves(found, ["b"])["d1"][0]
-    assert (ranges.low[2], ranges.high[2]) == (each[1].min(), each[1].max())
-
-
-@pytest.mark.parametrize(
-    ("seeds", "said"),
-    [
-        ((2, 2), "drawn first, in the panel of all domains; over its seeds in the panel of a domain. A curve"),
-        ((1, 1), "interval of the mean: over all runs, domains drawn first, in the panel of all domains. A curve"),
-        ((2,), "The band is the 95 % bootstrap interval of the mean: over its seeds in the panel of a domain. A curve"),
-        ((1,), "There is one run of each, and no band. A curve ends where a run was given up."),
-    ],
-)
-def test_the_caption_says_what_a_band_is(seeds, said, tmp_path):
-    (part,) = (p for p in sections(joined(*seeds), tmp_path) if p.title == "Learning curves")
-    assert said in part.figures[0][1]
-
-
 def test_versions_are_those_of_rivals_and_tuning_too_and_files_have_no_more(compared, learned):
     found = json.loads((compared / "comparison.json").read_text())["versions"]
     assert found == environment()
@@ -487,327 +425,12 @@ def test_a_stopped_comparison_continues(how, code, learned, tmp_path, capsys):
     assert len(list(tmp_path.glob("cells/*.json"))) > 8
 
 
-# protocols
-
-
-def test_the_papers_protocol_tunes_everybody_alike(tmp_path):
-    data = {n: tasks_data(i) for i, n in enumerate("ab")}
-    family = tasks.supervised(small_network, data, batch_size=10, steps=10)
-    ours = {"ours": rival("sgdm").with_setting("linear", momentum=0.5)}
-    records = Records(tmp_path, {})
-    rules, options = (
-        Protocol("paper", budget=4, schedules=["constant"], search=QuasiRandom),
-        {"records": records, "workers": 2},
-    )
-    found = entrants(ours, [rival("adam"), rival("schedule-free")], family, rules, **options)
-    assert list(found) == ["ours", "Adam", "Schedule-Free AdamW", "Adam, untuned", "Schedule-Free AdamW, untuned"]
-    trials = sorted(p.stem for p in tmp_path.glob("cells/trial-*.json"))
-    assert len(trials) == 3 * 4  # the same budget for all three
-    wider = replace(rival("adam"), space={**rival("adam").space, "lr": Range(1e-6, 1.0)})
-    entrants({}, [wider], family, rules, **options)
-    assert len(list(tmp_path.glob("cells/search-adam-*.json"))) == 2, "another search space is another search"
-    assert len(list(tmp_path.glob("cells/trial-adam-*.json"))) == 2 * 4
-    assert found["ours"].schedule == "linear"
-    assert found["ours"].setting["momentum"] == 0.5  # tuning leaves it as it entered
-    searched = [json.loads(p.read_text()) for p in tmp_path.glob("cells/trial-sgdm-*.json")]
-    assert {run["contender"]["setting"]["momentum"] for trial in searched for run in trial["runs"]} == {0.5}
-    for label in ("ours", "Adam"):
-        assert found[label].setting["weight_decay"] > 0
-    # what the search cost and how it went is shown, and read again
-    compared = compare(found, family, Protocol("paper", seeds=1), folder=tmp_path / "c")
-    for comparison in (compared, Comparison.read(tmp_path / "c")):
-        assert comparison.folds == compared.folds
-        for fold in comparison.folds:
-            assert fold.tuning_gradients("Adam") == 4 * 10, "four trials of ten steps on a task"
-            assert fold.tuning_gradients("Adam, untuned") == 0
-            best = fold.tunings["Adam"].best_so_far
-            assert len(best) == 4
-            assert list(best) == sorted(best, reverse=True)
-    (tmp_path / "page").mkdir()
-    by_title = {part.title: part for part in sections(compared, tmp_path / "page")}
-    costs = {row[0]: row for row in by_title["Costs"].rows}
-    assert costs["Adam"][2] == "40"
-    assert float(costs["Adam"][3].replace(",", "")) >= 0
-    settings = {row[0]: row for row in by_title["Settings"].rows}
-    assert settings["Adam, a"][3] == "4"
-    assert (tmp_path / "page" / "budgets.png").exists()
-    write_report(tmp_path / "c", tmp_path / "shown")
-    assert figures_of(tmp_path / "shown") == {"profiles.png", "budgets.png"}
-
-
-def test_another_search_or_another_momentum_is_another_search(tmp_path):
-    """In the same folder; the old one's answer would be a wrong one."""
-    family = tasks.supervised(small_network, {"a": tasks_data(0)}, batch_size=10, steps=10)
-    records, settings = Records(tmp_path, {}), []
-    for search in (QuasiRandom, Grid, QuasiRandom):
-        rules = Protocol("paper", budget=4, schedules=["constant"], search=search)
-        for momentum in (0.0, 0.9):
-            ours = {"ours": rival("sgdm").with_setting(momentum=momentum)}
-            found = entrants(ours, [], family, rules, records=records)["ours"]
-            fresh = entrants(ours, [], family, rules)["ours"]
-            assert found.setting == fresh.setting
-            assert found.tuning == fresh.tuning
-            settings.append(found.setting["lr"])
-    assert settings[:2] == settings[4:]
-    assert len(list(tmp_path.glob("cells/search-*.json"))) == 4
-    assert len(list(tmp_path.glob("cells/trial-*.json"))) == 4 * 4
-
-
-def test_settings_at_an_end_of_the_range_are_named_for_each_quantity(tmp_path):
-    rates = [rival("sgd").with_setting(lr=x) for x in (1e-4, 1e-2, 1e-1)]
-    early, late = [2.0] + [0.5] * 10, [2.0] * 9 + [0.1] * 2
-    curves = {0: [2.0] * 11, 1: early, 2: late}
-    found = {"a": tuple(_invented(c, curves[i]) for i, c in enumerate(rates)), "b": (_invented(rates[1], early),)}
-    comparison = Comparison((Fold("d", found, {"a": 1.0, "b": 1.0}, {}),), {"steps": 100}).aiming("b")
-    (part,) = (p for p in sections(comparison, tmp_path) if p.title == "Settings")
-    rows = {row[0]: row[-1] for row in part.rows}
-    assert rows["a, d"] == "loss at the end", "the mean loss is best at the rate in the middle"
-    assert rows["b, d"] == "", "where nothing was chosen there is no end"
-
-
-def _invented(contender, losses):
-    places, plain = tuple(range(0, 101, 10)), contender.describe()
-    return Candidate(plain, (Outcome({"seed": 0}, plain, places, tuple(losses), losses[-1], {}, 100),))
-
-
-def test_the_handicap_tunes_rivals_alone():
-    ours, both = {"ours": rival("sgd").untuned()}, [rival("adam"), rival("schedule-free")]
-    decayed = entrants(ours, both, QUADRATIC, Protocol("handicap", budget=5, schedules=["linear"]))
-    assert list(decayed)[1:3] == ["Adam, linear decay", "Schedule-Free AdamW"], "what has no schedule is tuned all the same"
-    assert list(decayed) == labels(ours, both, ["linear"])
-    found = entrants(ours, both, QUADRATIC, Protocol("handicap", budget=5))
-    assert list(found) == [
-        "ours",
-        "Adam",
-        "Adam, linear decay",
-        "Schedule-Free AdamW",
-        "Adam, untuned",
-        "Schedule-Free AdamW, untuned",
-    ]
-    assert [len(c) for c in found.values() if isinstance(c, list)] == [5, 5, 5]
-    steeper = entrants(ours, both, QUADRATIC, Protocol("handicap", budget=5, schedules=["quadratic"]))
-    assert list(steeper)[1:3] == ["Adam, quadratic decay", "Schedule-Free AdamW"]
-    assert [c.share(0.5) for c in steeper["Adam, quadratic decay"]] == [0.25] * 5
-    assert [unscheduled(label) for label in found][1:4] == ["Adam", "Adam", "Schedule-Free AdamW"]
-    with pytest.raises(ValueError, match="protocol must be one of handicap, paper"):
-        entrants(ours, [], QUADRATIC, Protocol("fair"))
-    assert set(PROTOCOLS) == {"handicap", "paper"}
-    assert Grid() != QuasiRandom()
-
-
-def small_network():
-    from torch import nn
-
-    return nn.Linear(4, 3)
-
-
-def tasks_data(seed):
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(60, 4, generator=generator), torch.arange(60) % 3
-
-
-# hostile records
-
-NASTY = "<script>alert(1)</script> | [x](javascript:1) `$\\frac{` \x1b[31m\n# head"
-
-
-def test_hostile_records_are_shown_as_text(tmp_path):
-    """Labels, domains, settings and versions that try to be markup, mathematics or escapes."""
-    both = {NASTY: rival("sgd").untuned(), "b": [rival("adam").with_setting(lr=x) for x in (0.1, 0.2)]}
-    compare(both, QUADRATIC, bare(NASTY, seeds=2), folder=tmp_path)
-    path = tmp_path / "comparison.json"
-    index = json.loads(path.read_text())
-    index["folds"][0]["group"] = NASTY
-    index["versions"] = {NASTY: NASTY}
-    for candidate in index["folds"][0]["entrants"]["b"][:1]:  # a record that fits its name, as a forger would have it
-        candidate["contender"]["setting"] = {NASTY: NASTY}
-        for i, name in enumerate(candidate["runs"]):
-            found = json.loads((tmp_path / "cells" / f"{name}.json").read_text()) | {"contender": candidate["contender"]}
-            candidate["runs"][i] = cell_name(found["contender"], found["config"])
-            (tmp_path / "cells" / f"{candidate['runs'][i]}.json").write_text(json.dumps(found))
-    path.write_text(json.dumps(index))
-    run = json.loads((tmp_path / "run.json").read_text())
-    run["settings"]["family"]["family"] = NASTY
-    (tmp_path / "run.json").write_text(json.dumps(run))
-    _, parts = write_report(tmp_path, tmp_path)
-    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
-    for shown in (page, text):
-        assert "<script" not in shown
-        assert "\x1b" not in shown.replace("&#27;", "")
-    assert "\n# head" not in text
-    assert "[x](javascript" not in text
-    assert "\x1b" not in as_text(parts)
-
-
-def test_text_and_markdown_escape_what_they_show():
-    hostile = [Section("a|b", ["*x* <i>"], ["h"], [["r\nr"]])]
-    text = as_markdown(hostile, title="# t", command="c")
-    assert "a\\|b" in text
-    assert "\\*x\\* &lt;i&gt;" in text
-    assert "| r r |" in text
-    assert "r\\nr" in as_text(hostile)
-
-
-def places_in(value, path=()):
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from places_in(inner, (*path, key))
-
-
-def test_records_changed_anywhere_give_tables_or_a_sentence(tmp_path):
-    """Values of other types, sizes and signs in place of any other, or nothing."""
-    both = {"a": rival("sgd").untuned(), "b": [rival("adam").with_setting(lr=x) for x in (0.1, 0.2)]}
-    compare(both, QUADRATIC, bare(seeds=2), folder=tmp_path)
-    values = [None, 0, -1, 1e308, "x", [], {}, True, {"a": 1}, 10**400, "1e999"]
-    draw, refused = random.Random(0), 0
-    for path in (tmp_path / "comparison.json", tmp_path / "run.json", next((tmp_path / "cells").glob("sgd*"))):
-        text = path.read_text()
-        for _ in range(100):
-            changed = json.loads(text)
-            *way, last = draw.choice([p for p in places_in(changed) if p])
-            inner = changed
-            for key in way:
-                inner = inner[key]
-            if draw.random() < 0.2:
-                del inner[last]
-            else:
-                inner[last] = draw.choice(values)
-            path.write_text(json.dumps(changed).replace('"1e999"', "1e999"))
-            try:
-                summary(read(tmp_path)[0])
-            except (ValueError, OSError):
-                refused += 1
-        path.write_text(text)
-    assert 20 < refused < 280
-
-
 @pytest.mark.parametrize("change", ["not json", '{"folds": []}', '{"folds": [{}]}', "[]", '{"folds": null}', '{"a": NaN}'])
 def test_broken_indexes_are_sentences(change, tmp_path, capsys):
     compare({"a": rival("sgd").untuned()}, QUADRATIC, bare(seeds=1), folder=tmp_path)
     (tmp_path / "comparison.json").write_text(change)
     assert cli.run(["report", str(tmp_path)]) == 2
     assert "comparison.json" in capsys.readouterr().err
-
-
-# what the report computes beside the tables
-
-
-def test_the_expected_best_of_so_many_settings():
-    """Against all subsets, enumerated."""
-    from itertools import combinations
-
-    rates = (0.001, 0.01, 0.05, 0.1, 100.0)
-    found = compare({"a": [rival("sgd").with_setting(lr=x) for x in rates]}, QUADRATIC, bare(seeds=2))
-    means = [sum(o.mean_loss for o in c.outcomes) / 2 for c in found.folds[0].entrants["a"]]
-    worst = max(m for m in means if math.isfinite(m))
-    kept = [min(m, worst) for m in means]
-    assert math.inf in means
-    for k, value in enumerate(expected_best(found, "a"), start=1):
-        best = [min(s) for s in combinations(kept, k)]
-        assert value == pytest.approx(sum(best) / len(best), rel=1e-9)
-
-
-# experiments
-
-TINY = Scale(("0", "45"), 60, steps=6, outer_steps=1, tasks_per_step=1, seeds=1, budget=2, rivals=("adam",), usage_tasks=1)
-
-
-def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatch):
-    def small(scale, hold_out):
-        return tasks.rotated_mnist(
-            angles=[0, 45, 60],
-            hold_out=float(hold_out),
-            model="linear",
-            images=scale.images,
-            batch_size=20,
-            steps=scale.steps,
-        )
-
-    diagonal = {
-        "diagonal": Geometry(
-            Diagonal, choose_usage=True, entries={"MetaMD": Entry(), "MetaMD, linear decay": Entry(Usage(schedule="linear"))}
-        )
-    }
-    tiny = replace(paper_tables.ROTATED_MLP, family=small, geometries=diagonal, scales={"smoke": TINY})
-    monkeypatch.setattr(paper_tables, "EXPERIMENTS", (tiny,))
-    out = tmp_path / "out"
-    assert cli.run(["reproduce", "rotated-mnist-mlp", "--scale", "smoke", "--out", str(out)]) == 0
-    assert "MetaMD, in the paper | 95.22 | 95.34" in (out / "tables.md").read_text()
-    assert (out / "report.html").exists()
-    assert {p.name for p in out.glob("learned/*.safetensors")} == {"0-diagonal.safetensors", "45-diagonal.safetensors"}
-    unarchive(out)
-
-    def loose():
-        """Records that were computed now; the parts of learning, beside its file, are none."""
-        return [p for p in out.rglob("cells/*.json") if out / "learned" not in p.parents]
-
-    again = tiny.run("smoke", out, 0)
-    assert not loose(), "something was run twice"
-    assert again == json.loads((out / "summary.json").read_text())
-    assert [r["label"] for r in again["rows"]][:3] == ["MetaMD", "MetaMD, linear decay", "Adam"]
-    assert (
-        out / "tables.md"
-    ).read_text() == f"Protocol: handicap. {PROTOCOLS['handicap']}\n\n{as_markdown(by_domain(again['rows']))}"
-    for row in again["rows"]:
-        assert set(row["accuracy"]) == {"0", "45"}
-    # some domains alone, and everything in one file
-    some = ["reproduce", "rotated-mnist-mlp", "--scale", "smoke", "--out", str(out), "--only", "45"]
-    assert cli.run(some) == 0
-    assert set(json.loads((out / "summary.json").read_text())["rows"][0]["accuracy"]) == {"45"}
-    assert (out / "records.jsonl.xz").is_file()
-    assert not [*out.glob("domain-*"), *out.glob("cells*")]
-    unarchive(out)
-    # what is compared in full needs no learned file; with another seed of the comparison it does
-    shutil.rmtree(out / "learned")
-    assert tiny.run("smoke", out, 0) == again
-    assert not (out / "learned").exists()
-    more = replace(tiny, scales={"smoke": replace(TINY, seeds=2)}).run("smoke", out, 0)
-    assert (out / "learned" / "0-diagonal.safetensors").exists()
-    assert more["rows"][0]["mean_loss"] != again["rows"][0]["mean_loss"]
-    assert cli.run([*some[:-1], "17"]) == 2
-    assert cli.run(["reproduce", "quadratic", "--scale", "smoke", "--out", str(tmp_path / "q"), "--only", "17"]) == 2
-    assert not (tmp_path / "q").exists()
-
-
-def test_repetitions_on_one_domain_have_tasks_of_their_own(tiny_data, tmp_path):
-    """Else three trainings that are compared on the same three runs would count as nine."""
-
-    def sides(scale, training, family):
-        return {training: Variant(family.held_out(), training)}
-
-    def small(scale, training):
-        return tasks.rotated_mnist(
-            angles=[0, 45], hold_out=45.0, model="linear", images=60, batch_size=20, steps=scale.steps
-        )
-
-    geometries = {"diagonal": Geometry(Diagonal, {"MetaMD": Entry(Usage())})}
-    scales = {"smoke": replace(TINY, domains=("one", "two"), schedules=("linear",))}
-    drawn = {}
-    for own in (True, False):
-        experiment = Experiment("x", small, geometries, scales, {}, sides=sides, own_tasks=own)
-        found, _ = experiment.compared("smoke", tmp_path / str(own), 0)
-        drawn[own] = [c.folds[0].entrants["MetaMD"][0].outcomes[0].config for c in found]
-    assert drawn[True][0] != drawn[True][1]
-    assert drawn[False][0] == drawn[False][1]
-    assert find("ablation").own_tasks
-
-
-@pytest.mark.parametrize("experiment", [paper_tables.ROTATED_MLP, paper_tables.DIVERSE_DIGITS], ids=lambda e: e.name)
-def test_declarations_fit_their_families(experiment, tiny_data):
-    assert set(experiment.scales) == {"smoke", "cpu", "paper"}
-    for scale in experiment.scales.values():
-        labels = {rivals.rival(name).title + ENDINGS[s] for name in scale.rivals for s in scale.schedules}
-        assert experiment.target in labels
-        for published in experiment.published.values():
-            assert set(scale.domains) <= set(published)
-    family = experiment.family(experiment.scales["smoke"], experiment.scales["smoke"].domains[0])
-    assert family.held_out().domains == experiment.scales["smoke"].domains[:1]
-    labels = [label for g in experiment.geometries.values() for label in g.entries]
-    assert len(labels) == len(set(labels))
-    assert labels[0] == "MetaMD"
 
 
 def test_the_certificate_of_the_file_is_on_the_page(learned, tmp_path):

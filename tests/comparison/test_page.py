@@ -1,0 +1,182 @@
+"""What a page says and draws, from outcomes that are invented, damaged or hostile."""
+
+import json
+import math
+import random
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from metamd import Comparison, Measuring, Protocol, compare, tasks
+from metamd.cli.report import read, summary, write_report
+from metamd.comparison import figures
+from metamd.comparison.comparison import Candidate, Fold, cell_name
+from metamd.comparison.figures import loss_curves
+from metamd.comparison.page import as_markdown, as_text
+from metamd.comparison.sections import Section, expected_best, sections
+from metamd.comparison.statistics import bootstrap
+from metamd.comparison.training import Outcome
+from metamd.rivals import rival
+from tests.helpers import NASTY
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+bare = partial(Protocol, measuring=Measuring(splits=()))
+QUADRATIC = tasks.quadratic((0.5, 4.0), steps=30)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Sections without their figures, for tests of what is said."""
+    monkeypatch.setattr(figures, "curves", lambda panels, path, **options: None)
+
+
+def test_seeds_are_counted_by_domain_where_they_differ(tmp_path, undrawn):
+    one, two = (compare({"a": rival("sgd").untuned()}, QUADRATIC, bare(seeds=n)) for n in (1, 3))
+    both = [replace(c, folds=(replace(c.folds[0], group=g),)) for g, c in (("x", one), ("y", two))]
+    text = as_text(sections(Comparison.join(both), tmp_path)[:1])
+    assert "1 (x), 3 (y) seeds" in " ".join(text.split())
+
+
+def joined(*seeds):
+    """The same rivals on as many domains, with so many seeds in each."""
+    both = {"a": rival("sgd").untuned(), "b": rival("adam").with_setting(lr=0.1)}
+    parts = [compare(both, QUADRATIC, bare(seeds=n, seed=i)) for i, n in enumerate(seeds)]
+    return Comparison.join([replace(c, folds=(replace(c.folds[0], group=f"d{i}"),)) for i, c in enumerate(parts)])
+
+
+def test_bands_of_learning_curves_are_bootstrap_intervals(tmp_path, monkeypatch):
+    """Each held against the interval that tables have, at one step; ranges would be wider."""
+    drawn = {}
+    monkeypatch.setattr(figures, "curves", lambda panels, path, **options: drawn.setdefault(path.name, panels))
+    found = joined(3, 3)
+    sections(found, tmp_path)
+    shown = drawn["curves.png"]
+    assert list(shown) == ["all domains", "d0", "d1"]
+    each = [losses[:, 2] for _, losses in found.curve("b").values()]
+    wanted = {"all domains": bootstrap(np.concatenate(each), [0, 0, 0, 1, 1, 1]), "d1": bootstrap(each[1], [0, 0, 0])}
+    for title, estimate in wanted.items():
+        curve = next(c for c in shown[title] if c.label == "b")
+        assert (curve.y[2], curve.low[2], curve.high[2]) == (estimate.value, estimate.low, estimate.high)
+    ranges = loss_curves(found, ["b"])["d1"][0]
+    assert (ranges.low[2], ranges.high[2]) == (each[1].min(), each[1].max())
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"),
+    [
+        ((2, 2), "drawn first, in the panel of all domains; over its seeds in the panel of a domain. A curve"),
+        ((1, 1), "interval of the mean: over all runs, domains drawn first, in the panel of all domains. A curve"),
+        ((2,), "The band is the 95 % bootstrap interval of the mean: over its seeds in the panel of a domain. A curve"),
+        ((1,), "There is one run of each, and no band. A curve ends where a run was given up."),
+    ],
+)
+def test_the_caption_says_what_a_band_is(seeds, said, tmp_path, undrawn):
+    (part,) = (p for p in sections(joined(*seeds), tmp_path) if p.title == "Learning curves")
+    assert said in part.figures[0][1]
+
+
+def test_settings_at_an_end_of_the_range_are_named_for_each_quantity(tmp_path, undrawn):
+    rates = [rival("sgd").with_setting(lr=x) for x in (1e-4, 1e-2, 1e-1)]
+    early, late = [2.0] + [0.5] * 10, [2.0] * 9 + [0.1] * 2
+    curves = {0: [2.0] * 11, 1: early, 2: late}
+    found = {"a": tuple(_invented(c, curves[i]) for i, c in enumerate(rates)), "b": (_invented(rates[1], early),)}
+    comparison = Comparison((Fold("d", found, {"a": 1.0, "b": 1.0}, {}),), {"steps": 100}).aiming("b")
+    (part,) = (p for p in sections(comparison, tmp_path) if p.title == "Settings")
+    rows = {row[0]: row[-1] for row in part.rows}
+    assert rows["a, d"] == "loss at the end", "the mean loss is best at the rate in the middle"
+    assert rows["b, d"] == "", "where nothing was chosen there is no end"
+
+
+def _invented(contender, losses):
+    places, plain = tuple(range(0, 101, 10)), contender.describe()
+    return Candidate(plain, (Outcome({"seed": 0}, plain, places, tuple(losses), losses[-1], {}, 100),))
+
+
+def test_hostile_records_are_shown_as_text(tmp_path):
+    """Labels, domains, settings and versions that try to be markup, mathematics or escapes."""
+    both = {NASTY: rival("sgd").untuned(), "b": [rival("adam").with_setting(lr=x) for x in (0.1, 0.2)]}
+    compare(both, QUADRATIC, bare(NASTY, seeds=2), folder=tmp_path)
+    path = tmp_path / "comparison.json"
+    index = json.loads(path.read_text())
+    index["folds"][0]["group"] = NASTY
+    index["versions"] = {NASTY: NASTY}
+    for candidate in index["folds"][0]["entrants"]["b"][:1]:  # a record that fits its name, as a forger would have it
+        candidate["contender"]["setting"] = {NASTY: NASTY}
+        for i, name in enumerate(candidate["runs"]):
+            found = json.loads((tmp_path / "cells" / f"{name}.json").read_text()) | {"contender": candidate["contender"]}
+            candidate["runs"][i] = cell_name(found["contender"], found["config"])
+            (tmp_path / "cells" / f"{candidate['runs'][i]}.json").write_text(json.dumps(found))
+    path.write_text(json.dumps(index))
+    run = json.loads((tmp_path / "run.json").read_text())
+    run["settings"]["family"]["family"] = NASTY
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    _, parts = write_report(tmp_path, tmp_path)
+    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    for shown in (page, text):
+        assert "<script" not in shown
+        assert "\x1b" not in shown.replace("&#27;", "")
+    assert "\n# head" not in text
+    assert "[x](javascript" not in text
+    assert "\x1b" not in as_text(parts)
+
+
+def test_text_and_markdown_escape_what_they_show():
+    hostile = [Section("a|b", ["*x* <i>"], ["h"], [["r\nr"]])]
+    text = as_markdown(hostile, title="# t", command="c")
+    assert "a\\|b" in text
+    assert "\\*x\\* &lt;i&gt;" in text
+    assert "| r r |" in text
+    assert "r\\nr" in as_text(hostile)
+
+
+def places_in(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places_in(inner, (*path, key))
+
+
+def test_records_changed_anywhere_give_tables_or_a_sentence(tmp_path):
+    """Values of other types, sizes and signs in place of any other, or nothing."""
+    both = {"a": rival("sgd").untuned(), "b": [rival("adam").with_setting(lr=x) for x in (0.1, 0.2)]}
+    compare(both, QUADRATIC, bare(seeds=2), folder=tmp_path)
+    values = [None, 0, -1, 1e308, "x", [], {}, True, {"a": 1}, 10**400, "1e999"]
+    draw, refused = random.Random(0), 0
+    for path in (tmp_path / "comparison.json", tmp_path / "run.json", next((tmp_path / "cells").glob("sgd*"))):
+        text = path.read_text()
+        for _ in range(100):
+            changed = json.loads(text)
+            *way, last = draw.choice([p for p in places_in(changed) if p])
+            inner = changed
+            for key in way:
+                inner = inner[key]
+            if draw.random() < 0.2:
+                del inner[last]
+            else:
+                inner[last] = draw.choice(values)
+            path.write_text(json.dumps(changed).replace('"1e999"', "1e999"))
+            try:
+                summary(read(tmp_path)[0])
+            except (ValueError, OSError):
+                refused += 1
+        path.write_text(text)
+    assert 20 < refused < 280
+
+
+def test_the_expected_best_of_so_many_settings():
+    """Against all subsets, enumerated."""
+    from itertools import combinations
+
+    rates = (0.001, 0.01, 0.05, 0.1, 100.0)
+    found = compare({"a": [rival("sgd").with_setting(lr=x) for x in rates]}, QUADRATIC, bare(seeds=2))
+    means = [sum(o.mean_loss for o in c.outcomes) / 2 for c in found.folds[0].entrants["a"]]
+    worst = max(m for m in means if math.isfinite(m))
+    kept = [min(m, worst) for m in means]
+    assert math.inf in means
+    for k, value in enumerate(expected_best(found, "a"), start=1):
+        best = [min(s) for s in combinations(kept, k)]
+        assert value == pytest.approx(sum(best) / len(best), rel=1e-9)

@@ -177,3 +177,18 @@ def test_what_steps_cannot_set_up_is_refused():
         MetaMD(model.named_parameters(), file_of(Usage()), steps=0)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         MetaMD(model.named_parameters(), "./nowhere.safetensors", steps=10)
+
+
+def test_a_prepared_pair_resumes_with_both_of_its_states(learned):
+    model, whole = small_model(), small_model()
+    train(whole, MetaMD(whole.named_parameters(), learned, steps=STEPS), STEPS)
+    optimiser, schedule = prepare(model.named_parameters(), learned, steps=STEPS)
+    for t in range(STEPS):
+        if t == 5:
+            saved = copy.deepcopy((optimiser.state_dict(), schedule.state_dict()))
+            optimiser, schedule = prepare(model.named_parameters(), learned, steps=STEPS)
+            optimiser.load_state_dict(saved[0])
+            schedule.load_state_dict(saved[1])
+        train(model, optimiser, 1, first=t)
+        schedule.step()
+    assert equal_parameters(model, whole)

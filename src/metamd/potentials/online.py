@@ -217,13 +217,9 @@ def polar_step(
     average = _average(grad, state, online.beta)  # M_t
     if not grad.numel():
         return grad, 1.0
-    if online.signal or online.refresh:
-        state["counted"] = state.get("counted", 0) + 1
-    share = _signal_share(online, grad, average, state)
-    if online.refresh > 1:  # the direction of an earlier step, at the length that is right now
-        interval = min(online.refresh, 1 + state["counted"] // SETTLED)
-        if "direction" in state and state["counted"] - state["found"] < interval:
-            return state["direction"], share
+    due, share = _due(online, state), _signal_share(online, grad, average, state)
+    if not due:
+        return state["direction"], share
     ahead = grad.lerp(average, online.beta)  # A, Nesterov's
     size = ahead.abs().amax()
     scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
@@ -240,8 +236,21 @@ def polar_step(
         c = inverse_root(c @ c.mT, full, told) @ c if wide else c @ inverse_root(c.mT @ c, full, told)
         direction = potential.basis.out_of(name, c.reshape(coordinates.shape) / root)
     if online.refresh > 1:
-        state["found"], state["direction"] = state["counted"], direction
+        state["direction"] = direction
     return direction, share
+
+
+def _due(online: Online, state: State) -> bool:
+    """Count a step; whether its direction is to be found, and that of an earlier step not taken again."""
+    if online.signal or online.refresh:
+        state["counted"] = state.get("counted", 0) + 1
+    if online.refresh < 2:
+        return True
+    interval = min(online.refresh, 1 + state["counted"] // SETTLED)
+    if "direction" in state and state["counted"] - state["found"] < interval:
+        return False
+    state["found"] = state["counted"]
+    return True
 
 
 def _signal_share(online: Online, grad: Tensor, average: Tensor, state: State) -> float:

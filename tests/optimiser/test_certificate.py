@@ -14,8 +14,7 @@ from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, PNorm
 from metamd.optimiser.certificate.sums import Sums
 from metamd.potentials.base import Move
 from metamd.potentials.online import Online
-from tests.helpers import equal_parameters, random_geometry, small_model, train
-from tests.potentials.test_kronecker import random_basis
+from tests.helpers import equal_parameters, random_basis, random_geometry, small_model, train
 
 
 def recorded(model, optimiser):

@@ -11,7 +11,7 @@ from metamd.inner.together import run_many
 from metamd.learning.trials import run_usage as trial
 from metamd.potentials.base import Move
 from tests.helpers import random_basis, randomised
-from tests.small_tasks import F64, Small
+from tests.small_tasks import Small
 
 LR, STEPS = 0.3, 8
 
@@ -113,8 +113,8 @@ def differentiable(task, phi):
         before = walk.active.weights
         walk.step(loss, grads)
         passage = Passage(x, grads, loss, before, walk.active.weights)
-        weights = torch.as_tensor(before, dtype=F64)
-        x, _ = recursion.step(recursion.metrics, recursion.offsets, x, weights, grads, passage)
+        _, after, _ = recursion.between(passage)
+        x = {n: after[n].detach() for n in x}
     return x
 
 

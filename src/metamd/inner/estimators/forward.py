@@ -22,7 +22,7 @@ from metamd.inner.estimators.base import (
     size,
     split,
 )
-from metamd.inner.estimators.step import Passage, Recursion, dot
+from metamd.inner.estimators.step import Passage, Recursion, dot, named, part
 from metamd.inner.objectives import Objective
 from metamd.inner.run import Cost, Trajectory, gradient
 from metamd.potentials.base import Params
@@ -92,7 +92,7 @@ def _carry(setting: Setting, objective: Objective, directions: Tensor) -> tuple[
             recursion.forth(passage, piece, logs, z, zg)
             zw = torch.zeros_like(zw)  # a vertex of the simplex is constant
         else:
-            tangents = _gather(metrics, offsets, z, zw, zg)
+            tangents = named(metrics, offsets, z, zw, zg)
             added, z, zw = _between(recursion, passage, tangents)
             along += added
     run = walk.finish(objective.reference)
@@ -107,26 +107,16 @@ def _carry(setting: Setting, objective: Objective, directions: Tensor) -> tuple[
 
 def _between(recursion: Recursion, passage: Passage, tangents: Params) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """A step onto, along or off a kink: what it adds to the derivatives, and the tangents of theta and w after it."""
-    weights = recursion.weights_of(passage)
-    here = _gather(recursion.metrics, recursion.offsets, passage.params, weights, passage.grads)
-    leaves = {n: x.detach().requires_grad_() for n, x in here.items()}
-    loss = passage.loss.detach().requires_grad_()
-    metrics, params, grads = (_part(leaves, group) for group in ("metrics", "params", "grads"))
-    with torch.enable_grad():
-        term = recursion.running(metrics, leaves["weights"], loss, grads)
-        by = torch.autograd.grad(term, [loss, *leaves.values()], allow_unused=True, materialize_grads=True)
-        moved, after = recursion.step(metrics, leaves["offsets"], params, leaves["weights"], grads, passage)
-        outputs = {n: y for n, y in {**moved, "": after}.items() if y.requires_grad}
-        # J z from two reverse passes, u -> J'u -> J: a forward pass through torch.func costs several times as much.
-        u = {n: torch.zeros_like(y, requires_grad=True) for n, y in outputs.items()}
-        pulled = torch.autograd.grad(
-            list(outputs.values()), list(leaves.values()), list(u.values()), create_graph=True, allow_unused=True
-        )
-    z = _part(tangents, "params")
-    added = by[0] * dot(z, passage.grads) + dot(tangents, dict(zip(leaves, by[1:], strict=True)))
-    used = {n: p for n, p in zip(leaves, pulled, strict=True) if p is not None}
-    pushed = batched(used, u, tangents)
-    return added, {n: pushed[n] for n in moved}, pushed.get("", torch.zeros_like(tangents["weights"]))
+    leaves, outputs, term = recursion.between(passage)
+    by = torch.autograd.grad(term, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+    added = dot({**tangents, "loss": dot(part(tangents, "params"), passage.grads)}, dict(zip(leaves, by, strict=True)))
+    # J z from two reverse passes, u -> J'u -> J: a forward pass through torch.func costs several times as much.
+    u = {n: torch.zeros_like(y, requires_grad=True) for n, y in outputs.items()}
+    pulled = torch.autograd.grad(
+        list(outputs.values()), list(leaves.values()), list(u.values()), create_graph=True, allow_unused=True
+    )
+    pushed = batched({n: p for n, p in zip(leaves, pulled, strict=True) if p is not None}, u, tangents)
+    return added, pushed, pushed.pop("", torch.zeros_like(tangents["weights"]))
 
 
 def hessian_products(
@@ -150,18 +140,18 @@ def batched(outputs: Params, inputs: Params, rows: Params, *, in_turn: bool = Fa
     count = len(next(iter(rows.values())))
     found = {n: x.new_zeros(count, *x.shape) for n, x in inputs.items()}
     parts: list[Any] = list(range(count)) if in_turn else [slice(None)]
-    for part in parts if live else []:
+    for rows_of in parts if live else []:
         products = torch.autograd.grad(
             [outputs[n] for n in live],
             list(inputs.values()),
-            [rows[n][part].contiguous() for n in live],
-            retain_graph=part != parts[-1],
+            [rows[n][rows_of].contiguous() for n in live],
+            retain_graph=rows_of != parts[-1],
             allow_unused=True,
             is_grads_batched=not in_turn,
         )
         for into, product in zip(found.values(), products, strict=True):
             if product is not None:
-                into[part] = product
+                into[rows_of] = product
     return found
 
 
@@ -178,14 +168,3 @@ def _convolves(loss: Tensor) -> bool:
         seen |= following
         left.extend(following)
     return False
-
-
-def _gather(metrics: Params, offsets: Tensor, params: Params, weights: Tensor, grads: Params) -> dict[str, Tensor]:
-    """All arguments of a step under one mapping; tensors by group and name."""
-    groups = {"metrics": metrics, "params": params, "grads": grads}
-    named = {f"{group}/{n}": x for group, tensors in groups.items() for n, x in tensors.items()}
-    return {"offsets": offsets, "weights": weights, **named}
-
-
-def _part(arguments: Params, group: str) -> dict[str, Tensor]:
-    return {n.removeprefix(f"{group}/"): x for n, x in arguments.items() if n.startswith(f"{group}/")}

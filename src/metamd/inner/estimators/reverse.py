@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from metamd.inner.estimators.base import Estimator, Hypergradient, Setting, differentiate, given_up, learnable
-from metamd.inner.estimators.step import Passage, Recursion, stays
+from metamd.inner.estimators.step import Passage, Recursion, part, stays
 from metamd.inner.objectives import Objective
 from metamd.inner.run import Cost, MirrorDescent, Trajectory, gradient, train
 from metamd.inner.sums import scalar
@@ -175,24 +175,18 @@ class Adjoint:
             self.weights = torch.zeros_like(self.weights)  # a vertex of the simplex is constant
         return slopes.loss, self.params, by_grads
 
-    @torch.enable_grad()
     def _pull_between(self, passage: Passage) -> tuple[float, Tensors, Tensors]:
         """The same for a step onto, along or off a kink."""
-        r = self.recursion
-        metrics, params, grads = _leaves(r.metrics), _leaves(passage.params), _leaves(passage.grads)
-        offsets, loss = r.offsets.detach().requires_grad_(), passage.loss.detach().requires_grad_()
-        weights = r.weights_of(passage).requires_grad_()
-        moved, after = r.step(metrics, offsets, params, weights, grads, passage)
-        term = r.running(metrics, weights, loss, grads)
-        outputs, given = [*moved.values(), term], [*self.params, torch.ones_like(term)]
-        if after.requires_grad:
-            outputs, given = [*outputs, after], [*given, self.weights]
-        leaves = [offsets, weights, loss, *metrics.values(), *params.values(), *grads.values()]
-        by = torch.autograd.grad(outputs, leaves, given, allow_unused=True, materialize_grads=True)
-        self.offsets, self.weights, tensors = self.offsets + by[0], by[1], len(metrics)
-        for gathered, d, b in zip(self._logs.values(), r.metrics.values(), by[3:], strict=False):
-            gathered.addcmul_(d, b)
-        return float(by[2]), by[3 + tensors : 3 + 2 * tensors], by[3 + 2 * tensors :]
+        leaves, outputs, term = self.recursion.between(passage)
+        given = [*self.params, *([self.weights] if "" in outputs else []), torch.ones_like(term)]
+        found = torch.autograd.grad(
+            [*outputs.values(), term], list(leaves.values()), given, allow_unused=True, materialize_grads=True
+        )
+        by = dict(zip(leaves, found, strict=True))
+        self.offsets, self.weights = self.offsets + by["offsets"], by["weights"]
+        for n, gathered in self._logs.items():
+            gathered.addcmul_(self.recursion.metrics[n], by[f"metrics/{n}"])
+        return float(by["loss"]), list(part(by, "params").values()), list(part(by, "grads").values())
 
 
 def _leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -75,12 +75,18 @@ class Recursion:
             found[s.key] = found[s.key] + here if s.key in found else here
         return found
 
-    # any step
+    # steps onto, along or off a kink
 
-    def step(
-        self, d: Params, offsets: Tensor, params: Params, weights: Tensor, grads: Params, passage: Passage
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """(theta_{t+1}, w_{t+1}) between pieces, as a function of everything before `passage`."""
+    @torch.enable_grad()
+    def between(self, passage: Passage) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+        """Such a step as a graph: all that it depends on as leaves, (theta_{t+1}, w_{t+1}), and what it adds to E.
+
+        The leaves are named as `named` has it, and w_{t+1} is left out where it is constant.
+        """
+        here = named(self.metrics, self.offsets, passage.params, self._weights_of(passage), passage.grads)
+        leaves = {n: x.detach().requires_grad_() for n, x in {**here, "loss": passage.loss}.items()}
+        d, params, grads = (part(leaves, group) for group in ("metrics", "params", "grads"))
+        offsets, weights = leaves["offsets"], leaves["weights"]
         after = torch.as_tensor(passage.after, dtype=offsets.dtype, device=offsets.device)
         y, newton = self._dual(d, params, weights, grads), self.newton(passage)
         if newton is not None:
@@ -88,7 +94,14 @@ class Recursion:
             halves = [0.5 * (d[n] * v * v).reshape(self.pieces, -1).sum(1).to(offsets.dtype) for n, v in x.items()]
             after = after + newton @ (torch.stack(halves).sum(0) + offsets)
         moved = {n: self.basis.out_of(n, v / mix(d[n], after)) for n, v in y.items()}
-        return {n: x + self.centre[n] if n in self.centre else x for n, x in moved.items()}, after
+        moved = {n: x + self.centre[n] if n in self.centre else x for n, x in moved.items()}
+
+        def energy() -> Tensor:
+            parts = [(g * g / mix(d[n], weights)).sum(dtype=torch.float64) for n, g in self._into(grads).items()]
+            return torch.stack(parts).sum()
+
+        added = self.objective.running(Point(leaves["loss"].double(), energy, self.lr, self.steps))
+        return leaves, moved | ({"": after} if after.requires_grad else {}), added
 
     @torch.no_grad()
     def newton(self, passage: Passage) -> Tensor | None:
@@ -96,7 +109,7 @@ class Recursion:
         support = np.flatnonzero(passage.after)
         if len(support) == 1:
             return None
-        y = self._dual(self.metrics, passage.params, self.weights_of(passage), passage.grads)
+        y = self._dual(self.metrics, passage.params, self._weights_of(passage), passage.grads)
         hessian = np.zeros((self.pieces, self.pieces))
         for n, v in y.items():
             mixed = combine(self.metrics[n], passage.after)
@@ -118,18 +131,8 @@ class Recursion:
     def _into(self, x: Params) -> dict[str, Tensor]:
         return {n: self.basis.into(n, v) for n, v in x.items()}
 
-    def weights_of(self, passage: Passage) -> Tensor:
-        """w_t as a tensor."""
+    def _weights_of(self, passage: Passage) -> Tensor:
         return torch.tensor(passage.before, dtype=self.offsets.dtype)
-
-    def running(self, d: Params, weights: Tensor, loss: Tensor, grads: Params) -> Tensor:
-        """What the step adds to the objective, as a function of metrics, weights, loss and gradient."""
-
-        def energy() -> Tensor:
-            parts = [(g * g / mix(d[n], weights)).sum(dtype=torch.float64) for n, g in self._into(grads).items()]
-            return torch.stack(parts).sum()
-
-        return self.objective.running(Point(loss.double(), energy, self.lr, self.steps))
 
     # steps on one piece j
 
@@ -211,6 +214,18 @@ class Recursion:
                 return self.basis.out_of(n, rates[n] * self.basis.into(n, h) - moves * by)
 
             z[n] += torch.func.vmap(moved)(zg[n], directions)
+
+
+def named(metrics: Params, offsets: Tensor, params: Params, weights: Tensor, grads: Params) -> dict[str, Tensor]:
+    """All that a step depends on under one mapping; tensors by group and name."""
+    groups = {"metrics": metrics, "params": params, "grads": grads}
+    tensors = {f"{group}/{n}": x for group, by_name in groups.items() for n, x in by_name.items()}
+    return {"offsets": offsets, "weights": weights, **tensors}
+
+
+def part(arguments: Params, group: str) -> dict[str, Tensor]:
+    """The tensors of one group, by name."""
+    return {n.removeprefix(f"{group}/"): x for n, x in arguments.items() if n.startswith(f"{group}/")}
 
 
 def stays(before: Array, after: Array, *, exact: bool) -> int | None:

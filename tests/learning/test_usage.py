@@ -16,7 +16,7 @@ from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference
 from metamd.learning.rounds.round import draw_config
 from metamd.learning.trials import run_usage
-from metamd.learning.usage import LEFT, Choices, Losses, Trials, best_usage, learn_usage
+from metamd.learning.usage import LEFT, Choices, Trials, best_usage, learn_usage
 from metamd.tasks import quadratic, tabular
 from metamd.tasks.wrapped import Counted
 
@@ -101,8 +101,7 @@ def planted(score, tasks):
 
     class Planted(Trials):
         def _losses(self, wanted):
-            scores = [score(*run) for run in wanted]
-            return [Losses(first=0.0, mean=found, end=found) for found in scores]
+            return [(0.0, score(*run), score(*run)) for run in wanted]
 
     return Planted([None] * tasks, None, None)
 

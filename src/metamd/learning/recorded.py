@@ -18,7 +18,7 @@ from metamd.inner.sums import minimiser, moments_of
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.potentials.tying import Shape, TyingName
 
-PRIOR = 0.1
+RECORDED_PRIOR = 0.1
 """The default strength s of the prior: a coordinate that stands still has a step size of at least sqrt(s/2 / (1 + s)), here
 0.21, of its tensor's and of the model's; without a prior, zero."""
 
@@ -28,7 +28,7 @@ def learn(
     *,
     weights: Sequence[float] | None = None,
     tying: TyingName | None = None,
-    prior: float = PRIOR,
+    prior: float = RECORDED_PRIOR,
     pieces: int = 1,
 ) -> LearnedOptimiser:
     """Learn a geometry from recorded runs, the closed form D_i = sqrt(E sum_t g_ti^2 / E delta_i^2) [Khodak2019].

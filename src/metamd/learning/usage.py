@@ -7,7 +7,7 @@ training tasks decide the rest, so that nothing is left to tune on the next task
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -32,6 +32,11 @@ Used = tuple[Usage, Online | None]
 
 Watch = Callable[[Usage, Online | None, float], None]
 """Called with every usage tried, its online metric if it has one, and its score."""
+
+Losses = tuple[float, float, float] | None
+"""Of one run: at its start, in the mean over it, and of batches that follow it. None if it diverged.
+
+Judged on the validation split: at its start, and twice that at its end, for it is not looked at in between."""
 
 RULES = (Online(), Online("polar", beta=0.7, signal=0.95), Online("polar", beta=0.9, signal=0.95))
 """Online metrics that a usage may have, before their scales are learned."""
@@ -251,18 +256,6 @@ def _said(online: Online | None) -> Result | None:
     return None if online is None else online.to_dict()
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Of one run: at its start, in the mean over it, and of batches that follow it. None for all if it diverged.
-
-    Judged on the validation split: at its start, and twice that at its end, for it is not looked at in between.
-    """
-
-    first: float | None = None
-    mean: float | None = None
-    end: float | None = None
-
-
 class Trials:
     """Training runs of a few tasks with one usage after another; none is run twice.
 
@@ -294,10 +287,7 @@ class Trials:
     def score(self, usage: Usage, online: Online | None, tasks: int | None = None) -> float:
         """The geometric mean over tasks of the mean loss and of that at the end, with `left`; infinite if any run diverged.
 
-        Args:
-            usage: to try.
-            online: its metric, if it has one.
-            tasks: how many of the tasks; all if not given.
+        It is over so many of the tasks; over all if that is not given.
         """
         self.run([(usage, online)], tasks)
         return self._geometric(self._known[id(online), usage][: len(self.tasks[:tasks])])
@@ -311,9 +301,8 @@ class Trials:
         for pair, numbers in missing:
             known = self._known[_key(pair)]
             for i in numbers:
-                known.append(next(found))
-                values = (x for x in (known[i].mean, known[i].end) if x is not None)
-                self._lowest[i] = min([self._lowest[i], *values])
+                known.append(losses := next(found))
+                self._lowest[i] = self._lowest[i] if losses is None else min(self._lowest[i], *losses[1:])
             if numbers and self.watch is not None:
                 self.watch(*pair, self._geometric(known))
             if numbers and self.progress is not None:
@@ -324,10 +313,10 @@ class Trials:
         return math.exp(sum(self._logarithm(number, losses) for number, losses in enumerate(known)) / len(known))
 
     def _logarithm(self, number: int, losses: Losses) -> float:
-        if losses.first is None or losses.mean is None or losses.end is None:
+        if losses is None:
             return math.inf
         zero = self._lowest[number]
-        first, mean, end = losses.first - zero, losses.mean - zero, losses.end - zero
+        first, mean, end = (x - zero for x in losses)
         counted = (mean + LEFT * first, end + LEFT * first) if zero < 0 else (mean, end + self.left * first)
         return 0.5 * sum(math.log(max(x, NOTHING)) for x in counted)
 
@@ -336,15 +325,16 @@ class Trials:
         names = [f"run-{config_hash(each)}" for each in about]
         runs = zip(names, wanted, about, strict=True)
         found = self.parts.all({name: partial(self._run, self.tasks[i], u, o, each) for name, (i, u, o), each in runs})
-        return [Losses(found[name]["first"], found[name]["mean"], found[name]["end"]) for name in names]
+        rows = ((found[name]["first"], found[name]["mean"], found[name]["end"]) for name in names)
+        return [None if None in row else row for row in rows]
 
     def _run(self, task: Task, usage: Usage, online: Online | None, about: Result) -> Result:
         run = run_usage(task, self.potential, usage, online=online)
-        found = Losses()
-        if math.isfinite(run.loss):
-            end, first = self._loss(task, run.end), self._loss(task, task.init())
-            found = Losses(first, run.loss if self.judged_on == "train" else end, end) if math.isfinite(end) else found
-        return {**about, **asdict(found)}
+        end = self._loss(task, run.end) if math.isfinite(run.loss) else math.inf
+        if not math.isfinite(end):
+            return {**about, "first": None, "mean": None, "end": None}
+        first, mean = self._loss(task, task.init()), run.loss if self.judged_on == "train" else end
+        return {**about, "first": first, "mean": mean, "end": end}
 
     def _loss(self, task: Task, params: Params) -> float:
         return tail_loss(task, params) if self.judged_on == "train" else task.evaluate(params, self.judged_on).loss

@@ -41,22 +41,26 @@ class Kind:
         name: in sentences.
         key: of the JSON text in the metadata of the file.
         seal: of the checksum there.
+        described: whether types and shapes enter the checksum; those of starts and checkpoints never did.
     """
 
     name: str
     key: str
     seal: str = "metamd.checksum"
+    described: bool = True
 
-    def write(self, path: Path, text: str, tensors: Tensors, digest: str) -> None:
-        """Write a file whole or not at all."""
+    def write(self, path: Path, text: str, tensors: Tensors, digest: str | None = None) -> None:
+        """Write a file whole or not at all; its checksum is of the text and the tensors if no other is given."""
+        digest = checksum(text, tensors, described=self.described) if digest is None else digest
         write_atomically(path, pack(tensors, {self.key: text, self.seal: digest}))
 
-    def read(self, path: Path, assemble: Callable[[str, Tensors], tuple[T, str]]) -> T:
+    def read(self, path: Path, assemble: Callable[[str, Tensors], T], digest: Callable[[T, str], str] | None = None) -> T:
         """What a file holds; whatever is wrong with it is a sentence that begins with its path.
 
         Args:
             path: what the user named.
-            assemble: makes it of the text and the tensors, and says which checksum the file should have.
+            assemble: makes it of the text and the tensors.
+            digest: the checksum that the file of a thing with this text should have, if it is another than for `write`.
         """
         try:
             _check_regular(path)
@@ -66,8 +70,10 @@ class Kind:
                     f"its metadata must have the entries {self.key!r} and {self.seal!r}, got {shown(sorted(metadata))}: it "
                     f"is a safetensors file, but no {self.name}."
                 )
-            found, digest = assemble(metadata[self.key], tensors)
-            if metadata[self.seal] != digest:
+            text = metadata[self.key]
+            found = assemble(text, tensors)
+            right = checksum(text, tensors, described=self.described) if digest is None else digest(found, text)
+            if metadata[self.seal] != right:
                 raise ValueError(f"its content does not match its checksum. {AGAIN}")
             return found
         except FileNotFoundError:
@@ -79,10 +85,7 @@ class Kind:
 
 
 def checksum(text: str, tensors: Mapping[str, Tensor], *, described: bool = True) -> str:
-    """The digest of a text and of tensors on the CPU: names, types, shapes and bytes, in the order of the names.
-
-    Starts and checkpoints are not `described`: types and shapes never entered their checksum.
-    """
+    """The digest of a text and of tensors on the CPU: names, types, shapes and bytes, in the order of the names."""
     digest = blake2b(text.encode(), digest_size=16)
     for name, value in sorted(tensors.items()):
         about = (

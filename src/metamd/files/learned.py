@@ -21,7 +21,7 @@ from metamd.potentials.diagonal import MaxDiagonal, Missing
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Rename, Shape
 
-LEARNED, START = Kind("learned optimiser", "metamd"), Kind("learned start", "metamd.start")
+LEARNED, START = Kind("learned optimiser", "metamd"), Kind("learned start", "metamd.start", described=False)
 MOMENTS = ("moments/x/", "moments/y/")
 ORTHONORMAL = 1e-3
 """How far the products of a basis's columns may be from those of orthonormal ones; float32 leaves about 1e-6."""
@@ -88,8 +88,7 @@ class LearnedStart(Tensors):
         """
         # safetensors has an order of its own
         text = json.dumps({"names": list(self), "tasks": list(self.tasks), "cost": self.cost}, allow_nan=False)
-        tensors = _copied(self)
-        START.write(Path(path), text, tensors, checksum(text, tensors, described=False))
+        START.write(Path(path), text, _copied(self))
 
     @classmethod
     def load(cls, path: str | Path) -> "LearnedStart":
@@ -99,7 +98,7 @@ class LearnedStart(Tensors):
             path: of the file.
         """
 
-        def assemble(text: str, tensors: Tensors) -> tuple[LearnedStart, str]:
+        def assemble(text: str, tensors: Tensors) -> LearnedStart:
             said = strict_json(text, "its record")
             known = isinstance(said, dict) and set(said) == {"names", "tasks", "cost"}
             lists = [said["names"], said["tasks"]] if known else [None]
@@ -107,8 +106,7 @@ class LearnedStart(Tensors):
                 raise ValueError(f"its record must have names, tasks and cost, got {shown(said)}. {AGAIN}")
             if sorted(said["names"]) != sorted(tensors):
                 raise ValueError(f"its record must name every tensor once, got {shown(said['names'])}. {AGAIN}")
-            found = cls({n: tensors[n] for n in said["names"]}, said["tasks"], CHECKS["cost"]("cost", said["cost"]))
-            return found, checksum(text, tensors, described=False)
+            return cls({n: tensors[n] for n in said["names"]}, said["tasks"], CHECKS["cost"]("cost", said["cost"]))
 
         return START.read(Path(path), assemble)
 
@@ -226,7 +224,7 @@ class LearnedOptimiser:
         _check(self.header, tensors | others)
         text = self.header.to_json()
         Header.from_json(text)  # what is saved can be loaded
-        LEARNED.write(Path(path), text, tensors | others, checksum(f"{self.fingerprint()}\n{text}", others))
+        LEARNED.write(Path(path), text, tensors | others, _digest(self, text))
 
     def fingerprint(self) -> str:
         """The fingerprint of the geometry; what the header says about its origin does not enter."""
@@ -263,10 +261,14 @@ def load(path_or_name: str | os.PathLike[str]) -> LearnedOptimiser:
         Traceback (most recent call last):
         FileNotFoundError: no learned optimiser 'no-such-optimiser' is shipped with metamd ...
     """
-    return LEARNED.read(locate(path_or_name), _assemble)
+    return LEARNED.read(locate(path_or_name), _assemble, _digest)
 
 
-def _assemble(text: str, tensors: Tensors) -> tuple[LearnedOptimiser, str]:
+def _digest(learned: LearnedOptimiser, text: str) -> str:
+    return checksum(f"{learned.fingerprint()}\n{text}", _other_tensors(learned.moments, learned.start))
+
+
+def _assemble(text: str, tensors: Tensors) -> LearnedOptimiser:
     """Hold the tensors against the header and make the potential of them."""
     header = Header.from_json(text)
     _check(header, tensors)
@@ -281,8 +283,7 @@ def _assemble(text: str, tensors: Tensors) -> tuple[LearnedOptimiser, str]:
     moments = None
     if any(name.startswith(MOMENTS) for name in tensors):
         moments = Moments(*({k: tensors[f"{prefix}{k}"] for k in header.tensors} for prefix in MOMENTS))
-    found = LearnedOptimiser(header, potential, moments, start or None)
-    return found, checksum(f"{fingerprint(potential)}\n{text}", _other_tensors(moments, start))
+    return LearnedOptimiser(header, potential, moments, start or None)
 
 
 def _check(header: Header, tensors: Tensors) -> None:

@@ -111,7 +111,7 @@ class Run:
         said = {n: getattr(self, n) for n in _FIELDS}
         model = [{"name": n, "shape": list(s)} for n, s in self.model.items()]
         text = json.dumps({"schema_version": RUN_VERSION, **said, "model": model}, allow_nan=False)
-        RUN.write(Path(path), text, self._tensors(), checksum(f"{self.fingerprint()}\n{text}", {}))
+        RUN.write(Path(path), text, self._tensors(), _digest(self, text))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Run":
@@ -120,7 +120,7 @@ class Run:
         Args:
             path: where.
         """
-        return RUN.read(Path(path), _assemble)
+        return RUN.read(Path(path), _assemble, _digest)
 
     def _tensors(self) -> Tensors:
         parts = zip(PARTS, (self.start, self.end, self.squares), strict=True)
@@ -144,7 +144,11 @@ COARSER: dict[TyingName, tuple[TyingName, ...]] = {
 """Which tyings can be computed from sums recorded under one. (By role, too, a tensor is recorded by itself.)"""
 
 
-def _assemble(text: str, tensors: Tensors) -> tuple[Run, str]:
+def _digest(run: Run, text: str) -> str:
+    return checksum(f"{run.fingerprint()}\n{text}", {})
+
+
+def _assemble(text: str, tensors: Tensors) -> Run:
     said, model = _header(text)
     wanted: dict[str, Shape] = {RMS: (len(model),)}
     for name, shape in model.items():
@@ -156,8 +160,7 @@ def _assemble(text: str, tensors: Tensors) -> tuple[Run, str]:
     said.pop("phases")  # the shape of the sums says it
     if any(bool((v < 0).any()) for v in (tensors[RMS], *squares.values())):
         raise ValueError(f"sums of squares must not be negative. {AGAIN}")
-    run = Run(start, end, squares, rms, **said)
-    return run, checksum(f"{run.fingerprint()}\n{text}", {})
+    return Run(start, end, squares, rms, **said)
 
 
 def _header(text: str) -> tuple[dict[str, Any], dict[str, Shape]]:

@@ -19,12 +19,12 @@ from typing import Any
 
 from torch import Tensor
 
-from metamd.files.container import Kind, Tensors, checksum, shown, strict_json, write_atomically
+from metamd.files.container import Kind, Tensors, shown, strict_json, write_atomically
 
 FORMAT = 1
 PACKED = "cells.jsonl"
 ARCHIVE = "records.jsonl.xz"
-CHECKPOINT, CHECKPOINT_VERSION = Kind("checkpoint", "metamd.checkpoint"), 2
+CHECKPOINT, CHECKPOINT_VERSION = Kind("checkpoint", "metamd.checkpoint", described=False), 2
 
 Result = dict[str, Any]
 """What a cell holds, in JSON's own types; the count of a run that never arrived, say, is None."""
@@ -181,18 +181,18 @@ class Journal:
     def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         """Write a checkpoint: the tensors and the facts of a state, and the configuration that it belongs to."""
         facts = {"version": CHECKPOINT_VERSION, "identity": dict(identity), "state": dict(state)}
-        text, kept = json.dumps(facts, allow_nan=False), dict(tensors)
-        CHECKPOINT.write(self.checkpoint, text, kept, checksum(text, kept, described=False))
+        CHECKPOINT.write(self.checkpoint, json.dumps(facts, allow_nan=False), dict(tensors))
 
     def resume(self, identity: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]] | None:
         """The tensors and facts of the last checkpoint, if there is one of the same configuration; the log is cut to it."""
         found = None
         if self.checkpoint.exists():
             try:
-                found, there = CHECKPOINT.read(self.checkpoint, _checkpoint)
+                tensors, state, there = CHECKPOINT.read(self.checkpoint, _checkpoint)
             except ValueError as error:
                 raise ValueError(f"{error} Delete the checkpoint to begin again.") from None
             _check_settings(there, identity, Path(self.folder))
+            found = tensors, state
         if self.log.exists():
             kept = [line for line in _lines(self.log) if found is not None and line["step"] <= found[1]["step"]]
             write_atomically(self.log, "".join(json.dumps(line) + "\n" for line in kept).encode())
@@ -204,15 +204,14 @@ class Journal:
             file.write(json.dumps({"step": step} | record) + "\n")
 
 
-def _checkpoint(text: str, tensors: Tensors) -> tuple[tuple[tuple[Tensors, dict[str, Any]], dict[str, Any]], str]:
+def _checkpoint(text: str, tensors: Tensors) -> tuple[Tensors, dict[str, Any], dict[str, Any]]:
     facts = strict_json(text, "its record")
     try:
         if facts["version"] != CHECKPOINT_VERSION:
             raise ValueError(f"it has the version {facts['version']}, and this metamd reads {CHECKPOINT_VERSION}.")
-        state, identity = {"step": int(facts["state"]["step"]), **facts["state"]}, dict(facts["identity"])
+        return tensors, {"step": int(facts["state"]["step"]), **facts["state"]}, dict(facts["identity"])
     except (KeyError, TypeError):
         raise ValueError("its record must have a version, an identity and a state with its step.") from None
-    return ((tensors, state), identity), checksum(text, tensors, described=False)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

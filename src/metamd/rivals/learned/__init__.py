@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.files.container import Kind, checksum, strict_json
+from metamd.files.container import Kind, strict_json
 from metamd.files.usage import SCHEDULES, Schedule
 from metamd.inner.run import Cost, Stepper
 from metamd.learning.parts import identity_of
@@ -57,7 +57,7 @@ class Learner:
             cost["seconds"] = time.perf_counter() - began
             if path is not None:
                 text = json.dumps({"cost": cost, "learned_on": source(family, seed)})
-                FILE.write(path, text, tensors, checksum(text, tensors))
+                FILE.write(path, text, tensors)
         digest = hashlib.blake2b(digest_size=16)
         for n, x in sorted(tensors.items()):
             digest.update(n.encode() + x.contiguous().double().numpy().tobytes())
@@ -84,8 +84,8 @@ def source(family: TaskFamily, seed: int) -> str:
 
 
 def _read(path: Path, learned_on: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    def assemble(text: str, tensors: dict[str, Tensor]) -> tuple[tuple[Any, dict[str, Tensor]], str]:
-        return (strict_json(text, "its text"), tensors), checksum(text, tensors)
+    def assemble(text: str, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        return strict_json(text, "its text"), tensors
 
     try:
         about, tensors = FILE.read(path, assemble)

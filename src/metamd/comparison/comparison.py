@@ -34,15 +34,10 @@ HVP = 2.5
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting of an optimiser on the tasks of a fold.
+    """One setting of an optimiser on the tasks of a fold."""
 
-    Args:
-        contender: what `Contender.describe` says.
-        outcomes: one per task; of the first tasks alone for a setting that was screened out.
-    """
-
-    contender: Mapping[str, Any]
-    outcomes: tuple[Outcome, ...]
+    contender: Mapping[str, Any]  # what `Contender.describe` says
+    outcomes: tuple[Outcome, ...]  # one per task; of the first tasks alone for a setting that was screened out
 
     def loss_after(self, share: float) -> float:
         """After a part of the run, on the mean of the runs that did not fail; NaN, which nobody reaches, if all did."""
@@ -52,22 +47,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Fold:
-    """The tasks of one held-out domain.
+    """The tasks of one held-out domain."""
 
-    Args:
-        group: the domain.
-        entrants: the candidates of each optimiser by label.
-        seconds: of one step, by label.
-        costs: of learning it, by label: `gradient_evaluations`, `hessian_vector_products` and `seconds`.
-        trained: labels of optimisers that were learned on this domain, for which it is not held out.
-        tunings: by label, how a setting was found that was not chosen among candidates here.
-    """
-
-    group: str
-    entrants: Mapping[str, tuple[Candidate, ...]]
-    seconds: Mapping[str, float]
+    group: str  # the domain
+    entrants: Mapping[str, tuple[Candidate, ...]]  # the candidates of each optimiser by label
+    seconds: Mapping[str, float]  # of one step, by label
+    # of learning it, by label: `gradient_evaluations`, `hessian_vector_products` and `seconds`
     costs: Mapping[str, Mapping[str, float]]
-    trained: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()  # labels of optimisers that were learned on this domain, for which it is not held out
+    # by label, how a setting was found that was not chosen among candidates here
     tunings: Mapping[str, Tuning] = field(default_factory=dict)
 
     @property
@@ -129,14 +117,10 @@ class Fold:
 
 @dataclass(frozen=True)
 class Target:
-    """The training loss to reach on a domain: what an optimiser has, on the mean over its seeds, after a part of the run.
+    """The training loss to reach on a domain: what an optimiser has, on the mean over its seeds, after a part of the run."""
 
-    Args:
-        baseline: label of that optimiser, with the candidate that has the best mean loss there.
-        share: of the steps. At 1 the baseline itself arrives in about half of its runs, for it must stay below the target.
-    """
-
-    baseline: str
+    baseline: str  # label of that optimiser, with the candidate that has the best mean loss there
+    # of the steps. At 1 the baseline itself arrives in about half of its runs, for it must stay below the target
     share: float = 0.75
 
     def of(self, fold: Fold) -> float:
@@ -149,30 +133,18 @@ class Target:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first optimiser of a comparison against another one, over pairs of runs of the same task.
+    """The first optimiser of a comparison against another one, over pairs of runs of the same task."""
 
-    Args:
-        label: of the other one.
-        metric: what is compared; less is better.
-        ratio: geometric mean of ours / theirs over the pairs where both are finite; NaN without any.
-        low: lower end of its 95 % interval.
-        high: upper end.
-        wins: pairs in which ours is smaller.
-        ties: pairs in which they are equal.
-        losses: pairs in which theirs is smaller.
-        p: of the two-sided signed-rank test, corrected for the number of rivals.
-        rank_sum: what that test is about; negative speaks for ours. Wins and losses, which have no size, may say otherwise.
-    """
-
-    label: str
-    metric: str
-    ratio: float
-    low: float
-    high: float
-    wins: int
-    ties: int
-    losses: int
-    p: float
+    label: str  # of the other one
+    metric: str  # what is compared; less is better
+    ratio: float  # geometric mean of ours / theirs over the pairs where both are finite; NaN without any
+    low: float  # lower end of its 95 % interval
+    high: float  # upper end
+    wins: int  # pairs in which ours is smaller
+    ties: int  # pairs in which they are equal
+    losses: int  # pairs in which theirs is smaller
+    p: float  # of the two-sided signed-rank test, corrected for the number of rivals
+    # what that test is about; negative speaks for ours. Wins and losses, which have no size, may say otherwise
     rank_sum: float
 
     @property

@@ -103,19 +103,12 @@ def _frame(axes: Any, title: str, xlabel: str) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """A run in the plane.
+    """A run in the plane."""
 
-    Args:
-        title: above it; its first line is the optimiser's name.
-        surface: the function of (x, y), on arrays.
-        path: the points of the run, (points, 2).
-        optimum: where it should end.
-    """
-
-    title: str
-    surface: Callable[[Array, Array], Array]
-    path: Sequence[Sequence[float]]
-    optimum: Sequence[float]
+    title: str  # above it; its first line is the optimiser's name
+    surface: Callable[[Array, Array], Array]  # the function of (x, y), on arrays
+    path: Sequence[Sequence[float]]  # the points of the run, (points, 2)
+    optimum: Sequence[float]  # where it should end
 
 
 def trajectories(rows: Mapping[str, Sequence[Panel]], path: Path) -> None:
@@ -165,17 +158,11 @@ def _contours(axes: Any, panel: Panel, box: tuple[float, float, float, float]) -
 
 @dataclass(frozen=True)
 class Strip:
-    """The counts of one optimiser.
+    """The counts of one optimiser."""
 
-    Args:
-        label: on the axis.
-        counts: one per problem, None for a run that never arrived.
-        filled: whether the dots are full.
-    """
-
-    label: str
-    counts: Sequence[float | None]
-    filled: bool = True
+    label: str  # on the axis
+    counts: Sequence[float | None]  # one per problem, None for a run that never arrived
+    filled: bool = True  # whether the dots are full
 
 
 def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str, missed: str = "never") -> None:
@@ -207,23 +194,14 @@ def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str, mi
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity over the steps.
+    """A quantity over the steps."""
 
-    Args:
-        label: in the legend; the colour goes by what stands before " (".
-        x: the steps.
-        y: the values.
-        low: lower edge of a band, if there is one.
-        high: its upper edge.
-        dashed: how the line is drawn.
-    """
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
-    dashed: bool = False
+    label: str  # in the legend; the colour goes by what stands before " ("
+    x: Sequence[float]  # the steps
+    y: Sequence[float]  # the values
+    low: Sequence[float] | None = None  # lower edge of a band, if there is one
+    high: Sequence[float] | None = None  # its upper edge
+    dashed: bool = False  # how the line is drawn
 
 
 def banded(

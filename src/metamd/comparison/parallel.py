@@ -10,31 +10,18 @@ from metamd.inner.executor import Executor
 
 @dataclass(frozen=True)
 class Cell:
-    """One result of an experiment.
+    """One result of an experiment."""
 
-    Args:
-        name: of its record.
-        compute: makes it, on another machine perhaps.
-        keep: puts files that came with it into their places, where the records are, and returns what the record is to hold.
-    """
-
-    name: str
-    compute: Callable[[], Result]
+    name: str  # of its record
+    compute: Callable[[], Result]  # makes it, on another machine perhaps
+    # puts files that came with it into their places, where the records are, and returns what the record is to hold
     keep: Callable[[Result], Result] = lambda made: made
 
 
 def fill(
     records: Records | None, cells: Iterable[Cell], *, title: str, workers: int = 1, ray: str | None = None
 ) -> dict[str, Result]:
-    """All results by name, in the order of the cells; every result is written as soon as it is there.
-
-    Args:
-        records: where they are kept; None keeps none.
-        cells: what there is to compute.
-        title: of the progress that is shown.
-        workers: as for `Executor`.
-        ray: as for `Executor`.
-    """
+    """All results by name, in the order of the cells; each is written as soon as it is there, unless records is None."""
     todo = {cell.name: cell for cell in cells}
     found = {} if records is None else {name: records.read(name) for name in todo if records.has(name)}
     missing = {name: cell.compute for name, cell in todo.items() if name not in found}
@@ -47,9 +34,5 @@ def fill(
 
 
 def own_warnings(caught: Iterable[WarningMessage]) -> list[str]:
-    """The kinds of MetaMD's own warnings among those caught: they belong to a result.
-
-    Args:
-        caught: by `warnings.catch_warnings(record=True)`.
-    """
+    """The kinds of MetaMD's own warnings among those that were caught: they belong to a result."""
     return sorted({w.category.__name__ for w in caught if w.category.__module__.startswith("metamd")})

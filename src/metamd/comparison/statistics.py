@@ -20,17 +20,11 @@ FLIPS = 20_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and how sure it is.
+    """A number and how sure it is."""
 
-    Args:
-        value: from all measurements.
-        low: lower end of the 95 % interval.
-        high: upper end.
-    """
-
-    value: float
-    low: float
-    high: float
+    value: float  # from all measurements
+    low: float  # lower end of the 95 % interval
+    high: float  # upper end
 
 
 def bootstrap(values: Array, groups: Sequence[int], *, median: bool = False, seed: int = 0) -> Estimate:
@@ -145,17 +139,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Profile:
-    """The share of problems that an optimiser solves within tau times the best one's time, tau from 1 to 4.
+    """The share of problems that an optimiser solves within tau times the best one's time, tau from 1 to 4."""
 
-    Args:
-        tau: the factors.
-        share: of the problems, for each.
-        area: under the curve over [1, 4], divided by 3: 1 is the best on every problem.
-    """
-
-    tau: tuple[float, ...]
-    share: tuple[float, ...]
-    area: float
+    tau: tuple[float, ...]  # the factors
+    share: tuple[float, ...]  # of the problems, for each
+    area: float  # under the curve over [1, 4], divided by 3: 1 is the best on every problem
 
 
 def profiles(times: Mapping[str, Array], *, largest: float = 4.0, points: int = 61) -> dict[str, Profile]:
@@ -186,29 +174,17 @@ def quantile(x: Any, q: float) -> Any:
 
 @dataclass(frozen=True)
 class Spread:
-    """The distribution of one quantity over problems; infinite values stand for runs that never arrived.
+    """The distribution of one quantity over problems; infinite values stand for runs that never arrived."""
 
-    Args:
-        median: of all values.
-        lower: first quartile.
-        upper: third quartile.
-        low: lower end of the 95 % bootstrap interval of the median (percentiles of 2,000 resamples).
-        high: upper end.
-        mean: infinite if one run never arrived.
-        worst: the largest value.
-        arrived: how many are finite.
-        count: how many there are.
-    """
-
-    median: float
-    lower: float
-    upper: float
-    low: float
-    high: float
-    mean: float
-    worst: float
-    arrived: int
-    count: int
+    median: float  # of all values
+    lower: float  # first quartile
+    upper: float  # third quartile
+    low: float  # lower end of the 95 % bootstrap interval of the median (percentiles of 2,000 resamples)
+    high: float  # upper end
+    mean: float  # infinite if one run never arrived
+    worst: float  # the largest value
+    arrived: int  # how many are finite
+    count: int  # how many there are
 
     @classmethod
     def of(cls, values: Sequence[float | None], seed: int = 0) -> "Spread":

@@ -45,27 +45,18 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training gave.
+    """What one training gave."""
 
-    Args:
-        config: of the task.
-        contender: what `Contender.describe` says.
-        places: after how many steps the loss was evaluated, from 0 to the last.
-        losses: the training loss on the fixed examples there; infinite from the place where the run was given up.
-        batch_loss: the mean loss of the batches over the run, before each step.
-        ends: loss and accuracy at the end by split; the accuracy is None where there is none.
-        gradients: gradient evaluations.
-        failed: why the run was given up; empty if it was not.
-    """
-
-    config: Config
-    contender: Mapping[str, Any]
-    places: tuple[int, ...]
+    config: Config  # of the task
+    contender: Mapping[str, Any]  # what `Contender.describe` says
+    places: tuple[int, ...]  # after how many steps the loss was evaluated, from 0 to the last
+    # the training loss on the fixed examples there; infinite from the place where the run was given up
     losses: tuple[float, ...]
-    batch_loss: float
+    batch_loss: float  # the mean loss of the batches over the run, before each step
+    # loss and accuracy at the end by split; the accuracy is None where there is none
     ends: Mapping[str, tuple[float, float | None]]
-    gradients: int
-    failed: str = ""
+    gradients: int  # gradient evaluations
+    failed: str = ""  # why the run was given up; empty if it was not
 
     @property
     def mean_loss(self) -> float:

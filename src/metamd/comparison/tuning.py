@@ -69,7 +69,12 @@ class Grid(Search):
     Args:
         budget: settings that are tried, at most.
         names: the hyperparameters that vary.
-        seed: not used.
+        seed: changes nothing.
+
+    Example:
+        >>> from metamd.rivals import rival
+        >>> Grid(budget=3, names=["lr"]).propose(rival("soap"), [])
+        {'lr': 0.0001}
     """
 
     name = "grid"
@@ -183,34 +188,21 @@ def _most_promising(places: Tensor, values: Tensor, beta: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting on all tasks.
+    """One setting on all tasks."""
 
-    Args:
-        contender: the rival with the setting.
-        outcomes: one per task.
-        score: the mean of the metric over the tasks; infinite if one of them failed.
-    """
-
-    contender: Contender
-    outcomes: tuple[Outcome, ...]
-    score: float
+    contender: Contender  # the rival with the setting
+    outcomes: tuple[Outcome, ...]  # one per task
+    score: float  # the mean of the metric over the tasks; infinite if one of them failed
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a search found, with all its trials.
+    """What a search found, with all its trials."""
 
-    Args:
-        rival: what was tuned.
-        metric: what for, a name in `METRICS`.
-        search: by which search.
-        trials: in the order in which they were made.
-    """
-
-    rival: Rival
-    metric: str
-    search: str
-    trials: tuple[Trial, ...]
+    rival: Rival  # what was tuned
+    metric: str  # what for, a name in `METRICS`
+    search: str  # by which search
+    trials: tuple[Trial, ...]  # in the order in which they were made
 
     @property
     def best(self) -> Contender:

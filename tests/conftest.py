@@ -18,8 +18,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The same examples every time: a run that fails, fails again.
-hypothesis.settings.register_profile("tests", derandomize=True, database=None)
+# The same examples every time, and no deadline: a run that fails, fails again, also on a quiet machine.
+hypothesis.settings.register_profile("tests", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("tests")
 
 

@@ -24,7 +24,7 @@ from tests.data_fixtures import cifar_bytes, idx_bytes, libsvm_bytes, pictures, 
         hnp.array_shapes(min_dims=1, max_dims=4, max_side=5),
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_idx_round_trip(array):
     decoded = decoders.idx(idx_bytes(array))
     assert decoded.shape == array.shape
@@ -53,7 +53,7 @@ def test_malformed_idx_is_refused(content, sentence):
 
 
 @given(st.binary(max_size=64))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_idx_never_fails_otherwise_than_by_a_sentence(content):
     with suppress(DataError):
         decoders.idx(content)

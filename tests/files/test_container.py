@@ -208,7 +208,7 @@ def test_a_flip_of_any_byte_is_refused_or_harmless(place, whole):
     assert harmed == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_any_edit_is_refused_or_harmless(place, whole, data):
     place.write_bytes(whole)
@@ -218,7 +218,7 @@ def test_any_edit_is_refused_or_harmless(place, whole, data):
     assert unharmed(place, whole[:begin] + data.draw(st.binary(max_size=40)) + whole[end:], original)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(content=st.binary(max_size=200))
 def test_any_bytes_are_refused(place, content):
     place.write_bytes(len(content).to_bytes(8, "little") + content)

@@ -34,7 +34,7 @@ ROWS = st.integers(1, 4).flatmap(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(shapes=ROWS, dtype=st.sampled_from(DTYPES), scale=st.floats(-40, 40), family=st.dictionaries(st.text(), st.text()))
 def test_any_shapes_and_names_round_trip(tmp_path_factory, shapes, dtype, scale, family):
     path = tmp_path_factory.mktemp("any") / "x.safetensors"

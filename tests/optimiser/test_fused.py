@@ -193,7 +193,7 @@ def worst_violation(
     return worst
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tying=st.sampled_from(TYINGS),
     centre=st.sampled_from(["start", "origin"]),

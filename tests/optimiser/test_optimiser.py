@@ -392,7 +392,7 @@ def test_tied_weights():
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     pieces=st.integers(1, 4),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_groups_shapes_and_dtypes_resume(seed, groups, dtype, pieces):
     """Whatever the groups, saving and loading in the middle changes nothing."""
     g = torch.Generator().manual_seed(seed)

@@ -194,7 +194,7 @@ def test_pure_step_is_differentiable_in_the_metrics():
     pieces=st.integers(1, 4),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_shapes_and_dtypes(seed, pieces, dtype):
     g = torch.Generator().manual_seed(seed)
     shapes = {f"t{i}": tuple(torch.randint(0, 4, (i % 4,), generator=g).tolist()) for i in range(4)}

@@ -77,7 +77,7 @@ def test_optimal_points_lie_on_kinks_and_off_them():
 )
 @pytest.mark.law
 @example(seed=0, pieces=3, size=3, spread=1.1794627807221372e-10, offsets=False)  # its model has a singular matrix
-@settings(max_examples=draws(300), deadline=None)
+@settings(max_examples=draws(300))
 def test_h_never_increases_and_weights_stay_in_the_simplex(seed, pieces, size, spread, offsets):
     d, y, b, w = problem(seed, pieces, size, spread, offsets, "inside")
     found = simplex.solve(evaluator(d, y), w, b, tolerance=1e-15)

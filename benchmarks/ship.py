@@ -56,13 +56,13 @@ RECIPES = {
     ),
     "lenet-digits": Recipe(
         "LeNet on ten classes of 28x28 grey images, such as digits: learned coordinates. KMNIST was held out.",
-        "diverse-digits --model lenet --hold-out kmnist --images 1000 --steps 100 "
-        "--potential kronecker --rank 32 --follow --usage --tasks 3 --seed 0",
+        "diverse-digits --model lenet --hold-out kmnist --images 1000 --steps 100 --rank 32 --tasks 3 --seed 0",
         (f"diverse-digits {RIVALS} --budget 7",),
     ),
     "mlp-by-role": Recipe(
         "MLPs of any width and depth on 28x28 grey images: a step size for each role of a tensor. 30 degrees were held out.",
-        "rotated-mnist --model mlp --hold-out 30 --images 1000 --steps 100 --tying role --follow --usage --tasks 4 --seed 0",
+        "rotated-mnist --model mlp --hold-out 30 --images 1000 --steps 100 "
+        "--potential diagonal --tying role --tasks 4 --seed 0",
         tuple(f"rotated-mnist{width} {RIVALS} --budget 9" for width in ("", " --width 32", " --width 512")),
     ),
 }

@@ -44,7 +44,7 @@ SMALL = ["--rivals", "sgd", "adam", "--budget", "3", "--seeds", "2", "--steps", 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory):
     out = tmp_path_factory.mktemp("learned") / "q.safetensors"
-    quick = ["--steps", "30", "--outer-steps", "2", "--tasks", "2", "--refine", "0"]
+    quick = ["--steps", "30", "--outer-steps", "2", "--tasks", "2"]
     assert cli.run(["train", "quadratic", "--out", str(out), *quick]) == 0
     return out
 
@@ -454,7 +454,7 @@ def test_the_certificate_of_another_file_does_not_stay(learned, tmp_path):
 def test_everybody_begins_at_the_start_that_the_file_was_learned_for(tmp_path, capsys):
     torch.save({"theta": torch.tensor([0.5, -0.5], dtype=torch.float64)}, tmp_path / "start.pt")
     file = tmp_path / "shared.safetensors"
-    quick = ["--steps", "30", "--outer-steps", "1", "--tasks", "2", "--refine", "0", "--start", str(tmp_path / "start.pt")]
+    quick = ["--steps", "30", "--outer-steps", "1", "--tasks", "2", "--start", str(tmp_path / "start.pt")]
     assert cli.run(["train", "quadratic", "--out", str(file), *quick]) == 0
     assert cli.run(["compare", str(file), "quadratic", "--out", str(tmp_path / "no"), *SMALL]) == 2
     assert "begin at one model, which is not in the file. Pass it with --start CHECKPOINT" in capsys.readouterr().err

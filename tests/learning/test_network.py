@@ -2,7 +2,6 @@
 
 import json
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,8 +23,6 @@ from metamd import (
     tasks,
 )
 from metamd.cli import main as cli
-from metamd.cli.options import Train
-from metamd.cli.train import _resolved
 from metamd.files.progress import showing
 from metamd.inner.objectives import Reference
 from metamd.learning.meta import refinement
@@ -74,13 +71,6 @@ def test_options_that_the_default_for_networks_does_not_have_are_refused():
 
 
 def test_the_command_line_has_the_same_default(tmp_path):
-    network, vectors = tasks.tabular(steps=5), tasks.quadratic(steps=5)
-    plain = Train("tabular", steps=5, seed=1)
-    assert _resolved(plain, network) == replace(plain, potential="kronecker", rank="auto", follow=True, usage=True)
-    assert _resolved(Train("quadratic"), vectors).potential == "diagonal"
-    for said in ({"pieces": 3}, {"tying": "column"}, {"outer_steps": 2}, {"preset": "paper"}, {"refine": 1}):
-        assert _resolved(replace(plain, **said), network).potential == "diagonal", said
-    assert _resolved(replace(plain, potential="diagonal"), network).follow is False
     out = tmp_path / "tabular.safetensors"
     assert cli.run(["train", "tabular", "--steps", "10", "--tasks", "1", "--out", str(out)]) == 0
     learned = load(out)

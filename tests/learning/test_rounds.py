@@ -9,7 +9,6 @@ from scipy.optimize import minimize
 from torch import nn
 
 from metamd import Diagonal, Journal, Kronecker, MaxDiagonal, Refine, Regret, learn_from_reference, load, meta_train, tasks
-from metamd.cli import main as cli
 from metamd.inner.closed_form import LARGEST, Iterate
 from metamd.inner.objectives import Reference
 from metamd.learning.rounds.first_look import AFFORDED, affording, gradient_operations
@@ -164,13 +163,6 @@ def test_another_bound_does_not_continue_a_run(tmp_path):
     assert meta_train(family, Diagonal(), max_norm=6.0, **options).header.target_loss == one.header.target_loss
     with pytest.raises(ValueError, match="other settings: max_norm"):
         meta_train(family, Diagonal(), max_norm=7.0, **options)
-
-
-def test_from_the_command_line(tmp_path):
-    out = tmp_path / "x.safetensors"
-    quick = ["--steps", "20", "--outer-steps", "2", "--tasks", "2", "--max-norm", "6.5", "--refine", "0"]
-    assert cli.run(["train", "quadratic", "--out", str(out), *quick]) == 0
-    assert load(out).header.max_norm == 6.5
 
 
 # directions that can be afforded

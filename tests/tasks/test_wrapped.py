@@ -136,7 +136,7 @@ def test_the_command_line_takes_a_start(tmp_path, capsys):
     torch.save(point(0.5), tmp_path / "start.pt")
     where = ["--start", str(tmp_path / "start.pt"), "--out", str(tmp_path / "q.safetensors")]
     with pytest.raises(SystemExit) as stop:
-        main(["train", "quadratic", "--outer-steps", "1", "--tasks", "2", "--refine", "0", "--json", *where])
+        main(["train", "quadratic", "--outer-steps", "1", "--tasks", "2", "--json", *where])
     assert stop.value.code == 0
     assert '"start": "shared"' in capsys.readouterr().out
 

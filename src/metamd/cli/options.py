@@ -197,12 +197,10 @@ class Train:
         family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images
             or adapt-rotated-mnist.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
-        potential: diagonal, or kronecker for metrics in a learned basis of every weight matrix. If no option of how to learn
-            is given, networks are learned by kronecker --follow --usage --rank auto, all other families by diagonal.
-        pieces: metrics in the mixture.
-        tying: which coordinates share a metric: parameter (if not given), channel, column, tensor or role; with kronecker
-            tensor (if not given) or role.
-        rank: leading directions of a learned basis that are kept: a number, auto, or all.
+        potential: kronecker, learned coordinates of every weight matrix, for networks; diagonal for all others. Networks may
+            be given diagonal too.
+        tying: which coordinates share a metric: parameter, channel, column, tensor or role.
+        rank: leading directions of learned coordinates that are kept: a number, auto, or all.
         steps: training steps of one run; the family's own if not given.
         model: of a family of images: linear, mlp, lenet or resnet18.
         hold_out: the domain of a family of images that is left out: an angle, or a dataset.
@@ -210,23 +208,13 @@ class Train:
         width: of a resnet18 (64 is the published one, 16 runs on a small CPU), or of an mlp on rotated-mnist.
         start: a checkpoint with the parameters that every task begins at; otherwise each has its own initialisation.
         learn_start: begin at the mean of the tasks' solutions, which is kept in the file; for tasks with a shared start.
-        follow: learn from runs of Adam alone, twice as many as --tasks says, in closed form and without rounds.
-        usage: try metrics, momenta, schedules and factors on training tasks at the end, and keep the best in the file.
         judged_on: train, or validation to choose the usage by the validation data of the training tasks.
         refresh: choose the usage for cheaper polar steps, with directions found every so many steps; in all if not given.
-        outer_steps: rounds of training tasks and setting the metrics, at most; 10 if not given, 300 for the paper's.
-        tasks: tasks in each of them.
-        reference: learning rate of an Adam run whose end is the comparator; 0 for the end of the run itself. 0.003 for
-            kronecker and 0 for diagonal, if not given.
-        prior: strength of the prior that keeps coordinates from starving that move little.
-        max_norm: keep the norm of the metrics, sqrt(sum D), below this.
-        tolerance: stop when the objective changes by less than this; 0 never stops early.
-        refine: outer steps along the hypergradient, afterwards; 12 for quadratics and none for others, if not given.
-        estimator: of that hypergradient: reverse or forward.
+        outer_steps: learn a diagonal in at most so many rounds of training tasks; 10 if not given, 300 for the paper's.
+            Networks are learned from runs of Adam and not in rounds, unless this is given.
+        tasks: in each round; for networks half as many runs as are learned from.
         preset: default, or paper for the published algorithm, for which quadratics start at (0.1, 0.1) and not at (3, 3).
         k: the constant of the paper's objective.
-        rho: the outer learning rate of the paper's algorithm; scaled to the tasks if not given.
-        every: outer steps between checkpoints.
         workers: processes that share the runs; the result does not depend on them.
         ray: address of a Ray cluster to compute them on, with so many workers; local starts one on this machine.
         seed: of everything random.
@@ -237,9 +225,8 @@ class Train:
     family: Annotated[Positional[str], arg(metavar="FAMILY")]
     out: Annotated[Path, arg(metavar="FILE")] = Path("learned.safetensors")
     potential: str | None = None
-    pieces: int = 1
     tying: str | None = None
-    rank: str = "all"
+    rank: str = "auto"
     steps: int | None = None
     model: str | None = None
     hold_out: str | None = None
@@ -247,22 +234,12 @@ class Train:
     width: int | None = None
     start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
     learn_start: bool = False
-    follow: bool = False
-    usage: bool = False
     judged_on: str = "train"
     refresh: int = 0
     outer_steps: int | None = None
     tasks: int = 8
-    reference: float | None = None
-    prior: float = 1e-7  # metamd.objectives.PRIOR, which would import torch
-    max_norm: float | None = None
-    tolerance: float = 1e-3
-    refine: int | None = None
-    estimator: str = "reverse"
     preset: str = "default"
     k: float = 7.0
-    rho: float | None = None
-    every: int = 1
     workers: int = 1
     ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     seed: int = 0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from metamd.comparison.parallel import Cell, fill
-from metamd.comparison.statistics import Spread
+from metamd.comparison.statistics import spread
 from metamd.experiments.quadratic import TOLERANCES, family
 from metamd.experiments.race import Problems, raced, train
 from metamd.files.store import Records, Result, read_packed
@@ -107,8 +107,8 @@ def _median(found: list[Result], *, usual: bool) -> str:
     if failed := [f for f in found if "failed" in f]:
         return f"cannot learn ({len(failed)} of {len(found)})"
     counts: list[Any] = [count for f in found for count in f["iterations"]["tight"]]
-    median = Spread.of(counts).median
-    text = "never" if median == float("inf") else f"{median:g}"
+    median = spread(counts)["median"]
+    text = "never" if median is None else f"{median:g}"
     return f"**{text}**" if usual else text
 
 

@@ -1,7 +1,7 @@
 """Statistics of paired measurements: intervals, a test, profiles. Infinite values are runs that never arrived."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -172,36 +172,20 @@ def quantile(x: Any, q: float) -> Any:
     return np.where(below == above, below, 0.5 * (below + above))
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The distribution of one quantity over problems; infinite values stand for runs that never arrived."""
+def spread(values: Sequence[float | None]) -> dict[str, float | None]:
+    """The distribution of a count over problems, in JSON's types; None stands for a run that never arrived.
 
-    median: float  # of all values
-    lower: float  # first quartile
-    upper: float  # third quartile
-    low: float  # lower end of the 95 % bootstrap interval of the median (percentiles of 2,000 resamples)
-    high: float  # upper end
-    mean: float  # infinite if one run never arrived
-    worst: float  # the largest value
-    arrived: int  # how many are finite
-    count: int  # how many there are
+    `low` and `high` are the ends of the interval of the median, `lower` and `upper` the quartiles.
 
-    @classmethod
-    def of(cls, values: Sequence[float | None], seed: int = 0) -> "Spread":
-        """The spread of values, None for a run that never arrived.
-
-        Example:
-            >>> Spread.of([3, 1, 2, None]).median
-            2.5
-        """
-        x = np.array([np.inf if v is None else v for v in values], dtype=np.float64)
-        if not x.size:
-            raise ValueError("a spread needs at least one value, got none.")
-        median = bootstrap(x, [0] * len(x), median=True, seed=seed)
-        lower, upper = (float(quantile(x, q)) for q in (0.25, 0.75))
-        finite = int(np.isfinite(x).sum())
-        return cls(median.value, lower, upper, median.low, median.high, float(x.mean()), float(x.max()), finite, len(x))
-
-    def to_json(self) -> dict[str, Any]:
-        """With None for what is infinite."""
-        return {k: None if v == np.inf else v for k, v in asdict(self).items()}
+    Example:
+        >>> spread([3, 1, 2, None])["median"]
+        2.5
+    """
+    x = np.array([np.inf if v is None else v for v in values], dtype=np.float64)
+    if not x.size:
+        raise ValueError("a spread needs at least one value, got none.")
+    median = bootstrap(x, [0] * len(x), median=True)
+    found = {"median": median.value, "lower": float(quantile(x, 0.25)), "upper": float(quantile(x, 0.75))}
+    found |= {"low": median.low, "high": median.high, "mean": float(x.mean()), "worst": float(x.max())}
+    plain = {k: None if v == np.inf else v for k, v in found.items()}
+    return plain | {"arrived": int(np.isfinite(x).sum()), "count": len(x)}

@@ -15,7 +15,7 @@ import torch
 from metamd import tasks
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section
-from metamd.comparison.statistics import Spread
+from metamd.comparison.statistics import spread
 from metamd.experiments import race
 from metamd.experiments.race import RIVALS, Entry, Problems, Synthetic, Training, raced, train
 from metamd.files.store import Records, Result, shortened
@@ -203,7 +203,7 @@ def table(results: Mapping[str, Result]) -> list[Result]:
             for name in TOLERANCES:
                 for label, counts, extra in _members(results, row, start, name):
                     where = {"row": row, "start": start, "tolerance": TOLERANCES[name], "optimiser": label}
-                    rows.append(where | Spread.of(counts).to_json() | extra)
+                    rows.append(where | spread(counts) | extra)
     return rows
 
 
@@ -211,10 +211,7 @@ def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> 
     for key, label in OURS.items():
         trainings = [r for k, r in results.items() if k.startswith(f"{row}-{start}-{key}-") and "failed" not in r]
         if trainings:
-            each = [
-                {"metrics": r["metrics"], "mean": Spread.of(r["iterations"][name]).to_json()["mean"], **r["cost"]}
-                for r in trainings
-            ]
+            each = [{"metrics": r["metrics"], "mean": spread(r["iterations"][name])["mean"], **r["cost"]} for r in trainings]
             yield label, [c for r in trainings for c in r["iterations"][name]], {"trainings": each}
     for key, label in PAPER.items():
         preset = results.get(f"{row}-{start}-{key}", {"failed": ""})

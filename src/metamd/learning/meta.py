@@ -182,13 +182,12 @@ def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -
     kept = None if journal is None else journal.resume(identity)
     state = state if kept is None else State.restore(*kept, state.now.basis)
     saved = state.step
-    total = sum(steps for _, steps in plan.method.stages)
     try:
-        with Progress("outer steps", total, done=state.step) as progress:
+        with Progress("outer steps", state.step + plan.left(state), done=state.step) as progress:
             while not plan.finished(state):
                 state, record = plan.advance(state)
                 _warn(plan, record)
-                progress.advance(step_line(record.to_dict()))
+                progress.update(state.step, step_line(record.to_dict()), state.step + plan.left(state))
                 if journal is not None:
                     journal.note(record.to_dict(), record.step)
                     if record.step - saved >= journal.every or plan.finished(state):

@@ -226,7 +226,7 @@ def learn_scale(
     unit = {phi.slots[name].key: _unit_step(phi, name, x, online, task.steps) for name, x in params.items()}
     found = replace(online, scale={key: step / lr for key, step in unit.items()})
     for _ in range(rounds):
-        runs = parts.runs(partial(_tallied, phi, usage, found), solved, "online scales")
+        runs = parts.runs(partial(_tallied, phi, usage, found), solved)
         tallies = [tally for tally in runs if tally is not None]
         if not tallies:
             found = replace(found, scale={k: 2 * s for k, s in found.scale.items()})

@@ -204,8 +204,12 @@ def _scaled(
     """The rules with their scales: one part, as all of them are learned from the same solutions."""
 
     def scaled() -> Result:
-        ends = solved(tasks, reference, parts)
-        return {"online": [learn_scale(learned, ends, rule, reference.lr, parts).to_dict() for rule in rules]}
+        ends, found = solved(tasks, reference, parts), []
+        with Progress("online scales", len(rules)) as progress:
+            for rule in rules:
+                found.append(learn_scale(learned, ends, rule, reference.lr, parts).to_dict())
+                progress.advance()
+        return {"online": found}
 
     name = f"scales-{config_hash({'rules': [rule.to_dict() for rule in rules]})[:8]}"
     return [Online(**found) for found in parts.all({name: scaled})[name]["online"]]

@@ -107,6 +107,10 @@ class Plan:
         """Whether nothing is left to do."""
         return state.stage >= len(self.method.stages)
 
+    def left(self, state: State) -> int:
+        """Outer steps to come, at most."""
+        return sum(steps for _, steps in self.method.stages[state.stage :]) - state.done
+
     def advance(self, state: State) -> tuple[State, OuterStep]:
         """One outer step."""
         began = time.perf_counter()

@@ -35,7 +35,7 @@ def showing(shown: Shown) -> Iterator[None]:
 class Progress:
     """How far a piece of work is, on standard error.
 
-    No thread redraws it, so that it takes no time from steps that are timed and none of its locks is held at a fork.
+    No thread redraws it. So it takes no time from steps that are timed, and no lock of it is held at a fork.
 
     Args:
         label: in front of the count; nothing is shown without one.

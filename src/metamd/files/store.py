@@ -27,7 +27,7 @@ ARCHIVE = "records.jsonl.xz"
 CHECKPOINT, CHECKPOINT_VERSION = Kind("checkpoint", "metamd.checkpoint", described=False), 2
 
 Result = dict[str, Any]
-"""What a cell holds, in JSON's own types; the count of a run that never arrived, say, is None."""
+"""What a cell holds, in JSON's own types; None stands for what is infinite or unknown."""
 
 Log = Callable[[dict[str, Any], int], None]
 """Called with the record of an outer step and its number."""
@@ -76,7 +76,7 @@ class Records:
         return found
 
     def cell(self, name: str, compute: Callable[[], Result]) -> Result:
-        """The result of that name, which may be a file's: read if it is there, else computed and written."""
+        """The result of that name, a file name without its ending: read if it is there, else computed and written."""
         if not self.has(name):
             self.write(name, compute())
         return self.read(name)

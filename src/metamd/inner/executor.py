@@ -23,10 +23,10 @@ import torch
 from metamd.files.progress import Progress, showing
 
 ATTEMPTS = 3
-"""A piece whose process is killed is begun so often; then the piece is at fault, and not the machine."""
+"""How often a piece is begun whose process is killed. After that the piece is at fault, not the machine."""
 
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Read when ray is imported: "0" has it listen on loopback alone. Told an address of loopback, it takes the machine's."""
+"""Read when ray is imported: "0" makes it listen on loopback alone. An address of loopback alone does not."""
 
 PATIENCE = 5.0
 """Seconds until the head of a cluster has to answer."""
@@ -74,9 +74,9 @@ class Executor:
     ) -> Generator[tuple[str, T], None, None]:
         """Every piece's name and result, as they are finished.
 
-        In processes, pieces may be closures, since memory is shared at the fork; results are pickled. On a cluster both are.
-        A piece whose process dies is begun again. The exception of a piece arrives as a `ValueError` with its sentence, or
-        as a `RuntimeError` that names the piece.
+        Processes share memory at the fork, so pieces may be closures; only results are pickled. On a cluster both are. A
+        piece whose process dies is begun again. A `ValueError` or `OSError` in a piece arrives as a `ValueError` with the
+        same sentence, any other exception as a `RuntimeError` that names the piece.
 
         Args:
             pieces: by name.

@@ -19,7 +19,7 @@ from metamd.cli.report import read, tables
 from metamd.comparison.comparison import Fold
 from metamd.comparison.pace import geometric_mean
 from metamd.comparison.page import as_markdown, markdown_table
-from metamd.files.store import read_packed, records_in
+from metamd.files.store import read_cells, records_in
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -204,7 +204,7 @@ def _cost(name: str) -> list[str]:
 def learned_cells(name: str) -> dict[str, Any]:
     """The records of what was learned for an experiment, by cell."""
     with records_in(ROOT / "results" / name) as records:
-        return {cell: found for cell, found in read_packed(records).items() if cell.startswith("learn-")}
+        return {cell: found for cell, found in read_cells(records).items() if cell.startswith("learn-")}
 
 
 def written_readme(page: str) -> str:

@@ -20,7 +20,7 @@ from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.statistics import spread
 from metamd.experiments.quadratic import TOLERANCES, family
 from metamd.experiments.race import Problems, raced, train
-from metamd.files.store import Records, Result, read_packed
+from metamd.files.store import Records, Result, read_cells
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import Method, paper
 from metamd.learning.rounds.outer import GradientDescent
@@ -114,7 +114,7 @@ def _median(found: list[Result], *, usual: bool) -> str:
 
 def read() -> dict[str, Result]:
     """All that was computed."""
-    return read_packed(FOLDER)
+    return read_cells(FOLDER)
 
 
 def about() -> dict[str, Any]:

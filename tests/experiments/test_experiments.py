@@ -16,7 +16,7 @@ from metamd.comparison.statistics import spread
 from metamd.experiments import MOVED, every, find, folder_name, quadratic, race, rosenbrock
 from metamd.experiments import experiment as leave_one_out
 from metamd.experiments.race import DIAGONAL, NEVER, RIVALS, BatchedRival, Problems
-from metamd.files.store import Records, read_json, read_packed, records_in, write_json
+from metamd.files.store import Records, read_cells, read_json, records_in, write_json
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.tasks import quadratic as quadratics
 from metamd.tasks import rosenbrock as valleys
@@ -244,7 +244,7 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
     assert f"## Configuration\n\n|  | value |\n|---|---|\n| experiment | {name} |\n| scale | smoke |" in page
     spent = [line for line in page.splitlines() if line.startswith("| published-far-default-0 | ")]
     with records_in(tmp_path) as records:
-        cost = read_packed(records)["published-far-default-0"]["cost"] if name == "quadratic" else {}
+        cost = read_cells(records)["published-far-default-0"]["cost"] if name == "quadratic" else {}
     assert spent == ([f"| published-far-default-0 | {' | '.join(map(str, cost.values()))} |"] if cost else [])
 
     def forbidden(*args, **options):
@@ -361,5 +361,5 @@ KEYS = ("best-diagonal", "sgd-rate", "sgd-m-rate", "adam-rate")
 def test_the_results_page_shows_what_the_records_say(experiment):
     root = Path(__file__).parents[2]
     with records_in(root / "results" / experiment.__name__.rpartition(".")[2]) as records:
-        results = read_packed(records)
+        results = read_cells(records)
     assert as_markdown(experiment.sections(experiment.table(results))).strip() in (root / "docs" / "results.md").read_text()

@@ -23,7 +23,7 @@ from metamd.comparison.sections import (
 )
 from metamd.experiments import find
 from metamd.files.container import write_atomically
-from metamd.files.store import Records, Result, read_json, read_loose, read_packed, records_in
+from metamd.files.store import Records, Result, read_cells, read_json, records_in
 from metamd.files.versions import joined
 
 
@@ -95,7 +95,7 @@ def write_tables(folder: Path, out: Path) -> list[Section]:
     figures = [(path, path.stem.replace("-", " ").capitalize()) for path in sorted(folder.glob("*.png"))]
     parts += [Section("Figures", figures=figures)] if figures else []
     with records_in(folder) as records:
-        costs = training_costs(read_packed(records) | read_loose(records))
+        costs = training_costs(read_cells(records))
     parts += [] if costs is None else [costs]
     parts += [configuration(Records.settings(folder), {})] if (folder / "run.json").is_file() else []
     out.mkdir(parents=True, exist_ok=True)

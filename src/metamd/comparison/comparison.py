@@ -13,7 +13,7 @@ import numpy as np
 from metamd.comparison.statistics import Array, Estimate, Profile, bootstrap, holm, profiles, rank_sum, signed_rank_test
 from metamd.comparison.training import Outcome
 from metamd.comparison.tuning import METRICS
-from metamd.files.store import Records, Result, read_cell, read_json, read_packed
+from metamd.files.store import Records, Result, read_cells, read_json
 from metamd.rivals.base import Tuning, contender_key
 from metamd.tasks.base import Config, config_hash
 
@@ -369,10 +369,10 @@ class Comparison:
             folder: with `comparison.json`, `run.json` and `cells`.
         """
         folder = Path(folder)
-        index, packed = read_json(folder / "comparison.json"), read_packed(folder)
+        index, cells = read_json(folder / "comparison.json"), read_cells(folder)
         where = repr(str(folder / "comparison.json"))
         try:
-            folds = tuple(_read_fold(folder, packed, f) for f in index["folds"])
+            folds = tuple(_read_fold(folder, cells, f) for f in index["folds"])
             if not folds or any(list(f.entrants) != list(folds[0].entrants) or not f.entrants for f in folds):
                 raise ValueError(f"every domain of {where} must have the same optimisers, and there must be one.")
             found = cls(folds, Records.settings(folder), protocol=str(index.get("protocol", "")))
@@ -387,14 +387,16 @@ def cell_name(contender: Mapping[str, Any], config: Config) -> str:
     return f"{contender_key(contender)}-{config_hash(config)[:16]}"
 
 
-def _read_fold(folder: Path, packed: Mapping[str, Result], found: Mapping[str, Any]) -> Fold:
+def _read_fold(folder: Path, cells: Mapping[str, Result], found: Mapping[str, Any]) -> Fold:
     """A fold from the records of its runs; nothing that the index says of it is trusted."""
 
     def outcome(contender: Mapping[str, Any], name: Any) -> Outcome:
         if not isinstance(name, str) or not re.fullmatch("[a-zA-Z0-9-]+", name):
             raise ValueError(f"the name of a record must consist of letters, digits and hyphens, got {name!r}.")
+        if name not in cells:
+            raise FileNotFoundError(f"there is no record {name!r} in {str(folder)!r}. Compare again, and it is made.")
         try:
-            outcome = Outcome.from_json(packed[name] if name in packed else read_cell(folder, name))
+            outcome = Outcome.from_json(cells[name])
         except ValueError as error:
             raise ValueError(f"the record {name!r} in {str(folder)!r}: {error}") from None
         if outcome.contender != contender or cell_name(contender, outcome.config) != name:

@@ -13,7 +13,7 @@ from metamd.comparison.comparison import Target
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import Bayesian, Search, tune
-from metamd.files.store import Records, Result, read_loose
+from metamd.files.store import Records, Result, read_cells
 from metamd.files.usage import Schedule
 from metamd.rivals.base import Contender, Rival, Tuning
 from metamd.rivals.learned import Learner
@@ -234,7 +234,7 @@ def _search(
 def _search_away(look: Callable[[Records], Result]) -> Result:
     """On a machine that shares no folder with the records: the trials come with the result."""
     with TemporaryDirectory() as folder:
-        return look(Records(Path(folder), {})) | {"trials": read_loose(Path(folder))}
+        return look(Records(Path(folder), {})) | {"trials": read_cells(Path(folder))}
 
 
 def _bring(records: Records, found: Result) -> Result:

@@ -87,7 +87,7 @@ class Records:
 
     def read(self, name: str) -> Result:
         """A result that is there."""
-        return self.packed[name] if name in self.packed else read_cell(self.folder, name)
+        return self.packed[name] if name in self.packed else _read_cell(self.path(name))
 
     def has(self, name: str) -> bool:
         """Whether the cell is there."""
@@ -96,7 +96,7 @@ class Records:
     @cached_property
     def packed(self) -> dict[str, Result]:
         """The cells of the packed file, by name."""
-        return read_packed(self.folder)
+        return _read_packed(self.folder)
 
     def forget(self, name: str) -> None:
         """Have a cell computed again."""
@@ -106,11 +106,10 @@ class Records:
 
     def pack(self) -> None:
         """Move all cells into the packed file."""
-        loose = read_loose(self.folder)
-        self.packed.update(loose)
+        self.packed.update(found := read_cells(self.folder))
         self._write_packed()
-        for name in loose:
-            self.path(name).unlink()
+        for name in found:
+            self.path(name).unlink(missing_ok=True)
 
     def _write_packed(self) -> None:
         if not self.packed:
@@ -223,27 +222,21 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def read_cell(folder: Path, name: str) -> Result:
-    """One cell of a run that is not packed."""
-    path = folder / "cells" / f"{name}.json"
+def read_cells(folder: Path) -> dict[str, Result]:
+    """All cells of a run, by name."""
+    return _read_packed(folder) | {path.stem: _read_cell(path) for path in sorted((folder / "cells").glob("*.json"))}
+
+
+def _read_cell(path: Path) -> Result:
     found = read_json(path)
     if not isinstance(found, dict):
         raise ValueError(f"{str(path)!r} must hold a JSON object. Delete it, and it is computed again.")
     return found
 
 
-def read_loose(folder: Path) -> dict[str, Result]:
-    """The cells of a run that are not packed, by name."""
-    return {path.stem: read_cell(folder, path.stem) for path in sorted((folder / "cells").glob("*.json"))}
-
-
-def read_packed(folder: Path) -> dict[str, Result]:
-    """The packed cells of a run, by name; none if it is not packed."""
-    path = folder / PACKED
-    if not path.exists():
-        return {}
-    found = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+def _read_packed(folder: Path) -> dict[str, Result]:
+    path, found = folder / PACKED, {}
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
         value = strict_json(line, f"line {number} of {str(path)!r}")
         if not isinstance(value, dict) or not isinstance(value.get("cell"), str):
             raise ValueError(f"line {number} of {str(path)!r} must hold a JSON object with the name of its cell.")
@@ -284,7 +277,7 @@ def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda pl
         if place != folder:
             others = [path for path in sorted(place.glob("*.json")) if path.name != "run.json"]
             lines += [here | {"file": path.name, "content": read_json(path)} for path in others]
-        cells, few = read_packed(place) | read_loose(place), screened(place)
+        cells, few = read_cells(place), screened(place)
         for name, cell in sorted(cells.items()):
             short = {"losses": shortened(cell["losses"], FEWER)} if name in few else {}
             lines.append(here | {"cell": name, "result": cell | short})

@@ -73,9 +73,7 @@ def run_usage(
     """Train a task with a geometry as `MetaMD` does.
 
     Args:
-        task: the problem.
-        potential: bound to its tensors.
-        usage: how.
+        potential: bound to the task's tensors.
         online: the rule and its scales, where the usage is online.
         comparator: u, to tally against.
         steps: T; the task's own if not given.
@@ -213,11 +211,9 @@ def learn_scale(
     are as long as those of the reference run.
 
     Args:
-        learned: whose basis is used.
         solved: training tasks, each with the end of a reference run on it.
         online: the rule; its scales are not looked at.
         lr: of the reference.
-        parts: compute the runs.
         rounds: of training the tasks and setting the scale.
     """
     task = solved[0][0]

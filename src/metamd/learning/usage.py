@@ -264,13 +264,9 @@ class Trials:
     """Training runs of a few tasks with one usage after another; none is run twice.
 
     Args:
-        tasks: to decide on.
-        potential: bound to their tensors.
-        parts: compute and keep every run.
         left: share of the first loss that is added to the last one. Where losses fall below zero, all are counted from the
             lowest of their task so far, and both have `LEFT` of the first one added.
         judged_on: the split whose losses count.
-        watch: called with every usage tried.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from metamd.cli import main as cli
 from metamd.files import learned as learned_module
 from metamd.files.learned import Moments
 from metamd.inner.run import run_inner
-from metamd.learning.recorded import PRIOR, update
+from metamd.learning.recorded import RECORDED_PRIOR, update
 from metamd.tasks.base import Task
 from tests import processes
 from tests.helpers import small_model, train
@@ -79,7 +79,7 @@ def record_as_run_inner(task, lr):
     return recorder.finish()
 
 
-@pytest.mark.parametrize("prior", [0.0, PRIOR, 2.0])
+@pytest.mark.parametrize("prior", [0.0, RECORDED_PRIOR, 2.0])
 @pytest.mark.parametrize("weights", [None, [1.0, 0.25, 4.0]])
 @pytest.mark.parametrize("tying", TYINGS)
 def test_learn_equals_the_closed_form_on_the_same_trajectories(tying, weights, prior):
@@ -120,7 +120,7 @@ def test_header_says_where_it_comes_from():
     assert header.model == runs[0].model
     assert [row["weight"] for row in header.learned_from["runs"]] == [1, 3]
     assert [row["name"] for row in header.learned_from["runs"]] == ["night-0", "night-1"]
-    assert header.learned_from["prior"] == PRIOR
+    assert header.learned_from["prior"] == RECORDED_PRIOR
     assert header.cost == {"runs": 2, "gradient_evaluations": 30}
     assert header.versions["torch"] == torch.__version__
     rms = [run.gradient_rms["0.weight"] ** 2 for run in runs]
@@ -291,7 +291,7 @@ def bias_rates(prior, nightly, rounds=6):
 )  # of two tensors, one starts at its optimum: its scale is noise
 @pytest.mark.parametrize("nightly", [False, True])
 def test_the_prior_keeps_what_moves_little_from_starving(nightly):
-    starved, kept = bias_rates(0.0, nightly), bias_rates(PRIOR, nightly)
+    starved, kept = bias_rates(0.0, nightly), bias_rates(RECORDED_PRIOR, nightly)
     assert starved[-1] < 0.05
     assert starved[-1] < starved[0] / 2, "and it goes on falling"
     assert min(kept) > 0.15

@@ -82,14 +82,7 @@ class Reference:
         return run.reference
 
     def run(self, task: Task, start: Params, steps: int, *, watch: Watch | None = None) -> tuple[dict[str, Tensor], Cost]:
-        """Train the task from its start; the batches of steps beyond T are those that follow.
-
-        Args:
-            task: the problem.
-            start: theta_1.
-            steps: T.
-            watch: sees every step.
-        """
+        """Train the task from its start for `factor` times T steps; the batches beyond T are those that follow."""
         params = {n: x.detach().clone().requires_grad_() for n, x in start.items()}
         total = max(1, round(self.factor * steps))
         optimiser = self.optimiser(list(params.values()), lr=self.lr)
@@ -137,12 +130,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Slopes:
-    """The derivatives of what a step adds.
-
-    Args:
-        loss: by the loss.
-        energy: by g'D(w)^-1 g.
-    """
+    """The derivatives of what a step adds, by its loss and by its energy."""
 
     loss: float = 0.0
     energy: float = 0.0

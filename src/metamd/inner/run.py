@@ -305,7 +305,6 @@ class ReferenceRun(Protocol):
 
     def run(self, task: Task, start: Params, steps: int) -> tuple[dict[str, Tensor], Cost]:
         """A point that is better than the end of a run of so many steps, and what it cost to find."""
-        ...
 
 
 def run_inner(

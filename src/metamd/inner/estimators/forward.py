@@ -69,23 +69,23 @@ def _carry(setting: Setting, objective: Objective, directions: Tensor) -> tuple[
     if objective.looks_ahead:  # its constants come from the end of a run, which has to be made beforehand
         before_it = setting.run()
         objective, ahead = objective if before_it.diverged else objective.held(before_it), before_it.cost
-    walk, leaf, task = setting.descent(), setting.potential, setting.task
-    recursion = Recursion(walk, leaf, objective)
+    descent, leaf, task = setting.descent(), setting.potential, setting.task
+    recursion = Recursion(descent, leaf, objective)
     by_key, offsets = split(directions, leaf)
     logs = recursion.by_tensor(by_key)
     metrics = {n: recursion.metrics[n] * v for n, v in logs.items()}  # dD = D d log D
     count, hvps = len(directions), 0
-    z = {n: x.new_zeros(count, *x.shape) for n, x in walk.start.items()}
+    z = {n: x.new_zeros(count, *x.shape) for n, x in descent.start.items()}
     zw = torch.zeros(count, leaf.pieces, dtype=offsets.dtype)
     along = torch.zeros(count, dtype=torch.float64)
-    while walk.going:
-        before, weights = walk.params, walk.active.weights
-        loss, grads, zg = hessian_products(task, before, task.batch(walk.taken), z)
+    while descent.going:
+        before, weights = descent.params, descent.active.weights
+        loss, grads, zg = hessian_products(task, before, task.batch(descent.taken), z)
         hvps += count
-        walk.step(loss, grads)
-        if walk.diverged:
+        descent.step(loss, grads)
+        if descent.diverged:
             break
-        passage = Passage(before, grads, loss, weights, walk.active.weights)
+        passage = Passage(before, grads, loss, weights, descent.active.weights)
         piece = recursion.stays(passage)
         if piece is not None:
             along += recursion.along(passage, piece, logs, z, zg)
@@ -95,7 +95,7 @@ def _carry(setting: Setting, objective: Objective, directions: Tensor) -> tuple[
             tangents = named(metrics, offsets, z, zw, zg)
             added, z, zw = _between(recursion, passage, tangents)
             along += added
-    run = walk.finish(objective.reference)
+    run = descent.finish(objective.reference)
     value = math.inf
     if not run.diverged:
         ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}

@@ -54,21 +54,21 @@ class Reverse(Estimator):
 
     def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
         """Run the task forwards, then go back over it."""
-        began, walk = time.perf_counter(), setting.descent()
-        leaf = learnable(setting.potential, walk.start)
-        cuts = _cuts(walk.steps, self.checkpoints or math.ceil(SHARE * math.sqrt(walk.steps)))
-        heads, first, tape = _forwards(walk, cuts)
-        run = walk.finish(objective.reference)
+        began, descent = time.perf_counter(), setting.descent()
+        leaf = learnable(setting.potential, descent.start)
+        cuts = _cuts(descent.steps, self.checkpoints or math.ceil(SHARE * math.sqrt(descent.steps)))
+        heads, first, tape = _forwards(descent, cuts)
+        run = descent.finish(objective.reference)
         if run.diverged:
             return given_up(run, leaf, run.cost)
         objective = objective.held(run) if objective.looks_ahead else objective
-        adjoint = Adjoint(Recursion(walk, leaf, objective), run)
+        adjoint = Adjoint(Recursion(descent, leaf, objective), run)
         adjoint.back_over(tape)
         for head, end in reversed(list(pairwise(cuts))):
-            adjoint.back_over(_replay(walk, heads.pop(head), range(head, end)))
+            adjoint.back_over(_replay(descent, heads.pop(head), range(head, end)))
         adjoint.pull(first)
         gradients, seconds = run.cost.gradients + cuts[-1] - 1, time.perf_counter() - began
-        cost = Cost(gradients, walk.steps - 1, seconds)
+        cost = Cost(gradients, descent.steps - 1, seconds)
         return Hypergradient(adjoint.log_d, adjoint.offsets, float(objective.value(run, leaf).detach()), run, cost)
 
 
@@ -83,47 +83,47 @@ def _cuts(steps: int, segments: int) -> list[int]:
     return [1 + i * (steps - 1) // segments for i in range(segments)]
 
 
-def _forwards(walk: MirrorDescent, cuts: Sequence[int]) -> tuple[dict[int, State], Passage, list[Taken]]:
+def _forwards(descent: MirrorDescent, cuts: Sequence[int]) -> tuple[dict[int, State], Passage, list[Taken]]:
     """The run: the states at the heads of all segments but the last, by step; the first step; the last segment."""
     heads: dict[int, State] = {}
     seen: list[tuple[Tensor, Params]] = []
 
     def watch(t: int, loss: Tensor, grads: Params) -> None:
         if t in (0, *cuts):
-            heads[t] = (walk.params, walk.active)
+            heads[t] = (descent.params, descent.active)
         if not t:
             seen.append((loss, grads))
 
-    train(walk.task, walk, cuts[-1], watch=watch, until=None)
-    first = _passage(*seen[0], heads.pop(0), heads.get(1, (walk.params, walk.active)), exact=walk.exact)
+    train(descent.task, descent, cuts[-1], watch=watch, until=None)
+    first = _passage(*seen[0], heads.pop(0), heads.get(1, (descent.params, descent.active)), exact=descent.exact)
     tape: list[Taken] = []
-    while walk.going:
-        before, taken = (walk.params, walk.active), _gradient(walk, walk.params, walk.taken)
-        walk.step(*taken[:2])
-        tape.append((_passage(*taken[:2], before, (walk.params, walk.active), exact=walk.exact), *taken[1:]))
+    while descent.going:
+        before, taken = (descent.params, descent.active), _gradient(descent, descent.params, descent.taken)
+        descent.step(*taken[:2])
+        tape.append((_passage(*taken[:2], before, (descent.params, descent.active), exact=descent.exact), *taken[1:]))
     return heads, first, tape
 
 
-def _replay(walk: MirrorDescent, before: State, steps: range) -> list[Taken]:
+def _replay(descent: MirrorDescent, before: State, steps: range) -> list[Taken]:
     """One segment again, with the graphs of its gradients."""
     tape: list[Taken] = []
     for t in steps:
-        loss, grads, edges = _gradient(walk, before[0], t)
+        loss, grads, edges = _gradient(descent, before[0], t)
         with torch.no_grad():
-            step = mirror_step(before[0], grads, walk.potential, walk.lr, active=before[1], exact=walk.exact)
+            step = mirror_step(before[0], grads, descent.potential, descent.lr, active=before[1], exact=descent.exact)
         after = (step.params, step.active or before[1])
-        tape.append((_passage(loss, grads, before, after, exact=walk.exact), grads, edges))
+        tape.append((_passage(loss, grads, before, after, exact=descent.exact), grads, edges))
         before = after
     return tape
 
 
-def _gradient(walk: MirrorDescent, params: Params, t: int) -> tuple[Tensor, dict[str, Tensor], list[GradientEdge]]:
+def _gradient(descent: MirrorDescent, params: Params, t: int) -> tuple[Tensor, dict[str, Tensor], list[GradientEdge]]:
     """The loss and its gradient with their graphs, and the edges at which these begin."""
     # Leaves would stay in memory for as long as their graph. Of a sum it keeps only what the gradient needs.
     zero = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         here = {n: x.detach() + zero.to(x) for n, x in params.items()}
-    return *gradient(walk.task, here, walk.task.batch(t), graph=True), [get_gradient_edge(x) for x in here.values()]
+    return *gradient(descent.task, here, descent.task.batch(t), graph=True), [get_gradient_edge(x) for x in here.values()]
 
 
 def _passage(loss: Tensor, grads: Params, before: State, after: State, *, exact: bool) -> Passage:

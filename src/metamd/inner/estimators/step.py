@@ -27,15 +27,7 @@ from metamd.potentials.forms import combine, grouped_squares
 
 @dataclass(frozen=True)
 class Passage:
-    """One step that the run took, as constants.
-
-    Args:
-        params: theta_t.
-        grads: g_t.
-        loss: the loss at theta_t.
-        before: w_t.
-        after: w_{t+1}.
-    """
+    """One step that the run took, as constants: theta_t, g_t, the loss at theta_t, w_t and w_{t+1}."""
 
     params: dict[str, Tensor]
     grads: dict[str, Tensor]
@@ -48,16 +40,16 @@ class Recursion:
     """The differentiable step of a run, and what it adds to the objective.
 
     Args:
-        walk: the run, which knows the start, the step size and the kind of step.
+        descent: the run, which knows the start, the step size and the kind of step.
         potential: leaves to differentiate by, bound to the same tensors.
         objective: E.
     """
 
-    def __init__(self, walk: MirrorDescent, potential: MaxDiagonal, objective: Objective) -> None:
+    def __init__(self, descent: MirrorDescent, potential: MaxDiagonal, objective: Objective) -> None:
         self.potential, self.objective = potential, objective
-        self.lr, self.exact, self.steps = walk.lr, walk.exact, walk.steps
+        self.lr, self.exact, self.steps = descent.lr, descent.exact, descent.steps
         self.slots, self.pieces, self.basis = potential.slots, potential.pieces, potential.basis
-        self.centre: Mapping[str, Tensor] = walk.potential.start
+        self.centre: Mapping[str, Tensor] = descent.potential.start
         self.metrics = {n: potential.metric(n).detach() for n in self.slots}
         self.offsets = potential.offsets.detach()
         self._rates: dict[int, dict[str, Tensor]] = {}

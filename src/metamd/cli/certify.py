@@ -22,11 +22,7 @@ from metamd.inner.objectives import Reference
 
 
 def run(options: Certify) -> int:
-    """Carry out the command.
-
-    Args:
-        options: what was asked.
-    """
+    """Carry out the command."""
     torch.set_num_threads(1)  # tasks are small; sums in one order give the same numbers everywhere
     learned = load(options.file)
     out = _place(options)

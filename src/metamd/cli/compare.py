@@ -22,11 +22,7 @@ from metamd.tasks.wrapped import SharedStart, starting_at
 
 
 def run(options: Compare) -> int:
-    """Carry out the command.
-
-    Args:
-        options: what was asked.
-    """
+    """Carry out the command."""
     _check(options)
     learned = load(options.file)
     known, family = sides(options, learned)
@@ -109,12 +105,7 @@ def _rival(name: str, family: TaskFamily, options: Compare) -> Rival:
 
 
 def sides(options: Compare, learned: LearnedOptimiser) -> tuple[TaskFamily, TaskFamily]:
-    """The family to learn rivals on and the one to compare on: its held-out side, if something is held out.
-
-    Args:
-        options: what was asked.
-        learned: the file, which says what it was not learned on.
-    """
+    """The family to learn rivals on and the one to compare on: its held-out side, if something is held out."""
     known: dict[str, Any] = learned.header.family or {}
     family = build_family(options, known)
     if options.start is None and learned.start is not None:

@@ -13,12 +13,7 @@ from metamd.tasks.wrapped import starting_at
 
 
 def build_family(options: Certify | Compare | Train, recorded: Mapping[str, Any] | None = None) -> TaskFamily:
-    """The family by its name, with the options that were given.
-
-    Args:
-        options: what was asked.
-        recorded: what the header of a file says of its family; its settings are used again where none was given.
-    """
+    """The family by its name, with the options that were given."""
     if options.family not in FAMILIES:
         raise ValueError(f"there is no family {options.family!r}. There are {', '.join(sorted(FAMILIES))}.")
     build = FAMILIES[options.family]
@@ -50,22 +45,14 @@ def build_family(options: Certify | Compare | Train, recorded: Mapping[str, Any]
 
 
 def held_out_side(family: TaskFamily) -> TaskFamily:
-    """The side of a family that learning never sees; the family itself, if it has none or was made without.
-
-    Args:
-        family: as `build_family` makes it.
-    """
+    """The side of a family that learning never sees; the family itself, if it has none or was made without."""
     inner = getattr(family, "family", family)
     has_side = hasattr(inner, "held_out") and getattr(inner, "hold_out", "a half") is not None
     return family.held_out() if has_side else family  # type: ignore[attr-defined]
 
 
 def check_place(out: Path) -> None:
-    """Refuse a file that could not be written, before anything is computed.
-
-    Args:
-        out: the file.
-    """
+    """Refuse a file that could not be written, before anything is computed."""
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a directory. Name a file inside it, such as {out / 'learned.safetensors'}.")
     out.parent.mkdir(parents=True, exist_ok=True)

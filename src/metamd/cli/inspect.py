@@ -54,11 +54,7 @@ class Distribution:
 
 
 def run(options: Inspect) -> int:
-    """Carry out the command.
-
-    Args:
-        options: what was asked.
-    """
+    """Carry out the command."""
     if options.file is None:
         return _list(options)
     learned = load(options.file)
@@ -95,11 +91,7 @@ def _list(options: Inspect) -> int:
 
 
 def distributions(learned: LearnedOptimiser) -> list[Distribution]:
-    """The step sizes of every layer under every piece, in the order of the file.
-
-    Args:
-        learned: what was loaded.
-    """
+    """The step sizes of every layer under every piece, in the order of the file."""
     found = []
     for key, value in learned.potential.log_d.items():
         logs_d, sides = value.detach().double(), [learned.header.factors.get(f"{side}/{key}") for side in ("left", "right")]
@@ -115,12 +107,6 @@ def distributions(learned: LearnedOptimiser) -> list[Distribution]:
 def histogram(values: NDArray[np.float64], low: float, high: float, bins: int = BINS) -> str:
     """Counts as a row of Unicode bars between two ends; the fullest bin is a full bar and no occupied bin is empty.
 
-    Args:
-        values: the numbers.
-        low: the left end of the first bin.
-        high: the right end of the last.
-        bins: how many.
-
     Example:
         >>> histogram(np.array([0.0, 0.1, 0.9]), 0, 1, bins=4)
         '█  ▄'
@@ -134,11 +120,7 @@ def histogram(values: NDArray[np.float64], low: float, high: float, bins: int = 
 
 
 def span(rows: Sequence[Distribution]) -> tuple[float, float]:
-    """The ends of an axis, in powers of ten, on which all rows can be compared: whole decades around all step sizes.
-
-    Args:
-        rows: the distributions.
-    """
+    """The ends of an axis, in powers of ten, on which all rows can be compared: whole decades around all step sizes."""
     filled = [row.log_steps for row in rows if row.log_steps.size]
     if not filled:
         return -1.0, 1.0

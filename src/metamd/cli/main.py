@@ -37,19 +37,12 @@ ADVICE = {
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 on success, 2 on bad input, 130 on Ctrl-C.
-
-    Args:
-        argv: the words after `metamd`; those of the process if not given.
-    """
+    """Run the command line and exit: 0 on success, 2 on bad input, 130 on Ctrl-C."""
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
 def run(argv: Sequence[str]) -> int:
     """Carry out a command and return its exit code.
-
-    Args:
-        argv: the words after `metamd`.
 
     Example:
         >>> run(["--version"])
@@ -83,9 +76,6 @@ def run(argv: Sequence[str]) -> int:
 def sentence(error: ValueError | OSError) -> str:
     """What an error says; one of the system in words, with what to do.
 
-    Args:
-        error: of this package, or of a call to the system.
-
     Example:
         >>> sentence(NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"))
         "a folder is required where 'a/b' is or lies under a file. Choose another path, or move the file away."
@@ -96,11 +86,7 @@ def sentence(error: ValueError | OSError) -> str:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """The options that the words stand for; a word that is none exits with tyro's message and code 2.
-
-    Args:
-        argv: the words after `metamd`.
-    """
+    """The options that the words stand for; a word that is none exits with tyro's message and code 2."""
     import tyro
 
     return tyro.cli(

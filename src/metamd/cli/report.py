@@ -28,11 +28,7 @@ from metamd.files.versions import joined
 
 
 def run(options: Report) -> int:
-    """Carry out the command.
-
-    Args:
-        options: what was asked.
-    """
+    """Carry out the command."""
     out = options.out or options.folder
     if _has_tables_alone(options.folder):
         if options.target is not None or options.share is not None:
@@ -60,15 +56,7 @@ def write_report(
     share: float | None = None,
     places: Sequence[Path] | None = None,
 ) -> tuple[Comparison, list[Section]]:
-    """Write `report.html`, `report.md` and the figures that are kept beside them; what they show is given back.
-
-    Args:
-        folder: of the records.
-        out: of the pages.
-        target: label of the optimiser that sets the target, or the name of a rival; that of the records if not given.
-        share: of the steps after which its loss is the target; that of the records if not given.
-        places: the comparisons to join; all in the folder if not given.
-    """
+    """Write `report.html`, `report.md` and the figures that are kept beside them; what they show is given back."""
     comparison, versions = read(folder, places)
     if target is not None or share is not None:
         aim = comparison.aim or Target(comparison.labels[-1])
@@ -85,12 +73,7 @@ def write_report(
 
 
 def write_tables(folder: Path, out: Path) -> list[Section]:
-    """The same pages of an experiment that compares in a way of its own: its tables, figures, costs and configuration.
-
-    Args:
-        folder: where `summary.json` lies, with the figures and the records beside it, if there are any.
-        out: of the pages.
-    """
+    """The same pages of an experiment that compares in a way of its own: its tables, figures, costs and configuration."""
     parts = tables(read_json(folder / "summary.json"))
     figures = [(path, path.stem.replace("-", " ").capitalize()) for path in sorted(folder.glob("*.png"))]
     parts += [Section("Figures", figures=figures)] if figures else []
@@ -133,12 +116,7 @@ def tables(result: Result) -> list[Section]:
 
 
 def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison, dict[str, Any]]:
-    """The comparison in a folder, or those in its folders as one, and the versions it was made with, all where they differ.
-
-    Args:
-        folder: with `comparison.json`, or with folders that have one.
-        places: which of these; all if not given.
-    """
+    """The comparison in a folder, or those in its folders as one, and all versions that they were made with."""
     with records_in(folder) as records:
         if places is None:
             inside = sorted(p.parent for p in records.glob("*/comparison.json"))
@@ -153,11 +131,7 @@ def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:
-    """The tables as one JSON object, None for what is infinite or unknown.
-
-    Args:
-        comparison: what is shown.
-    """
+    """The tables as one JSON object, None for what is infinite or unknown."""
     tables = {
         metric: [{k: _finite(v) for k, v in row.items()} for row in comparison.table(metric)]
         for metric in comparison.metrics

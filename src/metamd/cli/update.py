@@ -17,11 +17,7 @@ from metamd.learning.recorded import update
 
 
 def run(options: Update) -> int:
-    """Carry out the command.
-
-    Args:
-        options: what was asked.
-    """
+    """Carry out the command."""
     if not options.runs:
         raise ValueError("there must be at least one RUN to add. Write: metamd update FILE RUN [RUN ...].")
     if not options.file.is_file():
@@ -46,13 +42,7 @@ def _named(path: Path) -> Run:
 
 
 def summary(before: LearnedOptimiser, after: LearnedOptimiser, out: Path) -> dict[str, Any]:
-    """What an update did, in plain types.
-
-    Args:
-        before: what was read.
-        after: what was written.
-        out: where.
-    """
+    """What an update did, in plain types."""
     rows = (after.header.learned_from or {"runs": []})["runs"]
     added = len(rows) - len((before.header.learned_from or {"runs": []})["runs"])
     old, new = before.potential.log_d, after.potential.log_d

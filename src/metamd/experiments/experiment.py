@@ -87,16 +87,7 @@ class Experiment:
     def run(
         self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
     ) -> Result:
-        """Learn, compare, tabulate and draw; what is in the folder already is kept.
-
-        Args:
-            scale: a name in `scales`.
-            folder: for records, learned files and figures.
-            seed: of everything random.
-            workers: processes.
-            ray: address of a Ray cluster to learn and to train on.
-            only: domains of the scale to hold out now; all if not given.
-        """
+        """Learn, compare, tabulate and draw; what is in the folder already is kept."""
         with warnings.catch_warnings():
             if self.off_family:
                 warnings.simplefilter("ignore", OffFamilyWarning)

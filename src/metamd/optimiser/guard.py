@@ -13,6 +13,8 @@ from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import combine
 from metamd.potentials.tying import Slot
 
+# Chosen by hand: a loss that is summed over a batch instead of averaged is off by more than the first, and a run that is
+# longer than the second has left what its schedule and steps were learned for.
 _SCALE_FACTOR = 5.0
 _HORIZON_FACTOR = 2
 
@@ -83,6 +85,7 @@ class Safeguard:
             self.log_reference = log_energy
             return self.damping
         excess = log_energy - self.log_reference
+        # Chosen by hand: ten times the usual energy is no ordinary batch, and 35 calm steps make up for one halving.
         blown = excess > math.log(10.0) or (loss is not None and not math.isfinite(loss))
         self.damping = self.damping / 2 if blown else min(1.0, self.damping * 1.02)
         self.log_reference += 0.05 * min(excess, math.log(10.0))

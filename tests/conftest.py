@@ -36,6 +36,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def hardly_timed() -> None:
+    """Comparisons time the steps of every optimiser; no test depends on how exactly."""
+    from metamd.comparison import compare, training
+
+    few = {"rounds": 2, "warm_up": 1}
+    training.step_seconds.__kwdefaults__.update(few)
+    compare.ROUNDS, compare.WARM_UP = few.values()
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
     """`once(name, make)`: a folder that `make` fills in the first test worker that asks; the others wait and share it."""

@@ -125,15 +125,3 @@ def test_download_sizes_add_up_and_are_unknown_for_usps():
     assert data.dataset("mnist").download_size == 9912422 + 28881 + 1648877 + 4542
     assert data.dataset("cifar10").download_size == 170_052_171  # one archive for both splits
     assert data.dataset("usps").download_size is None
-
-
-def test_owner_finds_recorded_images_and_nothing_else():
-    form = data.dataset("kmnist").splits["test"].forms[0]
-    assert registry.owner_of(form.images_sha256) == ("kmnist", "test")
-    assert registry.owner_of("0" * 64) is None
-
-
-def test_a_tiny_array_is_not_mistaken_for_a_recorded_one():
-    from metamd.data.canonical import digest
-
-    assert registry.owner_of(digest(np.zeros((2, 28, 28), np.uint8))) is None

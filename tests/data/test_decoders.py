@@ -1,7 +1,11 @@
-"""Decoders against files the test writes itself, and against malformed ones."""
+"""Compressed files, tars and decoders against files the test writes itself, and against malformed ones and bombs."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
+import tarfile
 from contextlib import suppress
 
 import numpy as np
@@ -13,7 +17,58 @@ from scipy.io import savemat
 
 from metamd.data import canonical, decoders
 from metamd.data.registry import DataError
-from tests.data_fixtures import cifar_bytes, idx_bytes, libsvm_bytes, pictures, stl_bytes
+from tests.data_fixtures import cifar_bytes, idx_bytes, libsvm_bytes, pictures, stl_bytes, tar_gz
+
+# --- compressed files and tars ---
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
+def test_compressed_bombs_and_broken_files_are_refused(tmp_path, suffix, pack):
+    path = tmp_path / f"file{suffix}"
+    path.write_bytes(pack(bytes(1000)))
+    assert decoders.decompress(path, 1000) == bytes(1000)
+    with pytest.raises(DataError, match="more than the 999 bytes expected"):
+        decoders.decompress(path, 999)
+    path.write_bytes(pack(bytes(50_000_000)))  # some 50 kB or less on disk
+    with pytest.raises(DataError, match="more than the 1000 bytes expected"):
+        decoders.decompress(path, 1000)
+    for broken in (b"not compressed at all", pack(bytes(1000))[:-6]):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match="is not a complete"):
+            decoders.decompress(path, 1000)
+
+
+def test_tar_members_are_read_by_name_and_exact_size(tmp_path):
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(tar_gz({"d/readme": b"hello", "d/one": b"1", "d/two": b"22"}))
+    assert decoders.tar_members(path, {"d/two": 2, "d/one": 1}) == {"d/one": b"1", "d/two": b"22"}
+    with pytest.raises(DataError, match=r"d/two in .* must be a file of 3 bytes, got 2"):
+        decoders.tar_members(path, {"d/two": 3})
+    with pytest.raises(DataError, match="must hold d/three and does not"):
+        decoders.tar_members(path, {"d/three": 3})
+
+
+def test_tar_links_are_refused(tmp_path):
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        link = tarfile.TarInfo("d/one")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    (tmp_path / "a.tar.gz").write_bytes(content.getvalue())
+    with pytest.raises(DataError, match="must be a file of 0 bytes"):
+        decoders.tar_members(tmp_path / "a.tar.gz", {"d/one": 0})
+
+
+def test_tar_bombs_and_broken_tars_are_refused(tmp_path):
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(tar_gz({"d/one": bytes(30_000_000)}))
+    with pytest.raises(DataError, match="must be a file of 10 bytes, got 30000000"):
+        decoders.tar_members(path, {"d/one": 10})
+    for broken in (b"nothing", tar_gz({"d/one": bytes(np.random.default_rng(0).bytes(9999))})[:5000]):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match="is not a complete"):
+            decoders.tar_members(path, {"d/one": 9999})
+
 
 # --- idx ---
 

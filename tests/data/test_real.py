@@ -153,7 +153,7 @@ def test_official_files_go_the_whole_way_with_the_real_checksums(name, split, tm
 
 @needs_official
 def test_qmnist_labels_agree_with_mnist_where_they_must(tmp_path):
-    from metamd.data.archives import decompress
+    from metamd.data.decoders import decompress
     from metamd.data.download import mismatch
 
     folder = Path(os.environ["METAMD_OFFICIAL"])

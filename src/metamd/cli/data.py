@@ -94,9 +94,9 @@ def _listed(record: Dataset, split: str) -> Row:
     }
     if found is None:
         return row
-    row["where"] = "cache" if loading.in_cache(found) else "METAMD_DATA"
+    row["where"] = "cache" if found.parent == loading.cache_folder() else "METAMD_DATA"
     try:
-        count = loading.stored_count(found)
+        count = len(loading.stored(found, "labels")[0])
     except DataError as error:
         return row | {"status": "wrong", "note": str(error)}
     forms = [form for form in known.forms if form.count == count]

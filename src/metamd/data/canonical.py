@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metamd.data import decoders
-from metamd.data.archives import decompress, tar_members
+from metamd.data.decoders import decompress, tar_members
 from metamd.data.registry import DataError, Dataset
 
 Arrays = tuple[NDArray[np.uint8], NDArray[np.uint8]]
@@ -61,13 +61,7 @@ def enlarge(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def shrink_svhn(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Turn 32x32 RGB images into 28x28 grey ones: Pillow's `convert("L")`, then its BILINEAR filter."""
-    from PIL import Image
-
-    grey = np.empty((len(images), 28, 28), np.uint8)
-    for i, image in enumerate(images):
-        small = Image.fromarray(image).convert("L").resize((28, 28), Image.Resampling.BILINEAR)
-        grey[i] = np.asarray(small)
-    return grey
+    return _resized(images, 28, "L", "BILINEAR")
 
 
 def shrink_stl10(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -76,12 +70,14 @@ def shrink_stl10(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     That is the mean of each 3x3 block, except that Pillow rounds after each dimension. The rounding moves about one value
     in ten by one grey level.
     """
+    return _resized(images, 32, "RGB", "BOX")
+
+
+def _resized(images: NDArray[np.uint8], side: int, mode: str, name: str) -> NDArray[np.uint8]:
     from PIL import Image
 
-    small = np.empty((len(images), 32, 32, 3), np.uint8)
-    for i, image in enumerate(images):
-        small[i] = np.asarray(Image.fromarray(image).resize((32, 32), Image.Resampling.BOX))
-    return small
+    by = Image.Resampling[name]
+    return np.stack([np.asarray(Image.fromarray(image).convert(mode).resize((side, side), by)) for image in images])
 
 
 # from official files
@@ -89,15 +85,15 @@ def shrink_stl10(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def decode(record: Dataset, split: str, folder: Path) -> Arrays:
     """The images and labels of one split as an `.npz` file stores them, from the official files in `folder`."""
+    split_record = record.splits[split]
+    count, expected = split_record.count, (split_record.count, *record.stored_shape)
     try:
-        images, labels = RECIPES[record.recipe](record, split, folder)
+        images, labels = RECIPES[record.recipe](split, count, *(folder / file.name for file in split_record.files))
     except ImportError as error:
         raise DataError(
             f"Decoding {record.title} needs {error.name}. Install it with: pip install 'metamd[data]'"
         ) from error
-    count = record.splits[split].count
-    if images.shape != (count, *record.stored_shape) or labels.shape != (count,):
-        expected = (count, *record.stored_shape)
+    if images.shape != expected or labels.shape != (count,):
         raise DataError(
             f"{record.name} {split} must decode to images {expected} with as many labels, got {images.shape} "
             f"and {labels.shape}. Delete {folder} and fetch it again."
@@ -105,50 +101,43 @@ def decode(record: Dataset, split: str, folder: Path) -> Arrays:
     return images, labels
 
 
-def _idx(record: Dataset, split: str, folder: Path) -> Arrays:
-    images_file, labels_file = record.splits[split].files
-    count = record.splits[split].count
-    images = decoders.idx(decompress(folder / images_file.name, 16 + count * 784), images_file.name)
+def _idx(split: str, count: int, images: Path, labels: Path) -> Arrays:
+    pixels = decoders.idx(decompress(images, 16 + count * 784), images.name)
     # QMNIST's labels are eight int32 columns; nothing read here is wider.
-    table = decoders.idx(decompress(folder / labels_file.name, 16 + count * 32), labels_file.name)
-    if images.dtype.itemsize != 1:
-        raise DataError(f"{images_file.name} must hold bytes, got {images.dtype}. Delete it and fetch it again.")
-    return images, decoders.class_labels(table, len(record.classes), labels_file.name)
+    table = decoders.idx(decompress(labels, 16 + count * 32), labels.name)
+    if pixels.dtype.itemsize != 1:
+        raise DataError(f"{images.name} must hold bytes, got {pixels.dtype}. Delete it and fetch it again.")
+    return pixels, decoders.class_labels(table, 10, labels.name)
 
 
-def _libsvm(record: Dataset, split: str, folder: Path) -> Arrays:
-    (file,) = record.splits[split].files
-    return decoders.usps(decompress(folder / file.name, file.content_size or TEXT_LIMIT), file.name)
+def _libsvm(split: str, count: int, path: Path) -> Arrays:
+    return decoders.usps(decompress(path, TEXT_LIMIT), path.name)
 
 
-def _svhn(record: Dataset, split: str, folder: Path) -> Arrays:
-    (file,) = record.splits[split].files
-    images, labels = decoders.svhn(folder / file.name)
+def _svhn(split: str, count: int, path: Path) -> Arrays:
+    images, labels = decoders.svhn(path)
     return shrink_svhn(images), labels
 
 
-def _cifar10(record: Dataset, split: str, folder: Path) -> Arrays:
-    (file,) = record.splits[split].files
+def _cifar10(split: str, count: int, path: Path) -> Arrays:
     names = [f"data_batch_{i}" for i in range(1, 6)] if split == "train" else ["test_batch"]
-    size = record.splits[split].count // len(names) * 3073
-    sizes = {f"cifar-10-batches-bin/{name}.bin": size for name in names}
-    batches = tar_members(folder / file.name, sizes)
-    return decoders.cifar10([batches[name] for name in sizes], file.name)
+    sizes = {f"cifar-10-batches-bin/{name}.bin": count // len(names) * 3073 for name in names}
+    batches = tar_members(path, sizes)
+    return decoders.cifar10([batches[name] for name in sizes], path.name)
 
 
-def _stl10(record: Dataset, split: str, folder: Path) -> Arrays:
-    (file,) = record.splits[split].files
-    count = record.splits[split].count
+def _stl10(split: str, count: int, path: Path) -> Arrays:
     images, labels = f"stl10_binary/{split}_X.bin", f"stl10_binary/{split}_y.bin"
-    content = tar_members(folder / file.name, {images: count * 3 * 96 * 96, labels: count})
-    large, classes = decoders.stl10(content[images], content[labels], file.name)
+    content = tar_members(path, {images: count * 3 * 96 * 96, labels: count})
+    large, classes = decoders.stl10(content[images], content[labels], path.name)
     return shrink_stl10(large), classes
 
 
-RECIPES: dict[str, Callable[[Dataset, str, Path], Arrays]] = {
+RECIPES: dict[str, Callable[..., Arrays]] = {
     "idx": _idx,
     "libsvm": _libsvm,
     "svhn": _svhn,
     "cifar10": _cifar10,
     "stl10": _stl10,
 }
+"""How the files of a split become arrays: functions of the split's name, its count and its files."""

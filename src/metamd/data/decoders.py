@@ -1,12 +1,17 @@
-"""From the bytes of official files to arrays: idx, LIBSVM text, MATLAB, CIFAR-10 binary, STL-10 binary.
+"""From official files to arrays: gzip, bzip2 and tar; idx, LIBSVM text, MATLAB, CIFAR-10 binary, STL-10 binary.
 
 Each decoder checks the header and the size before it builds an array, and refuses with a sentence. None of
-them reads a pickle.
+them reads a pickle, and none extracts a file to disk.
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import math
+import tarfile
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,42 @@ from numpy.typing import NDArray
 
 from metamd.data.registry import DataError
 
+OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open}
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+def decompress(path: Path, limit: int) -> bytes:
+    """The bytes inside a `.gz` or `.bz2` file, refused when there are more than `limit`."""
+    try:
+        with OPENERS.get(path.suffix, open)(path, "rb") as stream:
+            content: bytes = stream.read(limit + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is not a complete {path.suffix} file ({error}). Delete it and fetch it again.") from error
+    if len(content) > limit:
+        raise DataError(f"{path} holds more than the {limit} bytes expected of it, so it was not read. Delete it.")
+    return content
+
+
+def tar_members(path: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
+    """Named members of a `.tar.gz` file, each of which must have exactly the given size."""
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r|gz") as archive:
+            for member in archive:
+                if member.name in sizes:
+                    size, stream = sizes[member.name], archive.extractfile(member) if member.isreg() else None
+                    if stream is None or member.size != size:
+                        raise DataError(
+                            f"{member.name} in {path} must be a file of {size} bytes, got {member.size}. "
+                            "Delete the archive and fetch it again."
+                        )
+                    found[member.name] = stream.read(size)
+                if len(found) == len(sizes):
+                    return found
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is not a complete .tar.gz file ({error}). Delete it and fetch it again.") from error
+    missing = ", ".join(sorted(sizes.keys() - found.keys()))
+    raise DataError(f"{path} must hold {missing} and does not. Delete it and fetch it again.")
 
 
 def idx(content: bytes, what: str = "the idx file") -> NDArray[Any]:

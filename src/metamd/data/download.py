@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from metamd.data.archives import decompress
+from metamd.data.decoders import decompress
 from metamd.data.registry import DataError, RemoteFile
 from metamd.files.progress import Progress
 from metamd.files.store import locked

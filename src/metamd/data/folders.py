@@ -40,11 +40,7 @@ def image_folder(path: str | Path) -> tuple[Tensor, Tensor]:
 
 
 def folder_classes(path: str | Path) -> list[str]:
-    """The sub-folders of a folder of images: its classes, in alphabetical order.
-
-    Args:
-        path: the folder.
-    """
+    """The sub-folders of a folder of images: its classes, in alphabetical order."""
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(f"A folder of images with a sub-folder per class is required, got {folder}, which is none.")

@@ -139,15 +139,6 @@ def split_of(name: str, split: str) -> Split:
     return splits[split]
 
 
-def owner_of(images_sha256: str) -> tuple[str, str] | None:
-    """The dataset and split whose recorded images have this sha256: so MNIST posing as QMNIST is noticed."""
-    for record in datasets().values():
-        for key, split in record.splits.items():
-            if any(form.images_sha256 == images_sha256 for form in split.forms):
-                return record.name, key
-    return None
-
-
 def _dataset(name: str, entry: Mapping[str, Any]) -> Dataset:
     hosts, splits = entry["hosts"], {}
     for key, split in entry["splits"].items():

@@ -278,7 +278,7 @@ class Toy(TaskFamily):
 
 class ToyTask(SolvedTask):
     def __init__(self, config: Config, fault: str) -> None:
-        super().__init__(config, 10, 1e-6)
+        super().__init__(config, 10)
         self.fault, self.calls, self.x = fault, 0, torch.zeros(2, dtype=torch.float64)
 
     def init(self) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ def test_enlargement_is_linear_interpolation_between_pixel_centres():
 
 
 def floats(images, channels):
-    return Pictures(images, *moments(images), channels)[torch.arange(len(images))]
+    return Pictures(images, moments(images), channels)[torch.arange(len(images))]
 
 
 def test_training_images_are_normal_after_normalisation():
@@ -149,10 +149,10 @@ def test_normalisation_knows_the_training_split_alone():
     unused = torch.ones(60, dtype=torch.bool)
     unused[indices[0]] = False
     changed.images["train"][unused] = 255
-    before, after = (whole(s, *indices).moments for s in (made, changed))
+    before, after = (whole(s, *indices)["train"][0].moments for s in (made, changed))
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     changed.images["train"][indices[0][0]] = 0
-    assert not torch.equal(before[0], whole(changed, *indices).moments[0])
+    assert not torch.equal(before[0], whole(changed, *indices)["train"][0].moments[0])
 
 
 def test_classes_are_renumbered():

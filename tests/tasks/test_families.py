@@ -124,7 +124,7 @@ class TestEveryFamily:
         assert torch.allclose(inputs.mean((0, 2, 3)), torch.zeros((), dtype=torch.double), atol=1e-5)
         assert torch.allclose(inputs.std((0, 2, 3), correction=0), torch.ones((), dtype=torch.double), atol=1e-5)
         for split in SPLITS:
-            assert task.splits[split][0].mean is everything.mean
+            assert task.splits[split][0].moments is everything.moments
 
     def test_test_pixels_change_nothing_in_training(self, name, tiny_data):
         config = configs(MAKERS[name](), 1)[0]
@@ -264,7 +264,7 @@ def test_digits_among_colour_images_are_enlarged_and_repeated():
     assert torch.equal(grey.pixels, enlarge(small, 32))
     rows = torch.arange(4)
     assert grey[rows].shape == colour[rows].shape == (4, 3, 32, 32)
-    assert torch.equal(grey[rows], Pictures(grey.pixels, *moments(grey.pixels), 3)[rows])
+    assert torch.equal(grey[rows], Pictures(grey.pixels, moments(grey.pixels), 3)[rows])
     assert torch.equal(grey[rows][:, 0], grey[rows][:, 2])
     assert not torch.equal(colour[rows][:, 0], colour[rows][:, 2])
 

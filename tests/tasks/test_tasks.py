@@ -300,7 +300,6 @@ def test_tasks_are_reached_through_the_package() -> None:
         (lambda: quadratic(()), "one number per dimension, got none"),
         (lambda: quadratic((1.0, -1.0)), "means must be positive"),
         (lambda: quadratic((1.0, 2.0, 3.0), start=(1.0, 2.0)), "start must be one number or one for each of 3"),
-        (lambda: quadratic(tolerance=0.0), "tolerance must be positive"),
         (lambda: quadratic(steps=0), "steps must be at least 1"),
         (lambda: rosenbrock(1), "dimension must be at least 2"),
         (lambda: rosenbrock(shift=-1.0), "must not be negative"),

@@ -303,7 +303,7 @@ def _assumptions(learned: LearnedOptimiser, family: TaskFamily) -> tuple[str, ..
     )
     about = learned.header.family or {}
     now = json.loads(json.dumps(family.describe()))
-    changed = sorted(k for k in about if k != "name" and about[k] != now.get(k))
+    changed = sorted(k for k in about if k != "name" and about[k] != now.get(k, about[k]))
     other = (f"the family is not the one of learning: {', '.join(changed)} differ",) if changed else ()
     plain = () if learned.usage == Usage() else (f"the usage that the file recommends ({learned.usage}) is not certified",)
     return (

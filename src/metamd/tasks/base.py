@@ -76,17 +76,7 @@ class Task(ABC):
 
 
 class SolvedTask(Task):
-    """A task whose best parameters are known.
-
-    Args:
-        config: what the task was built from.
-        steps: T, the number of steps a run takes.
-        tolerance: a run has arrived when the norm of its gradient is below this.
-    """
-
-    def __init__(self, config: Config, steps: int, tolerance: float) -> None:
-        super().__init__(config, steps)
-        self.tolerance = tolerance
+    """A task whose best parameters are known."""
 
     @abstractmethod
     def optimum(self) -> dict[str, Tensor]:

@@ -182,10 +182,6 @@ def initialise(model: nn.Module, generator: torch.Generator | None) -> None:
 
     Weights and biases are uniform on $\\pm 1/\\sqrt{n}$ for $n$ inputs per unit. Without a generator the
     layers keep the weights that torch's global one gave them.
-
-    Args:
-        model: whose layers to initialise in place.
-        generator: where the randomness comes from.
     """
     if generator is None:
         return

@@ -53,13 +53,13 @@ def read_all(datasets: Mapping[str, Source | Mapping[Split, Source]], shares: Sh
         raise ValueError(f"shares must be three fractions that sum to 1, got {shares}. Pass shares=(0.8, 0.1, 0.1), say.")
     _check_folders(datasets)
     data = {name: _split(source, name, shares, seed) for name, source in datasets.items()}
-    kinds = {name: {_kind(arrays) for arrays in splits.values()} for name, splits in data.items()}
+    kinds = {name: sorted({_kind(arrays) for arrays in splits.values()}) for name, splits in data.items()}
     first = next(iter(kinds))
     for name, found in kinds.items():
         if found != kinds[first] or len(found) > 1:
             raise ValueError(
-                f"All datasets of a family must have examples of one kind: {first!r} has {_say(kinds[first])}, "
-                f"{name!r} has {_say(found)}. Resize or convert them, or make two families."
+                f"All datasets of a family must have examples of one kind: {first!r} has {' and '.join(kinds[first])}, "
+                f"{name!r} has {' and '.join(found)}. Resize or convert them, or make two families."
             )
     return data
 
@@ -178,12 +178,6 @@ def _stack(dataset: Dataset[Any], name: str) -> tuple[Any, ...]:
         ) from e
 
 
-def _kind(arrays: Arrays) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...], torch.dtype]:
-    inputs, targets = arrays
-    return tuple(inputs.shape[1:]), inputs.dtype, tuple(targets.shape[1:]), targets.dtype
-
-
-def _say(kinds: set[tuple[tuple[int, ...], torch.dtype, tuple[int, ...], torch.dtype]]) -> str:
-    return " and ".join(
-        f"inputs {x} of {dx} with targets {y} of {dy}".replace("torch.", "") for x, dx, y, dy in sorted(kinds, key=str)
-    )
+def _kind(arrays: Arrays) -> str:
+    said = (f"{tuple(x.shape[1:])} of {x.dtype}" for x in arrays)
+    return "inputs {} with targets {}".format(*said).replace("torch.", "")

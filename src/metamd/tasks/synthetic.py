@@ -22,6 +22,9 @@ from metamd.tasks.functional import Recipe
 from metamd.tasks.sources import Arrays
 from metamd.tasks.supervised import SupervisedTask
 
+_WHOLE = ("none", "the same for all tasks", "none: every step sees it all")
+"""Data, initialisation and batches of a function of one vector."""
+
 _STORED = 8
 """Up to this dimension a quadratic's config holds its numbers; above, the seed they come from."""
 
@@ -32,7 +35,6 @@ def quadratic(
     start: float | Sequence[float] = 3.0,
     spread: float = 0.1,
     coupling: float = 0.3,
-    tolerance: float = 1e-6,
     steps: int = 200,
 ) -> TaskFamily:
     """Random quadratics theta'Q theta - b'theta, with Hessian 2Q; the paper's first experiment.
@@ -47,7 +49,6 @@ def quadratic(
         coupling: how large the rest of C is. The condition of Q grows exponentially with coupling and dimension: at the
             default and equal means about 20 in dimension 10 and a million in dimension 100; coupling / sqrt(dimension)
             keeps it below ten.
-        tolerance: a run has arrived when the norm of its gradient is below this.
         steps: T.
 
     Example:
@@ -56,9 +57,12 @@ def quadratic(
         >>> bool(task.loss(task.init(), task.batch(0)) > task.minimum())
         True
     """
-    return _Quadratic(
-        {"means": list(means), "start": start, "spread": spread, "coupling": coupling, "tolerance": tolerance}, steps
-    )
+    if not means:
+        raise ValueError("means must have one number per dimension, got none. Pass means=(0.3, 14.0) for the paper's.")
+    if min(means) <= 0:
+        raise ValueError(f"means must be positive, got {tuple(means)}. They are the curvatures of a convex function.")
+    settings = {"means": list(means), "start": _start(start, len(means)), "spread": spread, "coupling": coupling}
+    return _Quadratic("quadratic", settings, steps, Drawn("a quadratic with Q and b drawn anew", *_WHOLE))
 
 
 def rosenbrock(
@@ -67,7 +71,6 @@ def rosenbrock(
     start: float | Sequence[float] = (-1.2, 1.0),
     shift: float = 0.0,
     scale: float = 0.0,
-    tolerance: float = 1e-6,
     steps: int = 500,
 ) -> TaskFamily:
     """The Rosenbrock function, or a family of shifted and scaled ones.
@@ -80,11 +83,18 @@ def rosenbrock(
         start: theta_1; a shorter sequence is repeated. The paper's is not published; (-1.2, 1) is the customary one.
         shift: how far the valleys lie apart.
         scale: how much the logarithms of the coordinates' scales vary.
-        tolerance: a run has arrived when the norm of its gradient is below this.
         steps: T.
     """
-    settings = {"dimension": dimension, "start": start, "shift": shift, "scale": scale, "tolerance": tolerance}
-    return _Rosenbrock(settings, steps)
+    if dimension < 2:
+        raise ValueError(f"dimension must be at least 2, got {dimension}. The function couples neighbours.")
+    if min(shift, scale) < 0:
+        raise ValueError(
+            f"shift and scale must not be negative, got {(shift, scale)}. Leave them out for the plain function."
+        )
+    varied = "a valley with its shift and scale drawn anew"
+    drawn = Drawn(varied if shift or scale else "the one function: all tasks are equal", *_WHOLE)
+    settings = {"start": _start(start, dimension), "shift": shift, "scale": scale}
+    return _Rosenbrock("rosenbrock", settings, steps, drawn)
 
 
 def logistic(
@@ -94,7 +104,6 @@ def logistic(
     batch_size: int | None = 100,
     decades: float = 1.0,
     l2: float = 1e-3,
-    tolerance: float = 1e-6,
     steps: int = 200,
 ) -> TaskFamily:
     """Logistic regressions, each with its own truth and data.
@@ -109,11 +118,18 @@ def logistic(
         batch_size: examples per step; None takes all of them.
         decades: how far the scales of the features are apart; the condition number is about its power of 100.
         l2: strength of the penalty. With 0 the optimum need not exist.
-        tolerance: a run has arrived when the norm of its gradient is below this.
         steps: T.
     """
-    sizes = {"dimension": dimension, "examples": examples, "batch_size": examples if batch_size is None else batch_size}
-    return _Logistic({**sizes, "decades": decades, "l2": l2, "tolerance": tolerance}, steps)
+    batch_size = examples if batch_size is None else batch_size
+    if dimension < 1 or examples < 1:
+        raise ValueError(f"dimension and examples must be at least 1, got {dimension} and {examples}.")
+    if not 1 <= batch_size <= examples:
+        raise ValueError(f"batch_size must lie between 1 and the {examples} examples, got {batch_size}. Pass None for all.")
+    if l2 < 0:
+        raise ValueError(f"l2 must not be negative, got {l2}. Pass l2=1e-3, say.")
+    settings = {"dimension": dimension, "examples": examples, "batch_size": batch_size, "decades": decades, "l2": l2}
+    drawn = Drawn("a regression with its own truth", "drawn anew", "zero in all tasks", "drawn anew")
+    return _Logistic("logistic", settings, steps, drawn)
 
 
 def tabular(
@@ -141,7 +157,8 @@ def tabular(
     sizes = {"features": features, "width": width, "examples": examples, "batch_size": batch_size}
     if min(sizes.values()) < 1 or batch_size > examples:
         raise ValueError(f"features, width, examples and batch_size must be positive, batch_size <= examples; got {sizes}.")
-    return _Tabular({**sizes, "noise": noise}, steps)
+    drawn = Drawn("a teacher network drawn anew", "rows drawn anew", "drawn anew", "drawn anew")
+    return _Tabular("tabular", {**sizes, "noise": noise}, steps, drawn)
 
 
 class _Synthetic(TaskFamily):
@@ -149,11 +166,12 @@ class _Synthetic(TaskFamily):
 
     seeds: tuple[str, ...] = ()
 
-    def __init__(self, name: str, settings: Mapping[str, Any], steps: int) -> None:
+    def __init__(self, name: str, settings: Mapping[str, Any], steps: int, drawn: Drawn) -> None:
         super().__init__(name, steps, shared_loss=True)
-        self.settings = settings
-        if not settings.get("tolerance", 1.0) > 0:
-            raise ValueError(f"tolerance must be positive, got {settings['tolerance']}. Pass tolerance=1e-6, say.")
+        self.settings, self._drawn = settings, drawn
+
+    def drawn(self) -> Drawn:
+        return self._drawn
 
     def sample(self, generator: torch.Generator) -> Config:
         return {"family": self.name, **{key: draw_seed(generator) for key in self.seeds}}
@@ -166,7 +184,7 @@ class _Function(SolvedTask):
     """A function of one vector theta; the batch of every step is the whole function."""
 
     def __init__(self, config: Config, family: _Synthetic, whole: dict[str, Tensor]) -> None:
-        super().__init__(config, family.steps, family.settings["tolerance"])
+        super().__init__(config, family.steps)
         self.start, self.whole = torch.tensor(family.settings["start"], dtype=torch.float64), whole
 
     def init(self) -> dict[str, Tensor]:
@@ -181,14 +199,6 @@ class _Function(SolvedTask):
 
 class _Quadratic(_Synthetic):
     counts_digits = True
-
-    def __init__(self, settings: Mapping[str, Any], steps: int) -> None:
-        means = settings["means"]
-        if not means:
-            raise ValueError("means must have one number per dimension, got none. Pass means=(0.3, 14.0) for the paper's.")
-        if min(means) <= 0:
-            raise ValueError(f"means must be positive, got {tuple(means)}. They are the curvatures of a convex function.")
-        super().__init__("quadratic", {**settings, "start": _start(settings["start"], len(means))}, steps)
 
     def sample(self, generator: torch.Generator) -> Config:
         seed = draw_seed(generator)
@@ -209,9 +219,6 @@ class _Quadratic(_Synthetic):
             )
         return _QuadraticTask(config, self, whole)
 
-    def drawn(self) -> Drawn:
-        return Drawn("a quadratic with Q and b drawn anew", "none", "the same for all tasks", "none: every step sees it all")
-
     def _draw(self, seed: int) -> dict[str, Tensor]:
         means = torch.tensor(self.settings["means"], dtype=torch.float64)
         generator, n = torch.Generator().manual_seed(seed), len(means)
@@ -231,15 +238,6 @@ class _QuadraticTask(_Function):
 
 
 class _Rosenbrock(_Synthetic):
-    def __init__(self, settings: Mapping[str, Any], steps: int) -> None:
-        kept = dict(settings)
-        dimension, spreads = kept.pop("dimension"), (kept["shift"], kept["scale"])
-        if dimension < 2:
-            raise ValueError(f"dimension must be at least 2, got {dimension}. The function couples neighbours.")
-        if min(spreads) < 0:
-            raise ValueError(f"shift and scale must not be negative, got {spreads}. Leave them out for the plain function.")
-        super().__init__("rosenbrock", {**kept, "start": _start(kept["start"], dimension)}, steps)
-
     def sample(self, generator: torch.Generator) -> Config:
         c, log_s = torch.randn(2, len(self.settings["start"]), generator=generator, dtype=torch.float64)
         shift, scale = self.settings["shift"], self.settings["scale"]
@@ -253,11 +251,6 @@ class _Rosenbrock(_Synthetic):
             raise ValueError(f"shift and scale must have {n} numbers, got {numbers[0]} and {numbers[1]}.")
         whole = {key: torch.tensor(config[key], dtype=torch.float64) for key in ("shift", "scale")}
         return _RosenbrockTask(config, self, whole)
-
-    def drawn(self) -> Drawn:
-        varied = self.settings["shift"] or self.settings["scale"]
-        drawn = "a valley with its shift and scale drawn anew" if varied else "the one function: all tasks are equal"
-        return Drawn(drawn, "none", "the same for all tasks", "none: every step sees it all")
 
 
 class _RosenbrockTask(_Function):
@@ -282,24 +275,9 @@ def _start(start: float | Sequence[float], dimension: int) -> list[float]:
 class _Logistic(_Synthetic):
     seeds = ("data_seed", "batch_seed")
 
-    def __init__(self, settings: Mapping[str, Any], steps: int) -> None:
-        dimension, examples, batch_size = (settings[key] for key in ("dimension", "examples", "batch_size"))
-        if dimension < 1 or examples < 1:
-            raise ValueError(f"dimension and examples must be at least 1, got {dimension} and {examples}.")
-        if not 1 <= batch_size <= examples:
-            raise ValueError(
-                f"batch_size must lie between 1 and the {examples} examples, got {batch_size}. Pass None for all."
-            )
-        if settings["l2"] < 0:
-            raise ValueError(f"l2 must not be negative, got {settings['l2']}. Pass l2=1e-3, say.")
-        super().__init__("logistic", settings, steps)
-
     def build(self, config: Config) -> "_LogisticTask":
         check_config(config, self.name, *self.seeds)
         return _LogisticTask(config, self)
-
-    def drawn(self) -> Drawn:
-        return Drawn("a regression with its own truth", "drawn anew", "zero in all tasks", "drawn anew")
 
 
 class _LogisticTask(SolvedTask):
@@ -307,7 +285,7 @@ class _LogisticTask(SolvedTask):
 
     def __init__(self, config: Config, family: _Logistic) -> None:
         settings = family.settings
-        super().__init__(config, family.steps, settings["tolerance"])
+        super().__init__(config, family.steps)
         self.l2, self.dimension, examples = settings["l2"], settings["dimension"], settings["examples"]
         self.shuffle = Shuffle(examples, settings["batch_size"], config["batch_seed"])
         generator = torch.Generator().manual_seed(config["data_seed"])
@@ -367,14 +345,9 @@ def _regression(truth: Tensor, scales: Tensor, examples: int, generator: torch.G
 class _Tabular(_Synthetic):
     seeds = ("data_seed", "init_seed", "batch_seed")
 
-    def __init__(self, settings: Mapping[str, Any], steps: int) -> None:
-        super().__init__("tabular", settings, steps)
-        features, width = settings["features"], settings["width"]
-
-        def make_model() -> nn.Module:
-            return nn.Sequential(nn.Linear(features, width), nn.Tanh(), nn.Linear(width, 1), nn.Flatten(0))
-
-        self.recipe = Recipe(make_model, F.mse_loss, settings["batch_size"], steps)
+    def make_model(self) -> nn.Module:
+        features, width = self.settings["features"], self.settings["width"]
+        return nn.Sequential(nn.Linear(features, width), nn.Tanh(), nn.Linear(width, 1), nn.Flatten(0))
 
     def build(self, config: Config) -> SupervisedTask:
         check_config(config, self.name, *self.seeds)
@@ -387,7 +360,5 @@ class _Tabular(_Synthetic):
             rows = torch.randn(self.settings["examples"], features, generator=generator)
             errors = noise * torch.randn(len(rows), generator=generator)
             splits[split] = rows * torch.logspace(0.5, -0.5, features), torch.tanh(rows @ w.T) @ v + errors
-        return SupervisedTask(config, self.recipe, splits)
-
-    def drawn(self) -> Drawn:
-        return Drawn("a teacher network drawn anew", "rows drawn anew", "drawn anew", "drawn anew")
+        recipe = Recipe(self.make_model, F.mse_loss, self.settings["batch_size"], self.steps)
+        return SupervisedTask(config, recipe, splits)

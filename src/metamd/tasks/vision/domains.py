@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, get_args
 
 import torch
@@ -16,6 +15,8 @@ from metamd.tasks.base import Split
 VALIDATION_SHARE = 10
 """One in so many images of the official training split is for validation."""
 
+SPLIT_SEED = 0
+"""Chooses the validation images of every domain."""
 
 BLOCK = 4096
 """Images turned or enlarged at once: bounds the memory of the float copy."""
@@ -72,8 +73,7 @@ class Pictures:
     """
 
     pixels: Tensor
-    mean: Tensor
-    deviation: Tensor
+    moments: tuple[Tensor, Tensor]
     channels: int
 
     @property
@@ -85,7 +85,8 @@ class Pictures:
         return len(self.pixels)
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        normal = self.pixels.index_select(0, rows).float().sub_(self.mean).div_(self.deviation)
+        mean, deviation = self.moments
+        normal = self.pixels.index_select(0, rows).float().sub_(mean).div_(deviation)
         return normal.expand(-1, self.channels, -1, -1) if normal.shape[1] != self.channels else normal
 
 
@@ -135,12 +136,8 @@ def choose(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tenso
 class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
     """One dataset as tasks see it: images and labels by split, prepared when first asked for, and then kept.
 
-    Args:
-        source: the dataset.
-        rows: which images make a split: of the official training images or, for the test split, of the official test ones.
-        prepare: turns uint8 images into uint8 images: a rotation, say.
-        channels: what the model takes.
-        classes: those that the images are of, labelled 0, 1, ... in this order; None leaves the labels as they are.
+    `rows` says which of the official training images make a split, or which of the official test images make the test
+    split. `prepare` turns uint8 images into uint8 images. `classes` are labelled 0, 1, ... in their order.
     """
 
     def __init__(
@@ -157,8 +154,10 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
 
     def __getitem__(self, split: Split) -> tuple[Pictures, Tensor]:
         if split not in self._splits:
-            pixels, labels = self._rows(split) if split != "train" else self._training
-            self._splits[split] = Pictures(pixels, *self.moments, self.channels), labels
+            pixels, labels = self._rows(split)
+            # Mean and deviation of the training images alone, as prepared.
+            found = moments(pixels) if split == "train" else self["train"][0].moments
+            self._splits[split] = Pictures(pixels, found, self.channels), labels
         return self._splits[split]
 
     def __iter__(self) -> Iterator[Split]:
@@ -166,15 +165,6 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
 
     def __len__(self) -> int:
         return len(get_args(Split))
-
-    @cached_property
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of the training images alone, as prepared."""
-        return moments(self._training[0])
-
-    @cached_property
-    def _training(self) -> tuple[Tensor, Tensor]:
-        return self._rows("train")
 
     def _rows(self, split: Split) -> tuple[Tensor, Tensor]:
         official = "test" if split == "test" else "train"  # validation is a part of the official training images
@@ -191,23 +181,17 @@ Preparation = tuple[str, Callable[[Tensor], Tensor]]
 
 
 class Collection:
-    """Named domains of one shape, each loaded and prepared when first asked for, and then kept in memory.
+    """Named domains of one shape (channels, height, width), each prepared when first asked for, and then kept in memory.
 
-    Args:
-        preparations: how each domain is made, by its name.
-        shape: channels, height and width that the model sees.
-        images: training images per domain; None for all. A domain with fewer gives all of its own.
-        seed: of the splits.
+    A domain with fewer training images than `images` gives all of its own.
     """
 
-    def __init__(
-        self, preparations: Mapping[str, Preparation], shape: tuple[int, int, int], *, images: int | None, seed: int
-    ) -> None:
+    def __init__(self, preparations: Mapping[str, Preparation], shape: tuple[int, int, int], images: int | None) -> None:
         if images is not None and images < 1:
             raise ValueError(f"images must be at least 1, got {images}. Leave it out for all of them.")
         if not preparations:
             raise ValueError("A family needs at least one domain, got none. Name some.")
-        self.preparations, self.shape, self.images, self.seed = preparations, shape, images, seed
+        self.preparations, self.shape, self.images = preparations, shape, images
         self._sources: dict[str, Source] = {}
         self._domains: dict[str, Domain] = {}
 
@@ -222,7 +206,7 @@ class Collection:
         if name not in self._domains:
             dataset, prepare = self.preparations[name]
             source = self.source(dataset)
-            train, validation = choose(source.labels["train"], self.images, self.seed)
+            train, validation = choose(source.labels["train"], self.images, SPLIT_SEED)
             rows: dict[Split, Tensor] = {"train": train, "validation": validation}
             rows["test"] = torch.arange(len(source.labels["test"]))
             self._domains[name] = Domain(source, rows, prepare, self.shape[0])
@@ -232,7 +216,7 @@ class Collection:
         """The domains' sizes and what is known of their datasets, in JSON's types."""
         return {
             "training_images": {name: len(self.domain(name).rows["train"]) for name in self.preparations},
-            "split_seed": self.seed,
+            "split_seed": SPLIT_SEED,
             "normalisation": "mean 0 and deviation 1 per channel and domain, from its training images",
             "datasets": {name: self.source(name).origin for name, _ in self.preparations.values()},
         }

@@ -17,7 +17,7 @@ from metamd.tasks.base import Config, Drawn, Shuffle, Split, TaskFamily, check_c
 from metamd.tasks.functional import Recipe, trained
 from metamd.tasks.models import MODELS, Norm
 from metamd.tasks.supervised import DatasetFamily, SupervisedTask
-from metamd.tasks.vision.domains import Collection, Domain, Preparation, choose, enlarge, rotate
+from metamd.tasks.vision.domains import SPLIT_SEED, Collection, Domain, Preparation, choose, enlarge, rotate
 from metamd.tasks.wrapped import Late, SharedStart
 
 ANGLES = (0, 15, 30, 45, 60, 75)
@@ -52,7 +52,7 @@ def rotated_mnist(
         steps: T.
     """
     preparations: dict[str, Preparation] = {_angle(a): ("mnist", partial(rotate, angle=a)) for a in angles}
-    collection = Collection(preparations, (1, 28, 28), images=images, seed=0)
+    collection = Collection(preparations, (1, 28, 28), images)
     how = {"preparation": ROTATION}
     held = None if hold_out is None else _angle(hold_out)
     if width is not None and model not in ("mlp", "resnet18"):
@@ -81,7 +81,7 @@ def diverse_digits(
         steps: T.
     """
     here, absent = _digits()
-    collection = Collection({n: (n, _same) for n in here}, (1, 28, 28), images=images, seed=0)
+    collection = Collection({n: (n, _same) for n in here}, (1, 28, 28), images)
     how = {"preparation": "28x28 grey, as metamd.data gives it", "absent": absent}
     return ImageFamily("diverse-digits", collection, Training(model, batch_size, steps), how, hold_out=hold_out)
 
@@ -113,7 +113,7 @@ def images(
     digits, absent = _digits()
     preparations: dict[str, Preparation] = {name: (name, _same) for name in ("cifar10", "stl10")}
     preparations |= {name: (name, partial(enlarge, side=32)) for name in digits}
-    collection = Collection(preparations, (3, 32, 32), images=images, seed=0)
+    collection = Collection(preparations, (3, 32, 32), images)
     options = {"width": width, "norm": norm} if model == "resnet18" else {}
     how = {
         "preparation": "32x32; digits enlarged from 28x28, bilinear (torch interpolate), grey repeated in three channels",
@@ -277,7 +277,7 @@ class RotatedContinuous(TaskFamily):
 
     def __init__(self, angles: tuple[float, float], classes: int, images: int | None, training: Training) -> None:
         super().__init__("rotated-mnist-continuous", training.steps, shared_loss=True)
-        self.collection = Collection({"mnist": ("mnist", _same)}, (1, 28, 28), images=images, seed=0)
+        self.collection = Collection({"mnist": ("mnist", _same)}, (1, 28, 28), images)
         self.angles, self.classes, self.training = angles, classes, training
         self.side: Literal["training", "held-out"] = "training"
         self.recipe = training.recipe((1, 28, 28), classes)
@@ -378,7 +378,7 @@ def adapt_rotated_mnist(
 def pretrain(family: ImageFamily, angle: float, steps: int) -> dict[str, Tensor]:
     """The parameters of a model trained at an angle, on the training images that the family's tasks leave."""
     source, recipe = family.collection.source("mnist"), family.recipe
-    train, validation = choose(source.labels["train"], family.collection.images, family.collection.seed)
+    train, validation = choose(source.labels["train"], family.collection.images, SPLIT_SEED)
     taken = torch.zeros(len(source.labels["train"]), dtype=torch.bool)
     taken[torch.cat([train, validation])] = True
     domain = Domain(source, {"train": (~taken).nonzero()[:, 0]}, partial(rotate, angle=angle), family.collection.shape[0])

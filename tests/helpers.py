@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential
 from metamd.potentials.base import Params
-from metamd.potentials.basis import Learned
+from metamd.potentials.basis import Basis
 from metamd.potentials.forms import Array
 from metamd.tasks import (
     Config,
@@ -179,7 +179,7 @@ def random_basis(
 ) -> MaxDiagonal:
     """A potential in a random basis with random metrics, bound."""
     generator = torch.Generator().manual_seed(seed)
-    blank = MaxDiagonal(pieces, tying="tensor", centre=centre, basis=Learned(sides)).bind(start)
+    blank = MaxDiagonal(pieces, tying="tensor", centre=centre, basis=Basis(sides)).bind(start)
     factors = {}
     for place in blank.basis.places.values():
         for side in ("left", "right") if sides == "both" else ("right",):

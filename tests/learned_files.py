@@ -9,7 +9,7 @@ import torch
 
 from metamd import LearnedOptimiser, MaxDiagonal, Online, Usage
 from metamd.files.header import Header
-from metamd.potentials.basis import Learned
+from metamd.potentials.basis import Basis
 
 SHAPES = {"fc1.weight": (4, 3), "fc1.bias": (4,), "fc2.weight": (2, 4), "fc2.bias": (2,)}
 TYINGS = ("parameter", "channel", "column", "tensor", "role")
@@ -35,7 +35,7 @@ def turned(
 ) -> LearnedOptimiser:
     """A learned optimiser in a random basis, with random metrics."""
     generator = torch.Generator().manual_seed(seed)
-    blank = MaxDiagonal(pieces, tying=tying, basis=Learned(sides)).bind(model())
+    blank = MaxDiagonal(pieces, tying=tying, basis=Basis(sides)).bind(model())
     factors = {}
     for place in blank.basis.places.values():
         for side in ("left", "right") if sides == "both" else ("right",):
@@ -51,7 +51,7 @@ def turned(
 
 def same(a: LearnedOptimiser, b: LearnedOptimiser) -> bool:
     """Equal headers, and metrics and offsets equal bit by bit. (Compared here without the library's fingerprint.)"""
-    left, right = ({**x.potential.log_d, "offsets/": x.potential.offsets, **x.potential.basis.factors()} for x in (a, b))
+    left, right = ({**x.potential.log_d, "offsets/": x.potential.offsets, **x.potential.basis.factors} for x in (a, b))
     return (
         a.header == b.header
         and list(left) == list(right)

@@ -222,7 +222,7 @@ def learned_of(y, rank, share=1e-9):
     now = Iterate.of(Kronecker(rank=rank, shrinkage=(share, share)).bind({"w": torch.zeros(2, n)}))
     moments = Moments({"right/w": torch.eye(n, dtype=F64)}, {"right/w": (q * y) @ q.T})
     found = learn_factors(now, moments, 100.0)
-    return found.basis.factors()["right/w"].double(), found.after, q
+    return found.basis.factors["right/w"].double(), found.after, q
 
 
 def test_the_automatic_rank_keeps_as_few_leading_directions_as_lose_a_twentieth_of_the_bound():
@@ -266,7 +266,7 @@ def samples(runs: int = 3, steps: int = 20, lr: float = 0.3) -> list[tuple[Tenso
 
 def dense_right(now: Iterate) -> Tensor:
     """R of the weight of a `Regression`, of phi(W) = 1/2 tr(W R W')."""
-    v, logs = now.basis.factors().get("right/fc.weight", torch.eye(5)).double(), now.log_d["fc.weight"][0].double()
+    v, logs = now.basis.factors.get("right/fc.weight", torch.eye(5)).double(), now.log_d["fc.weight"][0].double()
     return (v * logs.exp()) @ v.T
 
 

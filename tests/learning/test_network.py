@@ -40,7 +40,7 @@ def test_a_network_gets_learned_coordinates_and_a_usage():
     family = tasks.tabular(steps=20)
     assert has_weights(family)
     learned = meta_train(family, tasks_per_step=1, seed=3)
-    assert any(name.startswith("right/") for name in learned.potential.basis.factors())
+    assert any(name.startswith("right/") for name in learned.potential.basis.factors)
     assert learned.header.usage is not None
     assert learned.fingerprint() == learn_network(family, tasks=1, seed=3).fingerprint()
     task = family.build(family.sample(torch.Generator().manual_seed(9)))

@@ -14,7 +14,7 @@ from metamd.inner.objectives import Reference
 from metamd.learning.rounds.first_look import AFFORDED, affording, gradient_operations
 from metamd.learning.rounds.outer import Ball, metric_norms
 from metamd.learning.rounds.round import Learner
-from metamd.potentials.basis import Learned
+from metamd.potentials.basis import Basis
 from metamd.tasks.models import LeNet
 
 SHAPES = {"first.weight": (4, 3), "first.bias": (4,), "last.weight": (2, 4), "scale": ()}
@@ -32,7 +32,7 @@ def iterate(pieces, tying, seed=0, dtype=torch.float64):
         for n, (_, columns) in {n: s for n, s in SHAPES.items() if len(s) == 2}.items():
             square = torch.linalg.qr(torch.randn(columns, columns, generator=g, dtype=torch.float64))[0]
             factors[f"right/{n}"] = square[:, : columns - (columns > 3) * 2]
-        potential = MaxDiagonal(pieces, tying="tensor", basis=Learned(tying, factors=factors)).bind(model)
+        potential = MaxDiagonal(pieces, tying="tensor", basis=Basis(tying, factors=factors)).bind(model)
     else:
         potential = MaxDiagonal(pieces, tying=tying).bind(model)
     log_d = {k: torch.randn(v.shape, generator=g, dtype=torch.float64).to(dtype) for k, v in potential.log_d.items()}
@@ -145,7 +145,7 @@ def test_a_learned_basis_stays_inside_too():
     shapes = {n: tuple(x.shape) for n, x in family.example().items()}
     bound = 0.95 * float(metric_norms(free.potential.bind(family.example()), shapes).max())
     kept = meta_train(family, Kronecker(), max_norm=bound, **options)
-    assert kept.potential.basis.factors()
+    assert kept.potential.basis.factors
     assert float(metric_norms(kept.potential.bind(family.example()), shapes).max()) <= bound
 
 
@@ -230,7 +230,7 @@ def test_what_is_learned_has_these_directions(learn):
             found = learn_from_reference(family(batch_size), Kronecker(rank="auto"), reference=Reference(lr=1e-2), tasks=2)
         else:
             found = meta_train(family(batch_size), Kronecker(rank="auto"), outer_steps=2, tasks_per_step=2)
-        factors = found.potential.basis.factors()
+        factors = found.potential.basis.factors
         assert factors["right/2.weight"].shape == (SIZES[1], SIZES[1])
         assert factors["right/0.weight"].shape[1] <= columns
         assert (factors["right/0.weight"].shape[1] == SIZES[0]) == (batch_size == 200)

@@ -25,7 +25,7 @@ from metamd.inner.closed_form import (
 from metamd.inner.objectives import Reference
 from metamd.inner.run import run_inner
 from metamd.inner.sums import moments_of
-from metamd.potentials.basis import Learned, Orthogonal
+from metamd.potentials.basis import Basis, Orthogonal
 from metamd.potentials.online import Online
 from metamd.tasks import TaskFamily
 from tests.helpers import random_basis
@@ -69,14 +69,13 @@ class Convolution(Small):
 def dense(potential: MaxDiagonal, name: str) -> list[Tensor]:
     """D_j of one tensor as matrices that act on the flattened tensor, built by hand."""
     basis, slot = potential.basis, potential.slots[name]
-    assert isinstance(basis, Learned)
     place = basis.places[name]
     rows, columns = place.sizes["left"], place.sizes["right"]
     found = []
     for logs in potential.log_d[slot.key].detach():
         sides, taken = [], 0
         for side, n in (("left", rows), ("right", columns)):
-            factor = basis.factors().get(f"{side}/{slot.key}")
+            factor = basis.factors.get(f"{side}/{slot.key}")
             if factor is None and (basis.kind == "right" and side == "left"):
                 sides.append(torch.eye(n, dtype=F64))
                 continue
@@ -98,7 +97,7 @@ def test_columns_are_completed_to_an_orthogonal_matrix(n, r):
     q, eye = Orthogonal(columns), torch.eye(n, dtype=F64)
     whole = q.into(eye)
     assert torch.allclose(whole.T @ whole, eye)
-    assert torch.allclose(q.out_of(whole), eye)
+    assert torch.allclose(q.into(whole, back=True), eye)
     assert torch.allclose(whole[:, :r].abs(), columns.abs())
     d = torch.cat([torch.rand(r, dtype=F64) + 0.5, torch.full((n - r,), 2.0, dtype=F64)])
     assert torch.allclose(q.divide(eye, d), (whole / d) @ whole.T)
@@ -153,7 +152,7 @@ def test_a_convolution_steps_as_its_unfolded_matrix():
     grads = {n: problem.normal(*x.shape) for n, x in start.items()}
     with torch.no_grad():
         stepped = mirror_step(start, grads, phi, 0.3).params
-    v, d = phi.basis.factors()["right/conv.weight"], phi.log_d["conv.weight"][0].detach().exp()
+    v, d = phi.basis.factors["right/conv.weight"], phi.log_d["conv.weight"][0].detach().exp()
     # the loss sees W only through W @ unfold(x): its rows are those of the unfolded input
     unfolded = nn.functional.unfold(problem.x, 3)
     flat = start["conv.weight"].reshape(3, -1) - 0.3 * (grads["conv.weight"].reshape(3, -1) @ v / d) @ v.T
@@ -175,8 +174,8 @@ def test_all_directions_but_one_are_all_of_them():
         with torch.no_grad():
             return mirror_step(start, grads, phi).params["fc.weight"]
 
-    basis = full.basis.with_factors({k: v[:, :-1] for k, v in full.basis.factors().items()})
-    assert not any(Orthogonal(v).full for v in basis.factors().values())
+    basis = full.basis.with_factors({k: v[:, :-1] for k, v in full.basis.factors.items()})
+    assert not any(Orthogonal(v).full for v in basis.factors.values())
     again = MaxDiagonal(1, tying="tensor", basis=basis).with_metrics(full.log_d).bind(start)
     torch.testing.assert_close(stepped(again), stepped(full))
     blank = Kronecker().bind(start)
@@ -186,7 +185,7 @@ def test_all_directions_but_one_are_all_of_them():
         now = Iterate.of(Kronecker(rank=rank).bind(start))
         found = learn_factors(now, moments, 100.0)
         results[rank] = stepped(now.moved(dict(now.log_d) | found.log_d, basis=found.basis).apply(blank).bind(start))
-        assert {v.shape[1] for v in found.basis.factors().values()} == {min(rank or 5, 5)}
+        assert {v.shape[1] for v in found.basis.factors.values()} == {min(rank or 5, 5)}
     torch.testing.assert_close(results[4], results[None], rtol=1e-5, atol=1e-6)  # factors are kept in float32
     assert not torch.allclose(results[3], results[None], rtol=1e-3)
     assert torch.equal(results[5], results[None])
@@ -211,7 +210,7 @@ def test_the_bound_on_the_regret_holds(rank, pieces):
     assert pieces == 1 or switches > 0, "no run changed its piece"
 
 
-class Sheared(Learned):
+class Sheared(Basis):
     """A basis whose way back is not the inverse of its way in."""
 
     def out_of(self, name, x):
@@ -223,12 +222,12 @@ class Sheared(Learned):
 
 def worst_comparator(run, phi) -> dict[str, Tensor]:
     """The point whose regret comes closest to its bound: theta_1 - lr D^-1 sum_t g_t."""
-    basis = phi.basis.with_factors(phi.basis.factors())
+    basis = phi.basis.with_factors(phi.basis.factors)
     moved = {n: basis.out_of(n, basis.into(n, g) / phi.metric(n)[0].detach()) for n, g in run.gradient_sum.items()}
     return {n: x - run.lr * moved[n] for n, x in run.start.items()}
 
 
-@pytest.mark.parametrize("kind", [Learned, Sheared])
+@pytest.mark.parametrize("kind", [Basis, Sheared])
 def test_the_bound_is_tight_and_steps_in_a_basis_that_is_not_orthogonal_break_it(kind):
     violated = 0
     for seed in range(6):
@@ -306,9 +305,7 @@ def test_tasks_that_diverge_are_left_out_and_the_metrics_retreat(monkeypatch, ti
         **(QUICK | {"outer_steps": 4, "tasks_per_step": 6}),
         log=lambda r, _: records.append(r),
     )
-    assert all(
-        bool(v.isfinite().all()) for v in (*found.potential.log_d.values(), *found.potential.basis.factors().values())
-    )
+    assert all(bool(v.isfinite().all()) for v in (*found.potential.log_d.values(), *found.potential.basis.factors.values()))
     assert run_inner(Regressions().build({"seed": 1}), found.potential).diverged == ""
     lost = [len(record["diverged"]) for record in records if record["stage"] != "judge"]
     assert 0 < max(lost) < 6, "no task diverged, or all did"
@@ -477,7 +474,7 @@ def test_a_header_with_a_wrong_basis_is_refused(change, sentence):
 
 def test_a_basis_that_is_not_orthonormal_is_refused(tmp_path):
     file = turned()
-    file.potential.basis.factors()["right/fc1.weight"].mul_(2.0)
+    file.potential.basis.factors["right/fc1.weight"].mul_(2.0)
     with pytest.raises(ValueError, match=r"columns of the basis .* must be orthonormal"):
         file.save(tmp_path / "a.safetensors")
 

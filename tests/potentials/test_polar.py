@@ -11,7 +11,7 @@ from torch import nn
 from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, prepare
 from metamd.learning.trials import run_usage as trial
 from metamd.potentials.base import Move
-from metamd.potentials.basis import Learned
+from metamd.potentials.basis import Basis
 from metamd.tasks import tabular
 from tests.helpers import small_model, train
 
@@ -33,7 +33,7 @@ def learned(weight, *, sides="right", rank=None):
     factors = {"right/w": torch.linalg.qr(random(columns, columns, seed=1))[0][:, :kept].contiguous()}
     if sides == "both":
         factors["left/w"] = torch.linalg.qr(random(rows, rows, seed=2))[0]
-    potential = MaxDiagonal(1, tying="tensor", basis=Learned(sides, factors=factors)).bind({"w": weight})
+    potential = MaxDiagonal(1, tying="tensor", basis=Basis(sides, factors=factors)).bind({"w": weight})
     log_d = {"w": random(*potential.log_d["w"].shape, seed=3)}
     potential = potential.with_metrics(log_d).bind({"w": weight})
 

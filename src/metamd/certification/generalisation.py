@@ -246,7 +246,7 @@ def measure(potential: MaxDiagonal, start: Params, solution: Params) -> tuple[fl
         return math.inf, math.inf, math.inf
     moved = {n: (solution[n] - start[n]).double() for n in start}
     length = math.sqrt(sum(float(x.square().sum()) for x in moved.values()))
-    reach = length if potential.basis.factors() else math.sqrt(_largest_mean_square(potential, moved))
+    reach = length if potential.basis.factors else math.sqrt(_largest_mean_square(potential, moved))
     return float(potential.divergence(solution, start)), length, reach
 
 
@@ -294,5 +294,5 @@ def size_of(potential: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> Size:
         smallest=min(float(d.min()) for d in metrics),
         centred=potential.pieces == 1 or potential.centre == "start",
         offsets=bool((b != b[0]).any()),
-        turned=bool(potential.basis.factors()),
+        turned=bool(potential.basis.factors),
     )

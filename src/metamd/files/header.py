@@ -13,7 +13,7 @@ from metamd._version import __version__
 from metamd.files.container import naturals, shown, strict_json
 from metamd.files.usage import Usage
 from metamd.potentials.base import Centre
-from metamd.potentials.basis import Basis, Learned
+from metamd.potentials.basis import Basis
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Shape, TyingName, match, some
 
@@ -144,9 +144,7 @@ class Header:
 
     def _blank_basis(self) -> Basis:
         """A basis of the factors' shapes, without their numbers."""
-        if self.basis == "identity":
-            return Basis()
-        return Learned(self.basis, factors={k: torch.empty(s, device="meta") for k, s in self.factors.items()})  # type: ignore[arg-type]
+        return Basis(self.basis, factors={k: torch.empty(s, device="meta") for k, s in self.factors.items()})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """The header in plain JSON types, structural fields first."""

@@ -16,7 +16,7 @@ from metamd.files.shipped import locate
 from metamd.files.usage import Usage
 from metamd.files.versions import versions
 from metamd.potentials.base import Named
-from metamd.potentials.basis import Basis, Learned
+from metamd.potentials.basis import Basis
 from metamd.potentials.diagonal import MaxDiagonal, Missing
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Rename, Shape
@@ -277,7 +277,7 @@ def _assemble(text: str, tensors: Tensors) -> LearnedOptimiser:
         for prefix, names in (("log_d", header.tensors), ("basis", header.factors), ("start", header.start))
     )
     # The offsets have the shape (pieces,) by now, so that `pieces` is no larger than the file.
-    basis = Basis() if header.basis == "identity" else Learned(header.basis, factors=factors)  # type: ignore[arg-type]
+    basis = Basis(header.basis, factors=factors)  # type: ignore[arg-type]
     blank = MaxDiagonal(header.pieces, tying=header.tying, centre=header.centre, basis=basis)
     potential = blank.with_metrics(log_d, tensors["offsets"])
     moments = None
@@ -364,7 +364,7 @@ def _structure(potential: MaxDiagonal) -> dict[str, Any]:
 
 def _tables(potential: MaxDiagonal) -> dict[str, dict[str, Shape]]:
     """The shapes of all that was learned."""
-    log_d, factors = potential.log_d, potential.basis.factors()
+    log_d, factors = potential.log_d, potential.basis.factors
     return {
         "tensors": {k: tuple(v.shape) for k, v in log_d.items()},
         "factors": {k: tuple(v.shape) for k, v in factors.items()},
@@ -381,7 +381,7 @@ def _model(potential: MaxDiagonal) -> dict[str, Shape]:
 def _tensors(potential: MaxDiagonal) -> Tensors:
     """What the file stores of the geometry."""
     held = {"offsets": potential.offsets.double()} | {f"log_d/{k}": v for k, v in potential.log_d.items()}
-    return _copied(held | {f"basis/{k}": v for k, v in potential.basis.factors().items()})
+    return _copied(held | {f"basis/{k}": v for k, v in potential.basis.factors.items()})
 
 
 def _other_tensors(moments: Moments | None, start: Mapping[str, Tensor] | None) -> Tensors:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.learned import Moments
-from metamd.potentials.basis import Basis, Learned, Orthogonal, Rank
+from metamd.potentials.basis import Basis, Orthogonal, Rank
 from metamd.potentials.diagonal import MaxDiagonal
 
 TOLERATED = 0.05
@@ -64,9 +64,7 @@ class Iterate:
         """The geometric mean of two metrics; that of two matrices is diagonal in a basis of its own."""
         offsets = torch.lerp(self.offsets, other.offsets, 0.5)
         log_d = {k: torch.lerp(v, other.log_d[k], 0.5) for k, v in self.log_d.items() if v.shape == other.log_d[k].shape}
-        if not isinstance(self.basis, Learned):
-            return self.moved(log_d, offsets)
-        factors = self.basis.factors()
+        factors = dict(self.basis.factors)
         for key in _keys(self.basis):
             d, vectors = torch.linalg.eigh(geometric_mean(_metric(self, key).matrix, _metric(other, key).matrix))
             middle = Metric(vectors, d)
@@ -113,16 +111,15 @@ class Metric:
 def moment_shapes(iterate: Iterate) -> dict[str, tuple[int, ...]]:
     """The shapes of what runs say about these metrics: (n, n) by "right/key" where a basis is learned."""
     shapes = {k: tuple(v.shape[1:]) for k, v in iterate.log_d.items()}
-    if isinstance(iterate.basis, Learned):
-        for place in map(iterate.basis.places.__getitem__, iterate.basis.learnable()):
-            shapes.pop(place.key, None)
-            shapes[f"right/{place.key}"] = (place.sizes["right"],) * 2
+    for place in map(iterate.basis.places.__getitem__, iterate.basis.learnable()):
+        shapes.pop(place.key, None)
+        shapes[f"right/{place.key}"] = (place.sizes["right"],) * 2
     return shapes
 
 
 def compared(iterate: Iterate) -> list[str]:
     """The keys of the matrices of which half of the tasks are held against the others: all, for `shrinkage="auto"`."""
-    auto = isinstance(iterate.basis, Learned) and iterate.basis.shrinkage == "auto"
+    auto = iterate.basis.shrinkage == "auto"
     return [k for k in moment_shapes(iterate) if k not in iterate.log_d] if auto else []
 
 
@@ -132,11 +129,9 @@ def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments | 
     No direction's log D changes by more than `reach`. For `shrinkage="auto"`, `half` is what every other run says.
     """
     basis = now.basis
-    if not isinstance(basis, Learned):
-        return Turned({}, basis, {}, 0.0, 0.0)
     log_d: dict[str, Tensor] = {}
     changes: dict[str, float] = {}
-    factors, before, after = basis.factors(), 0.0, 0.0
+    factors, before, after = dict(basis.factors), 0.0, 0.0
     for key in _keys(basis):
         factor, present = f"right/{key}", _metric(now, key)
         x, y = moments.x[factor], moments.y[factor]
@@ -231,13 +226,13 @@ def _whole(columns: Tensor, numbers: Tensor) -> Metric:
     return Metric(q, d)
 
 
-def _keys(basis: Learned) -> list[str]:
+def _keys(basis: Basis) -> list[str]:
     return list(dict.fromkeys(basis.places[n].key for n in basis.learnable()))
 
 
 def _metric(iterate: Iterate, key: str) -> Metric:
     """The metric of a weight in float64."""
-    d, columns = iterate.log_d[key][0].detach().double().cpu().exp(), iterate.basis.factors().get(f"right/{key}")
+    d, columns = iterate.log_d[key][0].detach().double().cpu().exp(), iterate.basis.factors.get(f"right/{key}")
     if columns is None:
         return Metric(torch.eye(len(d), dtype=torch.float64), d)
     return _whole(columns.double().cpu(), d)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from metamd.files.learned import Moments
 from metamd.potentials.base import Params
-from metamd.potentials.basis import Learned
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import combine, grouped_squares
 
@@ -36,7 +35,7 @@ class GradientSums:
         self.potential, self.basis = potential, potential.basis
         metrics = {n: potential.metric(n) for n in potential.slots}
         self.products: dict[str, Tensor] = {}
-        if products and isinstance(self.basis, Learned):
+        if products:
             sizes = {n: self.basis.places[n].sizes["right"] for n in self.basis.learnable()}
             self.products = {f"right/{n}": metrics[n].detach().new_zeros(size, size) for n, size in sizes.items()}
         self._squares = {n: d.new_zeros(d.shape[1:]) for n, d in metrics.items()}
@@ -55,7 +54,7 @@ class GradientSums:
             return
         for n, grad in grads.items():
             product = self.products.get(f"right/{n}")
-            if product is not None and isinstance(self.basis, Learned):
+            if product is not None:
                 m = self.basis.places[n].matrix(grad).to(product.dtype)
                 product.addmm_(m.mT, m)
                 continue
@@ -85,11 +84,8 @@ class GradientSums:
     def squares(self) -> dict[str, Tensor]:
         """sum_t g_t^2 by tensor, in the coordinates of the basis: of products, the diagonals of V'(G'G)V."""
         found = {n: x + self._counted[n] for n, x in self._squares.items()} if self._one_each else dict(self._squares)
-        basis = self.basis
-        if isinstance(basis, Learned):
-            turned = {n: basis.conjugated(n, self.products[f"right/{n}"]) for n in found if f"right/{n}" in self.products}
-            found |= {n: m.diagonal().unsqueeze(0) for n, m in turned.items()}
-        return found
+        turned = {n: self.basis.conjugated(n, self.products[f"right/{n}"]) for n in found if f"right/{n}" in self.products}
+        return found | {n: m.diagonal().unsqueeze(0) for n, m in turned.items()}
 
 
 def scalar(x: Tensor) -> Tensor:
@@ -108,10 +104,10 @@ def moments_of(run: "Trajectory", potential: MaxDiagonal, objective: "Regret") -
     x: dict[str, Tensor] = {}
     y: dict[str, Tensor] = {}
     basis = potential.basis
-    matrices = basis.learnable() if run.products and isinstance(basis, Learned) else []
+    matrices = basis.learnable() if run.products else []
     for n, slot in potential.slots.items():
         delta = (u[n] - run.start[n]).double()
-        if n in matrices and isinstance(basis, Learned):
+        if n in matrices:
             # Y counts 1 + prior times, and X is given the displacements that prior Y would have led to
             key, m, products = f"right/{slot.key}", basis.places[n].matrix(delta), run.products[f"right/{n}"].double()
             here = (m.mT @ m + objective.prior * rates.get(n, 0.0) * products) / run.lr

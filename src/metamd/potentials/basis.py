@@ -12,59 +12,12 @@ from torch import Tensor
 from metamd.potentials.forms import widen
 from metamd.potentials.tying import Shape, Slot, TyingName, roles, slots
 
-Sides = Literal["right", "both"]
+Kind = Literal["identity", "right", "both"]
 Rank = int | Literal["auto"] | None
 Shrinkage = tuple[float, float] | Literal["auto"]
 
 LIMIT = 2048
 """Rows or columns above which a side of a matrix keeps the identity: a full factor of 2048 has 4 million numbers."""
-
-
-class Basis:
-    """An orthogonal change of coordinates V per tensor, under which D acts as a diagonal: here none, V = 1.
-
-    `Learned` is the other one. The parameters themselves are the coordinates of the paper's diagonal metrics.
-    """
-
-    kind: str = "identity"
-
-    def slots(self, tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
-        """Where every tensor of a model finds its metric."""
-        return slots(tying, shapes)
-
-    def placed(self, slots: Mapping[str, Slot], shapes: Mapping[str, Shape]) -> "Basis":
-        """The same basis for the tensors of a model; this one stays as it is."""
-        return self
-
-    def prepared(self, metrics: Mapping[str, Tensor]) -> "Basis":
-        """The same basis for a run in which these metrics, by name, stay as they are."""
-        return self
-
-    def factors(self) -> dict[str, Tensor]:
-        """What was learned, by side and key: orthonormal columns each."""
-        return {}
-
-    def with_factors(self, factors: Mapping[str, Tensor]) -> "Basis":
-        """Other factors for the same tensors."""
-        return self
-
-    def into(self, name: str, x: Tensor) -> Tensor:
-        """V'x: the coordinates of a displacement."""
-        return x
-
-    def out_of(self, name: str, x: Tensor) -> Tensor:
-        """V x: back to the parameters."""
-        return x
-
-    def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
-        """x - lr V diag(d)^-1 V' grad, written to `out` if there is one; here in one pass."""
-        if isinstance(lr, Tensor):
-            return torch.sub(x, lr * grad / d, out=out).to(x.dtype)
-        moved = torch.addcdiv(x, grad, d, value=-lr, out=out)
-        return moved if moved.dtype == x.dtype else moved.to(x.dtype)
-
-    def __repr__(self) -> str:
-        return "Identity()"  # as records of earlier versions name it
 
 
 class Orthogonal:
@@ -78,26 +31,14 @@ class Orthogonal:
     def __init__(self, columns: Tensor) -> None:
         self.columns = columns  # U, (n, r) with r <= n, orthonormal
         self.size, self.rank = columns.shape
-        self._reflections: tuple[Tensor, Tensor, Tensor] | None = None
+        self.full = self.rank == self.size  # whether all columns are given
 
-    @property
-    def full(self) -> bool:
-        """Whether all columns are given."""
-        return self.rank == self.size
-
-    def into(self, x: Tensor) -> Tensor:
-        """Rows x Q: their coordinates."""
+    def into(self, x: Tensor, *, back: bool = False) -> Tensor:
+        """Rows x Q: their coordinates; or, back from coordinates, x Q'."""
         if self.full:
-            return x @ self.columns
-        y, ty, _ = self._compact()
-        return x - (x @ y) @ ty
-
-    def out_of(self, x: Tensor) -> Tensor:
-        """Rows x Q': back from coordinates."""
-        if self.full:
-            return x @ self.columns.mT
-        y, _, ty = self._compact()
-        return x - (x @ y) @ ty
+            return x @ (self.columns.mT if back else self.columns)
+        y, ty, ty_back = self._compact
+        return x - (x @ y) @ (ty_back if back else ty)
 
     def divide(self, x: Tensor, d: Tensor) -> Tensor:
         """Rows x Q diag(d)^-1 Q', where d is one number for all columns that are not given."""
@@ -107,18 +48,17 @@ class Orthogonal:
         given, rest = d[..., : self.rank], d[..., self.rank :][..., :1]
         return x / rest + ((x @ self.columns) * (1 / given - 1 / rest)) @ self.columns.mT
 
+    @cached_property
     def _compact(self) -> tuple[Tensor, Tensor, Tensor]:
         """Y, T Y' and T' Y' of Q = I - Y T Y', the compact form of the reflections that reduce U."""
-        if self._reflections is None:
-            packed, tau = torch.geqrf(self.columns.detach().double())
-            y = torch.tril(packed, -1) + torch.eye(self.size, self.rank, dtype=packed.dtype, device=packed.device)
-            products, t = y.mT @ y, torch.zeros(self.rank, self.rank, dtype=packed.dtype, device=packed.device)
-            for i in range(self.rank):
-                t[:i, i] = -tau[i] * (t[:i, :i] @ products[:i, i])
-                t[i, i] = tau[i]
-            kind = self.columns.dtype
-            self._reflections = y.to(kind), (t @ y.mT).to(kind), (t.mT @ y.mT).to(kind)
-        return self._reflections
+        packed, tau = torch.geqrf(self.columns.detach().double())
+        y = torch.tril(packed, -1) + torch.eye(self.size, self.rank, dtype=packed.dtype, device=packed.device)
+        products, t = y.mT @ y, torch.zeros(self.rank, self.rank, dtype=packed.dtype, device=packed.device)
+        for i in range(self.rank):
+            t[:i, i] = -tau[i] * (t[:i, :i] @ products[:i, i])
+            t[i, i] = tau[i]
+        kind = self.columns.dtype
+        return y.to(kind), (t @ y.mT).to(kind), (t.mT @ y.mT).to(kind)
 
 
 @dataclass(frozen=True)
@@ -167,11 +107,14 @@ class Inverse:
         return torch.addmm(m / self.rest, m @ self.columns, self.matrix)
 
 
-class Learned(Basis):
-    """A basis per weight matrix: V on the right, the input side; in files of earlier versions on the left as well.
+class Basis:
+    """An orthogonal change of coordinates V per tensor, under which D acts as a diagonal.
+
+    Without one, the parameters themselves are the coordinates, as in the paper. A learned basis has a V for every weight
+    matrix, on the right, the input side; in files of earlier versions on the left as well.
 
     Args:
-        sides: "right" or "both".
+        kind: "identity", "right" or "both".
         rank: as for `Kronecker`; this, `shrinkage` and `limit` say how factors are learned, not what they are.
         shrinkage: as for `Kronecker`.
         limit: as for `Kronecker`.
@@ -180,11 +123,9 @@ class Learned(Basis):
         whole: names of factors that keep all directions, whatever the rank.
     """
 
-    kind: Sides
-
     def __init__(
         self,
-        sides: Sides = "right",
+        kind: Kind = "identity",
         *,
         rank: Rank = None,
         shrinkage: Shrinkage = (0.1, 0.001),
@@ -192,17 +133,31 @@ class Learned(Basis):
         factors: Mapping[str, Tensor] | None = None,
         whole: Iterable[str] = (),
     ) -> None:
-        _check(sides, rank, shrinkage, limit)
-        self.kind, self.whole = sides, frozenset(whole)
+        if kind not in get_args(Kind):
+            raise ValueError(f'kind must be "identity", "right" or "both", got {kind!r}.')
+        if rank is not None and rank != "auto" and (type(rank) is not int or rank < 1):
+            raise ValueError(f'rank must be an integer of at least 1, "auto", or None for all directions; got {rank!r}.')
+        if shrinkage != "auto" and (
+            not isinstance(shrinkage, tuple) or len(shrinkage) != 2 or not all(0 < s < math.inf for s in shrinkage)
+        ):
+            raise ValueError(f'shrinkage must be two positive numbers, such as (0.1, 0.001), or "auto"; got {shrinkage!r}.')
+        if type(limit) is not int or limit < 1:
+            raise ValueError(f"limit must be an integer of at least 1, got {limit!r}. It bounds the size of a factor.")
+        self.kind, self.whole = kind, frozenset(whole)
         self.rank, self.shrinkage, self.limit = rank, shrinkage, limit
-        self._factors = dict(factors or {})
-        self.places: dict[str, Place] = {}
+        self.factors = dict(factors or {})
+        self.places: dict[str, Place] = {}  # of the weights that have a V
         self._here: dict[tuple[Any, ...], Orthogonal] = {}
         self._metrics: Mapping[str, Tensor] = {}
         self._inverses: dict[tuple[str, int], Inverse] = {}
 
     def slots(self, tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
-        """A number per column of the coordinates (and per row, on both sides); one for a tensor that is no matrix."""
+        """Where tensors find their metrics: in a learned basis a number per column (and per row, on both sides).
+
+        A tensor that is no matrix has one number there.
+        """
+        if self.kind == "identity":
+            return slots(tying, shapes)
         if tying not in ("tensor", "role"):
             raise ValueError(
                 f'in a learned basis the tying must be "tensor" or "role", got {tying!r}: its coordinates are not those of '
@@ -221,28 +176,28 @@ class Learned(Basis):
 
     def _numbers(self, factor: str, size: int) -> int:
         """How many numbers a side stores: those of the columns given, and one for the rest."""
-        return min(self._factors[factor].shape[1] + 1, size) if factor in self._factors else size
+        return min(self.factors[factor].shape[1] + 1, size) if factor in self.factors else size
 
-    def placed(self, slots: Mapping[str, Slot], shapes: Mapping[str, Shape]) -> "Learned":
+    def placed(self, slots: Mapping[str, Slot], shapes: Mapping[str, Shape]) -> "Basis":
         """The same basis for the tensors of a model."""
-        new = self.with_factors(self._factors)
+        new = self.with_factors(self.factors)
         for name, slot in slots.items():
             if slot.sides is None:
                 continue
             new.places[name] = Place(slot.key, shapes[name])
             for side, size in new.places[name].sizes.items():
                 factor = f"{side}/{slot.key}"
-                if factor in self._factors and len(self._factors[factor]) != size:
+                if factor in self.factors and len(self.factors[factor]) != size:
                     raise ValueError(
-                        f"the basis {factor!r} was learned for {len(self._factors[factor])} coordinates, but the tensor "
+                        f"the basis {factor!r} was learned for {len(self.factors[factor])} coordinates, but the tensor "
                         f"{name!r} has {size} there. Learn it for models of this size."
                     )
         return new
 
-    def with_factors(self, factors: Mapping[str, Tensor], whole: Iterable[str] | None = None) -> "Learned":
+    def with_factors(self, factors: Mapping[str, Tensor], whole: Iterable[str] | None = None) -> "Basis":
         """Other factors for the same tensors, of which the `whole` ones keep all directions when they are learned."""
         how: dict[str, Any] = {"rank": self.rank, "shrinkage": self.shrinkage, "limit": self.limit}
-        new = Learned(self.kind, **how, factors=factors, whole=self.whole if whole is None else whole)
+        new = Basis(self.kind, **how, factors=factors, whole=self.whole if whole is None else whole)
         new.places = dict(self.places)
         return new
 
@@ -250,15 +205,11 @@ class Learned(Basis):
         """How many directions a factor is to keep."""
         return None if factor in self.whole else self.rank
 
-    def prepared(self, metrics: Mapping[str, Tensor]) -> "Learned":
-        """The same basis for a run with these metrics, whose inverses V diag(d_j)^-1 V' are kept once they were needed."""
-        new = self.with_factors(self._factors)
+    def prepared(self, metrics: Mapping[str, Tensor]) -> "Basis":
+        """The same basis for a run with these metrics; their inverses V diag(d_j)^-1 V' are kept once they were needed."""
+        new = self.with_factors(self.factors)
         new._metrics = dict(metrics)
         return new
-
-    def factors(self) -> dict[str, Tensor]:
-        """Orthonormal columns by side and key."""
-        return dict(self._factors)
 
     def learnable(self) -> list[str]:
         """The names of the weights for which a factor can be learned: those with few enough columns."""
@@ -282,17 +233,18 @@ class Learned(Basis):
         if name not in self.places:
             return x
         left, right = self._at("left", name, x), self._at("right", name, x)
-        m = x if right is None else right.out_of(x)
-        m = m if left is None else left.out_of(m.mT).mT
+        m = x if right is None else right.into(x, back=True)
+        m = m if left is None else left.into(m.mT, back=True).mT
         return self.places[name].tensor(m)
 
     def descend(self, name: str, x: Tensor, grad: Tensor, d: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
-        """x - lr V diag(d)^-1 V' grad."""
-        if name not in self.places:
-            return super().descend(name, x, grad, d, lr, out)
-        place = self.places[name]
-        if not any(f"{side}/{place.key}" in self._factors for side in place.sizes):
-            return super().descend(name, x, grad, place.tensor(d), lr, out)
+        """x - lr V diag(d)^-1 V' grad, written to `out` if there is one; where V = 1 in one pass."""
+        place = self.places.get(name)
+        if place is None or not any(f"{side}/{place.key}" in self.factors for side in place.sizes):
+            d = d if place is None else place.tensor(d)
+            if isinstance(lr, Tensor):
+                return torch.sub(x, lr * grad / d, out=out).to(x.dtype)
+            return torch.addcdiv(x, grad, d, value=-lr, out=out).to(x.dtype)
         m = place.matrix(widen(grad))
         inverse = self._inverse(name, m, d)
         if inverse is not None and x.dtype == m.dtype and not isinstance(lr, Tensor):
@@ -308,7 +260,7 @@ class Learned(Basis):
         return torch.add(x, moved, alpha=-lr, out=out).to(x.dtype)
 
     @staticmethod
-    def _subtract(place: Place, x: Tensor, m: Tensor, inverse: "Inverse", lr: float, out: Tensor | None) -> Tensor:
+    def _subtract(place: Place, x: Tensor, m: Tensor, inverse: Inverse, lr: float, out: Tensor | None) -> Tensor:
         """x - lr D^-1 m without anything of its size in between, where memory allows it."""
         base, whole = place.matrix(x), None
         if out is not None and out.is_contiguous():
@@ -326,7 +278,7 @@ class Learned(Basis):
         factor = self._at("right", name, products)
         return products if factor is None else factor.into(factor.into(products).mT)
 
-    def _inverse(self, name: str, m: Tensor, d: Tensor) -> "Inverse | None":
+    def _inverse(self, name: str, m: Tensor, d: Tensor) -> Inverse | None:
         """V diag(d)^-1 V' on the right of a matrix, if d is one of the metrics that stay for the whole run."""
         if self.kind == "both" or m.ndim > 2 or d.dtype != m.dtype:  # of a model that was turned into another type since
             return None
@@ -343,29 +295,18 @@ class Learned(Basis):
     def _at(self, side: str, name: str, like: Tensor) -> Orthogonal | None:
         """A factor in the type and on the device of a tensor."""
         factor = f"{side}/{self.places[name].key}"
-        if factor not in self._factors:
+        if factor not in self.factors:
             return None
         here = factor, like.dtype, like.device
         if here not in self._here:
-            self._here[here] = Orthogonal(self._factors[factor].to(like.device, like.dtype))
+            self._here[here] = Orthogonal(self.factors[factor].to(like.device, like.dtype))
         return self._here[here]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_here": {}, "_inverses": {}}  # they are found again
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # as records of earlier versions have it
+        if self.kind == "identity":
+            return "Identity()"
         learning = f"rank={self.rank!r}, shrinkage={self.shrinkage!r}, limit={self.limit}"
-        return f"Learned({self.kind!r}, {learning}, {len(self._factors)} factors)"
-
-
-def _check(sides: Sides, rank: Rank, shrinkage: Shrinkage, limit: int) -> None:
-    if sides not in get_args(Sides):
-        raise ValueError(f'sides must be "right" or "both", got {sides!r}.')
-    if rank is not None and rank != "auto" and (type(rank) is not int or rank < 1):
-        raise ValueError(f'rank must be an integer of at least 1, "auto", or None for all directions; got {rank!r}.')
-    if shrinkage != "auto" and (
-        not isinstance(shrinkage, tuple) or len(shrinkage) != 2 or not all(0 < s < math.inf for s in shrinkage)
-    ):
-        raise ValueError(f'shrinkage must be two positive numbers, such as (0.1, 0.001), or "auto"; got {shrinkage!r}.')
-    if type(limit) is not int or limit < 1:
-        raise ValueError(f"limit must be an integer of at least 1, got {limit!r}. It bounds the size of a factor.")
+        return f"Learned({self.kind!r}, {learning}, {len(self.factors)} factors)"

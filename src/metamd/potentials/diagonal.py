@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metamd.potentials.base import ALONE, Active, Centre, Move, Named, Params, Potential, Step, StrongConvexity
-from metamd.potentials.basis import LIMIT, Basis, Learned, Rank, Shrinkage
+from metamd.potentials.basis import LIMIT, Basis, Rank, Shrinkage
 from metamd.potentials.forms import (
     Array,
     Evaluate,
@@ -368,7 +368,7 @@ def Kronecker(  # noqa: N802
         >>> {k: tuple(v.shape) for k, v in phi.log_d.items()}
         {'fc.weight': (1, 5), 'fc.bias': (1,)}
     """
-    basis = Learned(rank=rank, shrinkage=shrinkage, limit=limit)
+    basis = Basis("right", rank=rank, shrinkage=shrinkage, limit=limit)
     return MaxDiagonal(pieces, tying=tying, centre=centre, basis=basis)
 
 

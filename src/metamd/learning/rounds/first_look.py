@@ -13,7 +13,6 @@ from metamd.inner.estimators.forward import hessian_products
 from metamd.inner.run import Cost, scalar_loss
 from metamd.learning.rounds.round import draw
 from metamd.potentials.base import Params
-from metamd.potentials.basis import Learned
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Slot, some
 from metamd.tasks.base import Task, TaskFamily, derive_seed
@@ -147,7 +146,7 @@ def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
         task: one of the family, of which a batch is drawn.
     """
     basis = potential.basis
-    if not isinstance(basis, Learned) or basis.rank != "auto":
+    if basis.rank != "auto":
         return potential
     thin: dict[str, int] = {}
     whole: dict[str, int] = {}
@@ -162,7 +161,7 @@ def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
         if extra <= max(left, 0):
             kept.append(factor)
             left -= extra
-    potential.basis = basis.with_factors(basis.factors(), kept)
+    potential.basis = basis.with_factors(basis.factors, kept)
     return potential
 
 

@@ -52,7 +52,7 @@ class State:
         for name, iterate in self._iterates().items():
             found |= {f"{name}/offsets": iterate.offsets}
             found |= {f"{name}/log_d/{k}": v for k, v in iterate.log_d.items()}
-            found |= {f"{name}/basis/{k}": v for k, v in iterate.basis.factors().items()}
+            found |= {f"{name}/basis/{k}": v for k, v in iterate.basis.factors.items()}
         return {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in found.items()}
 
     def _iterates(self) -> dict[str, Iterate]:

@@ -153,23 +153,14 @@ def certify(
 
 @dataclass(frozen=True)
 class Score:
-    """What one held-out run came to. What failed or did not arrive is infinite; what is not known is None.
+    """What one held-out run came to. What failed or did not arrive is infinite; what is not known is None."""
 
-    Args:
-        steps: to the target, see `steps_to`.
-        loss: after the last step, on a fixed part of the training split.
-        distance: sqrt(2 B(theta_*||theta_1)), which is ||theta_* - theta_1||_D for one piece.
-        regret: sum_t <g_t, theta_t - theta_*>.
-        largest_gradient: max_t |g_t|.
-        diverged: why the run was given up; empty if it was not.
-    """
-
-    steps: float
-    loss: float
-    distance: float | None
-    regret: float | None
-    largest_gradient: float
-    diverged: str
+    steps: float  # to the target, see `steps_to`
+    loss: float  # after the last step, on a fixed part of the training split
+    distance: float | None  # sqrt(2 B(theta_*||theta_1)), which is ||theta_* - theta_1||_D for one piece
+    regret: float | None  # sum_t <g_t, theta_t - theta_*>
+    largest_gradient: float  # max_t |g_t|
+    diverged: str  # why the run was given up; empty if it was not
 
 
 def run_task(task: Task, learned: LearnedOptimiser, target: float, comparator: Reference | None = None) -> Score:

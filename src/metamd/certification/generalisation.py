@@ -46,17 +46,12 @@ REASONS = (
 
 @dataclass(frozen=True)
 class Displacements:
-    """How far the solutions of n independent tasks lie from their starts. theta_* must not depend on the potential.
+    """How far the solutions of n independent tasks lie from their starts. theta_* must not depend on the potential."""
 
-    Args:
-        divergences: B(theta_*||theta_1) under the learned potential.
-        lengths: ||theta_* - theta_1||_2.
-        reaches: the largest root mean square of theta_* - theta_1 over coordinates that share a metric; the largest entry if
-            none do. Not used for a learned basis.
-    """
-
-    divergences: Array
-    lengths: Array
+    divergences: Array  # B(theta_*||theta_1) under the learned potential
+    lengths: Array  # ||theta_* - theta_1||_2
+    # The largest root mean square of theta_* - theta_1 over coordinates that share a metric, which is the largest entry if
+    # none do. Not used for a learned basis.
     reaches: Array
 
     @property
@@ -67,27 +62,16 @@ class Displacements:
 
 @dataclass(frozen=True)
 class Size:
-    """What the bounds need to know of a potential.
+    """What the bounds need to know of a potential."""
 
-    Args:
-        pieces: N.
-        numbers: kappa: how many numbers a metric has, tied coordinates counted once.
-        norm: the largest ||m_j||_2, m_j = sqrt(D_j) over all coordinates.
-        largest: the largest entry of any D_j.
-        smallest: the smallest.
-        centred: whether distances are measured from the start, or there is one piece, for which it does not matter.
-        offsets: whether the pieces have offsets that differ.
-        turned: whether the basis was learned as well.
-    """
-
-    pieces: int
-    numbers: int
-    norm: float
-    largest: float
-    smallest: float
-    centred: bool
-    offsets: bool
-    turned: bool = False
+    pieces: int  # N
+    numbers: int  # kappa: how many numbers a metric has, tied coordinates counted once
+    norm: float  # the largest ||m_j||_2, m_j = sqrt(D_j) over all coordinates
+    largest: float  # the largest entry of any D_j
+    smallest: float  # the smallest
+    centred: bool  # whether distances are measured from the start, or there is one piece, for which it does not matter
+    offsets: bool  # whether the pieces have offsets that differ
+    turned: bool = False  # whether the basis was learned as well
 
 
 def printed_bound(
@@ -154,8 +138,7 @@ def corrected_bound(
         forms.append(("l_inf", seen.reaches, reach))
     stated = [row for row in forms if row[2] is not None] or forms
     found = [_bound(form, seen, size, sizes, delta / len(stated), max_norm, r) for form, sizes, r in stated]
-    best = min(found, key=lambda statement: statement.numbers["bound"])
-    return replace(best, confidence=1 - delta, numbers={**best.numbers, "confidence": 1 - delta})
+    return replace(min(found, key=lambda s: math.inf if s.bound is None else s.bound), confidence=1 - delta)
 
 
 def _bound(
@@ -191,8 +174,8 @@ def _bound(
         basis += f"; at most {100 * beyond:.3g} % of tasks lie beyond"
     if bound >= trivial:
         basis += f"; the radius alone gives {trivial:.4g}"
-    numbers = {"bound": bound, "mean": mean, "complexity": complexity, "concentration": concentration}
-    numbers |= {"max_norm": c, "radius": r, "beyond": beyond, "trivial": trivial, "confidence": 1 - delta, "tasks": n}
+    numbers = {"mean": mean, "complexity": complexity, "concentration": concentration, "tasks": n}
+    numbers |= {"max_norm": c, "radius": r, "beyond": beyond, "trivial": trivial}
     verdict: Verdict = "vacuous" if bound >= trivial else "holds"
     return Statement("training tasks", quantity, bound, verdict, basis, 1 - delta, numbers)
 

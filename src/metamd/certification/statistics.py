@@ -41,27 +41,26 @@ def next_task(scores: Scores, alpha: float, quantity: str = "score") -> Statemen
     return Statement("next task", quantity, bound, "holds", basis, confidence, numbers)
 
 
-def mean_below(scores: Scores, cap: float, delta: float, quantity: str = "score", *, low: float = 0.0) -> Statement:
+def mean_below(scores: Scores, cap: float, delta: float, quantity: str = "score") -> Statement:
     """A bound on E min(score, cap): the better of Hoeffding's and the empirical Bernstein bound, at delta/2 each.
 
     Args:
-        scores: of the held-out tasks; those below `low` are raised to it, which can only raise the bound.
+        scores: of the held-out tasks; negative ones are raised to zero, which can only raise the bound.
         cap: stated before the scores were seen. The largest score is no such number: a rare large score that has not been
             seen yet would not count.
         delta: the probability with which the bound may fail.
-        low: the other end of the range, stated beforehand too.
 
     Example:
         >>> mean_below([1.0, 2.0, 3.0, 400.0], cap=100.0, delta=0.05).numbers["clipped"]
         0.25
     """
     values = checked(scores, delta)
-    if not low < cap < math.inf:
-        raise ValueError(f"cap must be finite and above {low:g}, got {cap:g}. State what the score is capped at.")
-    clipped = values.clip(low, cap)
+    if not 0 < cap < math.inf:
+        raise ValueError(f"cap must be positive and finite, got {cap:g}. State what the score is capped at.")
+    clipped = values.clip(0.0, cap)
     bounds = {
-        "Hoeffding": hoeffding(clipped, low, cap, delta / 2),
-        "empirical Bernstein": empirical_bernstein(clipped, low, cap, delta / 2),
+        "Hoeffding": hoeffding(clipped, 0.0, cap, delta / 2),
+        "empirical Bernstein": empirical_bernstein(clipped, 0.0, cap, delta / 2),
     }
     method = min(bounds, key=lambda n: bounds[n])
     bound, mean, above = min(bounds[method], cap), float(clipped.mean()), float((values > cap).mean())

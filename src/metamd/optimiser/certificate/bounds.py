@@ -17,15 +17,7 @@ from metamd.potentials.sharding import local, local_part, sum_shards
 
 
 class CertifiedRun:
-    """A run whose certificate is asked for.
-
-    Args:
-        sums: its sums.
-        named: the parameters.
-        stores: the optimiser's state of each.
-        active: the active pieces now.
-        averaging: the weights of the average, if there is one.
-    """
+    """A run whose certificate is asked for: its sums, its parameters, their states, and the active pieces at the end."""
 
     def __init__(
         self, sums: Sums, named: Params, stores: Stores, active: Active | None, averaging: AveragingName = "constant"
@@ -67,12 +59,8 @@ Terms = Mapping[str, Array]
 def _sums(run: CertifiedRun) -> dict[str, Array]:
     """What the sums hold."""
     rows = [run.sums.rows[n] for n in run.names] + [Row()]
-    return {
-        "energy": np.array([row.energy / 2 for row in rows]),
-        "square": np.array([row.square / 2 for row in rows]),
-        "path": np.array([row.path for row in rows]),
-        "lag": np.array([row.lag for row in rows]),
-    }
+    table = np.array([(row.energy / 2, row.square / 2, row.path, row.lag) for row in rows])
+    return dict(zip(("energy", "square", "path", "lag"), table.T, strict=True))
 
 
 @torch.no_grad()
@@ -87,7 +75,8 @@ def _measure(run: CertifiedRun, reference: Mapping[str, Tensor] | None) -> dict[
     if run.keeps_sums:
         ends, last = _where_sums_lead(run)
     rows = {n: _row(run, n, None if reference is None else reference[n], ends.get(n)) for n in names}
-    still = {n: _resting(phi, n, p) for n, p in run.iterates.items() if n not in rows and _counts(phi, n)}
+    resting = [n for n in run.iterates if n not in rows and _counts(phi, n)]
+    still = {n: _half_forms(phi, n, _from_centre(phi, n, run.iterates[n])).cpu() for n in resting}
     offsets = phi.offsets.detach().cpu().numpy() + sum(
         (row.numpy() for row in sum_shards(still, run.named).values()), np.zeros(phi.pieces)
     )
@@ -113,18 +102,18 @@ def _where_sums_lead(run: CertifiedRun) -> tuple[Params, Array]:
     still = {n: local(p).double() for n, p in run.iterates.items() if n not in start and _counts(phi, n)}
     wide = phi.fixed({n: phi.metric(n).double() for n in run.named}, phi.add_up)
     wide = wide.centred_at({n: c.double() for n, c in phi.start.items()})
-    total = {n: Move(_total(run, n, phi.metric(n).double())) for n in start}
+    total = {n: Move(_total(run, n)) for n in start}
     step = wide.step({**still, **start}, total, active=Active(first, first))
     return step.params, first if step.active is None else step.active.weights
 
 
-def _total(run: CertifiedRun, name: str, d: Tensor) -> Tensor:
+def _total(run: CertifiedRun, name: str) -> Tensor:
     """Sum v_t of one tensor: what was kept, or y_1 - y_{T+1}."""
     phi, store = run.potential, run.stores[name]
     if SUM in store:
         kept: Tensor = local(store[SUM])
         return kept
-    ends = (start_of(store), run.sums.weights), (iterate(run.named[name], store), run.weights)
+    d, ends = phi.metric(name).double(), ((start_of(store), run.sums.weights), (run.iterates[name], run.weights))
     duals = [combine(d, np.asarray(w)) * phi.basis.into(name, _from_centre(phi, name, x)) for x, w in ends]
     return phi.basis.out_of(name, duals[0] - duals[1])
 
@@ -136,24 +125,19 @@ def _from_centre(phi: MaxDiagonal, name: str, x: Tensor) -> Tensor:
 
 def _row(run: CertifiedRun, name: str, reference: Tensor | None, end: Tensor | None) -> Tensor:
     """1/2 |.|^2 in every D_j of u - c, u - start, u - end; then <sum v, u - start>, and |sum v|^2 and |u|^2 at the start."""
-    phi, store, param = run.potential, run.stores[name], run.named[name]
-    d, into = phi.metric(name).double(), phi.basis.into
-    start = local(start_of(store)).double()
-    end = local(iterate(param, store)).double() if end is None else end
-    u = start if reference is None else local_part(reference, param).double()
-    total, mixed = into(name, _total(run, name, d)), combine(d, np.array(run.sums.weights))
+    phi, into = run.potential, run.potential.basis.into
+    start = local(start_of(run.stores[name])).double()
+    end = local(run.iterates[name]).double() if end is None else end
+    u = start if reference is None else local_part(reference, run.named[name]).double()
+    total, mixed = into(name, _total(run, name)), combine(phi.metric(name).double(), np.array(run.sums.weights))
     norms = (total.square() / mixed).sum(), (into(name, u).square() * mixed).sum()
     others = torch.stack([(total * into(name, u - start)).sum(), *norms])
-    forms = [_halves(phi, name, d, x) for x in (_from_centre(phi, name, u), u - start, u - end)]
+    forms = [_half_forms(phi, name, x) for x in (_from_centre(phi, name, u), u - start, u - end)]
     return torch.cat([*forms, others]).cpu()
 
 
-def _resting(phi: MaxDiagonal, name: str, param: Tensor) -> Tensor:
-    """The forms of a tensor that stays where it is."""
-    return _halves(phi, name, phi.metric(name).double(), _from_centre(phi, name, param)).cpu()
-
-
-def _halves(phi: MaxDiagonal, name: str, d: Tensor, x: Tensor) -> Tensor:
+def _half_forms(phi: MaxDiagonal, name: str, x: Tensor) -> Tensor:
+    d = phi.metric(name).double()
     return half_forms(grouped_squares(phi.basis.into(name, x), tuple(d.shape[1:])), d)
 
 

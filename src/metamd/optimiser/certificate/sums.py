@@ -3,7 +3,7 @@
 A step moves the dual point by v_t = lr g_t + lr wd D(w_t) z_t, so that y_{t+1} = y_t - v_t. Each tensor keeps sum |v_t|^2
 in the local dual norm and in the Euclidean one, and sum <v_t, z_t - start>. Gradients at an average x_t add
 sum <lr g_t, z_t - x_t>. sum v_t is y_1 - y_{T+1} and needs no buffer, unless half precision or the paper's step break
-that: see `_needs_sum`. The proofs are in docs/concepts/certificates.md.
+that. The proofs are in docs/concepts/certificates.md.
 """
 
 import json
@@ -31,21 +31,13 @@ _SAME = 1e-12  # rates that differ by rounding alone
 
 @dataclass
 class Row:
-    """The sums of one tensor.
+    """The sums of one tensor."""
 
-    Args:
-        energy: sum v'D(w_t)^-1 v.
-        square: sum v'v.
-        path: sum <v, z_t - start>.
-        lag: sum <lr g, z_t - x_t>; zero unless gradients are taken at an average.
-        rate: the first lr that was not zero; later ones are multiples of it.
-    """
-
-    energy: float = 0.0
-    square: float = 0.0
-    path: float = 0.0
-    lag: float = 0.0
-    rate: float = 0.0
+    energy: float = 0.0  # sum v'D(w_t)^-1 v
+    square: float = 0.0  # sum v'v
+    path: float = 0.0  # sum <v, z_t - start>
+    lag: float = 0.0  # sum <lr g, z_t - x_t>; zero unless gradients are taken at an average
+    rate: float = 0.0  # the first lr that was not zero; later ones are multiples of it
 
 
 @dataclass
@@ -53,48 +45,27 @@ class Sums:
     """The sums of a run since it began, or since its parameters were last changed from outside.
 
     An optimiser binds its potential, calls `before` and `after` around every step, and saves `encode()`.
-
-    Args:
-        paper: whether the run takes the paper's step.
-        steps: T.
-        rows: the sums by tensor that had a gradient.
-        weights: w_1, the active pieces at the start.
-        factors: sum lr_t / lr_1.
-        squared_rates: sum lr_t^2, the largest rate of each step counting.
-        lipschitz: the largest |v_t|^2 / lr_t^2.
-        constant: whether no rate ever changed.
-        proportional: whether the rates of all tensors changed by the same factors.
-        equal: whether all tensors had the same rate in every step.
-        decay: the largest weight decay.
-        ascent: whether some tensor was maximised.
-        descent: whether some tensor was minimised.
-        partial: whether some tensor had no gradient, or no rate, in a step in which others had.
-        uncovered: steps in which the piece changed under the paper's step.
-        restarts: how often the sums began again.
-        reason: why they last did.
-        potential: phi, with its metrics evaluated; neither saved nor copied.
-        last: w_t and the tensors of the step that is being taken.
     """
 
-    paper: bool = False
-    steps: int = 0
-    rows: dict[str, Row] = field(default_factory=dict)
-    weights: list[float] = field(default_factory=list)
-    factors: float = 0.0
-    squared_rates: float = 0.0
-    lipschitz: float = 0.0
-    constant: bool = True
-    proportional: bool = True
-    equal: bool = True
-    decay: float = 0.0
-    ascent: bool = False
-    descent: bool = False
-    partial: bool = False
-    uncovered: int = 0
-    restarts: int = 0
-    reason: str = ""
-    potential: MaxDiagonal | None = None
-    last: tuple[Array, frozenset[str]] = (np.ones(1), frozenset())
+    paper: bool = False  # whether the run takes the paper's step
+    steps: int = 0  # T
+    rows: dict[str, Row] = field(default_factory=dict)  # of the tensors that had a gradient
+    weights: list[float] = field(default_factory=list)  # w_1, the active pieces at the start
+    factors: float = 0.0  # sum lr_t / lr_1
+    squared_rates: float = 0.0  # sum lr_t^2, the largest rate of each step counting
+    lipschitz: float = 0.0  # the largest |v_t|^2 / lr_t^2
+    constant: bool = True  # whether no rate ever changed
+    proportional: bool = True  # whether the rates of all tensors changed by the same factors
+    equal: bool = True  # whether all tensors had the same rate in every step
+    decay: float = 0.0  # the largest weight decay
+    ascent: bool = False  # whether some tensor was maximised
+    descent: bool = False  # whether some tensor was minimised
+    partial: bool = False  # whether some tensor had no gradient, or no rate, in a step in which others had
+    uncovered: int = 0  # steps in which the piece changed under the paper's step
+    restarts: int = 0  # how often the sums began again
+    reason: str = ""  # why they last did
+    potential: MaxDiagonal | None = None  # phi, with its metrics evaluated; neither saved nor copied
+    last: tuple[Array, frozenset[str]] = (np.ones(1), frozenset())  # w_t and the tensors of the step that is being taken
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "potential": None}  # bound anew, with the optimiser
@@ -123,14 +94,7 @@ class Sums:
     # during the run
 
     def before(self, active: Active | None, moves: Mapping[str, Move], named: Params, stores: Stores) -> None:
-        """Count a step that is about to be taken.
-
-        Args:
-            active: the active pieces.
-            moves: gradients, rates and decays of the tensors that have a gradient.
-            named: the parameters, where the gradients were taken.
-            stores: the optimiser's state of each; `z` is where the mirror step is taken from, if not from the parameter.
-        """
+        """Count a step that is about to be taken. `moves` has the tensors with a gradient, which was taken at `named`."""
         weights = np.ones(1) if active is None else active.weights
         if active is not None and self.paper:
             weights = np.eye(len(active.forms))[int(np.argmax(active.forms))]
@@ -153,16 +117,18 @@ class Sums:
             self.weights = [float(w) for w in weights]
         self.partial = self.partial or bool(self.steps and joining)
         for n in joining:
-            _open(stores[n], named[n], keep_sum=_needs_sum(named[n], self.paper and phi.pieces > 1))
-        self._note_rates(rates)
-        self._note_moves(rates, moves)
+            # Half precision rounds iterates as coarsely as steps move them.
+            coarse = named[n].dtype not in (torch.float32, torch.float64)
+            _open(stores[n], named[n], keep_sum=coarse or (self.paper and phi.pieces > 1))
+        self._note(rates, moves)
         terms = _numbers({n: _terms(phi, n, weights, m, named[n], stores[n]) for n, m in moves.items()})
         if any(is_sharded(named[n]) for n in moves):
             parts = {n: torch.tensor(row, dtype=torch.float64) for n, row in terms.items()}
             terms = {n: row.tolist() for n, row in sum_shards(parts, named).items()}
         self.add(terms, max(rates.values()))
 
-    def _note_rates(self, rates: Mapping[str, float]) -> None:
+    def _note(self, rates: Mapping[str, float], moves: Mapping[str, Move]) -> None:
+        """What the rates and decays of a step change in what can be claimed."""
         top = max(rates.values())
         factor = max(
             (rate / self.rows[n].rate for n, rate in rates.items() if n in self.rows and self.rows[n].rate), default=1.0
@@ -179,8 +145,6 @@ class Sums:
         self.proportional = self.proportional and max(factors) - min(factors) <= _SAME * max(factors)
         self.equal = self.equal and top - min(rates.values()) <= _SAME * top
         self.squared_rates += top**2
-
-    def _note_moves(self, rates: Mapping[str, float], moves: Mapping[str, Move]) -> None:
         self.partial = self.partial or len(moves) < len(self.rows) or min(rates.values()) == 0
         for n, move in moves.items():
             if rates[n] > 0:
@@ -219,12 +183,7 @@ class Sums:
         return json.dumps({**kept, "rows": {n: asdict(row) for n, row in self.rows.items()}})
 
     def resumed(self, saved: str | None, steps: int) -> Self:
-        """The sums with which a run goes on from a state_dict, here or where the run was saved without any.
-
-        Args:
-            saved: the encoded sums; None if the run was saved without.
-            steps: how many steps the run had taken.
-        """
+        """The sums with which a run goes on after so many steps; `saved` is None where it was saved without any."""
         fresh = replace(self, **vars(Sums(self.paper, potential=self.potential)))
         if saved is None:
             reason = "the run was continued from a state_dict without certify=True"
@@ -243,11 +202,6 @@ class Sums:
             found.restart(f"the run was continued with exact={not self.paper}")
             found.paper = self.paper
         return found
-
-
-def _needs_sum(param: Tensor, always: bool) -> bool:
-    """Whether sum v_t has to be kept: half precision rounds iterates as coarsely as steps move them."""
-    return always or param.dtype not in (torch.float32, torch.float64)
 
 
 def iterate(param: Tensor, store: Mapping[str, Any]) -> Tensor:

@@ -140,10 +140,10 @@ def test_bad_labels_are_refused(labels, sentence):
 # --- LIBSVM ---
 
 
-def test_libsvm_fills_what_is_left_out_with_zero_and_counts_from_one():
-    values, labels = decoders.libsvm(b"3 1:0.5 4:-1\n\n-2\n", features=4)
-    assert values.tolist() == [[0.5, 0, 0, -1], [0, 0, 0, 0]]
-    assert labels.tolist() == [3, -2]
+def test_usps_fills_what_is_left_out_with_zero_and_counts_from_one():
+    images, labels = decoders.usps(b"3 1:0.5 4:-1\n\n2\n")
+    assert images.reshape(2, 256)[:, :5].tolist() == [[191, 127, 127, 0, 127], [127] * 5]
+    assert labels.tolist() == [2, 1]
 
 
 def test_usps_pixels_are_truncated_and_labels_start_at_zero():

@@ -76,7 +76,7 @@ def damage(path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda f: picture(f / "cat" / "c.png", shape=(5, 4)), r"one size: .*z\.png has 4x6, .*c\.png has 4x5\. Resize"),
+        (lambda f: picture(f / "cat" / "c.png", shape=(5, 4)), r"one size: the first has 4x6, .*c\.png has 4x5\. Resize"),
         (lambda f: (f / "cat" / "c.png").write_text("hello"), r"c\.png cannot be read as an image \(.*\)\. Repair"),
         (lambda f: damage(f / "cat" / "b.png"), r"b\.png cannot be read as an image"),
         (lambda f: picture(f / "cat" / "c.png", mode="I;16"), r"c\.png has 'I;16' pixels, and 8 bits"),

@@ -283,8 +283,6 @@ def test_hold_out_must_be_a_domain():
         rotated_mnist(angles=[])
     with pytest.raises(ValueError, match="LeNet takes images of 28x28"):
         images(model="lenet")
-    with pytest.raises(ValueError, match="norm must be 'batch' or 'group'"):
-        images(norm="layer")
 
 
 def test_qmnist_is_absent_and_said_to_be_until_its_images_are_there(tiny_data):

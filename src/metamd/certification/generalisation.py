@@ -120,12 +120,8 @@ def corrected_bound(
         radius: r of the form "l2", which holds for every task that can be drawn.
         reach: r of the form "l_inf", likewise.
     """
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must lie between 0 and 1, got {delta}. Pass delta=0.05, say.")
     if size.turned and reach is not None and radius is None:
         raise ValueError("in a learned basis r is on the length of theta_* - theta_1: state radius=r, not reach=r.")
-    if not seen.tasks:
-        raise ValueError("there must be at least one training task, got none.")
     if not size.centred:
         raise ValueError(
             "for several pieces that are not centred at the start, B is not bounded by the displacement: it grows with the "

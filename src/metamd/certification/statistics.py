@@ -97,8 +97,6 @@ def clopper_pearson(count: int, tasks: int, delta: float) -> float:
         >>> round(clopper_pearson(0, 59, 0.05), 4)
         0.0495
     """
-    if not 0 <= count <= tasks or tasks < 1:
-        raise ValueError(f"count must lie between 0 and the number of tasks, got {count} of {tasks}.")
     if count == tasks:
         return 1.0
     low, high = count / tasks, 1.0

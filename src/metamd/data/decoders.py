@@ -84,13 +84,16 @@ def class_labels(labels: NDArray[Any], classes: int, what: str = "the label file
     return column.astype(np.uint8)
 
 
-def libsvm(content: bytes, features: int = 256, what: str = "the LIBSVM file") -> tuple[NDArray[np.float64], Any]:
-    """Decode LIBSVM text, `label index:value ...` with indices from 1, into dense values and integer labels."""
+def usps(content: bytes, what: str = "the USPS file") -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Decode USPS from LIBSVM text, `label index:value ...` with indices from 1; what is left out is zero.
+
+    Values in [-1, 1] become `trunc((v + 1) / 2 * 255)`, labels 1-10 become 0-9. In double precision: in single precision,
+    which torchvision uses, one pixel of the test set rounds up from 123.9999975 to 124 before it is truncated.
+    """
     rows = [line.split() for line in content.splitlines() if line.strip()]
     if not rows:
         raise DataError(f"{what} is empty. Fetch it again.")
-    values = np.zeros((len(rows), features))
-    labels = np.zeros(len(rows), np.int64)
+    values, labels = np.zeros((len(rows), 256)), np.zeros(len(rows), np.int64)
     for number, row in enumerate(rows):
         try:
             labels[number] = int(row[0])
@@ -99,19 +102,9 @@ def libsvm(content: bytes, features: int = 256, what: str = "the LIBSVM file") -
             entries = [float(value) for _, value in pairs]
         except ValueError as error:
             raise DataError(f"Line {number + 1} of {what} is not 'label index:value ...' ({error}).") from error
-        if indices and not (min(indices) >= 1 and max(indices) <= features):
-            raise DataError(f"Line {number + 1} of {what} must use indices 1 to {features}, got {max(indices)}.")
+        if indices and not (min(indices) >= 1 and max(indices) <= 256):
+            raise DataError(f"Line {number + 1} of {what} must use indices 1 to 256, got {max(indices)}.")
         values[number, np.array(indices, np.intp) - 1] = entries
-    return values, labels
-
-
-def usps(content: bytes, what: str = "the USPS file") -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Decode USPS from LIBSVM text: values in [-1, 1] become `trunc((v + 1) / 2 * 255)`, labels 1-10 0-9.
-
-    In double precision: in single precision, which torchvision uses, one pixel of the test set rounds up from
-    123.9999975 to 124 before it is truncated.
-    """
-    values, labels = libsvm(content, 256, what)
     # Written as "not all inside" so that a nan is refused too.
     if not (np.abs(values) <= 1).all():
         raise DataError(f"{what} must hold pixel values from -1 to 1, got {np.abs(values).max()}. Fetch it again.")

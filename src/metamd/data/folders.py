@@ -30,9 +30,8 @@ def image_folder(path: str | Path) -> tuple[Tensor, Tensor]:
 
     folder = Path(path)
     files = [(file, label) for label, name in enumerate(folder_classes(folder)) for file in _files(folder / name)]
-    with _open(files[0][0]) as picture:
-        size = picture.size
-    pictures = [_read(file, size, files[0][0]) for file, _ in files]
+    first = _read(files[0][0])
+    pictures = [first, *(_read(file, first.size) for file, _ in files[1:])]
     mode = "L" if all(picture.mode in GREY for picture in pictures) else "RGB"
     pixels = np.stack([np.asarray(picture.convert(mode)) for picture in pictures])
     images = torch.from_numpy(pixels.reshape(*pixels.shape[:3], -1)).permute(0, 3, 1, 2)
@@ -57,30 +56,22 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _open(file: Path) -> Image:
+def _read(file: Path, size: tuple[int, int] | None = None) -> Image:
+    """An image of the given size; its header is enough to refuse a file of another size or kind."""
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
         raise DataError("Reading images needs Pillow. Install it with `pip install 'metamd[data]'`.") from error
     try:
-        picture = Image.open(file)
+        with Image.open(file) as picture:
+            if size in (None, picture.size) and picture.mode in GREY + COLOUR:
+                return picture.copy()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"{file} cannot be read as an image ({error}). Repair or remove it.") from error
-    return picture
-
-
-def _read(file: Path, size: tuple[int, int], first: Path) -> Image:
-    with _open(file) as picture:
-        # Before the pixels are decoded: the header is enough to refuse a file.
-        if picture.size != size:
-            raise DataError(
-                f"All images must have one size: {first} has {size[0]}x{size[1]}, {file} has "
-                f"{picture.size[0]}x{picture.size[1]}. Resize them to one size first."
-            )
-        if picture.mode not in GREY + COLOUR:
-            raise DataError(f"{file} has {picture.mode!r} pixels, and 8 bits per channel are required. Convert it first.")
-        try:
-            picture.load()
-        except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"{file} cannot be read as an image ({error}). Repair or remove it.") from error
-        return picture.copy()
+    if picture.mode not in GREY + COLOUR:
+        raise DataError(f"{file} has {picture.mode!r} pixels, and 8 bits per channel are required. Convert it first.")
+    (width, height), first = picture.size, size or picture.size
+    raise DataError(
+        f"All images must have one size: the first has {first[0]}x{first[1]}, {file} has {width}x{height}. "
+        "Resize them to one size first."
+    )

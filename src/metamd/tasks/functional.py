@@ -162,6 +162,11 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers with a fraction in the dtype of the model."""
+    return x.to(dtype) if x.is_floating_point() else x
+
+
 def inspect(recipe: Recipe, data: Mapping[str, Splits]) -> tuple[bool, bool, torch.dtype]:
     """Make models and run one on a few examples, so that whatever does not fit is said before any training.
 
@@ -171,7 +176,7 @@ def inspect(recipe: Recipe, data: Mapping[str, Splits]) -> tuple[bool, bool, tor
     first = next(iter(trained(model).values()))
     same = all(torch.equal(a, b) for a, b in zip(_fixed(model), _fixed(other), strict=True))
     batch = {
-        k: (part[:4].to(first.dtype) if part.is_floating_point() else part[:4]).to(first.device)
+        k: in_dtype(part[:4], first.dtype).to(first.device)
         for k, part in zip(("inputs", "targets"), next(iter(data.values()))["train"], strict=True)
     }
     return _has_dropout(recipe, use_batch_statistics(model), batch, data), same, first.dtype

@@ -1,6 +1,5 @@
 """Any model on any data."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,17 @@ from metamd.tasks.base import (
     domain_of,
     draw_seed,
 )
-from metamd.tasks.functional import Called, LossFn, Recipe, calibrate, inspect, tracking_norms, trained, use_batch_statistics
+from metamd.tasks.functional import (
+    Called,
+    LossFn,
+    Recipe,
+    calibrate,
+    in_dtype,
+    inspect,
+    tracking_norms,
+    trained,
+    use_batch_statistics,
+)
 from metamd.tasks.sources import Rows, Shares, Source, Splits, fingerprint, read_all
 
 _CALIBRATED_AT_ONCE = 1000
@@ -88,18 +97,26 @@ def check_batch_size(batch_size: int, examples: int, name: str) -> None:
 
 
 class DatasetFamily(TaskFamily):
-    """Tasks that each train a model on one of several named datasets, from an initialisation of their own."""
+    """Tasks that each train a model on one of several named datasets, from an initialisation of their own.
+
+    `splits` gives the data of a dataset by its name.
+    """
 
     kind = "dataset"
     """What a dataset is called, in configs too."""
+    dropout = False
 
-    def __init__(self, name: str, recipe: Recipe, names: Sequence[str], *, dropout: bool, shared_loss: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        recipe: Recipe,
+        names: Sequence[str],
+        splits: Callable[[str], Mapping[Split, tuple[Rows, Rows]]],
+        *,
+        shared_loss: bool,
+    ) -> None:
         super().__init__(name, recipe.steps, shared_loss=shared_loss)
-        self.recipe, self.domains, self.dropout = recipe, tuple(names), dropout
-
-    @abstractmethod
-    def splits(self, name: str) -> Mapping[Split, tuple[Rows, Rows]]:
-        """The data of one dataset."""
+        self.recipe, self.domains, self.splits = recipe, tuple(names), splits
 
     def sample(self, generator: torch.Generator) -> Config:
         """A dataset, and seeds of the initialisation and of the batches."""
@@ -129,13 +146,12 @@ class Supervised(DatasetFamily):
     """See `supervised`."""
 
     def __init__(self, name: str, recipe: Recipe, data: Mapping[str, Splits]) -> None:
-        dropout, shared_loss, dtype = inspect(recipe, data)
-        super().__init__(name, recipe, list(data), dropout=dropout, shared_loss=shared_loss)
-        self.data = {key: _convert(splits, dtype) for key, splits in data.items()}
-
-    def splits(self, name: str) -> Splits:
-        """The tensors of one dataset."""
-        return self.data[name]
+        self.dropout, shared_loss, dtype = inspect(recipe, data)
+        self.data: dict[str, Splits] = {
+            key: {split: (in_dtype(x, dtype), in_dtype(y, dtype)) for split, (x, y) in splits.items()}
+            for key, splits in data.items()
+        }
+        super().__init__(name, recipe, list(data), self.data.__getitem__, shared_loss=shared_loss)
 
     def describe(self) -> dict[str, Any]:
         """The settings, the parameters' shapes, and the size and fingerprint of every dataset."""
@@ -198,7 +214,8 @@ class SupervisedTask(Task):
         for rows in chunks(len(inputs), _EVALUATED_AT_ONCE):
             outputs, wanted = model(self._rows(inputs, rows)), self._rows(targets, rows)
             loss += float(self.recipe.loss_fn(outputs, wanted)) * len(rows) / len(inputs)
-            if is_classification(outputs, wanted):
+            labels = not wanted.is_floating_point() and not wanted.is_complex()
+            if labels and isinstance(outputs, Tensor) and outputs.dim() == wanted.dim() + 1:
                 right, answers = right + int((outputs.argmax(1) == wanted).sum()), answers + wanted.numel()
         return Evaluation(loss, right / answers if answers else None)
 
@@ -234,17 +251,3 @@ class SupervisedTask(Task):
 def chunks(examples: int, size: int) -> tuple[Tensor, ...]:
     """All examples in order, in parts of nearly equal length: a last part of one would have no variance."""
     return torch.arange(examples).tensor_split(-(-examples // size))
-
-
-def is_classification(outputs: Any, targets: Tensor) -> bool:
-    """Whether targets are class labels and outputs have one number per class, along dimension 1."""
-    labels = not targets.is_floating_point() and not targets.is_complex()
-    return labels and isinstance(outputs, Tensor) and outputs.dim() == targets.dim() + 1
-
-
-def _convert(splits: Splits, dtype: torch.dtype) -> Splits:
-    """Numbers with a fraction in the dtype of the model."""
-    return {
-        split: (x.to(dtype) if x.is_floating_point() else x, y.to(dtype) if y.is_floating_point() else y)
-        for split, (x, y) in splits.items()
-    }

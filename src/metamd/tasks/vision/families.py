@@ -15,7 +15,7 @@ from torch.func import functional_call
 from metamd import data
 from metamd.tasks.base import Config, Drawn, Shuffle, Split, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.functional import Recipe, trained
-from metamd.tasks.models import MODELS, Norm
+from metamd.tasks.models import MODELS
 from metamd.tasks.supervised import DatasetFamily, SupervisedTask
 from metamd.tasks.vision.domains import SPLIT_SEED, Collection, Domain, Preparation, choose, enlarge, rotate
 from metamd.tasks.wrapped import Late, SharedStart
@@ -91,7 +91,6 @@ def images(
     hold_out: str | None = "cifar10",
     model: str = "resnet18",
     width: int = 64,
-    norm: Norm = "batch",
     images: int | None = None,
     batch_size: int = 100,
     steps: int = 500,
@@ -105,7 +104,6 @@ def images(
         hold_out: the dataset that training never sees, for `held_out()`; None holds out none.
         model: `"resnet18"`, `"linear"` or `"mlp"`.
         width: channels of ResNet18's first stage.
-        norm: ResNet18's normalisation, `"batch"` or `"group"`.
         images: training images per domain, balanced over the classes, where there are so many; None for all.
         batch_size: images per step.
         steps: T.
@@ -114,7 +112,7 @@ def images(
     preparations: dict[str, Preparation] = {name: (name, _same) for name in ("cifar10", "stl10")}
     preparations |= {name: (name, partial(enlarge, side=32)) for name in digits}
     collection = Collection(preparations, (3, 32, 32), images)
-    options = {"width": width, "norm": norm} if model == "resnet18" else {}
+    options = {"width": width, "norm": "batch"} if model == "resnet18" else {}
     how = {
         "preparation": "32x32; digits enlarged from 28x28, bilinear (torch interpolate), grey repeated in three channels",
         "absent": absent,
@@ -165,17 +163,10 @@ class Training:
 
 
 class ImageFamily(DatasetFamily):
-    """Tasks that each train a model on one domain of a collection.
+    """Tasks that each train a model on one domain of a collection, which has the domains of both sides.
 
     The training side samples every domain but the held-out one, and refuses to build it; `held_out()` is the other side.
-
-    Args:
-        name: of the family.
-        collection: all domains, those of both sides.
-        training: how a task trains.
-        how: what else `describe` says.
-        hold_out: the domain kept from training, or None.
-        held: whether this is the held-out side.
+    `how` is what else `describe` says.
     """
 
     kind = "domain"
@@ -199,7 +190,7 @@ class ImageFamily(DatasetFamily):
             raise ValueError(f"Holding out {hold_out!r} leaves no domain to train on. Name more domains.")
         domains = (hold_out,) if held and hold_out else tuple(d for d in everything if d != hold_out)
         # The batch has all that tells tasks apart, and the models have no state of their own.
-        super().__init__(name, training.recipe(collection.shape, 10), domains, dropout=False, shared_loss=True)
+        super().__init__(name, training.recipe(collection.shape, 10), domains, collection.domain, shared_loss=True)
         self.collection, self.training, self.how, self.hold_out, self.held = collection, training, how, hold_out, held
 
     def held_out(self, steps: int | None = None) -> "ImageFamily":
@@ -207,10 +198,6 @@ class ImageFamily(DatasetFamily):
         if self.hold_out is None:
             raise ValueError(f"{self.name} was made with hold_out=None, so there is no held-out side. Name a domain.")
         return self._side(self.hold_out, held=True, steps=steps)
-
-    def splits(self, name: str) -> Domain:
-        """The images of a domain of this side."""
-        return self.collection.domain(name)
 
     def describe(self) -> dict[str, Any]:
         """The settings, and for every dataset how much of it is there and whether it is official."""

@@ -1,6 +1,8 @@
 """Rivals against torch.optim, races against loops, records that resume, and the experiments at their smallest scale."""
 
 import json
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from metamd import Diagonal, LearnedOptimiser
+from metamd import Diagonal, LearnedOptimiser, rivals
 from metamd.cli import main as cli
 from metamd.cli import reproduce
 from metamd.comparison.page import as_markdown
@@ -16,7 +18,7 @@ from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.statistics import spread
 from metamd.experiments import MOVED, every, find, folder_name, quadratic, race, rosenbrock
 from metamd.experiments import experiment as leave_one_out
-from metamd.experiments.race import DIAGONAL, NEVER, RIVALS, BatchedRival, Problems
+from metamd.experiments.race import DIAGONAL, NEVER, RIVALS, Problems
 from metamd.files.store import Records, read_cells, read_json, records_in, write_json
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.tasks import quadratic as quadratics
@@ -35,10 +37,15 @@ SETTINGS = {
 RATES = {"low": -3, "high": 0, "per_decade": 2}
 
 
-def one_by_one(task, rival, setting, tolerance, limit):
+def namesake(key, theta, setting):
+    """The optimiser that a batched rival imitates."""
+    return rivals.rival({"sgd-m": "sgdm"}.get(key, key)).with_setting("constant", **setting).start([("theta", theta)])
+
+
+def one_by_one(task, key, setting, tolerance, limit):
     """The slow obvious race: torch.optim on one problem."""
     theta = torch.nn.Parameter(task.init()["theta"])
-    optimiser = rival.torch(theta, setting)
+    optimiser = namesake(key, theta, setting)
     for t in range(limit + 1):
         (theta.grad,) = torch.autograd.grad(task.loss({"theta": theta}, task.batch(t)), theta)
         if theta.grad.norm() < tolerance:
@@ -64,13 +71,10 @@ def test_gradients_by_hand_are_those_of_the_tasks(name):
 @pytest.mark.parametrize("key", RIVALS)
 def test_a_rival_takes_the_steps_of_its_namesake(key):
     problems, rival = Problems.draw(FAMILIES["quadratic"], 3, 0), RIVALS[key]
-    theta, batch, options = race.start(problems, SETTINGS[key])
-    state = {}
-    for t in range(30):
-        theta = theta - rival.rule(problems.gradient(theta, batch), state, options, t)
+    theta = next(islice(race.iterates(problems, rival, SETTINGS[key]), 30, None))
     for row, (setting, task) in enumerate((s, task) for s in SETTINGS[key] for task in problems.tasks):
         x = torch.nn.Parameter(task.init()["theta"])
-        optimiser = rival.torch(x, setting)
+        optimiser = namesake(key, x, setting)
         for t in range(30):
             (x.grad,) = torch.autograd.grad(task.loss({"theta": x}, task.batch(t)), x)
             optimiser.step()
@@ -82,7 +86,7 @@ def test_the_law_of_namesakes_rejects_adam_without_bias_correction():
         return RIVALS["adam"].rule(grad, state, setting, 10**6)
 
     problems = Problems.draw(FAMILIES["quadratic"], 1, 0)
-    theta, batch, options = race.start(problems, SETTINGS["adam"][:1])
+    theta, batch, options = problems.rows(SETTINGS["adam"][:1])
     right = RIVALS["adam"].rule(problems.gradient(theta, batch), {}, options, 0)
     assert not torch.allclose(right, lazy(problems.gradient(theta, batch), {}, options, 0))
 
@@ -91,16 +95,16 @@ def test_the_law_of_namesakes_rejects_adam_without_bias_correction():
 def test_races_count_as_a_loop_does_and_the_best_setting_is_the_best(key):
     problems, rival = Problems.draw(FAMILIES["quadratic"], 3, 0), RIVALS[key]
     settings = rival.grid(RATES, everything=False)
-    wanted = torch.tensor([[one_by_one(task, rival, s, 1e-3, 300) for task in problems.tasks] for s in settings])
+    wanted = torch.tensor([[one_by_one(task, key, s, 1e-3, 300) for task in problems.tasks] for s in settings])
     means = race.means(wanted, 300)
     counts = race.iterations(problems, rival, settings, 1e-3, 300)
     finished = (counts != NEVER).all(1)
     assert torch.equal(counts[finished], wanted[finished])
     assert float(race.means(counts, 300).min()) == float(means.min())
-    entry = race.tuned(problems, rival, settings, 1e-3, 300)
-    assert entry.counts == [None if c == NEVER else c for c in wanted[int(means.argmin())].tolist()]
-    if entry.counts[0] is not None:
-        assert len(entry.path) == len(race.thinned(entry.counts[0]))
+    best = int(means.argmin())
+    assert counts[best].tolist() == wanted[best].tolist(), "the best setting is not given up"
+    total = 300 if counts[best, 0] == NEVER else int(counts[best, 0])
+    assert len(race.path(problems, rival, settings[best], total)) == len(race.thinned(total))
 
 
 def test_grids_hold_the_default_first_and_every_combination():
@@ -108,46 +112,53 @@ def test_grids_hold_the_default_first_and_every_combination():
     assert len(adam.grid(RATES, everything=False)) == 7
     assert {(s["beta1"], s["beta2"]) for s in adam.grid(RATES, everything=False)} == {(0.9, 0.999)}
     assert len(adam.grid(RATES, everything=True)) == 7 * 25
-    with pytest.raises(ValueError, match="no namesake"):
-        DIAGONAL.torch(torch.nn.Parameter(torch.zeros(1)), {})
 
 
 def test_divergence_counts_as_never():
     problems = Problems.draw(FAMILIES["quadratic"], 2, 0)
     assert race.iterations(problems, RIVALS["sgd"], [{"lr": 10.0}], 1e-6, 2000).tolist() == [[NEVER, NEVER]]
-    assert race.tuned(problems, RIVALS["sgd"], [{"lr": 10.0}], 1e-6, 50).counts == [None, None]
+    assert len(race.path(problems, RIVALS["sgd"], {"lr": 1e300}, 50)) < 5, "a path ends where it is no longer finite"
 
 
 # the best diagonal
 
 
+def searched(problems):
+    """The best diagonal by the mean number of iterations, as the experiment searches it."""
+
+    def score(rival, settings):
+        return race.means(race.iterations(problems, rival, settings, 1e-6, 500), 500)
+
+    centre = (2 * problems.batch["Q"]).mean(0).diagonal().log10().tolist()
+    return score, race.best_diagonal(score, centre, 1.3, points=25, rounds=4, shrink=0.25)
+
+
 def test_the_best_diagonal_of_one_separable_quadratic_is_newtons():
     family = quadratics((0.5, 4.0), coupling=0.0, spread=0.0)
-    entry = race.best_diagonal(Problems.draw(family, 1, 0), 1e-6, 500)
+    score, best = searched(Problems.draw(family, 1, 0))
     # D = 2Q arrives in one step; the grid comes within a fraction of a per cent of it
-    assert entry.counts[0] <= 4
-    assert entry.setting["d0"] == pytest.approx(1.0, rel=0.05)
-    assert entry.setting["d1"] == pytest.approx(8.0, rel=0.05)
+    assert float(score(DIAGONAL, [best])) <= 4
+    assert best["d0"] == pytest.approx(1.0, rel=0.05)
+    assert best["d1"] == pytest.approx(8.0, rel=0.05)
 
 
 def test_no_diagonal_nearby_beats_the_best_one():
-    problems = Problems.draw(quadratics((0.3, 14.0)), 10, 0)
-    entry = race.best_diagonal(problems, 1e-6, 500)
-    best = np.mean(entry.counts)
+    score, best = searched(Problems.draw(quadratics((0.3, 14.0)), 10, 0))
     generator = torch.Generator().manual_seed(0)
     factors = (0.5 * torch.randn(300, 2, generator=generator, dtype=torch.float64)).exp()
-    others = [{"d0": entry.setting["d0"] * float(a), "d1": entry.setting["d1"] * float(b)} for a, b in factors]
-    assert best <= float(race.means(race.iterations(problems, DIAGONAL, others, 1e-6, 500), 500).min()) + 0.3
+    others = [{"d0": best["d0"] * float(a), "d1": best["d1"] * float(b)} for a, b in factors]
+    assert float(score(DIAGONAL, [best])) <= float(score(DIAGONAL, others).min()) + 0.3
 
 
 def test_a_learned_geometry_runs_as_the_diagonal_it_is():
     problems = Problems.draw(FAMILIES["quadratic"], 3, 0)
     metrics = torch.tensor([[1.1, 9.0]], dtype=torch.float64)
     geometry = LearnedOptimiser.from_potential(Diagonal().with_metrics({"theta": metrics.log()}))
-    tight, loose = race.learned(problems, geometry, [1e-6, 1e-2], 500)
+    scale = replace(quadratic.SCALES["smoke"], learned_limit=500)
+    counts = quadratic._raced(scale, problems, (geometry, []))["iterations"]
     wanted = race.iterations(problems, DIAGONAL, [{"d0": 1.1, "d1": 9.0}], 1e-6, 500)[0]
-    assert tight.counts == wanted.tolist()
-    assert all(a < b for a, b in zip(loose.counts, tight.counts, strict=True))
+    assert counts["tight"] == wanted.tolist()
+    assert all(a < b for a, b in zip(counts["loose"], counts["tight"], strict=True))
 
 
 # spreads
@@ -251,8 +262,8 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
     def forbidden(*args, **options):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(race, "tuned", forbidden)
-    monkeypatch.setattr(rosenbrock, "tuned", forbidden)
+    for computing in ("iterations", "final_losses", "train"):
+        monkeypatch.setattr(race, computing, forbidden)
     assert cli.run(args) == 0
     assert json.loads(capsys.readouterr().out) == first
     assert cli.run([*args, "--seed", "1"]) == 2
@@ -324,22 +335,17 @@ def test_what_is_no_experiment_is_refused():
 
 def test_the_losses_of_a_valley_are_those_of_torch():
     problems = Problems.draw(valleys(), 1, 0)
-    rival, setting = RIVALS["sgd-m"], {"lr": 0.001, "momentum": 0.9}
-    found = race.final_losses(problems, rival, [setting, {"lr": 10.0, "momentum": 0.9}], steps=40)
+    key, setting = "sgd-m", {"lr": 0.001, "momentum": 0.9}
+    found = race.final_losses(problems, RIVALS[key], [setting, {"lr": 10.0, "momentum": 0.9}], steps=40)
     task = problems.tasks[0]
     x = torch.nn.Parameter(task.init()["theta"])
-    optimiser = rival.torch(x, setting)
+    optimiser = namesake(key, x, setting)
     for t in range(40):
         (x.grad,) = torch.autograd.grad(task.loss({"theta": x}, task.batch(t)), x)
         optimiser.step()
-    assert found.shape == (2, 1)
-    assert float(found[0, 0]) == pytest.approx(task.evaluate({"theta": x.detach()}).loss, rel=1e-9)
-    assert float(found[1, 0]) == float("inf")
-
-
-def test_a_rival_is_a_plain_record():
-    assert isinstance(RIVALS["sgd"], BatchedRival)
-    assert quadratic.PUBLISHED["published"]["SGD"] == 928
+    assert found.shape == (2,)
+    assert float(found[0]) == pytest.approx(task.evaluate({"theta": x.detach()}).loss, rel=1e-9)
+    assert float(found[1]) == float("inf")
 
 
 def test_every_published_number_is_in_the_table_from_far_whatever_was_run():

@@ -4,8 +4,9 @@ Every rival is tuned on the test problems themselves, on a grid fixed beforehand
 family and has nothing tuned. The best diagonal, found by brute force on the test problems, is what one metric can reach.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,18 @@ from typing import Any
 import torch
 
 from metamd import tasks
-from metamd.comparison.parallel import Cell, fill
+from metamd.comparison.parallel import Cell
 from metamd.comparison.sections import Section
 from metamd.comparison.statistics import spread
 from metamd.experiments import race
-from metamd.experiments.race import RIVALS, Entry, Problems, Synthetic, Training, raced, train
+from metamd.experiments.race import BatchedRival, Problems, Setting, Synthetic, Training
+from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Records, Result, shortened
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import paper
 from metamd.learning.rounds.outer import Adam, Method
 from metamd.potentials import Diagonal
-from metamd.tasks.base import TaskFamily, derive_seed
+from metamd.tasks.base import Task, TaskFamily, derive_seed
 
 ROWS = {"published": (0.3, 14.0), "ill": (0.01, 14.0)}
 """The means of Q's diagonal. Those of the paper's second row are not published; (0.01, 14) is ours."""
@@ -110,16 +112,6 @@ SCALES = {
 """Of the paper's protocol no more is published than `cpu` has."""
 
 
-def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
-    """Fill the table and draw the figures; what is in the folder already is kept."""
-    settings = {"experiment": "quadratic", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
-    records = Records(folder, settings)
-    results = fill(records, cells(SCALES[scale], seed), title="quadratic", workers=workers, ray=ray)
-    rows = table(results)
-    draw(results, folder)
-    return {"experiment": "quadratic", "scale": scale, "seed": seed, "rows": rows}
-
-
 def family(row: str, start: str, steps: int = 200) -> TaskFamily:
     """The quadratics of one row and start."""
     return tasks.quadratic(ROWS[row], start=STARTS[start], steps=steps)
@@ -135,11 +127,8 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
     places = [(row, start) for row in scale.rows for start in scale.starts]
     for row, start in places:
         for name, tolerance in TOLERANCES.items():
-            yield Cell(f"{row}-{start}-{name}-best-diagonal", partial(_brute, scale, seed, row, start, tolerance))
-            for key, rival in RIVALS.items():
-                for everything in (False, True) if scale.everything and rival.others else (False,):
-                    label = f"{row}-{start}-{name}-{key}-{'all' if everything else 'rate'}"
-                    yield Cell(label, partial(_rival, scale, seed, (row, start), tolerance, key, everything))
+            tuned, brute = (partial(f, scale, seed, row, start, tolerance) for f in (_tuned, _brute))
+            yield from race.tuned_cells(f"{row}-{start}-{name}", tuned, brute, RATES, everything=scale.everything)
     for row, start in places:
         for number in range(scale.trainings):
             for key in OURS:
@@ -148,32 +137,59 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
             yield Cell(f"{row}-{start}-paper-{name}", partial(_preset, scale, seed, row, start, name))
 
 
-def _brute(scale: Scale, seed: int, row: str, start: str, tolerance: float) -> Result:
+def _tuned(
+    scale: Scale, seed: int, row: str, start: str, tolerance: float, rival: BatchedRival, settings: Sequence[Setting]
+) -> Result:
+    """The setting with the smallest mean number of iterations on the test problems, which is generous to the rival."""
     problems = _problems(row, start, scale.problems, seed)
-    return _entry(race.best_diagonal(problems, tolerance, scale.limit, points=scale.grid))
+    found = race.iterations(problems, rival, settings, tolerance, scale.limit)
+    best = int(race.means(found, scale.limit).argmin())
+    counts = [None if c == race.NEVER else c for c in found[best].tolist()]
+    points = race.path(problems, rival, settings[best], scale.limit if counts[0] is None else counts[0])
+    return {"setting": settings[best], "iterations": counts, "path": shortened(points, race.DIGITS)}
 
 
-def _rival(scale: Scale, seed: int, place: tuple[str, str], tolerance: float, key: str, everything: bool) -> Result:
-    settings = RIVALS[key].grid(RATES, everything=everything)
-    entry = race.tuned(_problems(*place, scale.problems, seed), RIVALS[key], settings, tolerance, scale.limit)
-    return _entry(entry) | {"tried": len(settings)}
+def _brute(scale: Scale, seed: int, row: str, start: str, tolerance: float) -> Result:
+    """The best single diagonal metric, searched around the mean Hessian's diagonal, a factor e^3 to either side."""
+    problems = _problems(row, start, scale.problems, seed)
+    centre = (2 * problems.batch["Q"]).mean(0).diagonal().clamp_min(1e-12).log10().tolist()
+
+    def score(rival: BatchedRival, settings: Sequence[Setting]) -> torch.Tensor:
+        return race.means(race.iterations(problems, rival, settings, tolerance, scale.limit), scale.limit)
+
+    best = race.best_diagonal(score, centre, 3 / math.log(10), points=scale.grid, rounds=4, shrink=0.25)
+    return _tuned(scale, seed, row, start, tolerance, race.DIAGONAL, [best])
 
 
 def _ours(scale: Scale, seed: int, row: str, start: str, number: int, key: str) -> Result:
     potential, steps = (None, 100) if key == "default" else (Diagonal(), 200)
     options = {"potential": potential, "outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
-    training = train(family(row, start, steps), options, derive_seed(seed, "training", number))
-    return _raced(scale, seed, (row, start), training)
+    training = race.train(family(row, start, steps), options, derive_seed(seed, "training", number))
+    return _raced(scale, _problems(row, start, scale.problems, seed), training)
 
 
-def _raced(scale: Scale, seed: int, place: tuple[str, str], training: Training, *, exact: bool = True) -> Result:
-    return raced(_problems(*place, scale.problems, seed), training, TOLERANCES, scale.learned_limit, exact=exact)
+def _raced(scale: Scale, problems: Problems, training: Training, *, exact: bool = True) -> Result:
+    """The iterations of what was learned, to every tolerance, and its path on the first problem."""
+
+    def result(learned: LearnedOptimiser) -> Result:
+        tightest, limit = min(TOLERANCES.values()), scale.learned_limit
+        runs = [race.follow(task, learned, limit, exact=exact, tolerance=tightest) for task in problems.tasks]
+        counts = {
+            name: [next((t for t, norm in enumerate(norms) if norm < tolerance), None) for _, norms in runs]
+            for name, tolerance in TOLERANCES.items()
+        }
+        points = runs[0][0]
+        shown = [points[t] for t in race.thinned(len(points) - 1)]
+        return {"iterations": counts, "path": shortened(shown, race.DIGITS)}
+
+    return race.raced(training, result)
 
 
 def _preset(scale: Scale, seed: int, row: str, start: str, name: str) -> Result:
     """The paper's algorithm from near the origin, with Adam from where it is tested; then these test problems."""
     training, given = _published(scale, seed, row, start if name == "adam" else "near", name)
-    return _raced(scale, seed, (row, start), training, exact=False) | {"setting": given}
+    problems = _problems(row, start, scale.problems, seed)
+    return _raced(scale, problems, training, exact=False) | {"setting": given}
 
 
 @lru_cache
@@ -185,11 +201,7 @@ def _published(scale: Scale, seed: int, row: str, start: str, name: str) -> tupl
     if name == "adam":
         options["method"] = Method(Adam(given["lr"]), exact=False, keep="last")
     options["tasks_per_step"] = int(given["tasks_per_step"])
-    return train(family(row, start, int(given["T"])), options, derive_seed(seed, "training", 0)), given
-
-
-def _entry(entry: Entry) -> Result:
-    return {"setting": entry.setting, "iterations": entry.counts, "path": shortened(entry.path, race.DIGITS)}
+    return race.train(family(row, start, int(given["T"])), options, derive_seed(seed, "training", 0)), given
 
 
 # the table
@@ -217,10 +229,7 @@ def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> 
         preset = results.get(f"{row}-{start}-{key}", {"failed": ""})
         if "failed" not in preset:
             yield label, preset["iterations"][name], {"metrics": preset["metrics"], "setting": preset["setting"]}
-    labels = {"best-diagonal": "best diagonal"}
-    for key, rival in RIVALS.items():
-        labels |= {f"{key}-rate": f"{rival.name} (rate)", f"{key}-all": f"{rival.name} (all)"}
-    for key, label in labels.items():
+    for key, label in race.LABELS.items():
         found = results.get(f"{row}-{start}-{name}-{key}")
         if found is not None:
             yield label, found["iterations"], {"setting": found["setting"]}
@@ -293,35 +302,23 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
     from metamd.comparison import figures
 
     settings = Records.settings(folder)
-    rows = {}
+    rows, groups = {}, {}
     for row in settings["rows"]:
-        problems = _problems(row, "far", settings["problems"], settings["seed"])
-        panels = list(_panels(results, row, problems))
-        rows[f"means {ROWS[row][0]:g}, {ROWS[row][1]:g}"] = panels
-    figures.trajectories(rows, folder / "trajectories.png")
-    groups = {}
-    for row in settings["rows"]:
+        title = f"means {ROWS[row][0]:g}, {ROWS[row][1]:g}"
+        task = _problems(row, "far", settings["problems"], settings["seed"]).tasks[0]
+        rows[title] = list(_panels(results, row, task))
         for start in settings["starts"]:
-            members = [
+            groups[f"{title}; start {STARTS[start]:g}"] = [
                 figures.Strip(label, counts, not label.endswith("(all)"))
                 for label, counts, _ in _members(results, row, start, "tight")
             ]
-            groups[f"means {ROWS[row][0]:g}, {ROWS[row][1]:g}; start {STARTS[start]:g}"] = members
+    figures.trajectories(rows, folder / "trajectories.png")
     figures.strips(groups, folder / "iterations.png", xlabel="iterations until the gradient is below 1e-6")
 
 
-def _panels(results: Mapping[str, Result], row: str, problems: Problems) -> Iterator[Any]:
-    from metamd.comparison.figures import Panel
-
-    q, b = (problems.batch[k][0].numpy() for k in ("Q", "b"))
-    optimum = torch.linalg.solve(2 * problems.batch["Q"][0], problems.batch["b"][0]).tolist()
-
-    def surface(x: Any, y: Any) -> Any:
-        return q[0, 0] * x**2 + 2 * q[0, 1] * x * y + q[1, 1] * y**2 - b[0] * x - b[1] * y
-
-    shown = {label: f"{key}-0" for key, label in OURS.items()}
-    shown |= {PAPER[key]: key for key in ("paper-published", "paper-adam")}
-    shown |= {rival.name: f"tight-{key}-rate" for key, rival in RIVALS.items()}
+def _panels(results: Mapping[str, Result], row: str, task: Task) -> Iterator[Any]:
+    shown = {label: f"{key}-0" for key, label in OURS.items()} | {label: key for key, label in PAPER.items()}
+    shown |= {rival.name: f"tight-{key}-rate" for key, rival in race.RIVALS.items()}
     for label, key in shown.items():
         found = results.get(f"{row}-far-{key}", {"failed": ""})
         if "failed" in found:
@@ -329,7 +326,7 @@ def _panels(results: Mapping[str, Result], row: str, problems: Problems) -> Iter
         counts = found["iterations"]
         count = (counts["tight"] if isinstance(counts, dict) else counts)[0]
         arrived = "did not arrive" if count is None else f"{count:,} iterations"
-        yield Panel(f"{label}\n{arrived}", surface, found["path"], optimum)
+        yield race.panel(f"{label}\n{arrived}", task, found["path"])
 
 
-EXPERIMENTS = (Synthetic("quadratic", SCALES, run, sections),)
+EXPERIMENTS = (Synthetic("quadratic", SCALES, cells, table, sections, draw),)

@@ -1,4 +1,4 @@
-"""Races on many small problems at once: rivals with many settings in one batch, tuned by brute force, and what was learned.
+"""Races on functions of two variables: rivals with many settings in one batch, tuned by brute force, and what was learned.
 
 The arithmetic of a batched rival is that of the rival of `metamd.rivals`, with one row for every (setting, problem); the
 tests hold the two against each other. The optimiser itself would need a Python call per setting and step.
@@ -6,9 +6,10 @@ tests hold the two against each other. The optimiser itself would need a Python 
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metamd import rivals
-from metamd.comparison.parallel import own_warnings
+from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.sections import Section
 from metamd.files.learned import LearnedOptimiser
-from metamd.files.store import Result, shortened
+from metamd.files.store import Records, Result
 from metamd.inner import run as engine
 from metamd.inner.run import OptimiserSteps
 from metamd.learning.meta import meta_train
 from metamd.optimiser.optimiser import MetaMD
 from metamd.potentials.base import Params
-from metamd.rivals.base import Rival, Stepper
 from metamd.tasks.base import Task, TaskFamily
 
 EPS = 1e-8
@@ -40,32 +39,18 @@ Rule = Callable[[Tensor, State, Mapping[str, Tensor], int], Tensor]
 
 @dataclass(frozen=True)
 class BatchedRival:
-    """An optimiser and the grids on which it is tuned, fixed before any result was seen.
-
-    Args:
-        name: for tables.
-        rule: its step.
-        namesake: the same as an optimiser.
-        others: the further hyperparameters by name: torch's default first, then what else is tried.
-    """
+    """An optimiser and the grids on which it is tuned, fixed before any result was seen."""
 
     name: str
     rule: Rule
-    namesake: Rival | None
-    others: Mapping[str, tuple[float, ...]]
+    others: Mapping[str, tuple[float, ...]]  # the further hyperparameters: torch's default first, then what else is tried
 
     def grid(self, rates: Mapping[str, Any], *, everything: bool) -> list[Setting]:
         """All settings to try."""
-        count = round((rates["high"] - rates["low"]) * rates["per_decade"]) + 1
-        lrs = np.logspace(rates["low"], rates["high"], count).tolist()
+        points = round((rates["high"] - rates["low"]) * rates["per_decade"]) + 1
+        lrs = np.logspace(rates["low"], rates["high"], points).tolist()
         others = [values if everything else values[:1] for values in self.others.values()]
         return [dict(zip(("lr", *self.others), values, strict=True)) for values in product(lrs, *others)]
-
-    def torch(self, theta: torch.nn.Parameter, setting: Setting) -> Stepper:
-        """The namesake with this setting."""
-        if self.namesake is None:
-            raise ValueError(f"{self.name} has no namesake among the rivals. Use the rule.")
-        return self.namesake.with_setting("constant", **setting).start([("theta", theta)])
 
 
 def _sgd(grad: Tensor, state: State, setting: Mapping[str, Tensor], steps: int) -> Tensor:
@@ -97,22 +82,21 @@ def _diagonal(grad: Tensor, state: State, setting: Mapping[str, Tensor], steps: 
 
 
 RIVALS = {
-    "sgd": BatchedRival("SGD", _sgd, rivals.rival("sgd"), {}),
-    "sgd-m": BatchedRival("SGD-M", _momentum, rivals.rival("sgdm"), {"momentum": (0.9, 0.5, 0.7, 0.8, 0.95, 0.97, 0.99)}),
-    "adam": BatchedRival(
-        "Adam", _adam, rivals.rival("adam"), {"beta1": (0.9, 0.0, 0.5, 0.8, 0.95), "beta2": (0.999, 0.5, 0.9, 0.99, 0.9999)}
-    ),
+    "sgd": BatchedRival("SGD", _sgd, {}),
+    "sgd-m": BatchedRival("SGD-M", _momentum, {"momentum": (0.9, 0.5, 0.7, 0.8, 0.95, 0.97, 0.99)}),
+    "adam": BatchedRival("Adam", _adam, {"beta1": (0.9, 0.0, 0.5, 0.8, 0.95), "beta2": (0.999, 0.5, 0.9, 0.99, 0.9999)}),
     "rmsprop": BatchedRival(
-        "RMSprop",
-        _rmsprop,
-        rivals.rival("rmsprop"),
-        {"alpha": (0.99, 0.5, 0.9, 0.999, 0.9999), "momentum": (0.0, 0.5, 0.8, 0.9, 0.95)},
+        "RMSprop", _rmsprop, {"alpha": (0.99, 0.5, 0.9, 0.999, 0.9999), "momentum": (0.0, 0.5, 0.8, 0.9, 0.95)}
     ),
 }
 
-DIAGONAL = BatchedRival("one diagonal", _diagonal, None, {})
+DIAGONAL = BatchedRival("one diagonal", _diagonal, {})
 """Mirror descent in one fixed diagonal metric; its settings are `d0`, `d1`, ... ."""
 
+LABELS = {"best-diagonal": "best diagonal"} | {
+    f"{key}-{tuned}": f"{rival.name} ({tuned})" for key, rival in RIVALS.items() for tuned in ("rate", "all")
+}
+"""What is tuned on the test problems, by the end of its cell's name."""
 
 DIGITS = 7
 """Of the points and losses of a path, which figures show."""
@@ -123,20 +107,16 @@ NEVER = -1
 CLEAN_EVERY = 20
 """Rows that are done are dropped every so many steps: dropping costs more than a step."""
 
+Batch = dict[str, Tensor]
+
 
 @dataclass(frozen=True)
 class Problems:
-    """Tasks of one small shape that are solved together.
+    """Tasks of one small shape that are solved together."""
 
-    Args:
-        tasks: of a family with a shared loss and one tensor, `theta`.
-        start: their theta_1, (P, d).
-        batch: their batches, stacked; they are the same at every step.
-    """
-
-    tasks: tuple[Task, ...]
-    start: Tensor
-    batch: dict[str, Tensor]
+    tasks: tuple[Task, ...]  # of a family with a shared loss and one tensor, `theta`
+    start: Tensor  # their theta_1, (P, d)
+    batch: Batch  # their batches, stacked; they are the same at every step
 
     @classmethod
     def draw(cls, family: TaskFamily, count: int, seed: int) -> "Problems":
@@ -147,39 +127,35 @@ class Problems:
         batch = {key: torch.stack([b[key] for b in batches]) for key in batches[0]}
         return cls(tasks, torch.stack([task.init()["theta"] for task in tasks]), batch)
 
-    def __len__(self) -> int:
-        return len(self.tasks)
-
-    def of(self, rows: Tensor) -> "Batch":
-        """The batches of the problems of that number, one row each."""
-        return {key: value[rows] for key, value in self.batch.items()}
-
     @property
-    def gradient(self) -> "Gradient":
-        """The gradient at points (R, d) for batches with R rows."""
-        return GRADIENTS[self.tasks[0].config["family"]]
+    def first(self) -> "Problems":
+        """The first problem alone, which figures show."""
+        return Problems(self.tasks[:1], self.start[:1], {key: value[:1] for key, value in self.batch.items()})
 
+    def rows(self, settings: Sequence[Setting]) -> tuple[Tensor, Batch, dict[str, Tensor]]:
+        """One row for every setting and problem: the points, the batches and the hyperparameters."""
+        h, p = len(settings), len(self.tasks)
+        options = {k: torch.tensor([s[k] for s in settings], dtype=self.start.dtype) for k in settings[0]}
+        batch = {key: value[torch.arange(p).repeat(h)] for key, value in self.batch.items()}
+        return self.start.repeat(h, 1), batch, {k: v.repeat_interleave(p)[:, None] for k, v in options.items()}
 
-Batch = dict[str, Tensor]
-Gradient = Callable[[Tensor, Batch], Tensor]
+    def losses(self, theta: Tensor, batch: Batch) -> Tensor:
+        """The losses at points (R, d) for batches with R rows."""
+        return torch.func.vmap(lambda x, b: self.tasks[0].loss({"theta": x}, b))(theta, batch)
 
+    def gradient(self, theta: Tensor, batch: Batch) -> Tensor:
+        """The gradient at points (R, d) for batches with R rows.
 
-def _quadratic(theta: Tensor, batch: Batch) -> Tensor:
-    """2Q theta - b."""
-    return 2 * (batch["Q"] * theta[:, None]).sum(2) - batch["b"]
-
-
-def _rosenbrock(theta: Tensor, batch: Batch) -> Tensor:
-    x = batch["scale"] * (theta - batch["shift"])
-    here, bend = x[:, :-1], x[:, 1:] - x[:, :-1] ** 2
-    by_x = torch.zeros_like(x)
-    by_x[:, :-1] = -400 * here * bend - 2 * (1 - here)
-    by_x[:, 1:] += 200 * bend
-    return batch["scale"] * by_x
-
-
-GRADIENTS: dict[str, Gradient] = {"quadratic": _quadratic, "rosenbrock": _rosenbrock}
-"""By hand: ten thousands of steps through vmap and autograd would take minutes. The tests compare them with the tasks."""
+        By hand: ten thousands of steps through vmap and autograd would take minutes. The tests compare it with the tasks.
+        """
+        if "Q" in batch:  # quadratics: 2Q theta - b
+            return 2 * (batch["Q"] * theta[:, None]).sum(2) - batch["b"]
+        x = batch["scale"] * (theta - batch["shift"])
+        here, bend = x[:, :-1], x[:, 1:] - x[:, :-1] ** 2
+        by_x = torch.zeros_like(x)
+        by_x[:, :-1] = -400 * here * bend - 2 * (1 - here)
+        by_x[:, 1:] += 200 * bend
+        return batch["scale"] * by_x
 
 
 def iterations(problems: Problems, rival: BatchedRival, settings: Sequence[Setting], tolerance: float, limit: int) -> Tensor:
@@ -187,19 +163,21 @@ def iterations(problems: Problems, rival: BatchedRival, settings: Sequence[Setti
 
     A setting is given up, its unfinished runs `NEVER`, as soon as its mean cannot be the smallest any more.
     """
-    counts = torch.full((len(settings), len(problems)), NEVER, dtype=torch.int64)
+    counts = torch.full((len(settings), len(problems.tasks)), NEVER, dtype=torch.int64)
     live = torch.ones_like(counts, dtype=torch.bool)
     rows, first = torch.arange(counts.numel()), counts.flatten().clone()
-    theta, batch, options = start(problems, settings)
-    gradient, state = problems.gradient, State()
+    theta, batch, options = problems.rows(settings)
+    state = State()
     for t in range(limit + 1):
-        grad = gradient(theta, batch)
+        grad = problems.gradient(theta, batch)
         square = grad.square().sum(1)
         first = torch.where((square < tolerance**2) & (first == NEVER), t, first)
         if t % CLEAN_EVERY == 0 or t == limit:
             counts.view(-1)[rows] = first
             live.view(-1)[rows] = (first == NEVER) & (square < math.inf)
-            live &= ~_beaten(counts, live, t, limit)[:, None]
+            best = torch.where(live.any(1), math.inf, means(counts, limit)).min()
+            bound = torch.where(live, t, torch.where(counts == NEVER, limit, counts)).double().mean(1)
+            live &= (bound <= best)[:, None]
             keep = live.view(-1)[rows]
             if not keep.any():
                 break
@@ -209,135 +187,80 @@ def iterations(problems: Problems, rival: BatchedRival, settings: Sequence[Setti
     return counts
 
 
-def start(problems: Problems, settings: Sequence[Setting]) -> tuple[Tensor, Batch, dict[str, Tensor]]:
-    """One row for every setting and problem: the points, the batches and the hyperparameters."""
-    h, p = len(settings), len(problems)
-    theta, dtype = problems.start.repeat(h, 1), problems.start.dtype
-    options = {k: torch.tensor([s[k] for s in settings], dtype=dtype).repeat_interleave(p)[:, None] for k in settings[0]}
-    return theta, problems.of(torch.arange(p).repeat(h)), options
-
-
-def _beaten(counts: Tensor, live: Tensor, t: int, limit: int) -> Tensor:
-    """Which settings cannot have the smallest mean any more; a run that never arrives counts as the limit."""
-    best = torch.where(live.any(1), math.inf, means(counts, limit)).min()
-    bound = torch.where(live, t, torch.where(counts == NEVER, limit, counts)).double().mean(1)
-    return bound > best
-
-
 def means(counts: Tensor, limit: int) -> Tensor:
     """The mean count of each setting, a run that never arrives counted as the limit."""
     return torch.where(counts == NEVER, limit, counts).double().mean(1)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """How one optimiser did on the problems.
-
-    Args:
-        setting: its hyperparameters.
-        counts: iterations on every problem, None where it did not arrive.
-        path: its points on the first problem, thinned, (points, d).
-    """
-
-    setting: Setting
-    counts: list[int | None]
-    path: list[list[float]]
+def iterates(problems: Problems, rival: BatchedRival, settings: Sequence[Setting]) -> Iterator[Tensor]:
+    """theta_1, theta_2, ... without end, a row for every setting and problem."""
+    theta, batch, options = problems.rows(settings)
+    state = State()
+    for t in count():
+        yield theta
+        theta = theta - rival.rule(problems.gradient(theta, batch), state, options, t)
 
 
-def tuned(problems: Problems, rival: BatchedRival, settings: Sequence[Setting], tolerance: float, limit: int) -> Entry:
-    """The setting with the smallest mean number of iterations on these very problems, which is generous to the rival."""
-    counts = iterations(problems, rival, settings, tolerance, limit)
-    best = int(means(counts, limit).argmin())
-    own = iterations(problems, rival, [settings[best]], tolerance, limit)[0]
-    return Entry(settings[best], _counts(own), path(problems, rival, settings[best], int(own[0]), limit))
+def final_losses(problems: Problems, rival: BatchedRival, settings: Sequence[Setting], steps: int) -> Tensor:
+    """The mean loss of each setting after so many steps, (H,); infinite if it diverged."""
+    theta = next(islice(iterates(problems, rival, settings), steps, None))
+    losses = problems.losses(theta, problems.rows(settings)[1])
+    return torch.where(losses.isfinite(), losses, math.inf).view(len(settings), -1).mean(1)
 
 
-def path(problems: Problems, rival: BatchedRival, setting: Setting, count: int, limit: int) -> list[list[float]]:
-    """The points of a run on the first problem: all of the first hundred, then ever fewer."""
-    total = limit if count == NEVER else count
-    wanted, state = thinned(total), State()
-    first = Problems(problems.tasks[:1], problems.start[:1], problems.of(torch.zeros(1, dtype=torch.int64)))
-    theta, batch, options = start(first, [setting])
-    points = [theta[0].tolist()]
-    for t in range(total):
-        theta = theta - rival.rule(first.gradient(theta, batch), state, options, t)
+def path(problems: Problems, rival: BatchedRival, setting: Setting, total: int) -> list[list[float]]:
+    """The points of a run on the first problem that a figure shows, while they are finite."""
+    wanted, points = thinned(total), list[list[float]]()
+    for t, theta in enumerate(islice(iterates(problems.first, rival, [setting]), total + 1)):
         if not theta.isfinite().all():
             break
-        if t + 1 in wanted:
+        if t in wanted:
             points.append(theta[0].tolist())
     return points
 
 
-def thinned(total: int) -> set[int]:
+def thinned(total: int) -> list[int]:
     """Which of the steps 0..total a figure shows: the first hundred, then 2 % apart, and the last."""
     steps, t = set(range(min(total, 100) + 1)), 100.0
     while t < total:
         steps.add(int(t))
         t *= 1.02
-    return steps | {total}
+    return sorted(steps | {total})
 
 
-def best_diagonal(problems: Problems, tolerance: float, limit: int, *, points: int = 25, rounds: int = 4) -> Entry:
-    """The one diagonal metric with the smallest mean number of iterations on these problems, by brute force.
+Score = Callable[[BatchedRival, Sequence[Setting]], Tensor]
+"""What is to be small, for each setting."""
 
-    A grid over log D around the mean Hessian's diagonal, a factor e^3 to either side, then finer grids around the best.
-    """
-    task, theta = problems.tasks[0], problems.start
-    curvature = torch.func.vmap(torch.func.hessian(lambda x, b: task.loss({"theta": x}, b)))(theta, problems.batch)
-    centre = curvature.mean(0).diagonal().clamp_min(1e-12).log()
-    width, best = 3.0, (math.inf, Setting())
+
+def best_diagonal(
+    score: Score, centre: Sequence[float], width: float, *, points: int, rounds: int, shrink: float
+) -> Setting:
+    """The one diagonal metric with the smallest score: a grid over log10 D, so wide to either side, then narrower ones."""
+    least, best = math.inf, Setting()
     for _ in range(rounds):
-        axes = [torch.linspace(float(c) - width, float(c) + width, points).exp().tolist() for c in centre]
+        axes = [torch.logspace(c - width, c + width, points, dtype=torch.float64).tolist() for c in centre]
         settings = [{f"d{i}": d for i, d in enumerate(ds)} for ds in product(*axes)]
-        found = means(iterations(problems, DIAGONAL, settings, tolerance, limit), limit)
-        if float(found.min()) < best[0]:
-            # of many that are equally good the middle one
-            equal = [s for s, m in zip(settings, found.tolist(), strict=True) if m == float(found.min())]
-            best = float(found.min()), equal[len(equal) // 2]
-        centre = torch.tensor([best[1][k] for k in sorted(best[1])]).log()
-        width /= 4
-    return tuned(problems, DIAGONAL, [best[1]], tolerance, limit)
+        found = score(DIAGONAL, settings).tolist()
+        if min(found) < least:
+            least = min(found)
+            equal = [s for s, m in zip(settings, found, strict=True) if m == least]
+            best = equal[len(equal) // 2]  # of many that are equally good the middle one
+        centre, width = [math.log10(d) for d in best.values()], width * shrink
+    return best
 
 
-def learned(
-    problems: Problems, geometry: LearnedOptimiser, tolerances: Sequence[float], limit: int, *, exact: bool = True
-) -> list[Entry]:
-    """What `MetaMD` does with a learned geometry, lr = 1 and nothing tuned; an entry for each tolerance."""
-    counts: list[list[int | None]] = [[None] * len(problems) for _ in tolerances]
-    points: list[list[float]] = []
-    for number, task in enumerate(problems.tasks):
-        theta = torch.nn.Parameter(task.init()["theta"])
-
-        def watch(t: int, loss: Tensor, grads: Params, number: int = number, theta: Tensor = theta) -> None:
-            if number == 0:
-                points.append(theta.detach().tolist())
-            for found, tolerance in zip(counts, tolerances, strict=True):
-                if found[number] is None and float(grads["theta"].norm()) < tolerance:
-                    found[number] = t
-
-        def until(t: int, losses: Sequence[float], grads: Params) -> str:
-            norm = float(grads["theta"].norm())
-            return "" if min(tolerances) <= norm < math.inf else "it has arrived, or left for good"
-
-        optimiser = MetaMD([("theta", theta)], geometry, exact=exact, check_finite=False)
-        engine.train(task, OptimiserSteps({"theta": theta}, optimiser), limit + 1, watch=watch, until=until)
-    wanted = thinned(len(points) - 1)
-    path = [x for t, x in enumerate(points) if t in wanted]
-    return [Entry({}, found, path) for found in counts]
+Tuned = Callable[[BatchedRival, Sequence[Setting]], Result]
 
 
-def _counts(counts: Tensor) -> list[int | None]:
-    return [None if c == NEVER else int(c) for c in counts]
-
-
-def final_losses(valleys: Problems, rival: BatchedRival, settings: Sequence[Setting], steps: int) -> Tensor:
-    """The loss of each setting on each valley after so many steps, (H, P); infinite if it diverged."""
-    theta, batch, options = start(valleys, settings)
-    state, gradient = State(), valleys.gradient
-    for t in range(steps):
-        theta = theta - rival.rule(gradient(theta, batch), state, options, t)
-    losses = torch.func.vmap(lambda x, b: valleys.tasks[0].loss({"theta": x}, b))(theta, batch)
-    return torch.where(losses.isfinite(), losses, math.inf).view(len(settings), -1)
+def tuned_cells(
+    place: str, tuned: Tuned, brute: Callable[[], Result], rates: Mapping[str, Any], *, everything: bool
+) -> Iterator[Cell]:
+    """The cells of what is tuned on the test problems: the best diagonal, then the rivals, in the rate and in everything."""
+    yield Cell(f"{place}-best-diagonal", brute)
+    for key, rival in RIVALS.items():
+        yield Cell(f"{place}-{key}-rate", partial(tuned, rival, rival.grid(rates, everything=False)))
+        if everything and rival.others:
+            yield Cell(f"{place}-{key}-all", partial(tuned, rival, rival.grid(rates, everything=True)))
 
 
 Training = tuple[LearnedOptimiser | str, list[str]]
@@ -355,43 +278,68 @@ def train(family: TaskFamily, options: Mapping[str, Any], seed: int) -> Training
     return found, own_warnings(caught)
 
 
-def raced(
-    problems: Problems, training: Training, tolerances: Mapping[str, float], limit: int, *, exact: bool = True
-) -> Result:
-    """Count the iterations of what was learned on test problems."""
-    geometry, warned = training
-    if isinstance(geometry, str):
-        return {"failed": geometry, "warnings": warned}
+def raced(training: Training, race: Callable[[LearnedOptimiser], Result]) -> Result:
+    """The result of what was learned in a race, with its metrics, what learning took, and the names of all warnings."""
+    learned, warned = training
+    if isinstance(learned, str):
+        return {"failed": learned, "warnings": warned}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        entries = learned(problems, geometry, list(tolerances.values()), limit, exact=exact)
-    return {
-        "iterations": {name: entry.counts for name, entry in zip(tolerances, entries, strict=True)},
-        "metrics": metrics_of(geometry),
-        "cost": {k: v for k, v in (geometry.header.cost or {}).items() if k != "seconds"},
+        found = race(learned)
+    return found | {
+        "metrics": next(v.detach().exp().tolist() for v in learned.potential.log_d.values()),
+        "cost": {k: v for k, v in (learned.header.cost or {}).items() if k != "seconds"},
         "warnings": sorted({*warned, *own_warnings(caught)}),
-        "path": shortened(entries[0].path, DIGITS),
     }
 
 
-def metrics_of(geometry: LearnedOptimiser) -> list[list[float]]:
-    """The metrics of the only tensor, by piece."""
-    return next(v.detach().exp().tolist() for v in geometry.potential.log_d.values())
+def follow(
+    task: Task, learned: LearnedOptimiser, limit: int, *, exact: bool = True, tolerance: float = 0.0
+) -> tuple[list[list[float]], list[float]]:
+    """The points and gradient norms of `MetaMD`, lr = 1 and nothing tuned, until a norm is below the tolerance."""
+    theta = torch.nn.Parameter(task.init()["theta"])
+    points, norms = list[list[float]](), list[float]()
+
+    def watch(t: int, loss: Tensor, grads: Params) -> None:
+        points.append(theta.detach().tolist())
+        norms.append(float(grads["theta"].norm()))
+
+    def until(t: int, losses: Sequence[float], grads: Params) -> str:
+        return "" if tolerance <= norms[-1] < math.inf else "it has arrived, or left for good"
+
+    optimiser = MetaMD([("theta", theta)], learned, exact=exact, check_finite=False)
+    engine.train(task, OptimiserSteps({"theta": theta}, optimiser), limit + 1, watch=watch, until=until)
+    return points, norms
+
+
+def panel(title: str, task: Any, points: Sequence[Sequence[float]]) -> Any:
+    """A run over the contours of the task's loss, for a figure."""
+    from metamd.comparison.figures import Panel
+
+    def surface(x: Any, y: Any) -> Any:
+        theta = torch.from_numpy(np.stack([x, y], -1).reshape(-1, 2))
+        losses = torch.func.vmap(lambda p: task.loss({"theta": p}, task.batch(0)))(theta)
+        return losses.reshape(x.shape).numpy()
+
+    return Panel(title, surface, points, task.optimum()["theta"].tolist())
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """An experiment that compares in a way of its own, on functions of two variables.
-
-    Args:
-        name: of the experiment.
-        scales: by name.
-        run: fills the table and draws the figures; what is in the folder already is kept.
-        sections: the tables, from the rows.
-    """
+    """An experiment that compares in a way of its own, on functions of two variables."""
 
     name: str
-    scales: Mapping[str, Any]
-    run: Callable[[str, Path, int, int, str | None], Result]
-    sections: Callable[[Sequence[Result]], list[Section]]
+    scales: Mapping[str, Any]  # by name
+    cells: Callable[[Any, int], Iterator[Cell]]  # what there is to compute at a scale, with a seed
+    table: Callable[[Mapping[str, Result]], list[Result]]  # the rows, from the results of the cells
+    sections: Callable[[Sequence[Result]], list[Section]]  # the tables, from the rows
+    draw: Callable[[Mapping[str, Result], Path], None]  # the figures, from the results of the cells, into the folder
     variant: str = ""
+
+    def run(self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
+        """Fill the table and draw the figures; what is in the folder already is kept."""
+        size, about = self.scales[scale], {"experiment": self.name, "scale": scale, "seed": seed}
+        records = Records(folder, about | asdict(size))
+        results = fill(records, self.cells(size, seed), title=self.name, workers=workers, ray=ray)
+        self.draw(results, folder)
+        return about | {"rows": self.table(results)}

@@ -6,42 +6,25 @@ the very function it is measured on; the best diagonal is what any single learne
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from metamd import tasks
-from metamd.comparison.parallel import Cell, fill, own_warnings
+from metamd.comparison.parallel import Cell
 from metamd.comparison.sections import Section
-from metamd.experiments.race import (
-    DIAGONAL,
-    DIGITS,
-    NEVER,
-    RIVALS,
-    BatchedRival,
-    Problems,
-    Setting,
-    Synthetic,
-    final_losses,
-    metrics_of,
-    path,
-    thinned,
-    train,
-)
-from metamd.files.store import Records, Result, shortened
-from metamd.inner import run as engine
+from metamd.experiments import race
+from metamd.experiments.race import BatchedRival, Problems, Setting, Synthetic
+from metamd.files.learned import LearnedOptimiser
+from metamd.files.store import Result, shortened
 from metamd.inner.estimators import Reverse
-from metamd.inner.run import OptimiserSteps
 from metamd.learning.meta import paper
-from metamd.optimiser.optimiser import MetaMD
 from metamd.potentials import Diagonal
-from metamd.tasks.base import derive_seed
+from metamd.tasks.base import TaskFamily, derive_seed
 
 STEPS = 500
 REACHED = 1e-6
@@ -50,6 +33,7 @@ REACHED = 1e-6
 KEPT = ("loss", "distance", "reached", "setting", "metrics", "failed")
 
 STARTS = {"customary": (-1.2, 1.0), "origin": (0.0, 0.0), "far": (-2.0, 2.0)}
+LABELS = {"metamd": "MetaMD", "paper": "MetaMD, paper", **race.LABELS}
 RATES = {"low": -6, "high": 2, "per_decade": 16}
 
 
@@ -76,88 +60,64 @@ SCALES = {"smoke": Scale(("customary",), 1, 1, 4, False), "cpu": Scale(), "paper
 """Of the paper's protocol no more is published than `cpu` has."""
 
 
-def run(scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
-    """Fill the table and draw the figures; what is in the folder already is kept."""
-    settings = {"experiment": "rosenbrock", "scale": scale, "seed": seed, **asdict(SCALES[scale])}
-    results = fill(Records(folder, settings), cells(SCALES[scale], seed), title="rosenbrock", workers=workers, ray=ray)
-    draw(results, folder)
-    return {"experiment": "rosenbrock", "scale": scale, "seed": seed, "rows": table(results)}
-
-
 def cells(scale: Scale, seed: int) -> Iterator[Cell]:
     """What there is to compute."""
     for name in scale.starts:
-        yield Cell(f"{name}-best-diagonal", partial(_brute, scale, name))
-        for key, rival in RIVALS.items():
-            for everything in (False, True) if scale.everything and rival.others else (False,):
-                grid = rival.grid(RATES, everything=everything)
-                yield Cell(f"{name}-{key}-{'all' if everything else 'rate'}", partial(_rival, name, rival, grid))
+        tuned, brute = partial(_tuned, name), partial(_brute, scale, name)
+        yield from race.tuned_cells(name, tuned, brute, RATES, everything=scale.everything)
     for name in scale.starts:
         yield Cell(f"{name}-metamd", partial(_learned, scale, seed, name, {"potential": Diagonal()}))
         # Reverse gives Forward's gradient to rounding, in a fraction of the time
         yield Cell(f"{name}-paper", partial(_learned, scale, seed, name, paper(10.0, estimator=Reverse())))
 
 
-def _rival(name: str, rival: BatchedRival, grid: Sequence[Setting]) -> Result:
-    return tuned(_problem(name), rival, grid)
+def family(name: str) -> TaskFamily:
+    """The function from a start."""
+    return tasks.rosenbrock(start=STARTS[name], steps=STEPS)
 
 
-def _problem(name: str) -> Problems:
-    return Problems.draw(tasks.rosenbrock(start=STARTS[name], steps=STEPS), 1, 0)
+def _score(name: str, rival: BatchedRival, settings: Sequence[Setting]) -> torch.Tensor:
+    return race.final_losses(Problems.draw(family(name), 1, 0), rival, settings, STEPS)
 
 
-def tuned(problems: Problems, rival: BatchedRival, settings: Sequence[Setting]) -> Result:
+def _tuned(name: str, rival: BatchedRival, settings: Sequence[Setting]) -> Result:
     """The setting with the smallest loss after the last iteration."""
-    best = settings[int(final_losses(problems, rival, settings, STEPS).mean(1).argmin())]
-    points = path(problems, rival, best, NEVER, STEPS)
-    return _outcome(problems, points, sorted(thinned(STEPS))) | {"setting": best, "tried": len(settings)}
+    problems = Problems.draw(family(name), 1, 0)
+    best = settings[int(_score(name, rival, settings).argmin())]
+    return _outcome(problems, race.path(problems, rival, best, STEPS)) | {"setting": best}
 
 
 def _brute(scale: Scale, name: str) -> Result:
     """The best single diagonal metric: a grid over six decades in each coordinate, then two finer ones."""
-    problems, width, centre = _problem(name), 3.0, (2.0, 2.0)
-    best: Setting = {}
-    for _ in range(3):
-        axes = [torch.logspace(c - width, c + width, scale.grid, dtype=torch.float64).tolist() for c in centre]
-        settings = [{"d0": a, "d1": b} for a, b in product(*axes)]
-        best = settings[int(final_losses(problems, DIAGONAL, settings, STEPS).mean(1).argmin())]
-        centre, width = (math.log10(best["d0"]), math.log10(best["d1"])), 4 * width / scale.grid
-    return tuned(problems, DIAGONAL, [best])
+    score, shrink = partial(_score, name), 4 / scale.grid
+    best = race.best_diagonal(score, (2.0, 2.0), 3.0, points=scale.grid, rounds=3, shrink=shrink)
+    return _tuned(name, race.DIAGONAL, [best])
 
 
 def _learned(scale: Scale, seed: int, name: str, options: Mapping[str, Any]) -> Result:
-    """Meta-train on the function, then minimise it with `MetaMD`, lr = 1."""
-    family, problems = tasks.rosenbrock(start=STARTS[name], steps=STEPS), _problem(name)
-    counts = {"outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
-    training, warned = train(family, {**options, **counts}, derive_seed(seed, name))
-    if isinstance(training, str):
-        return {"failed": training, "warnings": warned}
-    task, points = problems.tasks[0], list[list[float]]()
-    theta = torch.nn.Parameter(task.init()["theta"])
-    optimiser = MetaMD([("theta", theta)], training, exact="method" not in options, check_finite=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        steps = OptimiserSteps({"theta": theta}, optimiser)
-        engine.train(task, steps, STEPS, watch=lambda *step: points.append(theta.detach().tolist()), until=None)
-    points.append(theta.detach().tolist())
-    shown = sorted(thinned(STEPS))
-    found = _outcome(problems, [points[t] for t in shown], shown)
-    return found | {"metrics": metrics_of(training), "warnings": sorted({*warned, *own_warnings(caught)})}
+    """Meta-train on the function, then minimise it."""
+    given = {**options, "outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
+    problems = Problems.draw(family(name), 1, 0)
+
+    def result(learned: LearnedOptimiser) -> Result:
+        points, _ = race.follow(problems.tasks[0], learned, STEPS, exact="method" not in options)
+        return _outcome(problems, [points[t] for t in race.thinned(STEPS) if t < len(points)])
+
+    return race.raced(race.train(family(name), given, derive_seed(seed, name)), result)
 
 
-def _outcome(problems: Problems, points: list[list[float]], steps: list[int]) -> Result:
+def _outcome(problems: Problems, points: list[list[float]]) -> Result:
     """Loss and distance at the end, and the losses on the way."""
-    task = problems.tasks[0]
+    task, steps = problems.tasks[0], race.thinned(STEPS)
     losses = [task.evaluate({"theta": torch.tensor(p, dtype=torch.float64)}).loss for p in points]
     if not math.isfinite(losses[-1]) or len(points) < len(steps):
         return {"loss": None, "distance": None, "reached": False, "path": points[:1], "losses": [], "steps": []}
-    distance = math.dist(points[-1], [1.0, 1.0])
     return {
         "loss": losses[-1],
-        "distance": distance,
+        "distance": math.dist(points[-1], [1.0, 1.0]),
         "reached": losses[-1] < REACHED,
-        "path": shortened(points, DIGITS),
-        "losses": shortened(losses, DIGITS),
+        "path": shortened(points, race.DIGITS),
+        "losses": shortened(losses, race.DIGITS),
         "steps": steps,
     }
 
@@ -165,20 +125,11 @@ def _outcome(problems: Problems, points: list[list[float]], steps: list[int]) ->
 # the table
 
 
-def labels() -> dict[str, str]:
-    """What each cell is called, by the second part of its name."""
-    found = {"metamd": "MetaMD", "paper": "MetaMD, paper"}
-    found |= {"best-diagonal": "best diagonal"}
-    for key, rival in RIVALS.items():
-        found |= {f"{key}-rate": f"{rival.name} (rate)", f"{key}-all": f"{rival.name} (all)"}
-    return found
-
-
 def table(results: Mapping[str, Result]) -> list[Result]:
     """One row for every optimiser and start."""
     rows = []
     for name in STARTS:
-        for key, label in labels().items():
+        for key, label in LABELS.items():
             found = results.get(f"{name}-{key}")
             if found is not None:
                 kept: Result = {k: found[k] for k in KEPT if k in found}
@@ -218,22 +169,20 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
     """The trajectories from every start, and the losses on the way."""
     from metamd.comparison import figures
 
-    def surface(x: Any, y: Any) -> Any:
-        return 100 * (y - x**2) ** 2 + (1 - x) ** 2
-
     rows: dict[str, list[figures.Panel]] = {}
     panels: dict[str, list[figures.Curve]] = {}
     for name, place in STARTS.items():
         here = {
             label: results[f"{name}-{key}"]
-            for key, label in labels().items()
+            for key, label in LABELS.items()
             if results.get(f"{name}-{key}", {}).get("losses")
         }
         if not here:
             continue
         title = f"start ({place[0]:g}, {place[1]:g})"
+        task = Problems.draw(family(name), 1, 0).tasks[0]
         rows[title] = [
-            figures.Panel(f"{label.removesuffix(' (rate)')}\nloss {found['loss']:.0e}", surface, found["path"], (1.0, 1.0))
+            race.panel(f"{label.removesuffix(' (rate)')}\nloss {found['loss']:.0e}", task, found["path"])
             for label, found in here.items()
             if "(all)" not in label
         ]
@@ -245,4 +194,4 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
     figures.curves(panels, folder / "losses.png", xlabel="iteration", ylabel="loss")
 
 
-EXPERIMENTS = (Synthetic("rosenbrock", SCALES, run, sections),)
+EXPERIMENTS = (Synthetic("rosenbrock", SCALES, cells, table, sections, draw),)

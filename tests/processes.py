@@ -126,23 +126,17 @@ def arm(point: str) -> None:
     kind, _, rest = point.partition(":")
     count, _, how = rest.partition(":")
     strike = Countdown(int(count or 0), signal.Signals[how or "SIGKILL"])
-    if kind == "write":
+    if kind in ("write", "renamed", "cell"):
         fsync = os.fsync
 
         def struck(descriptor: int) -> None:
-            if Path(f"/proc/self/fd/{descriptor}").resolve().suffix == ".tmp":
+            place = Path(f"/proc/self/fd/{descriptor}").resolve()
+            if kind == "write" and place.suffix == ".tmp":
                 strike()
             fsync(descriptor)
-
-        container.os.fsync = struck
-    elif kind in ("renamed", "cell"):
-        sync = container._sync_directory
-
-        def then(directory: Path) -> None:
-            sync(directory)
-            if kind == "renamed" or directory.name == "cells":
+            if place.is_dir() and (kind == "renamed" or (kind == "cell" and place.name == "cells")):
                 strike()
 
-        container._sync_directory = then
+        container.os.fsync = struck
     elif kind:
         raise ValueError(point)

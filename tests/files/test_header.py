@@ -64,7 +64,7 @@ def test_any_value_of_any_field_is_read_or_refused_with_a_sentence(name, value):
         ({"model": {"fc1.weight": (9, 9)}}, "'fc1.weight' of shape"),
         ({"horizon": 0}, "horizon must be an integer of at least 1"),
         ({"gradient_scale": {"nobody": 1.0}}, "gradient_scale has 'nobody'"),
-        ({"gradient_scale": {"fc1.weight": -1.0}}, "must not be negative"),
+        ({"gradient_scale": {"fc1.weight": -1.0}}, "gradient_scale must map names to numbers >= 0"),
         ({"cost": {"seconds": "long"}}, "cost must map names to numbers"),
         ({"cost": {"seconds": 10**400}}, "cost must map names to numbers"),
         ({"held_out": {"loss": float("nan")}}, "held_out must hold only texts, finite numbers"),

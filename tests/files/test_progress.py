@@ -60,7 +60,7 @@ def test_a_bar_on_a_terminal_takes_no_thread_and_nests(monkeypatch):
     assert module._screen is None
 
 
-def test_silence_and_bytes(monkeypatch, capsys):
+def test_silence_and_a_total_that_becomes_known(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     with showing("never"):
         count(25)
@@ -68,9 +68,9 @@ def test_silence_and_bytes(monkeypatch, capsys):
         unnamed.advance()
     assert screen.getvalue() == ""
     monkeypatch.undo()
-    with showing("always"), Progress("file", unit="bytes") as progress:
-        progress.update(2_500_000, total=5_000_000)
-    assert "file: 2.5 MB of 5.0 MB" in capsys.readouterr().err
+    with showing("always"), Progress("file, MB") as progress:
+        progress.update(2.5, total=5)
+    assert "file, MB: 2.5 of 5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [(), ("--quiet",)])

@@ -330,10 +330,10 @@ def fields_of(parts, **changes):
 
 
 DAMAGE = {
-    "field": (lambda p: fields_of(p, owner="me"), "must have exactly"),
-    "no field": (lambda p: fields_of(p, steps=...), "must have exactly"),
-    "version": (lambda p: fields_of(p, schema_version=2), "schema_version of a run must be 1, got 2"),
-    "steps": (lambda p: fields_of(p, steps=0), "steps must be an integer of at least 1"),
+    "field": (lambda p: fields_of(p, owner="me"), "its header must have name, tying"),
+    "no field": (lambda p: fields_of(p, steps=...), "its header must have name, tying"),
+    "version": (lambda p: fields_of(p, schema_version=2), "the schema_version of its header must be 1, got 2"),
+    "steps": (lambda p: fields_of(p, steps=0), "the steps of its header must be an integer of at least 1"),
     "phases": (lambda p: fields_of(p, phases=2), "must have the shape"),
     "tying": (lambda p: fields_of(p, tying="tensor"), "must have the shape"),
     "model": (lambda p: fields_of(p, model=[]), "model must name one tensor"),

@@ -428,7 +428,7 @@ def test_the_reference_rate_is_the_best_of_those_given():
         (lambda: Online(scale={"a": -1.0}), "the scale of 'a' must be positive and finite, got -1.0"),
         (lambda: Online().step_size("a"), "there is no online scale for 'a'"),
         (lambda: Usage("other"), 'metric must be "learned" or "online"'),
-        (lambda: Usage(schedule="cosine"), 'schedule must be "constant", "linear", "quadratic" or "learned"'),
+        (lambda: Usage(schedule="cosine"), 'schedule must be "constant" or "linear" or "quadratic" or "learned"'),
         (lambda: Usage(factor=0.0), "factor must be positive"),
         (lambda: Usage(averaging="anytime"), 'averaging must be "constant" or "tail", got \'anytime\''),
         (lambda: Usage(averaging="tail", momentum=0.9), "has no momentum"),

@@ -114,7 +114,8 @@ def _transfer(file: RemoteFile, url: str, part: Path, timeout: float) -> None:
         raise DataError("Downloading needs pooch. Install it with: pip install 'metamd[data]'") from error
     # A server that sends a .gz file "gzip-encoded" would have it decompressed on the way; identity prevents that.
     headers = {"Accept-Encoding": "identity", "User-Agent": "metamd"}
-    with part.open("wb") as stream, Progress(file.name, file.size, unit="bytes") as progress:
+    size = None if file.size is None else file.size / 1e6
+    with part.open("wb") as stream, Progress(f"{file.name}, MB", size) as progress:
         fetch = pooch.HTTPDownloader(progressbar=False, chunk_size=CHUNK, timeout=timeout, headers=headers)
         fetch(url, _Bounded(stream, file.largest, progress), None)
         stream.flush()
@@ -131,7 +132,7 @@ class _Bounded:
         self.left -= len(chunk)
         if self.left < 0:
             raise DataError(f"the server sent more than the {self.limit} bytes expected")
-        self.progress.advance(count=len(chunk))
+        self.progress.update((self.limit - self.left) / 1e6)
         return self.stream.write(chunk)
 
     def flush(self) -> None:

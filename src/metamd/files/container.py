@@ -6,7 +6,6 @@ Every file that MetaMD writes with tensors is a `Kind` of it. A crash while writ
 import json
 import os
 import secrets
-import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,15 +54,11 @@ class Kind:
         write_atomically(path, pack(tensors, {self.key: text, self.seal: digest}))
 
     def read(self, path: Path, assemble: Callable[[str, Tensors], T], digest: Callable[[T, str], str] | None = None) -> T:
-        """What a file holds; whatever is wrong with it is a sentence that begins with its path.
+        """What `assemble` makes of the text and the tensors; whatever is wrong is a sentence that begins with the path.
 
-        Args:
-            path: what the user named.
-            assemble: makes it of the text and the tensors.
-            digest: the checksum that the file of a thing with this text should have, if it is another than for `write`.
+        `digest` gives the checksum that the file should have, if it is another than that of the text and the tensors.
         """
         try:
-            _check_regular(path)
             metadata, tensors = read(path)
             if set(metadata) != {self.key, self.seal}:
                 raise ValueError(
@@ -114,8 +109,7 @@ def strict_json(text: bytes | str, what: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [k for k, _ in pairs]
-            twice = next(k for i, k in enumerate(names) if k in names[:i])
+            twice = next(k for i, (k, _) in enumerate(pairs) if k in dict(pairs[:i]))
             raise _RefusedError(f"{what} repeats the key {shown(twice)}; every key may appear once.")
         return found
 
@@ -144,6 +138,10 @@ def read(path: Path) -> tuple[dict[str, str], Tensors]:
     The length of the header is judged first, from the first eight bytes. Then the header is parsed. Then the tensors are
     decoded: safetensors refuses sizes and offsets that do not fill the data exactly.
     """
+    if path.is_dir():
+        raise IsADirectoryError("it is a directory. Name the .safetensors file inside it.")
+    if path.exists() and not path.is_file():  # before it is opened: a pipe would wait for ever
+        raise ValueError("it must be a regular file, and it is a pipe or a device. Copy it to a file first.")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
@@ -199,20 +197,6 @@ def _parse_header(header: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     return {name: entry["shape"] for name, entry in table.items()}, metadata
 
 
-def naturals(value: object) -> bool:
-    """Whether a parsed value is a short list of integers >= 0 that fit in 63 bits. (True is no integer here.)"""
-    return isinstance(value, list) and len(value) <= 64 and all(type(i) is int and 0 <= i < 2**63 for i in value)
-
-
-def _check_regular(path: Path) -> None:
-    """Refuse what is no file, before it is opened: a pipe would wait for ever."""
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError("it is a directory. Name the .safetensors file inside it.")
-    if not stat.S_ISREG(mode):
-        raise ValueError("it must be a regular file, and it is a pipe or a device. Copy it to a file first.")
-
-
 def pack(tensors: Tensors, metadata: dict[str, str]) -> bytes:
     """The bytes of a safetensors file; equal content gives equal bytes, since safetensors itself shuffles metadata."""
     data = encode(tensors)
@@ -245,15 +229,9 @@ def write_atomically(path: Path, data: bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename survive a power cut; only some systems can open a directory."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    if hasattr(os, "O_DIRECTORY"):  # so that the rename survives a power cut; only some systems can open a directory
+        handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

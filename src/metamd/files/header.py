@@ -3,14 +3,14 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_args
 
 import torch
 
 from metamd._version import __version__
-from metamd.files.container import naturals, shown, strict_json
+from metamd.files.container import shown, strict_json
 from metamd.files.usage import Usage
 from metamd.potentials.base import Centre
 from metamd.potentials.basis import Basis
@@ -26,8 +26,9 @@ SINCE = {
 }
 """Fields that older versions do not have."""
 
-POTENTIALS = ("max-diagonal",)
-BASES = ("identity", "right", "both")
+SIDES: dict[str, tuple[str, ...]] = {"identity": (), "right": ("right",), "both": ("left", "right")}
+"""The sides of weights on which a basis is learned."""
+
 TABLES = {"tensors": "key", "model": "name", "factors": "key", "start": "name"}
 """Fields that map names to shapes; in JSON they are lists, since the order of a model's layers matters."""
 
@@ -113,20 +114,18 @@ class Header:
                 raise ValueError(
                     f"the metric {shown(key)} must have one row for each of the {self.pieces} pieces, got shape {shape}."
                 )
-        unknown = sorted(set(self.gradient_scale) - set(self.tensors))
-        if unknown:
-            raise ValueError(f"gradient_scale has {shown(unknown[0])}, but the metrics are {some(self.tensors)}.")
-        foreign = sorted(set((self.online or {"scale": {}})["scale"]) - set(self.tensors))
-        if foreign:
-            raise ValueError(f"the scale of online has {shown(foreign[0])}, but the metrics are {some(self.tensors)}.")
-        if any(v < 0 for v in self.gradient_scale.values()):
-            raise ValueError(f"gradient_scale must not be negative, got {shown(self.gradient_scale)}.")
+        scales = {"gradient_scale": self.gradient_scale, "the scale of online": (self.online or {"scale": {}})["scale"]}
+        for what, scale in scales.items():
+            if unknown := sorted(set(scale) - set(self.tensors)):
+                raise ValueError(f"{what} has {shown(unknown[0])}, but the metrics are {some(self.tensors)}.")
         self._check_basis()
+        empty = {k: torch.empty(s, device="meta") for k, s in self.factors.items()}  # its shapes, without the numbers
+        basis = Basis(self.basis, factors=empty)  # type: ignore[arg-type]
         stored = {k: s[1:] for k, s in self.tensors.items()}
-        match(self.tying, self._blank_basis().slots(self.tying, self.model), self.model, stored, lenient=True)
+        match(self.tying, basis.slots(self.tying, self.model), self.model, stored, lenient=True)
 
     def _check_basis(self) -> None:
-        sides = {"identity": (), "right": ("right",), "both": ("left", "right")}[self.basis]
+        sides = SIDES[self.basis]
         for name, shape in self.factors.items():
             side, _, key = name.partition("/")
             if side not in sides or key not in self.tensors:
@@ -141,10 +140,6 @@ class Header:
                     f"the metric {shown(key)} of shape {shape} does not fit its basis, for which each piece needs {numbers} "
                     "numbers."
                 )
-
-    def _blank_basis(self) -> Basis:
-        """A basis of the factors' shapes, without their numbers."""
-        return Basis(self.basis, factors={k: torch.empty(s, device="meta") for k, s in self.factors.items()})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """The header in plain JSON types, structural fields first."""
@@ -162,11 +157,7 @@ class Header:
 
     @classmethod
     def from_json(cls, text: str) -> "Header":
-        """Read a header from untrusted JSON text, refusing what no version of the schema knows.
-
-        Args:
-            text: what `to_json` gave.
-        """
+        """Read a header from untrusted JSON text, refusing what no version of the schema knows."""
         plain = strict_json(text, "the header")
         if not isinstance(plain, dict):
             raise ValueError(f"the header must be a JSON object, got {shown(plain)}.")
@@ -176,15 +167,14 @@ class Header:
         required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
         for name in sorted((required | {"potential", "basis"}) - set(plain)):
             raise ValueError(f"the header lacks the field {name!r}, which every learned optimiser needs.")
-        return cls(**plain | {name: table(name, word, plain.get(name, [])) for name, word in TABLES.items()})
+        return cls(**plain | {name: table(name, plain.get(name, [])) for name in TABLES})
 
 
-def table(name: str, word: str, rows: object) -> dict[str, Any]:
+def table(name: str, rows: object) -> dict[str, Any]:
     """{name: shape} from a list of {word: name, "shape": [...]}."""
     found: dict[str, Any] = {}
-    if not isinstance(rows, list):
-        raise ValueError(f"{name} must be a list of {{{word!r}, 'shape'}}, got {shown(rows)}.")
-    for row in rows:
+    word = TABLES[name]
+    for row in rows if isinstance(rows, list) else [rows]:
         if not isinstance(row, dict) or set(row) != {word, "shape"} or not isinstance(row[word], str):
             raise ValueError(f"{name} must be a list of {{{word!r}, 'shape'}}, got the row {shown(row)}.")
         if row[word] in found:
@@ -197,21 +187,39 @@ def table(name: str, word: str, rows: object) -> dict[str, Any]:
 Check = Callable[[str, Any], Any]
 
 
-def _must(
+def must(
     what: str, holds: Callable[[Any], bool], advice: str = "", copy: Callable[[Any], Any] = lambda value: value
 ) -> Check:
     """The check that a value is what the words say."""
 
     def check(name: str, value: Any) -> Any:
         if not holds(value):
-            raise ValueError(f"{name} must be {what}, got {shown(value)}.{advice}")
+            raise ValueError(f"{name} must {what}, got {shown(value)}.{advice}")
         return copy(value)
 
     return check
 
 
-def _one_of(options: tuple[str, ...]) -> Check:
-    return _must(" or ".join(map(repr, options)), lambda value: isinstance(value, str) and value in options)
+def record(checks: Mapping[str, Check], later: Container[str] = (), copy: Callable[[Any], Any] = dict) -> Check:
+    """The check of a dictionary with these fields and no others; those that came later may be missing."""
+
+    def check(name: str, value: Any) -> Any:
+        plain, needed = _plain(name, value), [key for key in checks if key not in later]
+        if not set(needed) <= set(plain) <= set(checks):
+            raise ValueError(f"{name} must have {', '.join(needed)}; got {shown(plain)}.")
+        return copy({key: checks[key](f"the {key} of {name}", given) for key, given in plain.items()})
+
+    return check
+
+
+def several(check: Check) -> Check:
+    """The check of a list that is not empty, item by item."""
+    whole = must("be a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
+    return lambda name, value: [check(f"each of {name}", item) for item in whole(name, value)]
+
+
+def _one_of(*options: str) -> Check:
+    return must(f"be {' or '.join(map(repr, options))}", lambda value: isinstance(value, str) and value in options)
 
 
 def _optional(check: Check) -> Check:
@@ -226,25 +234,8 @@ def _all(value: Any, holds: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | tuple) and all(map(holds, value))
 
 
-_positive = _must("an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**63)
-_text = _must("a text", lambda value: isinstance(value, str), " Pass repr(...) of an object.")
-_finite = _must("a finite number", _number, copy=float)
-_weight = _must("a positive number", lambda value: _number(value) and value > 0, copy=float)
-_seeds = _must("a list of integers", lambda value: _all(value, lambda s: type(s) is int and abs(s) < 2**64), copy=tuple)
-_hashes = _must(
-    "a list of hashes of 32 hexadecimal digits",
-    lambda value: _all(value, lambda h: isinstance(h, str) and re.fullmatch("[0-9a-f]{32}", h) is not None),
-    copy=tuple,
-)
-
-
-def _shapes(name: str, value: Any) -> dict[str, Shape]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} must map names to shapes, got {shown(value)}.")
-    for key, shape in value.items():
-        if not isinstance(key, str) or not naturals(list(shape) if isinstance(shape, tuple) else shape):
-            raise ValueError(f"{name} must map names to shapes of integers >= 0, got {shown(key)}: {shown(shape)}.")
-    return {k: tuple(s) for k, s in value.items()}
+def _is_shape(value: Any) -> bool:
+    return _all(value, lambda size: type(size) is int and 0 <= size < 2**63) and len(value) <= 64
 
 
 def _plain(name: str, value: Any) -> dict[str, Any]:
@@ -258,93 +249,77 @@ def _plain(name: str, value: Any) -> dict[str, Any]:
 
 
 def _mapping(what: str, holds: Callable[[Any], bool]) -> Check:
-    def check(name: str, value: Any) -> dict[str, Any]:
-        plain = _plain(name, value)
-        for key, item in plain.items():
-            if not holds(item):
-                raise ValueError(f"{name} must map names to {what}, got {shown(key)}: {shown(item)}.")
-        return plain
-
-    return check
+    whole = must(f"map names to {what}", lambda plain: all(map(holds, plain.values())))
+    return lambda name, value: whole(name, _plain(name, value))
 
 
+_positive = must("be an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**63)
+_text = must("be a text", lambda value: isinstance(value, str), " Pass repr(...) of an object.")
+_finite = must("be a finite number", _number, copy=float)
+_weight = must("be a positive number", lambda value: _number(value) and value > 0, copy=float)
 _numbers = _mapping("numbers", _number)
-
-
-def _learned_from(name: str, value: Any) -> dict[str, Any]:
-    plain = _plain(name, value)
-    if set(plain) != {"prior", "runs"} or not isinstance(plain["runs"], list) or not plain["runs"]:
-        raise ValueError(f"{name} must have a prior and a list of runs, got {shown(plain)}.")
-    if not _number(plain["prior"]) or plain["prior"] < 0:
-        raise ValueError(f"the prior of {name} must be a number >= 0, got {shown(plain['prior'])}.")
-    for row in plain["runs"]:
-        if not isinstance(row, dict) or set(row) != set(_RUN):
-            raise ValueError(f"each run of {name} must have {', '.join(_RUN)}; got {shown(row)}.")
-        for key, check in _RUN.items():
-            check(f"the {key} of a run in {name}", row[key])
-    return plain
-
-
-_RUN: dict[str, Check] = {
-    "name": _text,
-    "fingerprint": _text,
-    "steps": _positive,
-    "batch_size": _optional(_positive),
-    "weight": _weight,
+_sizes = _mapping("numbers >= 0", lambda value: _number(value) and value >= 0)
+_shapes = must(
+    "map names to shapes of integers >= 0",
+    lambda value: isinstance(value, Mapping) and all(isinstance(k, str) and _is_shape(s) for k, s in value.items()),
+    copy=lambda value: {k: tuple(s) for k, s in value.items()},
+)
+_run = record(
+    {"name": _text, "fingerprint": _text, "steps": _positive, "batch_size": _optional(_positive), "weight": _weight}
+)
+_usage = {"metric": _text, "momentum": _finite, "schedule": _text, "factor": _finite, "averaging": _text}
+_online = {
+    "rule": _text,
+    "beta": _finite,
+    "epsilon": _finite,
+    "refresh": must("be an integer", lambda value: type(value) is int),
+    "scale": _numbers,
+    "signal": _finite,
 }
-
-
-def _record(kind: type[Usage] | type[Online]) -> Check:
-    """What a dataclass takes, and nothing else; fields that `to_dict` leaves out at their defaults may be missing."""
-
-    def check(name: str, value: Any) -> dict[str, Any]:
-        plain, always = _plain(name, value), kind().to_dict()
-        usual = {f.name: getattr(kind(), f.name) for f in fields(kind)}
-        if not set(always) <= set(plain) <= set(usual):
-            raise ValueError(f"{name} must have {', '.join(always)}; got {shown(plain)}.")
-        for key, given in plain.items():
-            what = f"the {key} of {name}"
-            if key == "scale":
-                plain[key] = {k: float(v) for k, v in _numbers(what, given).items()}
-            elif key == "knots":
-                plain[key] = _must("a list of finite numbers", lambda knots: _all(knots, _number), copy=tuple)(what, given)
-            elif isinstance(usual[key], float):
-                plain[key] = _finite(what, given)
-            elif type(given) is not type(usual[key]):
-                raise ValueError(f"{what} must be of type {type(usual[key]).__name__}, got {shown(given)}.")
-        return (Online.from_dict(plain) if kind is Online else kind(**plain)).to_dict()
-
-    return check
-
+texts = must("be a list of texts", lambda value: _all(value, lambda text: isinstance(text, str)), copy=tuple)
 
 CHECKS: dict[str, Check] = {
-    "schema_version": _must(
-        f"1, 2 or 3, which metamd {__version__} reads",
+    "schema_version": must(
+        f"be 1, 2 or 3, which metamd {__version__} reads",
         lambda value: type(value) is int and value in SCHEMA_VERSIONS,
         " A newer metamd may read it: pip install --upgrade metamd.",
     ),
     "pieces": _positive,
-    "tying": _one_of(get_args(TyingName)),
-    "centre": _one_of(get_args(Centre)),
+    "tying": _one_of(*get_args(TyingName)),
+    "centre": _one_of(*get_args(Centre)),
     "tensors": _shapes,
-    "potential": _one_of(POTENTIALS),
-    "basis": _one_of(BASES),
+    "potential": _one_of("max-diagonal"),
+    "basis": _one_of(*SIDES),
     "model": _shapes,
     "family": _optional(_plain),
     "horizon": _optional(_positive),
     "batch_size": _optional(_positive),
-    "gradient_scale": _numbers,
+    "gradient_scale": _sizes,
     "objective": _optional(_text),
     "estimator": _optional(_text),
-    "seeds": _seeds,
-    "task_hashes": _hashes,
+    "seeds": must(
+        "be a list of integers", lambda value: _all(value, lambda s: type(s) is int and abs(s) < 2**64), copy=tuple
+    ),
+    "task_hashes": must(
+        "be a list of hashes of 32 hexadecimal digits",
+        lambda value: _all(value, lambda h: isinstance(h, str) and re.fullmatch("[0-9a-f]{32}", h) is not None),
+        copy=tuple,
+    ),
     "versions": _mapping("texts", lambda value: isinstance(value, str)),
     "cost": _numbers,
     "held_out": _plain,
-    "learned_from": _optional(_learned_from),
+    "learned_from": _optional(
+        record({"prior": must("be a number >= 0", lambda value: _number(value) and value >= 0), "runs": several(_run)})
+    ),
     "factors": _shapes,
-    "usage": _optional(_record(Usage)),
-    "online": _optional(_record(Online)),
+    "usage": _optional(
+        record(
+            _usage | {"knots": must("be a list of finite numbers", lambda value: _all(value, _number), copy=tuple)},
+            ("averaging", "knots"),
+            lambda found: Usage(**found).to_dict(),
+        )
+    ),
+    "online": _optional(record(_online, ("signal",), lambda found: Online.from_dict(found).to_dict())),
     "start": _shapes,
     "max_norm": _optional(_weight),
     "target_loss": _optional(_finite),

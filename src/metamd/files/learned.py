@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shown, strict_json
-from metamd.files.header import CHECKS, Header
+from metamd.files.header import CHECKS, Header, record, texts
 from metamd.files.shipped import locate
 from metamd.files.usage import Usage
 from metamd.files.versions import versions
@@ -99,14 +99,11 @@ class LearnedStart(Tensors):
         """
 
         def assemble(text: str, tensors: Tensors) -> LearnedStart:
-            said = strict_json(text, "its record")
-            known = isinstance(said, dict) and set(said) == {"names", "tasks", "cost"}
-            lists = [said["names"], said["tasks"]] if known else [None]
-            if not all(isinstance(one, list) and all(isinstance(name, str) for name in one) for one in lists):
-                raise ValueError(f"its record must have names, tasks and cost, got {shown(said)}. {AGAIN}")
+            fields = {"names": texts, "tasks": texts, "cost": CHECKS["cost"]}
+            said = record(fields)("its record", strict_json(text, "its record"))
             if sorted(said["names"]) != sorted(tensors):
                 raise ValueError(f"its record must name every tensor once, got {shown(said['names'])}. {AGAIN}")
-            return cls({n: tensors[n] for n in said["names"]}, said["tasks"], CHECKS["cost"]("cost", said["cost"]))
+            return cls({n: tensors[n] for n in said["names"]}, said["tasks"], said["cost"])
 
         return START.read(Path(path), assemble)
 

@@ -5,13 +5,12 @@ import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shown, strict_json
-from metamd.files.header import CHECKS, table
+from metamd.files.header import CHECKS, must, record, table
 from metamd.files.learned import check_shapes
 from metamd.files.versions import versions
 from metamd.potentials.tying import Shape, TyingName, stored_shape, tied_shape
@@ -29,6 +28,15 @@ _FIELDS = {
     "optimiser": CHECKS["objective"],
     "versions": CHECKS["versions"],
 }
+_header = record(
+    _FIELDS
+    | {
+        "schema_version": must(
+            f"be {RUN_VERSION}", lambda value: type(value) is int and value == RUN_VERSION, " A newer metamd may read it."
+        ),
+        "model": lambda name, rows: CHECKS["model"](name, table("model", rows)),
+    }
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -149,33 +157,19 @@ def _digest(run: Run, text: str) -> str:
 
 
 def _assemble(text: str, tensors: Tensors) -> Run:
-    said, model = _header(text)
+    said = _header("its header", strict_json(text, "its header"))
+    said |= {name: said[name] or "" for name in ("name", "optimiser")}
+    del said["schema_version"]
+    model, phases = said.pop("model"), said.pop("phases")
+    if not model:
+        raise ValueError(f"model must name one tensor at least, got none. {AGAIN}")
     wanted: dict[str, Shape] = {RMS: (len(model),)}
     for name, shape in model.items():
         wanted |= {f"start/{name}": shape, f"end/{name}": shape}
-        wanted[f"squares/{name}"] = (said["phases"], *stored_shape(said["tying"], shape))
+        wanted[f"squares/{name}"] = (phases, *stored_shape(said["tying"], shape))
     check_shapes(wanted, tensors)
     start, end, squares = ({n: tensors[f"{prefix}{n}"] for n in model} for prefix in PARTS)
     rms = dict(zip(model, tensors[RMS].double().tolist(), strict=True))
-    said.pop("phases")  # the shape of the sums says it
     if any(bool((v < 0).any()) for v in (tensors[RMS], *squares.values())):
         raise ValueError(f"sums of squares must not be negative. {AGAIN}")
     return Run(start, end, squares, rms, **said)
-
-
-def _header(text: str) -> tuple[dict[str, Any], dict[str, Shape]]:
-    plain = strict_json(text, "the header of the run")
-    if not isinstance(plain, dict) or set(plain) != {"schema_version", "model", *_FIELDS}:
-        raise ValueError(f"the header of a run must have exactly schema_version, model, {', '.join(_FIELDS)}.")
-    if type(plain["schema_version"]) is not int or plain["schema_version"] != RUN_VERSION:
-        raise ValueError(
-            f"schema_version of a run must be {RUN_VERSION}, got {shown(plain['schema_version'])}. A newer metamd may "
-            "read it."
-        )
-    said = {name: check(name, plain[name]) for name, check in _FIELDS.items()}
-    for name in ("name", "optimiser"):
-        said[name] = said[name] or ""
-    model = CHECKS["model"]("model", table("model", "name", plain["model"]))
-    if not model:
-        raise ValueError(f"model must name one tensor at least, got none. {AGAIN}")
-    return said, model

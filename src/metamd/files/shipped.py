@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
@@ -35,15 +34,6 @@ class Card:
     sha256: str
     comparisons: tuple[Mapping[str, Any], ...]
 
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return FOLDER / f"{self.name}.safetensors"
-
-    def is_intact(self) -> bool:
-        """Whether the file is the one that the card was written for."""
-        return sha256(self.path.read_bytes()).hexdigest() == self.sha256
-
 
 def names() -> list[str]:
     """The names that `metamd.load` takes."""
@@ -52,9 +42,6 @@ def names() -> list[str]:
 
 def card(name: str) -> Card:
     """The card of a shipped file.
-
-    Args:
-        name: one of `names()`.
 
     Example:
         >>> card("quadratic").comparisons[0]["family"]
@@ -67,9 +54,6 @@ def card(name: str) -> Card:
 def outcome_lines(comparison: Mapping[str, Any]) -> list[str]:
     """A comparison of a card in words: where it was made, then a line for each optimiser.
 
-    Args:
-        comparison: one of `Card.comparisons`.
-
     Example:
         >>> row = {"label": "Adam", "mean_loss": 0.25, "final_loss": 0.125, "steps_to_target": None, "test_accuracy": 0.9}
         >>> about = {"where": "held-out domain 30", "family": "rotated-mnist", "protocol": "paper", "seeds": 3, "steps": 100}
@@ -77,29 +61,19 @@ def outcome_lines(comparison: Mapping[str, Any]) -> list[str]:
         rotated-mnist, held-out domain 30: 3 seeds, 100 steps, protocol paper, target of Adam
           Adam: mean loss 0.25, final 0.125, never at the target, test 90.00 %
     """
-    c = comparison
-    how = f"{c['seeds']} seeds, {c['steps']} steps, protocol {c['protocol']}, target of {c['target']}"
-    lines = [f"{c['family']}, {c['where']}: {how}"]
-    for row in c["rows"]:
-        steps = row["steps_to_target"]
-        parts = [f"{what} {_number(row[key])}" for key, what in (("mean_loss", "mean loss"), ("final_loss", "final"))]
-        parts.append("never at the target" if steps is None else f"{steps:g} steps to the target")
-        if row["test_accuracy"] is not None:
-            parts.append(f"test {100 * row['test_accuracy']:.2f} %")
-        lines.append(f"  {row['label']}: {', '.join(parts)}")
+    how = "{family}, {where}: {seeds} seeds, {steps} steps, protocol {protocol}, target of {target}"
+    lines = [how.format(**comparison)]
+    for row in comparison["rows"]:
+        mean, final, steps, test = (row[k] for k in ("mean_loss", "final_loss", "steps_to_target", "test_accuracy"))
+        mean, final = ("infinite" if loss is None else f"{loss:.4g}" for loss in (mean, final))
+        target = "never at the target" if steps is None else f"{steps:g} steps to the target"
+        accuracy = "" if test is None else f", test {100 * test:.2f} %"
+        lines.append(f"  {row['label']}: mean loss {mean}, final {final}, {target}{accuracy}")
     return lines
 
 
-def _number(value: float | None) -> str:
-    return "infinite" if value is None else f"{value:.4g}"
-
-
 def locate(path_or_name: str | PathLike[str]) -> Path:
-    """The path of a file, or of one shipped with the package.
-
-    Args:
-        path_or_name: a text of lower-case letters, digits and hyphens is a name; anything else is a path.
-    """
+    """The path of a file, or of one shipped with the package: a text of lower-case letters, digits and hyphens is a name."""
     if not isinstance(path_or_name, str) or not NAME.fullmatch(path_or_name):
         return Path(path_or_name)
     path = FOLDER / f"{path_or_name}.safetensors"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 Metric = Literal["learned", "online"]
@@ -44,15 +44,21 @@ class Usage:
     averaging: Average = "constant"
 
     def __post_init__(self) -> None:
-        if self.metric not in get_args(Metric):
-            raise ValueError(f'metric must be "learned" or "online", got {self.metric!r}.')
-        if self.schedule not in get_args(Schedule):
-            raise ValueError(f'schedule must be "constant", "linear", "quadratic" or "learned", got {self.schedule!r}.')
         object.__setattr__(self, "knots", tuple(self.knots))  # a header has a list
-        if self.schedule == "learned" or self.knots:
-            check_knots(self.schedule, self.knots)
-        if self.averaging not in get_args(Average):
-            raise ValueError(f'averaging must be "constant" or "tail", got {self.averaging!r}.')
+        for name, options in (("metric", Metric), ("schedule", Schedule), ("averaging", Average)):
+            if (given := getattr(self, name)) not in get_args(options):
+                listed = " or ".join(f'"{option}"' for option in get_args(options))
+                raise ValueError(f"{name} must be {listed}, got {given!r}.")
+        if self.knots and self.schedule != "learned":
+            raise ValueError(
+                f'a {self.schedule} schedule has no knots, got {len(self.knots)}. Pass schedule="learned" with them.'
+            )
+        ends = self.knots if len(self.knots) > 1 and all(0 <= k <= 1 for k in self.knots) else (0.0,)
+        if self.schedule == "learned" and max(ends) != 1:
+            raise ValueError(
+                "a learned schedule needs two knots or more between 0 and 1, the largest being 1; got "
+                f"{self.knots}. metamd.learn_usage(learned, family) learns them."
+            )
         if not 0 <= self.momentum < 1:
             raise ValueError(
                 f"Invalid momentum value: it must be in [0, 1), got {self.momentum}. Pass momentum=0.0 for none."
@@ -69,9 +75,8 @@ class Usage:
 
     def share(self, step: int, steps: int) -> float:
         """The schedule at step t of T, counted from 0."""
-        return (
-            SCHEDULES[self.schedule](step / steps) if self.schedule != "learned" else interpolate(self.knots, step / steps)
-        )
+        done = step / steps
+        return interpolate(self.knots, done) if self.schedule == "learned" else SCHEDULES[self.schedule](done)
 
     def __str__(self) -> str:
         """In words: "learned metric, momentum 0.9, linear schedule, factor 1"."""
@@ -80,22 +85,13 @@ class Usage:
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types, for a header."""
-        found: dict[str, Any] = {
-            "metric": self.metric,
-            "momentum": self.momentum,
-            "schedule": self.schedule,
-            "factor": self.factor,
-        }
-        found |= {"averaging": self.averaging} if self.averaging != "constant" else {}
-        return found | ({"knots": list(self.knots)} if self.knots else {})
+        found = asdict(self) | {"knots": list(self.knots)}
+        later = {"averaging": "constant", "knots": []}  # the first files do not have them
+        return {name: value for name, value in found.items() if name not in later or value != later[name]}
 
 
 def interpolate(knots: Sequence[float], done: float) -> float:
-    """The value of a function that is linear between knots at equal distances.
-
-    Args:
-        knots: its values, at 0, ..., 1.
-        done: where.
+    """The value of a function that is linear between knots at equal distances, 0, ..., 1.
 
     Example:
         >>> interpolate((0.0, 1.0, 0.0), 0.75)
@@ -104,14 +100,3 @@ def interpolate(knots: Sequence[float], done: float) -> float:
     place = min(max(done, 0.0), 1.0) * (len(knots) - 1)
     low = min(int(place), len(knots) - 2)
     return knots[low] + (place - low) * (knots[low + 1] - knots[low])
-
-
-def check_knots(schedule: str, knots: Sequence[float]) -> None:
-    """Refuse knots that are no schedule, and those of a schedule that has none."""
-    if schedule != "learned":
-        raise ValueError(f'a {schedule} schedule has no knots, got {len(knots)}. Pass schedule="learned" with them.')
-    if len(knots) < 2 or not all(0 <= k <= 1 for k in knots) or max(knots) != 1:
-        raise ValueError(
-            "a learned schedule needs two knots or more between 0 and 1, the largest being 1; got "
-            f"{tuple(knots)}. metamd.learn_usage(learned, family) learns them."
-        )

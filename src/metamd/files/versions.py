@@ -1,8 +1,8 @@
 """The versions of libraries that a file was learned with or a comparison computed with."""
 
-import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -29,29 +29,22 @@ def environment() -> dict[str, str]:
     """The versions that a learned file has, and those of the packages of rivals and tuning that are installed."""
     found = versions()
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
-def joined(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def joined(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """The versions of several comparisons as one: what is the same in all as it is, else every value with where it is from.
 
     Example:
         >>> joined({"a": {"torch": "2.6", "python": "3.11"}, "b": {"torch": "2.7", "python": "3.11"}, "c": {"torch": "2.6"}})
         {'torch': '2.6 (a, c); 2.7 (b)', 'python': '3.11 (a, b); not recorded (c)'}
     """
-    names = dict.fromkeys(name for each in found.values() for name in each)
-    return {name: _said({place: each.get(name) for place, each in found.items()}) for name in names}
-
-
-def _said(values: Mapping[str, Any]) -> Any:
-    places: dict[str, list[str]] = {}
-    for place, value in values.items():
-        text = "not recorded" if value is None else value if isinstance(value, str) else json.dumps(value)
-        places.setdefault(text, []).append(place)
-    if len(places) == 1:
-        return next(iter(values.values()))
-    return "; ".join(f"{text} ({', '.join(where)})" for text, where in places.items())
+    said = {}
+    for name in dict.fromkeys(name for each in found.values() for name in each):
+        places: dict[str, list[str]] = {}
+        for place, each in found.items():
+            places.setdefault(str(each.get(name, "not recorded")), []).append(place)
+        said[name] = "; ".join(text if len(places) == 1 else f"{text} ({', '.join(at)})" for text, at in places.items())
+    return said

@@ -24,7 +24,7 @@ from metamd.files.container import Kind, Tensors, shown, strict_json, write_atom
 FORMAT = 1
 PACKED = "cells.jsonl"
 ARCHIVE = "records.jsonl.xz"
-CHECKPOINT, CHECKPOINT_VERSION = Kind("checkpoint", "metamd.checkpoint", described=False), 2
+CHECKPOINT, CHECKPOINT_VERSION = Kind("checkpoint", "metamd.checkpoint", described=False), 3
 
 Result = dict[str, Any]
 """What a cell holds, in JSON's own types; None stands for what is infinite or unknown."""

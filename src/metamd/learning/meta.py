@@ -19,8 +19,8 @@ from metamd.inner.objectives import FromLipschitz, LogGap, PaperBound
 from metamd.learning.network import has_weights, learn_network
 from metamd.learning.parts import identity_of
 from metamd.learning.reference import described
-from metamd.learning.rounds.first_look import Findings, first_look
-from metamd.learning.rounds.outer import Adam, Ball, GradientDescent, Method, OuterStep, Refine
+from metamd.learning.rounds.first_look import first_look
+from metamd.learning.rounds.outer import Adam, GradientDescent, Method, OuterStep, Refine
 from metamd.learning.rounds.round import Learner
 from metamd.learning.rounds.stages import Plan, State
 from metamd.potentials.base import Potential
@@ -105,11 +105,10 @@ def meta_train(
         )
     with nullcontext() if journal is None else journal.opened():
         found = first_look(family, potential, seed, tasks_per_step, curvature=method.start == "curvature")
-        how = (method.objective, method.estimator, method.exact, family.shared_loss)
+        how = (method.objective, method.estimator, method.exact, method.max_norm, found.shapes, family.shared_loss)
         learner = Learner(found.bound, *how, executor=Executor.of(workers))
-        ball = Ball(method.max_norm, found.bound, found.shapes)
-        plan = Plan(family, learner, method, potential.pieces, tasks_per_step, seed, ball)
-        return _result(plan, _train(plan, _begin(found, plan), journal, log))
+        plan = Plan(family, learner, method, potential.pieces, tasks_per_step, seed, found)
+        return _result(plan, _train(plan, _begin(plan), journal, log))
 
 
 def refinement(family: TaskFamily) -> Refine | None:
@@ -163,9 +162,9 @@ def paper(
     }
 
 
-def _begin(found: Findings, plan: Plan) -> State:
+def _begin(plan: Plan) -> State:
     """The first state: one piece for the closed form, pieces that differ a little for gradients."""
-    now = Iterate.of(found.bound)
+    found, now = plan.found, Iterate.of(plan.found.bound)
     if found.curvature and not any(bool(v.any()) for v in now.log_d.values()):
         now = now.shifted(math.log(found.curvature))
     if plan.method.closed:
@@ -173,7 +172,7 @@ def _begin(found: Findings, plan: Plan) -> State:
         now = now.moved({k: v.mean(0, keepdim=True) for k, v in now.log_d.items()}, torch.zeros(1, dtype=torch.float64))
     elif plan.pieces > 1 and all(bool((v == v[:1]).all()) for v in now.log_d.values()):
         now = plan.spread_out(now)
-    return State(plan.ball.project(now), cost=found.cost, scale=found.scale, shapes=found.shapes)
+    return State(plan.learner.inside(now), cost=found.cost)
 
 
 def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -> State:
@@ -240,9 +239,9 @@ def _result(plan: Plan, state: State) -> LearnedOptimiser:
         said = f"{said}; kept one piece, of {plan.pieces} that were tried"
     return LearnedOptimiser.from_potential(
         potential.requires_grad_(True),
-        model=dict(state.shapes),
+        model=plan.found.shapes,
         **described(plan.family),
-        gradient_scale={k: v for k, v in state.scale.items() if math.isfinite(v)},
+        gradient_scale={k: v for k, v in plan.found.scale.items() if math.isfinite(v)},
         objective=repr(plan.method.objective),
         estimator=said,
         seeds=(plan.seed,),

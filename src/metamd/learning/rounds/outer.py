@@ -17,8 +17,6 @@ from metamd.inner.sums import minimiser
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Shape
 
-StageName = Literal["learn", "judge", "refine"]
-
 Sums = Mapping[str, Tensor]
 """Tensors by name, summed over tasks."""
 
@@ -250,6 +248,8 @@ class Method:
         """Refuse what does not go together."""
         if self.outer_steps < 1:
             raise ValueError(f"outer_steps must be at least 1, got {self.outer_steps}. Nothing is learned without one.")
+        if self.max_norm is not None and not 0 < self.max_norm < math.inf:
+            raise ValueError(f"max_norm must be positive and finite, got {self.max_norm}. Leave it out for no bound.")
         if self.closed and not isinstance(self.objective, Regret):
             name = type(self.objective).__name__
             raise ValueError(f"ClosedForm minimises Regret, got {name}. Use estimator=Forward() or Reverse() for it.")
@@ -270,11 +270,10 @@ class Method:
         return self.outer or (TrustRegion() if self.closed else Adam())
 
     @property
-    def stages(self) -> tuple[tuple[StageName, int], ...]:
+    def stages(self) -> tuple[tuple[str, int], ...]:
         """What is done, with the largest number of outer steps of each."""
-        judge: list[tuple[StageName, int]] = [("judge", 1)] if self.keep == "best" else []
-        refine: list[tuple[StageName, int]] = [("refine", self.refine.steps), *judge] if self.refine else []
-        return (("learn", self.outer_steps), *judge, *refine)
+        judge = [("judge", 1)] if self.keep == "best" else []
+        return (("learn", self.outer_steps), *judge, *([("refine", self.refine.steps), *judge] if self.refine else []))
 
 
 @dataclass(frozen=True)
@@ -288,8 +287,6 @@ class OuterStep:
         bound: mean certified bound on the regret against the ends of the runs; NaN where steps were not exact.
         loss: mean training loss over the runs.
         change: the relative change of the objective that `Stopping` looks at.
-        switches: how often active pieces changed, over all tasks.
-        tasks: how many there were.
         unsettled: mean gradient at the ends of the runs relative to that at their starts, under `PaperBound`.
         diverged: one sentence for each task that diverged.
         gradients: gradient evaluations.
@@ -304,8 +301,6 @@ class OuterStep:
     bound: float = math.nan
     loss: float = math.nan
     change: float = math.nan
-    switches: int = 0
-    tasks: int = 0
     unsettled: float = math.nan
     diverged: tuple[str, ...] = ()
     gradients: int = 0
@@ -322,11 +317,7 @@ class OuterStep:
 def metric_norms(potential: MaxDiagonal, shapes: Mapping[str, Shape]) -> Tensor:
     """||m_j||_2 = sqrt(sum_i D_ji) over all coordinates i of the model, for every piece j; m_j = sqrt(D_j) is diag M_j.
 
-    In a learned basis it is sqrt(trace D_j).
-
-    Args:
-        potential: bound to a model.
-        shapes: of the model's tensors, in their order.
+    In a learned basis it is sqrt(trace D_j). The potential is bound to a model with tensors of these shapes.
 
     Example:
         >>> potential = MaxDiagonal(1, tying="channel").with_metrics({"w": torch.tensor([[1.0, 4.0]]).log()})
@@ -340,51 +331,24 @@ def metric_norms(potential: MaxDiagonal, shapes: Mapping[str, Shape]) -> Tensor:
     return total.sqrt()
 
 
-@dataclass(frozen=True)
-class Ball:
-    """The metrics with ||m_j||_2 <= C for every piece: where `meta_train(max_norm=C)` stays.
+def project(iterate: Iterate, radius: float, potential: MaxDiagonal, shapes: Mapping[str, Shape]) -> Iterate:
+    """The metrics with ||m_j||_2 <= radius for every piece that are nearest in the Euclidean distance between the m_j.
 
-    Args:
-        radius: C; None for all metrics.
-        potential: the structure of the potential.
-        shapes: of the model's tensors.
+    The point of a ball that is nearest to one outside is on the same ray: all of log D_j falls by one number.
 
     Example:
-        >>> inside = Ball(1.0, MaxDiagonal(1), {"x": (4,)}).project(Iterate({"x": torch.zeros(1, 4)}, torch.zeros(1)))
-        >>> inside.log_d["x"].exp()
+        >>> now = Iterate({"x": torch.zeros(1, 4)}, torch.zeros(1))
+        >>> project(now, 1.0, MaxDiagonal(1), {"x": (4,)}).log_d["x"].exp()
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
-
-    radius: float | None = None
-    potential: MaxDiagonal = field(default_factory=MaxDiagonal)
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.radius is not None and not 0 < self.radius < math.inf:
-            raise ValueError(f"max_norm must be positive and finite, got {self.radius}. Leave it out for no bound.")
-
-    def norms(self, iterate: Iterate) -> Tensor:
-        """||m_j||_2 of these metrics."""
-        model = {n: torch.zeros(s) for n, s in self.shapes.items()}
-        return metric_norms(iterate.apply(self.potential).bind(model), self.shapes)
-
-    def project(self, iterate: Iterate) -> Iterate:
-        """The nearest metrics inside, nearest in the Euclidean distance between the m_j.
-
-        The point of a ball that is nearest to one outside is on the same ray: all of log D_j falls by one number.
-        """
-        if self.radius is None:
-            return iterate
-        fall = 2 * (self.norms(iterate) / self.radius).log().clamp_min(0)
-        if not bool((fall > 0).any()):
-            return iterate
-        moved = {k: _lower(v, fall) for k, v in iterate.log_d.items()}
-        return iterate.moved(moved)
-
-
-def _lower(log_d: Tensor, fall: Tensor) -> Tensor:
-    # Rounding must not leave the ball again: a few units in the last place further.
-    largest = float(log_d.detach().abs().max()) if log_d.numel() else 0.0
-    slack = 4 * torch.finfo(log_d.dtype).eps * (1 + largest)
-    down = torch.where(fall > 0, fall + slack, 0.0).to(log_d.device)
-    return (log_d.double() - down.reshape(-1, *[1] * (log_d.ndim - 1))).to(log_d.dtype)
+    bound = iterate.apply(potential).bind({n: torch.zeros(s) for n, s in shapes.items()})
+    fall = 2 * (metric_norms(bound, shapes) / radius).log().clamp_min(0)
+    if not bool((fall > 0).any()):
+        return iterate
+    moved = {}
+    for k, v in iterate.log_d.items():
+        # Rounding must not leave the ball again: a few units in the last place further.
+        slack = 4 * torch.finfo(v.dtype).eps * (1 + (float(v.abs().max()) if v.numel() else 0.0))
+        down = torch.where(fall > 0, fall + slack, 0.0).to(v.device)
+        moved[k] = (v.double() - down.reshape(-1, *[1] * (v.ndim - 1))).to(v.dtype)
+    return iterate.moved(moved)

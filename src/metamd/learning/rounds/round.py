@@ -17,8 +17,9 @@ from metamd.inner.objectives import Objective, PaperBound, Regret
 from metamd.inner.run import Cost, Trajectory, gradient, run_inner
 from metamd.inner.sums import moments_of
 from metamd.inner.together import run_many
-from metamd.learning.rounds.outer import Ball
+from metamd.learning.rounds.outer import project
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.tying import Shape
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
 
 TAIL = 0.1
@@ -51,7 +52,6 @@ class TaskResult:
     bound: float  # on the regret against the end of the run, certified if the steps were exact
     loss: float  # mean training loss over the run
     ends: tuple[float, float]  # the first training loss, and the mean of the last tenth of them
-    switches: int  # how often the active pieces changed
     unsettled: float  # the gradient at the end of the run relative to that at its start, where that is asked for
     diverged: str  # why the run was given up; empty if it was not
     cost: Cost  # of all this
@@ -66,12 +66,18 @@ class Learner:
     objective: Objective  # what is minimised
     estimator: Estimator  # how
     exact: bool  # False takes the paper's step
+    max_norm: float | None  # C, where the metrics stay at ||m_j||_2 <= C
+    shapes: Mapping[str, Shape]  # of the tensors over which that norm is taken
     together: bool = False  # whether one task's loss serves all, so that small ones can run side by side
     executor: Executor = field(default_factory=Executor)  # where the others run
 
     def fit(self, iterate: Iterate, task: Task) -> MaxDiagonal:
         """The potential with these metrics for the tensors of a task."""
         return iterate.apply(self.potential).bind(task.init()).requires_grad_(False)
+
+    def inside(self, iterate: Iterate) -> Iterate:
+        """The nearest metrics at ||m_j||_2 <= C."""
+        return iterate if self.max_norm is None else project(iterate, self.max_norm, self.potential, self.shapes)
 
     def total(self, results: Sequence[TaskResult], iterate: Iterate) -> dict[str, Tensor]:
         """The sums over the tasks that finished, in float64, with their number under "tasks"."""
@@ -151,7 +157,7 @@ class Learner:
     def _result(self, task: Task, fit: MaxDiagonal, run: Trajectory) -> TaskResult:
         name, lost = config_hash(task.config), math.inf
         if run.diverged:
-            return TaskResult(name, lost, lost, lost, (lost, lost), run.switches, 0.0, run.diverged, run.cost)
+            return TaskResult(name, lost, lost, lost, (lost, lost), 0.0, run.diverged, run.cost)
         bound = float(Regret().value(run, fit)) + float(run.gaps.sum()) / run.lr
         unsettled, extra = 0.0, Cost()
         if isinstance(self.objective, PaperBound):
@@ -162,7 +168,6 @@ class Learner:
             bound if self.exact else math.nan,
             float(run.losses.mean()),
             ends_of(run),
-            run.switches,
             unsettled,
             "",
             run.cost + extra,
@@ -227,7 +232,6 @@ def run_round(
     learner: Learner,
     now: Iterate,
     good: Iterate | None,
-    ball: Ball,
     *,
     retreats: bool,
     purpose: Purpose,
@@ -241,7 +245,7 @@ def run_round(
     found: dict[int, TaskResult] = {}
     cost, too_far = Cost(), 0
     if good is None:
-        now, found, cost = _find_scale(tasks, learner, now, ball, purpose)
+        now, found, cost = _find_scale(tasks, learner, now, purpose)
     found |= learner.learn({i: task for i, task in tasks.items() if i not in found}, now, purpose)
     results = [found[i] for i in tasks]
     if good is not None and (retreats or all(result.diverged for result in results)):
@@ -253,7 +257,7 @@ def run_round(
 
 
 def _find_scale(
-    tasks: Mapping[int, Task], learner: Learner, start: Iterate, ball: Ball, purpose: Purpose
+    tasks: Mapping[int, Task], learner: Learner, start: Iterate, purpose: Purpose
 ) -> tuple[Iterate, dict[int, TaskResult], Cost]:
     """The smallest power of four by which the metrics are multiplied so that every task finishes that can."""
     powers: dict[int, int | None] = dict.fromkeys(tasks)
@@ -261,7 +265,7 @@ def _find_scale(
     total = Cost()
     for power in range(RAISES + 1):
         left = {i: task for i, task in tasks.items() if powers[i] is None}
-        trial = ball.project(start.shifted(power * math.log(4.0)))
+        trial = learner.inside(start.shifted(power * math.log(4.0)))
         if isinstance(learner.estimator, ClosedForm):
             kept |= (results := learner.learn(left, trial, purpose))
             answers = {i: (not result.diverged, result.cost) for i, result in results.items()}
@@ -272,7 +276,7 @@ def _find_scale(
     largest = max((power for power in powers.values() if power is not None), default=0)
     # A run that was made at this very scale is not made again, nor that of a task which nothing helps; it is paid for.
     same = {i: replace(result, cost=Cost()) for i, result in kept.items() if powers[i] in (largest, None)}
-    return ball.project(start.shifted(largest * math.log(4.0))), same, total
+    return learner.inside(start.shifted(largest * math.log(4.0))), same, total
 
 
 def contest(learner: Learner, tasks: Sequence[Task], iterates: list[Iterate]) -> tuple[list[list[float | None]], Cost]:

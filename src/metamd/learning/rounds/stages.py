@@ -4,8 +4,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from metamd.inner.closed_form import Iterate
 from metamd.inner.run import Cost
-from metamd.learning.rounds.outer import Ball, Method, Outer, OuterStep
+from metamd.learning.rounds.first_look import Findings
+from metamd.learning.rounds.outer import Method, Outer, OuterStep
 from metamd.learning.rounds.round import Learner, Round, contest, draw, run_round, within_reach
 from metamd.potentials.basis import Basis
 from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
@@ -24,6 +25,9 @@ SHORTLIST = 2
 ALWAYS = -sys.float_info.max
 """The loss of metrics that are judged in any case."""
 
+PLAIN = ("stage", "step", "factor", "target")
+"""What of a state is a number or nothing."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -31,64 +35,60 @@ class State:
 
     now: Iterate  # the metrics that the next outer step tries
     stage: int = 0  # which part of the plan is next; its length when all is done
-    done: int = 0  # outer steps done in this stage
     step: int = 0  # outer steps done altogether
     good: Iterate | None = None  # the last metrics under which no task diverged that could be helped
     carried: Mapping[str, Tensor] = field(default_factory=dict)  # what the rule of the outer step remembers
     factor: float = 1.0  # how much smaller its steps shall be
     candidates: tuple[Iterate, ...] = ()  # metrics that may turn out to be the best
-    values: tuple[float, ...] = ()  # the objective of every step of this stage
-    changes: tuple[float, ...] = ()  # its relative change, likewise
+    values: tuple[float, ...] = ()  # the objective of every step of this stage that moved the metrics
+    changes: tuple[float, ...] = ()  # its relative change in every step of this stage
     cost: Cost = field(default_factory=Cost)  # of everything so far
     tasks: tuple[str, ...] = ()  # the hashes of the tasks seen, in order
-    scale: Mapping[str, float] = field(default_factory=dict)  # root mean square of the first gradients, by key
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # names and shapes of the model's tensors
-    notes: tuple[str, ...] = ()  # why each stage ended
     target: float | None = None  # a loss that runs of the last outer step reach, see `within_reach`
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors, by name."""
+        """The tensors, by name; all numbers that may be infinite are among them, for JSON has no infinity."""
         found = {f"carried/{n}": v for n, v in self.carried.items()}
-        for name, iterate in self._iterates().items():
-            found |= {f"{name}/offsets": iterate.offsets}
+        found |= {n: torch.tensor(getattr(self, n), dtype=torch.float64) for n in ("values", "changes")}
+        good = {} if self.good is None else {"good": self.good}
+        for name, iterate in {
+            "now": self.now,
+            **good,
+            **{f"candidate {i}": c for i, c in enumerate(self.candidates)},
+        }.items():
             found |= {f"{name}/log_d/{k}": v for k, v in iterate.log_d.items()}
             found |= {f"{name}/basis/{k}": v for k, v in iterate.basis.factors.items()}
+            found[f"{name}/offsets"] = iterate.offsets
+            found[f"{name}/tried"] = torch.tensor([iterate.step, iterate.loss], dtype=torch.float64)
         return {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in found.items()}
-
-    def _iterates(self) -> dict[str, Iterate]:
-        named = {"now": self.now, **{f"candidate {i}": c for i, c in enumerate(self.candidates)}}
-        return named if self.good is None else {**named, "good": self.good}
 
     def facts(self) -> dict[str, Any]:
         """All the rest, in JSON's types."""
-        rest = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("now", "good", "carried", "candidates")
-        }
-        return rest | {
-            "iterates": {n: [i.step, _plain(i.loss)] for n, i in self._iterates().items()},
-            "values": [_plain(v) for v in self.values],
-            "changes": [_plain(v) for v in self.changes],
-            "cost": [self.cost.gradients, self.cost.hvps, self.cost.seconds],
-            "scale": dict(self.scale),
-            "shapes": [[n, list(s)] for n, s in self.shapes.items()],
-        }
+        plain = {n: getattr(self, n) for n in PLAIN}
+        return {**plain, "candidates": len(self.candidates), "cost": astuple(self.cost), "tasks": self.tasks}
 
     @classmethod
     def restore(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], basis: Basis = Basis()) -> "State":  # noqa: B008
         """The state that was taken apart; the basis is that of the run, whose learned factors are among the tensors."""
-        found = {n: _take(n, tensors, basis, *about) for n, about in facts["iterates"].items()}
-        read = {
-            "carried": _under("carried/", tensors),
-            "candidates": tuple(found[n] for n in sorted(found) if n.startswith("candidate")),
-            "values": tuple(_number(v) for v in facts["values"]),
-            "changes": tuple(_number(v) for v in facts["changes"]),
-            "cost": Cost(*facts["cost"]),
-            "tasks": tuple(facts["tasks"]),
-            "shapes": {n: tuple(s) for n, s in facts["shapes"]},
-            "notes": tuple(facts["notes"]),
-        }
-        rest = {n: v for n, v in facts.items() if n != "iterates"}
-        return cls(**{**rest, **read}, now=found["now"], good=found.get("good"))
+
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
+
+        def iterate(name: str) -> Iterate:
+            (step, loss), factors = tensors[f"{name}/tried"].tolist(), under(f"{name}/basis/")
+            return Iterate(under(f"{name}/log_d/"), tensors[f"{name}/offsets"], int(step), loss, basis.with_factors(factors))
+
+        return cls(
+            iterate("now"),
+            good=iterate("good") if "good/offsets" in tensors else None,
+            carried=under("carried/"),
+            candidates=tuple(iterate(f"candidate {i}") for i in range(facts["candidates"])),
+            values=tuple(tensors["values"].tolist()),
+            changes=tuple(tensors["changes"].tolist()),
+            cost=Cost(*facts["cost"]),
+            tasks=tuple(facts["tasks"]),
+            **{n: facts[n] for n in PLAIN},
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Plan:
     pieces: int  # N of the result
     tasks_per_step: int  # n
     seed: int  # of everything random
-    ball: Ball  # where the metrics stay
+    found: Findings  # what the first gradients said
 
     def finished(self, state: State) -> bool:
         """Whether nothing is left to do."""
@@ -109,7 +109,7 @@ class Plan:
 
     def left(self, state: State) -> int:
         """Outer steps to come, at most."""
-        return sum(steps for _, steps in self.method.stages[state.stage :]) - state.done
+        return sum(steps for _, steps in self.method.stages[state.stage :]) - len(state.changes)
 
     def advance(self, state: State) -> tuple[State, OuterStep]:
         """One outer step."""
@@ -135,11 +135,11 @@ class Plan:
         return [draw(self.family, self.seed, purpose, state.step + 1, i) for i in range(self.tasks_per_step)]
 
     def _learner(self, state: State) -> Learner:
-        """With the objective of the refinement from there on, if it has one of its own."""
+        """With the estimator and the objective of the refinement from there on."""
         refine, begun = self.method.refine, [name for name, _ in self.method.stages[: state.stage + 1]]
-        if refine is None or refine.objective is None or "refine" not in begun:
+        if refine is None or "refine" not in begun:
             return self.learner
-        return replace(self.learner, objective=refine.objective)
+        return replace(self.learner, estimator=refine.estimator, objective=refine.objective or self.learner.objective)
 
     # learning
 
@@ -147,12 +147,12 @@ class Plan:
         stage, limit = self.method.stages[state.stage]
         learner, outer, refine = self._learner(state), self.method.rule, self.method.refine
         if stage == "refine" and refine is not None:
-            learner, outer = replace(learner, estimator=refine.estimator), refine.outer
+            outer = refine.outer
             if len(state.now.offsets) < self.pieces:  # the closed form has learned one
-                pieces = self.ball.project(self.spread_out(state.now))
+                pieces = learner.inside(self.spread_out(state.now))
                 state = replace(state, now=pieces, good=pieces)
         tasks, purpose = dict(enumerate(self._tasks("train", state))), (self.seed, "estimate", state.step + 1)
-        held = run_round(tasks, learner, state.now, state.good, self.ball, retreats=outer.retreats, purpose=purpose)
+        held = run_round(tasks, learner, state.now, state.good, retreats=outer.retreats, purpose=purpose)
         if not held.finished and not held.too_far:
             radius = self.method.max_norm
             kept = "" if radius is None else f" with max_norm = {radius:g}, which may be too small"
@@ -160,12 +160,16 @@ class Plan:
                 f"all {len(tasks)} tasks of outer step {state.step + 1} diverged{kept}, so that nothing can be learned. The "
                 f"first: {held.results[0].diverged}"
             )
-        new, change = self._retreat(state, held) if held.too_far else self._move(state, held, learner, outer)
+        if held.too_far and state.good is not None:
+            # half way back to the last metrics under which the tasks that diverged finish, and half as far from there
+            halfway = learner.inside(held.now.halfway(state.good))
+            new, change = replace(state, now=halfway, factor=state.factor / 2, carried={}), math.inf
+        else:
+            new, change = self._move(state, held, learner, outer)
         new = replace(
             new,
-            done=state.done + 1,
             changes=(*state.changes, change),
-            tasks=_joined(state.tasks, (result.task for result in held.results)),
+            tasks=tuple(dict.fromkeys((*state.tasks, *(result.task for result in held.results)))),
             target=within_reach([result.ends for result in held.finished]) if held.finished else state.target,
         )
         note = self._verdict(new, limit)
@@ -176,22 +180,13 @@ class Plan:
             bound=held.mean("bound"),
             loss=held.mean("loss"),
             change=change,
-            switches=sum(result.switches for result in held.results),
-            tasks=len(held.results),
             unsettled=held.mean("unsettled"),
             diverged=held.diverged,
             gradients=held.cost.gradients,
             hvps=held.cost.hvps,
             note=note,
         )
-        return (self._next(new, note) if note else new), record
-
-    def _retreat(self, state: State, held: Round) -> tuple[State, float]:
-        """Half way back to the last metrics under which the tasks that diverged finish, and half as far from there."""
-        assert state.good is not None
-        return replace(
-            state, now=self.ball.project(held.now.halfway(state.good)), factor=state.factor / 2, carried={}
-        ), math.inf
+        return (self._next(new) if note else new), record
 
     def _move(self, state: State, held: Round, learner: Learner, outer: Outer) -> tuple[State, float]:
         now, values = held.now, (*state.values, held.mean("value"))
@@ -202,7 +197,7 @@ class Plan:
         shortlist = sorted(known, key=lambda c: c.loss)[:places]
         new = replace(
             state,
-            now=self.ball.project(update.iterate),
+            now=learner.inside(update.iterate),
             good=now,
             carried=update.carried,
             factor=min(1.0, 1.5 * state.factor),
@@ -224,15 +219,14 @@ class Plan:
         recent, stop = state.changes[-self.method.stopping.window :], self.method.stopping
         if len(recent) == stop.window and max(abs(c) for c in recent) <= stop.tolerance and stop.tolerance > 0:
             return f"converged: the objective changed by at most {stop.tolerance:g} in {stop.window} outer steps in a row"
-        if state.done >= limit:
+        if len(state.changes) >= limit:
             last = f", the objective still changing by {recent[-1]:.2g}" if math.isfinite(recent[-1]) else ""
             return f"stopped at the limit of {limit} outer step{'s' * (limit > 1)}{last}"
         return ""
 
-    def _next(self, state: State, note: str) -> State:
+    def _next(self, state: State) -> State:
         """The next stage, with the metrics at hand."""
-        new = replace(state, stage=state.stage + 1, done=0, values=(), changes=(), carried={}, factor=1.0)
-        return replace(new, notes=(*state.notes, note))
+        return replace(state, stage=state.stage + 1, values=(), changes=(), carried={}, factor=1.0)
 
     # judging
 
@@ -258,14 +252,13 @@ class Plan:
             step=step,
             stage="judge",
             objective=value,
-            tasks=len(tasks),
             diverged=(f"{lost} tasks diverged with all metrics.",) if lost else (),
             gradients=cost.gradients,
             note=f"kept the metrics {which}: the objective is {value:.4g} on {self.tasks_per_step} fresh tasks",
         )
         best = replace(best, loss=ALWAYS)
-        seen = _joined(state.tasks, (config_hash(task.config) for task in tasks))
-        return self._next(replace(state, now=best, good=best, candidates=(best,), tasks=seen), record.note), record
+        seen = tuple(dict.fromkeys((*state.tasks, *(config_hash(task.config) for task in tasks))))
+        return self._next(replace(state, now=best, good=best, candidates=(best,), tasks=seen)), record
 
 
 def _score(values: list[float | None]) -> tuple[int, float]:
@@ -278,25 +271,3 @@ def _significant(default: list[float | None], other: list[float | None], errors:
     mean = math.fsum(gains) / len(gains) if gains else 0.0
     spread = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
     return mean > errors * spread
-
-
-def _joined(known: tuple[str, ...], seen: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*known, *seen)))
-
-
-def _take(name: str, tensors: Mapping[str, Tensor], basis: Basis, step: int, loss: float | None) -> Iterate:
-    log_d, factors = (_under(f"{name}/{part}/", tensors) for part in ("log_d", "basis"))
-    return Iterate(log_d, tensors[f"{name}/offsets"], step, _number(loss), basis.with_factors(factors))
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
-
-
-def _plain(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None
-
-
-def _number(value: float | None) -> float:
-    return math.inf if value is None else value

@@ -192,7 +192,6 @@ def test_a_diverged_run_is_refused_by_name(part, value):
         ({"weights": [1.0, 0.0]}, "weights must be positive and finite"),
         ({"weights": [1.0, math.nan]}, "weights must be positive and finite"),
         ({"prior": -1.0}, "prior must be finite and not negative"),
-        ({"pieces": 3}, "learn makes geometries of one piece, got pieces=3"),
     ],
 )
 def test_wrong_options_are_refused(options, sentence):

@@ -15,6 +15,7 @@ from metamd.files.versions import versions as library_versions
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost, Trajectory
 from metamd.inner.sums import minimiser, moments_of
+from metamd.learning.rounds.first_look import gradient_scale
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.potentials.tying import Shape, TyingName
 
@@ -29,10 +30,10 @@ def learn(
     weights: Sequence[float] | None = None,
     tying: TyingName | None = None,
     prior: float = RECORDED_PRIOR,
-    pieces: int = 1,
 ) -> LearnedOptimiser:
     """Learn a geometry from recorded runs, the closed form D_i = sqrt(E sum_t g_ti^2 / E delta_i^2) [Khodak2019].
 
+    It has one piece: a mixture has to be run to be judged, and `meta_train` learns those.
     The comparator is the end of each run. A coordinate that hardly moved would be given a step size near zero, move less in
     the next run, and so on; the prior prevents it: squared step sizes are averaged with their tensor's, see `Regret`.
 
@@ -41,7 +42,6 @@ def learn(
         weights: one for each run; equal if not given.
         tying: which coordinates share a metric; as recorded if not given.
         prior: its strength; 0 for none.
-        pieces: 1. (A mixture has to be run to be judged: `meta_train` learns those.)
 
     Example:
         >>> start, end = {"x": torch.tensor([0.0])}, {"x": torch.tensor([2.0])}
@@ -49,11 +49,6 @@ def learn(
         >>> learn([run]).potential.log_d["x"].exp()
         tensor([[2.]], grad_fn=<ExpBackward0>)
     """
-    if pieces != 1:
-        raise ValueError(
-            f"learn makes geometries of one piece, got pieces={pieces}: whether a mixture is better shows only when it is "
-            "run. Use metamd.meta_train(family, metamd.MaxDiagonal(pieces=...)) for those."
-        )
     runs = list(runs)
     shares = _weights(runs, weights)
     recorded = sorted({run.tying for run in runs})
@@ -92,14 +87,13 @@ def update(
     return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
 
 
-def as_trajectory(run: Run, tying: TyingName | None = None) -> Trajectory:
+def as_trajectory(run: Run, tying: TyingName) -> Trajectory:
     """A recorded run as meta-learning sees one, at eta = 1. Losses, pieces and weights were not recorded."""
-    squares = {n: s.double().sum(0) for n, s in run.tied_squares(tying or run.tying).items()}
     return Trajectory(
         losses=torch.zeros(0, dtype=torch.float64),
         start=run.start,
         end=run.end,
-        squares=squares,
+        squares={n: s.double().sum(0) for n, s in run.tied_squares(tying).items()},
         lr=1.0,
         steps=run.steps,
         diverged=run.diverged,
@@ -119,8 +113,17 @@ def _solve(
     bound = [Diagonal(tying=tying).bind(run.start) for run in runs]
     weights, regret, model = list(shares), Regret(prior=prior), runs[0].model
     moments = [moments_of(as_trajectory(run, tying), phi, regret) for run, phi in zip(runs, bound, strict=True)]
-    scales = [(w, _squared_scale(run, phi)) for w, run, phi in zip(shares, runs, bound, strict=True)]
-    rows = [_row(run, w) for run, w in zip(runs, shares, strict=True)]
+    scales = [_weighted(w, _mean_squares(run, phi)) for w, run, phi in zip(shares, runs, bound, strict=True)]
+    rows: list[dict[str, Any]] = [
+        {
+            "name": run.name,
+            "fingerprint": run.fingerprint(),
+            "steps": run.steps,
+            "batch_size": run.batch_size,
+            "weight": weight,
+        }
+        for run, weight in zip(runs, shares, strict=True)
+    ]
     cost: Mapping[str, float] = {"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)}
     if earlier is not None and earlier.moments is not None and earlier.header.learned_from is not None:
         header, model = earlier.header, earlier.header.model
@@ -128,7 +131,7 @@ def _solve(
         kept = Moments(*({k: v.double() for k, v in part.items()} for part in (earlier.moments.x, earlier.moments.y)))
         moments, weights, bound = [kept, *moments], [decay, *weights], [earlier.potential, *bound]
         squares = {k: v**2 for k, v in header.gradient_scale.items()}
-        scales = [(sum(row["weight"] for row in before), squares), *scales]
+        scales = [_weighted(sum(row["weight"] for row in before), squares), *scales]
         rows, cost = before + rows, total_cost(header.cost, cost)
     total = Moments.total(moments, weights)
     present: dict[str, Tensor] = {}
@@ -141,7 +144,7 @@ def _solve(
         model=dict(model) if all(run.model == model for run in runs) else {},
         horizon=max(1, round(sum(row["weight"] * row["steps"] for row in rows) / sum(row["weight"] for row in rows))),
         batch_size=sizes.pop() if len(sizes) == 1 else None,
-        gradient_scale={k: s for k, s in _scale(scales).items() if math.isfinite(s)},
+        gradient_scale={k: s for k, s in gradient_scale(scales).items() if math.isfinite(s)},
         objective=repr(regret),
         estimator="ClosedForm()",
         versions=library_versions(),
@@ -153,29 +156,17 @@ def _solve(
     return LearnedOptimiser(about, potential, Moments(x, y))
 
 
-def _row(run: Run, weight: float) -> dict[str, Any]:
-    said = {"name": run.name, "fingerprint": run.fingerprint(), "steps": run.steps}
-    return {**said, "batch_size": run.batch_size, "weight": weight}
-
-
-def _squared_scale(run: Run, bound: MaxDiagonal) -> dict[str, float]:
+def _mean_squares(run: Run, bound: MaxDiagonal) -> dict[str, float]:
     """The mean square of the first gradients by key."""
-    sums: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    pairs: dict[str, tuple[float, int]] = {}
     for n, slot in bound.slots.items():
-        count = run.start[n].numel()
-        sums[slot.key] = sums.get(slot.key, 0.0) + count * run.gradient_rms[n] ** 2
-        counts[slot.key] = counts.get(slot.key, 0) + count
-    return {k: sums[k] / max(counts[k], 1) for k in sums}
+        count, (total, counted) = run.start[n].numel(), pairs.get(slot.key, (0.0, 0))
+        pairs[slot.key] = total + count * run.gradient_rms[n] ** 2, counted + count
+    return {k: total / max(count, 1) for k, (total, count) in pairs.items()}
 
 
-def _scale(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """Root mean squares over runs, for the keys that each has."""
-    here: dict[str, list[tuple[float, float]]] = {}
-    for weight, squares in parts:
-        for key, square in squares.items():
-            here.setdefault(key, []).append((weight, square))
-    return {key: math.sqrt(sum(w * s for w, s in each) / sum(w for w, _ in each)) for key, each in here.items()}
+def _weighted(weight: float, squares: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    return {k: (weight * square, weight) for k, square in squares.items()}
 
 
 # the door
@@ -210,19 +201,11 @@ def _check_runs(
         if mark in seen:
             raise ValueError(f"{called} is there already: the same record counts once. Give it a larger weight instead.")
         seen.add(mark)
-        if tying != "role":
-            _check_model(called, run.model, model)
+        other = [n for n in (*model, *run.model) if run.model.get(n) != model.get(n)] if tying != "role" else []
+        for n in other[:1]:
+            has, needs = (f"{n!r} of shape {m[n]}" if n in m else f"no {n!r}" for m in (run.model, model))
+            raise ValueError(
+                f"{called} is of another model: it has {has}, where the others have {needs}. Runs of different models can "
+                'be combined by role: tying="role".'
+            )
         run.tied_squares(tying)  # says whether its sums can be tied so
-
-
-def _check_model(called: str, model: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    names = [n for n in (*wanted, *model) if model.get(n) != wanted.get(n)]
-    if not names:
-        return
-    has, needs = (
-        f"has {names[0]!r} of shape {m[names[0]]}" if names[0] in m else f"has no {names[0]!r}" for m in (model, wanted)
-    )
-    raise ValueError(
-        f"{called} is of another model: it {has}, where the others {needs.replace('has', 'have', 1)}. Runs of different "
-        'models can be combined by role: tying="role".'
-    )

@@ -1,6 +1,6 @@
 """Recording ordinary training: hooks on any torch optimiser collect what a geometry can be learned from."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -49,15 +49,19 @@ class Recorder:
         batch_size: int | None = None,
         name: str = "",
     ) -> None:
-        _check(optimiser, tying, batch_size)
+        if not isinstance(optimiser, Optimizer):
+            raise TypeError(f"Recorder needs a torch optimiser, got {type(optimiser).__name__}. Pass the one that trains.")
+        if tying not in get_args(TyingName):
+            raise ValueError(f"tying must be one of {', '.join(get_args(TyingName))}; got {tying!r}.")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out if it is not known.")
         self.optimiser, self.tying, self.batch_size, self.name = optimiser, tying, batch_size, name
         self._given = None if named is None else {id(p): n for n, p in named}
-        self._names: dict[int, str] = {}
         self._params: dict[str, Tensor] = {}
         self._start: dict[str, Tensor] = {}
         self._rms: dict[str, float] = {}
         self._sums: dict[str, Tensor] = {}
-        self._steps = 0
+        self.steps = 0  # how many were recorded so far
         self._pending: dict[str, Tensor] | None = None
         self._finished = False
         self._scan()
@@ -65,11 +69,6 @@ class Recorder:
             optimiser.register_step_pre_hook(self._before),
             optimiser.register_step_post_hook(self._after),
         ]
-
-    @property
-    def steps(self) -> int:
-        """How many steps were recorded so far."""
-        return self._steps
 
     def detach(self) -> None:
         """Stop recording and leave the optimiser as it was."""
@@ -105,7 +104,7 @@ class Recorder:
     @torch.no_grad()
     def _before(self, optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._pending = None
-        if self._names.keys() != {id(p) for group in optimiser.param_groups for p in group["params"]}:
+        if {id(p) for p in self._params.values()} != {id(p) for group in optimiser.param_groups for p in group["params"]}:
             self._scan()
         for n, p in self._params.items():
             if n not in self._start:
@@ -114,18 +113,14 @@ class Recorder:
         if closure is None:
             self._stage()
             return None
-        return (args[0], *args[2:]), {**kwargs, "closure": self._watched(closure)}
-
-    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, followed by a look at the gradients of its first evaluation: those at theta_t."""
 
         def evaluate() -> Any:
             loss = closure()
-            if self._pending is None:
+            if self._pending is None:  # the first evaluation: its gradients are those at theta_t
                 self._stage()
             return loss
 
-        return evaluate
+        return (args[0], *args[2:]), {**kwargs, "closure": evaluate}
 
     @torch.no_grad()
     def _stage(self) -> None:
@@ -156,7 +151,7 @@ class Recorder:
                 self._rms[n] = float(staged[n].sum(dtype=torch.float64) / max(self._params[n].numel(), 1)) ** 0.5
                 self._sums[n] = torch.zeros_like(staged[n])
         torch._foreach_add_([self._sums[n] for n in staged], list(staged.values()))
-        self._steps += 1
+        self.steps += 1
 
     def _scan(self) -> None:
         """Find the names of all parameters; those that are added during a run start where they are then."""
@@ -177,7 +172,6 @@ class Recorder:
             place = {n: i for i, n in enumerate(self._given.values())}
             pairs.sort(key=lambda pair: place[pair[0]])
         self._params = clean_names(pairs)
-        self._names = {id(p): n for n, p in self._params.items()}
         for n, p in self._params.items():
             if is_sharded(p) or p.is_complex():
                 raise ValueError(
@@ -194,7 +188,7 @@ class Recorder:
             "tying": self.tying,
             "start": {n: x.clone() for n, x in self._start.items()},
             "gradient_rms": dict(self._rms),
-            "steps": self._steps,
+            "steps": self.steps,
             "sums": {n: x.clone() for n, x in self._sums.items()},
         }
 
@@ -221,7 +215,7 @@ class Recorder:
         self._start = {n: x.to(devices[n], copy=True) for n, x in state["start"].items()}
         self._rms = dict(state["gradient_rms"])
         sums = state["sums"] if state["version"] > 1 else {n: x.sum(0) for n, x in state["sums"].items()}  # 1 had parts
-        self._sums, self._steps = {n: x.to(devices[n], copy=True) for n, x in sums.items()}, state["steps"]
+        self._sums, self.steps = {n: x.to(devices[n], copy=True) for n, x in sums.items()}, state["steps"]
 
 
 def _dense(name: str, grad: Tensor | None) -> Tensor:
@@ -232,12 +226,3 @@ def _dense(name: str, grad: Tensor | None) -> Tensor:
             "its parameters to an optimiser of their own."
         )
     return widen(grad)
-
-
-def _check(optimiser: Optimizer, tying: str, batch_size: int | None) -> None:
-    if not isinstance(optimiser, Optimizer):
-        raise TypeError(f"Recorder needs a torch optimiser, got {type(optimiser).__name__}. Pass the one that trains.")
-    if tying not in get_args(TyingName):
-        raise ValueError(f"tying must be one of {', '.join(get_args(TyingName))}; got {tying!r}.")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out if it is not known.")

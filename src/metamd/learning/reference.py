@@ -278,7 +278,7 @@ def _metrics(
     finite = [run.first for run in runs if all(math.isfinite(s) for s, _ in run.first.values())]
     return found, {
         "model": {n: tuple(x.shape) for n, x in tasks[0].init().items()},
-        "gradient_scale": gradient_scale(finite, phi),
+        "gradient_scale": gradient_scale(finite),
         "objective": repr(objective),
         "estimator": f"ClosedForm() of runs of {reference!r}",
         "target_loss": within_reach([run.ends for run in used if run.ends is not None]),

@@ -54,7 +54,7 @@ def first_look(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int
             f"the loss or its gradient is not finite (loss {found[0]['loss']}) at the start of all {count} tasks that were "
             "tried, before any step was taken. Check the data and the initialisation."
         )
-    scale = gradient_scale([row["squares"] for row in finite], bound)
+    scale = gradient_scale([row["squares"] for row in finite])
     bends = [row["curvature"] for row in finite if math.isfinite(row.get("curvature", math.nan))]
     cost = Cost(gradients=count * (1 + curvature), hvps=POWERS * count * curvature)
     return Findings(bound, shapes, scale, max(bends, default=None), cost)
@@ -70,9 +70,10 @@ def squares_by_key(grads: Params, slots: Mapping[str, Slot]) -> dict[str, list[f
     return squares
 
 
-def gradient_scale(rows: Sequence[Mapping[str, Sequence[float]]], bound: MaxDiagonal) -> dict[str, float]:
-    """The root mean square of the first gradients of several tasks, by key of the metric."""
-    totals = {k: [sum(row[k][j] for row in rows if k in row) for j in (0, 1)] for k in bound.log_d}
+def gradient_scale(rows: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """The root mean square of the first gradients, by key of the metric: rows hold sums of squares and their numbers."""
+    keys = dict.fromkeys(k for row in rows for k in row)
+    totals = {k: [sum(row[k][j] for row in rows if k in row) for j in (0, 1)] for k in keys}
     return {k: math.sqrt(s / n) for k, (s, n) in totals.items() if n}
 
 
@@ -110,8 +111,13 @@ def _first(family: TaskFamily, seed: int) -> Task:
 def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The loss at the start, and by key the sum and the number of the squares of the first gradient."""
     start = {n: x.detach().requires_grad_() for n, x in task.init().items()}
-    if bound.tying == "parameter":
-        _alike({n: tuple(x.shape) for n, x in start.items()}, shapes)
+    here = {n: tuple(x.shape) for n, x in start.items()}
+    for n in sorted(set(here) | set(shapes)) if bound.tying == "parameter" else ():
+        if here.get(n) != shapes.get(n):
+            raise ValueError(
+                f"its tensor {n!r} has the shape {here.get(n)} where the first task's has {shapes.get(n)}, and the tying "
+                '"parameter" learns one metric for each entry. Use tying="role" or "tensor" for tasks of different shapes.'
+            )
     slots = bound.bind(start).slots
     loss = scalar_loss(task, start, task.batch(0))
     grads = torch.autograd.grad(loss, list(start.values()), allow_unused=True)
@@ -125,25 +131,13 @@ def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> 
     return {"loss": float(loss.detach()), "squares": squares}
 
 
-def _alike(here: dict[str, tuple[int, ...]], first: dict[str, tuple[int, ...]]) -> None:
-    for n in sorted(set(here) | set(first)):
-        if here.get(n) != first.get(n):
-            raise ValueError(
-                f"its tensor {n!r} has the shape {here.get(n)} where the first task's has {first.get(n)}, and the tying "
-                '"parameter" learns one metric for each entry. Use tying="role" or "tensor" for tasks of different shapes.'
-            )
-
-
 def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
     """The same potential; under `rank="auto"` its basis keeps all directions of the sides that can be afforded.
 
     With `LARGEST` directions a side costs two thin products, with all n of them one product of 2n operations for each number
     of the tensor. The cheapest sides come first, until a quarter of the operations of a gradient is spent. Convolutions,
-    whose kernels are used at many places, leave room for more than matrices do.
-
-    Args:
-        potential: bound to the task's parameters, for the caller alone: its basis is replaced.
-        task: one of the family, of which a batch is drawn.
+    whose kernels are used at many places, leave room for more than matrices do. The potential, bound to the task's
+    parameters, gets a new basis in place.
     """
     basis = potential.basis
     if basis.rank != "auto":

@@ -110,15 +110,8 @@ def corrected_bound(
     2 R_n is N C^2 r^2/sqrt(n) with r on the Euclidean length of theta_* - theta_1 ("l2"), and with r on its largest entry
     N C^2 r^2 sqrt(2 ln(kappa + 1)/n) ("l_inf"); learned offsets add (N - 1) C^2 r^2/(2 sqrt n). If both r are stated, or
     none, it is the better of the two, at delta/2 each. A C or r that was not stated beforehand is taken from a grid, at the
-    price of a union bound. A `ValueError` says why a bound does not apply.
-
-    Args:
-        seen: the training tasks.
-        size: of the potential that was learned on them.
-        delta: the probability with which the bound may fail.
-        max_norm: C, stated before the tasks were seen (`meta_train(max_norm=C)`).
-        radius: r of the form "l2", which holds for every task that can be drawn.
-        reach: r of the form "l_inf", likewise.
+    price of a union bound. `max_norm` is C (`meta_train(max_norm=C)`), `radius` the r of "l2" and `reach` that of "l_inf";
+    an r holds for every task that can be drawn. A `ValueError` says why a bound does not apply.
     """
     if size.turned and reach is not None and radius is None:
         raise ValueError("in a learned basis r is on the length of theta_* - theta_1: state radius=r, not reach=r.")

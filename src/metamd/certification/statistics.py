@@ -44,11 +44,8 @@ def next_task(scores: Scores, alpha: float, quantity: str = "score") -> Statemen
 def mean_below(scores: Scores, cap: float, delta: float, quantity: str = "score") -> Statement:
     """A bound on E min(score, cap): the better of Hoeffding's and the empirical Bernstein bound, at delta/2 each.
 
-    Args:
-        scores: of the held-out tasks; negative ones are raised to zero, which can only raise the bound.
-        cap: stated before the scores were seen. The largest score is no such number: a rare large score that has not been
-            seen yet would not count.
-        delta: the probability with which the bound may fail.
+    Negative scores are raised to zero, which can only raise the bound. The cap is stated before the scores are seen. The
+    largest score is no such number: a rare large score that has not been seen yet would not count.
 
     Example:
         >>> mean_below([1.0, 2.0, 3.0, 400.0], cap=100.0, delta=0.05).numbers["clipped"]

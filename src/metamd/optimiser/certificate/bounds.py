@@ -170,8 +170,8 @@ def _issue(run: CertifiedRun, terms: Terms, radius: float | None) -> Certificate
     bound, realised = t["distance"] + t["energy"] - t["lag"], t["path"] - t["product"] - t["lag"]
     identity = float((realised + t["remaining"]).sum())
     rounding = max(identity - float(bound.sum()), 0.0) if run.keeps_sums and not sums.paper else 0.0
-    for key in (bound, t["energy"]):
-        key[-1] += rounding
+    bound[-1] += rounding
+    t["energy"][-1] += rounding
     reason = _failure(run, t, float(bound.sum()), identity)
     far, late, total = float(t["distance"].sum()), float(t["lag"].sum()), float(realised.sum())
     if radius is not None:
@@ -230,23 +230,19 @@ def _failure(run: CertifiedRun, t: Terms, bound: float, identity: float) -> str:
 
 def _form(run: CertifiedRun) -> str:
     sums = run.sums
-    parts = ["the paper's step" if sums.paper and run.potential.pieces > 1 else "exact mirror descent"]
-    if not sums.constant:
-        parts.append("steps weighted by lr_t / mean lr")
-    if not run.is_regret:
-        parts.append("gradients scaled by the lr of their group")
-    if sums.decay:
-        parts.append("weight decay")
-    if run.averaging:
-        parts.append(f"{run.averaging} averaging")
-    return ", ".join(parts)
+    parts = {
+        "the paper's step" if sums.paper and run.potential.pieces > 1 else "exact mirror descent": True,
+        "steps weighted by lr_t / mean lr": not sums.constant,
+        "gradients scaled by the lr of their group": not run.is_regret,
+        "weight decay": sums.decay,
+        f"{run.averaging} averaging": run.averaging,
+    }
+    return ", ".join(part for part, has in parts.items() if has)
 
 
 def _holds(run: CertifiedRun) -> str:
     sums = run.sums
-    loss = "-l" if sums.ascent else "l"
-    if sums.decay:
-        loss = f"{loss} + wd/2 |theta|^2_D"
+    loss = ("-l" if sums.ascent else "l") + (" + wd/2 |theta|^2_D" if sums.decay else "")
     claim = f"any gradients; bounds the regret of {loss} when the losses are convex"
     if sums.partial:
         claim += " and did not depend on a tensor while it had no gradient or no lr"

@@ -7,15 +7,12 @@ import gzip
 import signal
 import socket
 import sys
-import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from metamd.data import download as module
 from metamd.data.download import download, mismatch, partial
 from metamd.data.registry import DataError, RemoteFile
 from metamd.files.progress import showing
@@ -23,7 +20,6 @@ from metamd.files.store import locked
 from tests import processes
 from tests.data_fixtures import (
     endless,
-    halting,
     in_turn,
     loopback,
     remote,
@@ -50,7 +46,7 @@ def quick(file: RemoteFile, folder: Path, **options) -> Path:
 
 
 def leftovers(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".lock"))
+    return sorted(p.name for p in folder.iterdir())
 
 
 # --- one process ---
@@ -168,33 +164,13 @@ def test_the_bar_goes_to_standard_error(server, tmp_path, capsys):
 # --- several processes ---
 
 
-def download_here(file: RemoteFile, folder: Path, lock: bool) -> None:
-    if not lock:
-        module.locked = lambda path: nullcontext()
+def download_here(file: RemoteFile, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     download(file, folder, rounds=1, timeout=processes.PATIENCE)
 
 
-def child(file: RemoteFile, folder: Path, lock: bool = True) -> processes.Child:
-    return processes.begin(download_here, file, folder, lock)
-
-
-def test_two_processes_asking_at_once_fetch_one_good_file(server, tmp_path):
-    file = remote(NAME, CONTENT, server.serve("a", slow(CONTENT, pieces=5, pause=0.05)))
-    assert [p.finish().code for p in [child(file, tmp_path) for _ in range(2)]] == [0, 0]
-    assert (tmp_path / NAME).read_bytes() == CONTENT
-    assert server.asked == ["/a"]  # the second process waited and found the first one's file
-    assert leftovers(tmp_path) == [NAME]
-
-
-def test_without_the_lock_the_two_get_in_each_others_way(server, tmp_path):
-    over = threading.Event()
-    file = remote(NAME, CONTENT, server.serve("a", in_turn(halting(CONTENT, over), whole(CONTENT))))
-    first = child(file, tmp_path, lock=False)
-    first.wait_for(lambda: server.asked)  # its .part file is open by then
-    assert child(file, tmp_path, lock=False).finish().code == 0
-    over.set()
-    assert first.finish().code != 0  # they share one .part file: the slower finds it moved away
+def child(file: RemoteFile, folder: Path) -> processes.Child:
+    return processes.begin(download_here, file, folder)
 
 
 def test_a_process_killed_in_mid_download_leaves_nothing_that_harms(server, tmp_path):
@@ -204,7 +180,7 @@ def test_a_process_killed_in_mid_download_leaves_nothing_that_harms(server, tmp_
     victim = child(file, tmp_path)
     victim.wait_for(lambda: server.asked)
     assert victim.kill().code == -signal.SIGKILL
-    assert part.exists()  # what the victim left, and the lock file with it
+    assert part.exists()  # what the victim left
     assert not (tmp_path / NAME).exists()
     assert child(file, tmp_path).finish().code == 0
     assert (tmp_path / NAME).read_bytes() == CONTENT
@@ -230,6 +206,5 @@ def test_the_lock_excludes_another_process(tmp_path):
 
 def test_pooch_missing_is_said_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pooch", None)
-    monkeypatch.setattr(module, "locked", lambda path: nullcontext())
     with pytest.raises(DataError, match=r"pip install 'metamd\[data\]'"):
         quick(remote(NAME, CONTENT, "http://127.0.0.1:9/a"), tmp_path)

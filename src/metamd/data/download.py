@@ -1,7 +1,7 @@
-"""Fetch official files: several mirrors, a bounded and checked download, one process at a time per file.
+"""Fetch official files: several mirrors, a bounded and checked download.
 
 A download is written to a `.part` file and moved into place when its checksums agree. A file under its own name is thus
-whole. The next process overwrites what a killed one left in the `.part` file.
+whole. The next process overwrites what a killed one left in the `.part` file. `loading.fetch` lets in one at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import IO
 from metamd.data.decoders import decompress
 from metamd.data.registry import DataError, RemoteFile
 from metamd.files.progress import Progress
-from metamd.files.store import locked
 
 CHUNK = 2**16
 
@@ -28,23 +27,21 @@ def download(file: RemoteFile, folder: Path, *, rounds: int = 3, timeout: float 
     file. The `pause` comes before the second round through the mirrors, and doubles before each further one.
     """
     target = folder / file.name
-    with locked(folder / f"{file.name}.lock"):
-        if target.exists():
-            if mismatch(file, target) is None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if target.exists() and mismatch(file, target) is None:
+        return target
+    failures: dict[str, str] = {}
+    urls = list(file.urls)
+    for turn in range(rounds):
+        if turn and urls:
+            time.sleep(pause * 2 ** (turn - 1))
+        for url in tuple(urls):
+            reason, again = _attempt(file, url, target, timeout)
+            if reason is None:
                 return target
-            target.unlink()
-        failures: dict[str, str] = {}
-        urls = list(file.urls)
-        for turn in range(rounds):
-            if turn and urls:
-                time.sleep(pause * 2 ** (turn - 1))
-            for url in tuple(urls):
-                reason, again = _attempt(file, url, target, timeout)
-                if reason is None:
-                    return target
-                failures[url] = reason
-                if not again:
-                    urls.remove(url)
+            failures[url] = reason
+            if not again:
+                urls.remove(url)
     tried = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
     raise DataError(
         f"{file.name} could not be fetched ({tried}). Try again later, or save the official file as {target} yourself."

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
@@ -211,7 +210,7 @@ def _has_dropout(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], 
     before = [b.clone() for b in model.buffers()]
     mode, name = HashedDropout(torch.tensor(0)), next(iter(data))
     with _explained(batch, name), seeded(1), mode:
-        outputs = functional_call(model, trained(model), (batch["inputs"],))
+        outputs = model(batch["inputs"])
     _check_labels(recipe, outputs, batch["targets"], data)
     with _explained(batch, name):
         loss = recipe.loss_fn(outputs, batch["targets"])

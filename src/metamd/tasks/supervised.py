@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from metamd.tasks.base import (
     Config,
@@ -225,19 +224,15 @@ class SupervisedTask(Task):
             raise ValueError(f"examples must be at least 1, got {examples}. 2000 is usual.")
         rows = len(self.splits["train"][0])
         # The same examples for all tasks on the same data.
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(derive_seed("monitor", rows)))
-        chosen = order[:examples]
+        chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(derive_seed("monitor", rows)))[:examples]
         model = self.recipe.make(self.config["init_seed"])
         at_once = _CALIBRATED_AT_ONCE if any(tracking_norms(model)) else _EVALUATED_AT_ONCE
-        model = use_batch_statistics(model).eval()
+        called = Called(use_batch_statistics(model).eval())
         parts = [[self._rows(part, chosen[i]) for part in self.splits["train"]] for i in chunks(len(chosen), at_once)]
 
         @torch.no_grad()
         def loss(params: Mapping[str, Tensor]) -> float:
-            found = [
-                self.recipe.loss_fn(functional_call(model, dict(params), (inputs,)), targets) * len(targets)
-                for inputs, targets in parts
-            ]
+            found = [self.recipe.loss_fn(called(params, inputs), targets) * len(targets) for inputs, targets in parts]
             return float(torch.stack(found).sum()) / len(chosen)
 
         return loss

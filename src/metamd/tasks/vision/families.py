@@ -10,11 +10,10 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call
 
 from metamd import data
 from metamd.tasks.base import Config, Drawn, Shuffle, Split, TaskFamily, check_config, derive_seed, draw_seed
-from metamd.tasks.functional import Recipe, trained
+from metamd.tasks.functional import Recipe
 from metamd.tasks.models import MODELS
 from metamd.tasks.supervised import DatasetFamily, SupervisedTask
 from metamd.tasks.vision.domains import SPLIT_SEED, Collection, Domain, Preparation, choose, enlarge, rotate
@@ -371,15 +370,14 @@ def pretrain(family: ImageFamily, angle: float, steps: int) -> dict[str, Tensor]
     domain = Domain(source, {"train": (~taken).nonzero()[:, 0]}, partial(rotate, angle=angle), family.collection.shape[0])
     images, labels = domain["train"]
     model = recipe.make(derive_seed("pretrained"))
-    params = trained(model)
-    optimiser = torch.optim.Adam(params.values(), lr=1e-3)
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, steps)
     order = Shuffle(len(labels), recipe.batch_size, derive_seed("pretraining"))
     # Not `inner.run.train`: tasks are below it, and this loop makes the start of one.
     for t in range(steps):
         rows = order.indices(t)
         optimiser.zero_grad()
-        F.cross_entropy(functional_call(model, params, (images[rows],)), labels[rows]).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(model(images[rows]), labels[rows]).backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()
-    return {n: p.detach().clone() for n, p in params.items()}
+    return {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -69,11 +69,6 @@ def test_a_piece_alone_takes_the_steps_of_its_diagonal(piece):
     torch.testing.assert_close(theta.detach(), before - theta.grad / diagonal)
 
 
-def test_a_piece_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="mixture of 2 pieces has none of number 2"):
-        alone(mixture(), 2)
-
-
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_pieces_that_are_followed_are_those_of_the_optimiser(tmp_path, exact, monkeypatch):
     """Window by window of one step, against the record that MetaMD keeps after every step."""
@@ -188,7 +183,7 @@ def test_learning_that_was_stopped_continues_to_the_same_result(tmp_path):
         known.build = built
         choices = {"factors": (0.5, 1.0), "metrics": ("learned",), "schedules": ("linear",)}
         size = Scale(("a",), None, tasks_per_step=1, usage_tasks=2)
-        geometry = Geometry(Diagonal, {}, choose_usage=True, choices=choices, follow=1.0)
+        geometry = Geometry(Diagonal, {}, choices=choices, follow=1.0)
         folder.mkdir(exist_ok=True)
         try:
             found = learn(size, known, geometry, folder / "a.safetensors", 0, "x")
@@ -476,7 +471,7 @@ def test_committed_records_are_all_that_their_scale_asks_for(committed, tmp_path
     def refused(*args, **options):
         pytest.fail("something would be computed again")
 
-    for computing in ("kept_start", "fill", "compare"):
+    for computing in ("one_thread", "fill", "compare"):
         monkeypatch.setattr(leave_one_out, computing, refused)
     folder, (experiment, about) = tmp_path / committed.name, experiment_of(committed)
     unarchive(committed, folder)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from metamd import Diagonal, LearnedOptimiser, rivals
 from metamd.cli import main as cli
-from metamd.cli import reproduce
+from metamd.cli import report
 from metamd.comparison.page import as_markdown
 from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.statistics import spread
@@ -300,7 +300,7 @@ def test_every_experiment_with_images_runs_at_its_smallest_scale(name, variant, 
 
 
 def test_all_runs_one_after_another_and_leaves_out_what_lacks_the_scale(tmp_path, capsys, tiny, monkeypatch):
-    monkeypatch.setattr(reproduce, "every", lambda: [("quadratic", ""), ("rosenbrock", "")])
+    monkeypatch.setattr(report, "every", lambda: [("quadratic", ""), ("rosenbrock", "")])
     monkeypatch.delitem(rosenbrock.SCALES, "smoke")
     assert cli.run(["reproduce", "all", "--scale", "smoke", "--out", str(tmp_path), "--json"]) == 0
     said = capsys.readouterr()

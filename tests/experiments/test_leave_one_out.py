@@ -44,7 +44,7 @@ def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatc
 
     diagonal = {
         "diagonal": Geometry(
-            Diagonal, choose_usage=True, entries={"MetaMD": Entry(), "MetaMD, linear decay": Entry(Usage(schedule="linear"))}
+            Diagonal, choices={}, entries={"MetaMD": Entry(), "MetaMD, linear decay": Entry(Usage(schedule="linear"))}
         )
     }
     tiny = replace(paper_tables.ROTATED_MLP, family=small, geometries=diagonal, scales={"smoke": TINY})

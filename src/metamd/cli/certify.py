@@ -1,6 +1,5 @@
 """`metamd certify`: what held-out tasks guarantee about the next ones, printed and written into the file."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 from metamd.certification.certification import Stated, certify
 from metamd.certification.statements import HeldOutCertificate, certificates
 from metamd.cli.families import build_family, check_place, held_out_side
-from metamd.cli.main import one_line
+from metamd.cli.main import one_line, show
 from metamd.cli.options import Certify
 from metamd.comparison.page import write_page
 from metamd.comparison.sections import Section
@@ -21,7 +20,7 @@ from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
 
 
-def run(options: Certify) -> int:
+def run(options: Certify) -> None:
     """Carry out the command."""
     torch.set_num_threads(1)  # tasks are small; sums in one order give the same numbers everywhere
     learned = load(options.file)
@@ -47,13 +46,10 @@ def run(options: Certify) -> int:
             [Section("What held-out tasks guarantee", found.paragraphs())],
             command=command,
         )
-    if options.json:
-        print(json.dumps({"file": str(out), "certificate": found.to_dict()}, allow_nan=False))
-        return 0
-    print("\n".join(one_line(line) for line in str(found).splitlines()))
     beside = f", beside what it says of {one_line('; '.join(others))}" if others else ""
-    print(f"Written into the header of {one_line(str(out))} for {one_line(found.place)}{beside}.")
-    return 0
+    written = f"Written into the header of {one_line(str(out))} for {one_line(found.place)}{beside}."
+    lines = [*(one_line(line) for line in str(found).splitlines()), written]
+    show({"file": str(out), "certificate": found.to_dict()}, "\n".join(lines), as_json=options.json)
 
 
 def _place(options: Certify) -> Path:

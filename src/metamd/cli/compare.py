@@ -21,15 +21,14 @@ from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import SharedStart, starting_at
 
 
-def run(options: Compare) -> int:
+def run(options: Compare) -> None:
     """Carry out the command."""
     _check(options)
     learned = load(options.file)
     known, family = sides(options, learned)
-    ours: dict[str, Contender] = {
-        "MetaMD": _ours(learned, options),
-    }
-    _check_fit(ours["MetaMD"], family)
+    ours: dict[str, Contender] = {"MetaMD": _ours(learned, options)}
+    # A file that does not fit the models of the family is refused here, and data that are not at hand are found missing.
+    ours["MetaMD"].start([(n, nn.Parameter(x)) for n, x in family.example().items()])
     rivals = [_rival(name, known, options) for name in options.rivals]
     protocol = Protocol(
         options.protocol,
@@ -58,7 +57,7 @@ def run(options: Compare) -> int:
         write_json(certificate, learned.header.held_out)
     else:
         certificate.unlink(missing_ok=True)  # that of another file, compared here before
-    return report_command.run(Report(options.out, json=options.json))
+    report_command.run(Report(options.out, json=options.json))
 
 
 def _check(options: Compare) -> None:
@@ -78,11 +77,6 @@ def _check(options: Compare) -> None:
     for name in ("budget", "seeds", "workers"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}.")
-
-
-def _check_fit(ours: Contender, family: TaskFamily) -> None:
-    """Refuse a file that does not fit the models of the family; data that are not at hand are found missing here too."""
-    ours.start([(n, nn.Parameter(x)) for n, x in family.example().items()])
 
 
 def _ours(learned: LearnedOptimiser, options: Compare) -> Contender:

@@ -1,9 +1,9 @@
 """`metamd data list | fetch | verify | path`: each prints its result, as one JSON object if that was asked."""
 
-from json import dumps
 from pathlib import Path
 from typing import Any
 
+from metamd.cli.main import show
 from metamd.cli.options import Data, DataFetch, DataList, DataVerify
 from metamd.data import loading, registry
 from metamd.data.registry import DataError, Dataset
@@ -11,7 +11,7 @@ from metamd.data.registry import DataError, Dataset
 Row = dict[str, Any]
 
 
-def run(options: Data) -> int:
+def run(options: Data) -> None:
     """Carry out one of the four actions; wrong data end in a sentence and exit code 2."""
     action = options.action
     if isinstance(action, DataList):
@@ -22,7 +22,6 @@ def run(options: Data) -> int:
         verify(action.name, json=action.json)
     else:
         path(action.name, split=action.split, json=action.json)
-    return 0
 
 
 def list_datasets(*, json: bool = False) -> list[Row]:
@@ -31,7 +30,7 @@ def list_datasets(*, json: bool = False) -> list[Row]:
     Counts come from file headers, so this is quick; `verify` reads the bytes.
     """
     rows = [_listed(record, split) for record in registry.datasets().values() for split in record.splits]
-    _show({"datasets": rows}, _list_text(rows), json)
+    show({"datasets": rows}, "\n".join(_list_text(rows)), as_json=json)
     return rows
 
 
@@ -40,7 +39,7 @@ def fetch(name: str, *, split: str | None = None, force: bool = False, json: boo
     wanted = [split] if split else list(registry.dataset(name).splits)
     paths = loading.fetch(name, wanted, force=force)
     rows = [_checked(name, key, path) for key, path in zip(wanted, paths, strict=True)]
-    _show({"fetched": rows}, [_line(row) for row in rows], json)
+    show({"fetched": rows}, "\n".join(map(_line, rows)), as_json=json)
     return rows
 
 
@@ -54,7 +53,7 @@ def verify(name: str | None = None, *, json: bool = False) -> list[Row]:
             if path is not None:
                 rows.append(_checked(key, split, path))
     bad = [row for row in rows if not row["ok"]]
-    _show({"verified": rows}, [_line(row) for row in rows], json)
+    show({"verified": rows}, "\n".join(map(_line, rows)), as_json=json)
     if bad:
         raise DataError(f"{len(bad)} of {len(rows)} splits are wrong; the first: {bad[0]['note']}")
     if not rows:
@@ -72,7 +71,7 @@ def path(name: str | None = None, *, split: str = "train", json: bool = False) -
         if at_hand is None:
             raise DataError(f"{name} {split} is not at hand. Run `metamd data fetch {name}` first.")
         found = at_hand
-    _show({"path": str(found)}, [str(found)], json)
+    show({"path": str(found)}, str(found), as_json=json)
     return str(found)
 
 
@@ -133,7 +132,3 @@ def _list_text(rows: list[Row]) -> list[str]:
         lines.append(f"{row['name']:<13}{row['split']:<6}{images:>15}  {shape:<9}{place}  {row['note']}".rstrip())
     licences = {row["title"]: row["licence"] for row in rows}
     return [*lines, "", "licences:", *(f"  {title}: {licence}" for title, licence in licences.items())]
-
-
-def _show(content: dict[str, Any], lines: list[str], json: bool) -> None:
-    print(dumps(content) if json else "\n".join(lines))

@@ -4,7 +4,6 @@ The digits come with scikit-learn: nothing is downloaded. A rival has the best o
 MetaMD is used as it was learned. A learned diagonal, the paper's potential, stands beside it: it has the certificate.
 """
 
-import json
 import math
 import sys
 import time
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from metamd import tasks
+from metamd.cli.main import show
 from metamd.cli.options import Demo
 from metamd.cli.report import summary
 from metamd.comparison.compare import compare
@@ -42,36 +42,24 @@ RIVALS = ("sgd", "sgdm", "adam")
 
 @dataclass(frozen=True)
 class Size:
-    """How much the demo does.
+    """How much the demo does."""
 
-    Args:
-        angles: rotations to learn from, in degrees.
-        held_out: the rotation to test on.
-        start_angle: rotation of the network at which tasks begin, where they share a start.
-        steps: T.
-        hidden: units of the hidden layer.
-        outer_steps: of a diagonal, and of what is learned for quadratics.
-        tasks_per_step: of learning.
-        seeds: test tasks.
-        budget: learning rates per rival and schedule.
-    """
-
-    angles: tuple[int, ...] = (0, 15, 60, 75, 90)
-    held_out: int = 30
-    start_angle: int = 45
-    steps: int = 200
-    hidden: int = 64
-    outer_steps: int = 5
-    tasks_per_step: int = 4
-    seeds: int = 5
-    budget: int = 7
+    angles: tuple[int, ...] = (0, 15, 60, 75, 90)  # rotations to learn from, in degrees
+    held_out: int = 30  # the rotation to test on
+    start_angle: int = 45  # rotation of the network at which tasks begin, where they share a start
+    steps: int = 200  # T
+    hidden: int = 64  # units of the hidden layer
+    outer_steps: int = 5  # of a diagonal, and of what is learned for quadratics
+    tasks_per_step: int = 4  # of learning
+    seeds: int = 5  # test tasks
+    budget: int = 7  # learning rates per rival and schedule
 
 
 Sides = tuple[TaskFamily, TaskFamily]
 """The tasks to learn from, and those to test on."""
 
 
-def run(options: Demo, size: Size | None = None) -> int:
+def run(options: Demo, size: Size | None = None) -> None:
     """Carry out the command; everything at its full size if none is given."""
     size, began = size or Size(), time.perf_counter()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -96,13 +84,9 @@ def run(options: Demo, size: Size | None = None) -> int:
     write_json(options.out / "demo.json", found)
     page = options.out / "report.html"
     write_page(page, "MetaMD: what a learned optimiser does", parts, command=f"metamd demo --seed {options.seed}")
-    if options.json:
-        print(json.dumps({"seed": options.seed, **found, "page": str(page)}))
-    else:
-        print(as_text(parts))
-        print(f"\nThe report is in {page}, and the learned optimisers beside it: `metamd inspect` prints one.")
+    where = f"The report is in {page}, and the learned optimisers beside it: `metamd inspect` prints one."
+    show({"seed": options.seed, **found, "page": str(page)}, f"{as_text(parts)}\n\n{where}", as_json=options.json)
     print(f"Took {time.perf_counter() - began:.0f} s.", file=sys.stderr)
-    return 0
 
 
 _TITLES = {

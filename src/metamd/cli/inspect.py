@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from metamd.certification.statements import HeldOutCertificate, certificates
-from metamd.cli.main import one_line
+from metamd.cli.main import one_line, show
 from metamd.cli.options import Inspect
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import Card, card, locate, names, outcome_lines
@@ -31,17 +31,11 @@ FEW = 12
 
 @dataclass(frozen=True)
 class Distribution:
-    """The step sizes 1/D of one layer under one piece.
+    """The step sizes 1/D of one layer under one piece."""
 
-    Args:
-        key: the name of the metric.
-        piece: j, from 1.
-        log_steps: their logarithms to base 10, sorted.
-    """
-
-    key: str
-    piece: int
-    log_steps: NDArray[np.float64]
+    key: str  # the name of the metric
+    piece: int  # j, from 1
+    log_steps: NDArray[np.float64]  # their logarithms to base 10, sorted
 
     def quantile(self, q: float) -> float | None:
         """A quantile of the step sizes, or None where a layer has no parameters."""
@@ -53,10 +47,11 @@ class Distribution:
         return {"key": self.key, "piece": self.piece, "count": self.log_steps.size, **ends}
 
 
-def run(options: Inspect) -> int:
+def run(options: Inspect) -> None:
     """Carry out the command."""
     if options.file is None:
-        return _list(options)
+        _list(options)
+        return
     learned = load(options.file)
     rows = distributions(learned)
     found = card(options.file) if options.file in names() else None
@@ -68,26 +63,21 @@ def run(options: Inspect) -> int:
         record = {"file": options.file, "fingerprint": learned.fingerprint(), "header": learned.header.to_dict()}
         record |= {} if found is None else {"card": asdict(found)}
         print(json.dumps({**record, "step_sizes": steps}))
-        return 0
+        return
     width = max(80, get_terminal_size((120, 24)).columns)  # narrower, rich would drop the names of the layers
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     console.print(_header_table(options.file, learned, found))
     console.print(_step_table(rows))
-    return 0
 
 
-def _list(options: Inspect) -> int:
+def _list(options: Inspect) -> None:
     """The learned optimisers that come with the package."""
     if options.figure is not None:
         raise ValueError("--figure draws the step sizes of one file. Name it: metamd inspect FILE --figure PNG.")
     cards = [card(name) for name in names()]
-    if options.json:
-        print(json.dumps({"shipped": [asdict(c) for c in cards]}))
-        return 0
-    for c in cards:
-        print(f"{c.name}  ({locate(c.name).stat().st_size / 1000:,.0f} kB)\n  {c.about}")
-    print('metamd.load("NAME") reads one, and `metamd inspect NAME` prints its header and where it was judged.')
-    return 0
+    lines = [f"{c.name}  ({locate(c.name).stat().st_size / 1000:,.0f} kB)\n  {c.about}" for c in cards]
+    lines.append('metamd.load("NAME") reads one, and `metamd inspect NAME` prints its header and where it was judged.')
+    show({"shipped": [asdict(c) for c in cards]}, "\n".join(lines), as_json=options.json)
 
 
 def distributions(learned: LearnedOptimiser) -> list[Distribution]:

@@ -1,13 +1,14 @@
 """The `metamd` command: reads the options, imports what carries them out, and turns errors into one sentence."""
 
 import errno
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from metamd._version import __version__
 from metamd.cli.options import HOMES, Options
@@ -58,7 +59,8 @@ def run(argv: Sequence[str]) -> int:
         words = [word for word in argv if word != "--quiet"]
         options = parse(words)
         with showing("always" if len(words) == len(argv) else "never"):
-            code: int = import_module(HOMES[type(options)]).run(options)
+            module, function = HOMES[type(options)]
+            getattr(import_module(f"metamd.cli.{module}"), function)(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("metamd: interrupted", file=sys.stderr)
@@ -70,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"metamd: {one_line(sentence(error))}", file=sys.stderr)
         return BAD_INPUT
-    return code
+    return SUCCESS
 
 
 def sentence(error: ValueError | OSError) -> str:
@@ -96,6 +98,11 @@ def parse(argv: Sequence[str]) -> Options:
         args=list(argv),
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
+
+
+def show(record: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+    """Print the result of a command: its record as one JSON object, or the text."""
+    print(json.dumps(record) if as_json else text)
 
 
 def one_line(text: str) -> str:

@@ -7,8 +7,48 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg, subcommand
 
 
+@dataclass(frozen=True, kw_only=True)
+class Printed:
+    """What every command has.
+
+    Args:
+        json: print one JSON object on standard output instead of text.
+    """
+
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(Printed):
+    """What commands that train tasks of a family have.
+
+    Args:
+        steps: training steps of one run; if not given those that the file records, or the family's own.
+        model: of a family of images: linear, mlp, lenet or resnet18.
+        hold_out: the domain of a family of images that is not learned from, but compared and certified on: an angle, or a
+            dataset. Compare and certify take that of the file if not given.
+        images: per domain, at most.
+        width: of a resnet18 (64 is the published one, 16 runs on a small CPU), or of an mlp on rotated-mnist.
+        start: a checkpoint with the parameters that every task begins at, safetensors or torch.save; otherwise each has its
+            own initialisation.
+        workers: processes that share the runs; the result does not depend on them.
+        ray: address of a Ray cluster to compute on, with so many workers; local starts one on this machine.
+        seed: of everything random.
+    """
+
+    steps: int | None = None
+    model: str | None = None
+    hold_out: str | None = None
+    images: int | None = None
+    width: int | None = None
+    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
+    workers: int = 1
+    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
+    seed: int = 0
+
+
 @dataclass(frozen=True)
-class Certify:
+class Certify(TaskOptions):
     """Run a learned optimiser on held-out tasks, print what follows for the next ones, and write it into the file.
 
     Args:
@@ -21,18 +61,8 @@ class Certify:
         radius: on the distance from start to solution of any task, stated beforehand, for the bound from training tasks.
         reach: the same on the largest coordinate of that distance.
         reference_lr: rate of the runs of Adam, twice as long, that find solutions where the family does not know them.
-        steps: training steps of one run; those in the file, or the family's own, if not given.
-        model: of a family of images.
-        hold_out: the domain that the held-out tasks are from, in a family of images.
-        images: per domain, at most.
-        width: of a resnet18, or of an mlp on rotated-mnist.
-        start: a checkpoint with the parameters that every task begins at.
         out: write the file here instead, and leave FILE as it is.
         report: write a page here too, such as certificate.html.
-        workers: processes that share the tasks; the result does not depend on them.
-        ray: address of a Ray cluster to train on, with so many workers; local starts one on this machine.
-        seed: of the held-out tasks.
-        json: print one JSON object on standard output instead of text.
     """
 
     file: Annotated[Positional[str], arg(metavar="FILE")]
@@ -44,104 +74,78 @@ class Certify:
     radius: float | None = None
     reach: float | None = None
     reference_lr: float | None = None
-    steps: int | None = None
-    model: str | None = None
-    hold_out: str | None = None
-    images: int | None = None
-    width: int | None = None
-    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
     out: Annotated[Path | None, arg(metavar="FILE")] = None
     report: Annotated[Path | None, arg(metavar="HTML")] = None
-    workers: int = 1
-    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
-    seed: int = 0
-    json: bool = False
 
 
 @dataclass(frozen=True)
-class Demo:
+class Demo(Printed):
     """Learn an optimiser on a small family, use it on a new task and compare it with its rivals.
 
     Args:
         out: directory for what it writes.
         seed: of everything random.
-        json: print one JSON object on standard output instead of text.
     """
 
     out: Annotated[Path, arg(metavar="DIR")] = Path("runs/demo")
     seed: int = 0
-    json: bool = False
 
 
 @dataclass(frozen=True)
-class Inspect:
+class Inspect(Printed):
     """Print what a learned-optimiser file says about itself and the distribution of its step sizes.
 
     Args:
         file: a path, or the name of a learned optimiser shipped with the package; without one, those are listed.
-        json: print one JSON object on standard output instead of text.
         figure: draw the distributions into this image, such as steps.png.
     """
 
     file: Annotated[Positional[str | None], arg(metavar="[FILE]")] = None
-    json: bool = False
     figure: Annotated[Path | None, arg(metavar="PNG")] = None
 
 
 @dataclass(frozen=True)
-class DataList:
-    """List the datasets: what is here, where it came from, its licence.
-
-    Args:
-        json: print one JSON object on standard output instead of text.
-    """
-
-    json: bool = False
+class DataList(Printed):
+    """List the datasets: what is here, where it came from, its licence."""
 
 
 @dataclass(frozen=True)
-class DataFetch:
+class DataFetch(Printed):
     """Download a dataset, check it, and keep it decoded.
 
     Args:
         name: of the dataset.
         split: train or test; both if not given.
         force: download again what is there.
-        json: print one JSON object on standard output instead of text.
     """
 
     name: Positional[str]
     split: str | None = None
     force: bool = False
-    json: bool = False
 
 
 @dataclass(frozen=True)
-class DataVerify:
+class DataVerify(Printed):
     """Read what is here and hold it against the recorded checksums.
 
     Args:
         name: of the dataset; all of them if not given.
-        json: print one JSON object on standard output instead of text.
     """
 
     name: Positional[str | None] = None
-    json: bool = False
 
 
 @dataclass(frozen=True)
-class DataPath:
+class DataPath(Printed):
     """Print where a dataset is, or where all of them are kept.
 
     Args:
         name: of the dataset.
         split: train or test.
-        json: print one JSON object on standard output instead of text.
     """
 
     name: Positional[str | None] = None
     split: str = "train"
-    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Reproduce:
+class Reproduce(Printed):
     """Run one of the experiments, or all; what is computed stays in records, and the same command continues it.
 
     Args:
@@ -175,7 +179,6 @@ class Reproduce:
         ray: address of a Ray cluster to compute on, for the experiments with networks; local starts one on this machine.
         only: domains to hold out now, and to make the tables of; the others can follow. All if not given.
         seed: of everything random.
-        json: print one JSON object on standard output instead of text.
     """
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
@@ -186,11 +189,10 @@ class Reproduce:
     ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     only: Annotated[tuple[str, ...], arg(metavar="DOMAIN [DOMAIN ...]")] = ()
     seed: int = 0
-    json: bool = False
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(TaskOptions):
     """Learn an optimiser for a family of tasks; the same command continues a run that was stopped.
 
     Args:
@@ -201,12 +203,6 @@ class Train:
             be given diagonal too.
         tying: which coordinates share a metric: parameter, channel, column, tensor or role.
         rank: leading directions of learned coordinates that are kept: a number, auto, or all.
-        steps: training steps of one run; the family's own if not given.
-        model: of a family of images: linear, mlp, lenet or resnet18.
-        hold_out: the domain of a family of images that is left out: an angle, or a dataset.
-        images: per domain, at most.
-        width: of a resnet18 (64 is the published one, 16 runs on a small CPU), or of an mlp on rotated-mnist.
-        start: a checkpoint with the parameters that every task begins at; otherwise each has its own initialisation.
         learn_start: begin at the mean of the tasks' solutions, which is kept in the file; for tasks with a shared start.
         judged_on: train, or validation to choose the usage by the validation data of the training tasks.
         refresh: choose the usage for cheaper polar steps, with directions found every so many steps; in all if not given.
@@ -215,11 +211,7 @@ class Train:
         tasks: in each round; for networks half as many runs as are learned from.
         preset: default, or paper for the published algorithm, for which quadratics start at (0.1, 0.1) and not at (3, 3).
         k: the constant of the paper's objective.
-        workers: processes that share the runs; the result does not depend on them.
-        ray: address of a Ray cluster to compute them on, with so many workers; local starts one on this machine.
-        seed: of everything random.
         tensorboard: write event files beside the log.
-        json: print one JSON object on standard output instead of text.
     """
 
     family: Annotated[Positional[str], arg(metavar="FAMILY")]
@@ -227,12 +219,6 @@ class Train:
     potential: str | None = None
     tying: str | None = None
     rank: str = "auto"
-    steps: int | None = None
-    model: str | None = None
-    hold_out: str | None = None
-    images: int | None = None
-    width: int | None = None
-    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
     learn_start: bool = False
     judged_on: str = "train"
     refresh: int = 0
@@ -240,15 +226,11 @@ class Train:
     tasks: int = 8
     preset: str = "default"
     k: float = 7.0
-    workers: int = 1
-    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
-    seed: int = 0
     tensorboard: bool = False
-    json: bool = False
 
 
 @dataclass(frozen=True)
-class Update:
+class Update(Printed):
     """Add recorded runs to those that a file was learned from, and learn it anew.
 
     Args:
@@ -257,7 +239,6 @@ class Update:
         decay: the factor on the weights of the earlier runs: 1 keeps all nights alike, 0.9 forgets slowly.
         weight: of each new run.
         out: write here instead, and leave FILE as it is.
-        json: print one JSON object on standard output instead of text.
     """
 
     file: Annotated[Positional[Path], arg(metavar="FILE")]
@@ -265,11 +246,10 @@ class Update:
     decay: float = 1.0
     weight: float = 1.0
     out: Annotated[Path | None, arg(metavar="FILE")] = None
-    json: bool = False
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(TaskOptions):
     """Train tasks of a family with a learned optimiser and with tuned rivals; the same command continues a stopped run.
 
     Args:
@@ -286,18 +266,8 @@ class Compare:
         schedule: of MetaMD's rate; as FILE has it if not given.
         refresh: of MetaMD, how often polar steps find their directions: 4 makes a step of a small network half as long.
         target: the rival that sets the target, by its name or its label in the table; the last one if not given.
-        hold_out: the domain to compare on; that of FILE if not given.
         seeds: tasks, or tasks per domain.
-        steps: training steps of one run; the family's own if not given.
-        model: of a family of images: linear, mlp, lenet or resnet18.
-        images: per domain, at most.
-        width: of a resnet18, or of an mlp on rotated-mnist.
-        start: a checkpoint whose parameters every task begins at, safetensors or torch.save.
-        workers: processes.
-        ray: address of a Ray cluster to train on, with so many workers; local starts one on this machine.
         out: directory for records and the report.
-        seed: of everything random.
-        json: print one JSON object on standard output instead of text.
     """
 
     file: Annotated[Positional[str], arg(metavar="FILE")]
@@ -311,22 +281,12 @@ class Compare:
     schedule: Literal["constant", "linear", "quadratic"] | None = None
     refresh: int | None = None
     target: str | None = None
-    hold_out: str | None = None
     seeds: int = 3
-    steps: int | None = None
-    model: str | None = None
-    images: int | None = None
-    width: int | None = None
-    start: Annotated[Path | None, arg(metavar="CHECKPOINT")] = None
-    workers: int = 1
-    ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     out: Annotated[Path, arg(metavar="DIR")] = Path("runs/comparison")
-    seed: int = 0
-    json: bool = False
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Printed):
     """Write the page of a comparison, HTML and Markdown, from its records.
 
     Args:
@@ -335,27 +295,25 @@ class Report:
         target: the optimiser that sets the target, by its name or its label; that of the records if not given.
         share: of the steps after which its loss is the target; that of the records, 0.75 as a rule, if not given.
         out: directory for the pages; that of the records if not given.
-        json: print one JSON object on standard output instead of text.
     """
 
     folder: Annotated[Positional[Path], arg(metavar="DIR")]
     target: str | None = None
     share: float | None = None
     out: Annotated[Path | None, arg(metavar="DIR")] = None
-    json: bool = False
 
 
 Options = Certify | Compare | Data | Demo | Inspect | Report | Reproduce | Train | Update
 
-HOMES: dict[type, str] = {
-    Certify: "metamd.cli.certify",
-    Compare: "metamd.cli.compare",
-    Report: "metamd.cli.report",
-    Data: "metamd.cli.data",
-    Demo: "metamd.cli.demo",
-    Inspect: "metamd.cli.inspect",
-    Update: "metamd.cli.update",
-    Reproduce: "metamd.cli.reproduce",
-    Train: "metamd.cli.train",
+HOMES: dict[type, tuple[str, str]] = {
+    Certify: ("certify", "run"),
+    Compare: ("compare", "run"),
+    Report: ("report", "run"),
+    Data: ("data", "run"),
+    Demo: ("demo", "run"),
+    Inspect: ("inspect", "run"),
+    Update: ("train", "run_update"),
+    Reproduce: ("report", "run_reproduce"),
+    Train: ("train", "run"),
 }
-"""Where each command is carried out: a module with `run(options) -> int`, imported when the command is called."""
+"""What carries out each command: a module of `metamd.cli`, imported when the command is called, and a function in it."""

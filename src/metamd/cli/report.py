@@ -1,13 +1,14 @@
-"""`metamd report`: the page of a comparison from its records; nothing is trained."""
+"""`metamd report`, the page of a comparison from its records, and `metamd reproduce`, which computes the records before."""
 
-import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from metamd.cli.options import Report
+from metamd.cli.main import show
+from metamd.cli.options import Report, Reproduce
 from metamd.comparison.comparison import Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS
 from metamd.comparison.page import as_markdown, as_text, write_page
@@ -21,32 +22,77 @@ from metamd.comparison.sections import (
     sections,
     training_costs,
 )
-from metamd.experiments import find
+from metamd.experiments import every, find, folder_name
+from metamd.experiments.experiment import screened
+from metamd.experiments.race import Synthetic
 from metamd.files.container import write_atomically
-from metamd.files.store import Records, Result, read_cells, read_json, records_in
+from metamd.files.store import ARCHIVE, Records, Result, archive, read_cells, read_json, records_in, unarchive, write_json
 from metamd.files.versions import joined
 
 
-def run(options: Report) -> int:
+def run(options: Report) -> None:
     """Carry out the command."""
     out = options.out or options.folder
+    page = {"page": str(out / "report.html")}
     if _has_tables_alone(options.folder):
         if options.target is not None or options.share is not None:
             raise ValueError(f"{options.folder} compares in a way of its own. Leave out --target and --share.")
-        parts = write_tables(options.folder, out)
-        print(json.dumps({"page": str(out / "report.html")}) if options.json else _shown(parts))
-        return 0
+        show(page, _shown(write_tables(options.folder, out)), as_json=options.json)
+        return
     comparison, parts = write_report(options.folder, out, options.target, options.share)
-    if options.json:
-        print(json.dumps(summary(comparison) | {"page": str(out / "report.html")}))
-    else:
-        print(_shown(parts))
-        print(f"\nThe report is in {out / 'report.html'}.")
-    return 0
+    show(summary(comparison) | page, f"{_shown(parts)}\n\nThe report is in {page['page']}.", as_json=options.json)
 
 
 def _shown(parts: Sequence[Section]) -> str:
     return as_text([p for p in parts if p.title != CONFIGURATION])
+
+
+def run_reproduce(options: Reproduce) -> None:
+    """Carry out the command."""
+    folder = options.out or Path("runs") / f"{folder_name(options.name, options.variant)}-{options.scale}"
+    if options.name == "all":
+        found = _all(options, folder)
+        text = "\n".join(f"## {name}\n\n{as_markdown(tables(result))}" for name, result in found.items())
+    else:
+        found = reproduce(find(options.name, options.variant), options, folder)
+        text = as_markdown(tables(found))
+    show(found, text, as_json=options.json)
+    print(f"Records, tables and figures are in {folder}.", file=sys.stderr)
+
+
+def reproduce(experiment: Any, options: Reproduce, folder: Path) -> Result:
+    """Run one experiment and write its tables, figures and page; then its records become an archive."""
+    if options.scale not in experiment.scales:
+        raise ValueError(f"{experiment.name} has the scales {', '.join(experiment.scales)}, got {options.scale!r}.")
+    only: dict[str, Any] = {"only": options.only} if options.only else {}
+    if only and isinstance(experiment, Synthetic):
+        raise ValueError(f"{experiment.name} holds out no domains. Leave out --only.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / ARCHIVE).is_file():
+        unarchive(folder)
+    result: Result = experiment.run(options.scale, folder, options.seed, options.workers, options.ray, **only)
+    write_json(folder / "summary.json", result)
+    (folder / "tables.md").write_text(as_markdown(tables(result)))
+    if any(folder.glob("*/comparison.json")):
+        write_report(folder, folder, places=experiment.places(options.scale, folder, options.only) if only else None)
+    else:
+        write_tables(folder, folder)
+    archive(folder, screened)
+    return result
+
+
+def _all(options: Reproduce, folder: Path) -> dict[str, Result]:
+    """Every experiment and variant that has the scale, one after another, each in a folder of its own."""
+    found = {}
+    for number, (name, variant) in enumerate(every(), start=1):
+        title, experiment = folder_name(name, variant), find(name, variant)
+        place = f"{number} of {len(every())}: {title}"
+        if options.scale not in experiment.scales:
+            print(f"{place} has no scale {options.scale}, and is left out.", file=sys.stderr)
+            continue
+        print(f"{place}, in {folder / title}", file=sys.stderr)
+        found[title] = reproduce(experiment, options, folder / title)
+    return found
 
 
 def write_report(

@@ -1,19 +1,24 @@
-"""`metamd train`: what `meta_train` does, from the command line, as a run that Ctrl-C leaves resumable."""
+"""`metamd train` learns a file from tasks of a family; `metamd update` learns a file anew with more recorded runs."""
 
-import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import torch
+
 from metamd.cli.families import build_family, check_place
-from metamd.cli.main import one_line
-from metamd.cli.options import Train
+from metamd.cli.main import one_line, show
+from metamd.cli.options import Train, Update
+from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.progress import Progress
-from metamd.files.store import Journal, Log
+from metamd.files.recorded_run import Run
+from metamd.files.store import Journal, Log, locked
 from metamd.inner.executor import Executor
 from metamd.learning.meta import meta_train, paper, refinement, step_line
 from metamd.learning.network import has_weights, learn_network
+from metamd.learning.recorded import update
 from metamd.learning.reference import learn_start
 from metamd.learning.usage import Choices, JudgedOn, rules_for_refresh
 from metamd.potentials.diagonal import Kronecker, MaxDiagonal
@@ -21,7 +26,7 @@ from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import starting_at
 
 
-def run(options: Train) -> int:
+def run(options: Train) -> None:
     """Carry out the command."""
     if not abs(options.seed) < 2**64:
         raise ValueError(f"--seed must lie between -2^64 and 2^64, got {options.seed}.")
@@ -43,8 +48,9 @@ def run(options: Train) -> int:
         print(f"Stopped; the same command continues from {one_line(str(folder))}.", file=sys.stderr)
         raise
     _save(learned, options.out)
-    _report(options, learned.header.to_dict(), learned.fingerprint(), notes)
-    return 0
+    header = learned.header.to_dict()
+    record = {"file": str(options.out), "fingerprint": learned.fingerprint(), "notes": notes, "header": header}
+    show(record, _said(options.out, header), as_json=options.json)
 
 
 def _save(learned: LearnedOptimiser, out: Path) -> None:
@@ -151,13 +157,62 @@ def _log(display: Progress, notes: list[str], second: Log | None) -> Log:
     return log
 
 
-def _report(options: Train, header: dict[str, Any], fingerprint: str, notes: list[str]) -> None:
-    if options.json:
-        print(json.dumps({"file": str(options.out), "fingerprint": fingerprint, "notes": notes, "header": header}))
-        return
+def _said(out: Path, header: dict[str, Any]) -> str:
     cost = header["cost"]
-    print(
+    return (
         f"Learned {header['pieces']} piece{'s' * (header['pieces'] > 1)} from {len(header['task_hashes'])} tasks in "
         f"{cost['outer_steps']} outer steps, {cost['gradient_evaluations']:,} gradients, {cost['seconds']:.1f} s.\n"
-        f"Written to {one_line(str(options.out))}: `metamd inspect` prints it, metamd.load reads it."
+        f"Written to {one_line(str(out))}: `metamd inspect` prints it, metamd.load reads it."
     )
+
+
+# metamd update
+
+
+def run_update(options: Update) -> None:
+    """Carry out the command."""
+    if not options.runs:
+        raise ValueError("there must be at least one RUN to add. Write: metamd update FILE RUN [RUN ...].")
+    if not options.file.is_file():
+        raise FileNotFoundError(f"there is no file {shown(str(options.file))}. Make one with metamd.learn(runs).save(path).")
+    out = options.out or options.file
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {shown(str(out.parent))} to save into. Create it first.")
+    runs = [_named(path) for path in options.runs]
+    # Two nights that end at once must not both read the old file.
+    with locked(out.with_name(f".{out.name}.lock")):
+        before = load(options.file)
+        after = update(before, runs, weights=[options.weight] * len(runs), decay=options.decay)
+        after.save(out)
+    record = summary(before, after, out)
+    text = (
+        f"{one_line(str(out))}: {record['added']} added, {record['runs']} runs in all (total weight "
+        f"{record['weight']:.4g}, horizon {record['horizon']})."
+    )
+    if change := record["step_size_change"]:
+        text += f"\nStep sizes changed by a factor of {change['median']:.3g} (median) and {change['largest']:.3g} (largest)."
+    show(record, text, as_json=options.json)
+
+
+def _named(path: Path) -> Run:
+    """A run, called after its file if it has no name of its own."""
+    found = Run.load(path)
+    return found if found.name else replace(found, name=path.name)
+
+
+def summary(before: LearnedOptimiser, after: LearnedOptimiser, out: Path) -> dict[str, Any]:
+    """What an update did, in plain types."""
+    rows = (after.header.learned_from or {"runs": []})["runs"]
+    added = len(rows) - len((before.header.learned_from or {"runs": []})["runs"])
+    old, new = before.potential.log_d, after.potential.log_d
+    moved = torch.cat([(new[k] - old[k]).detach().double().abs().flatten() for k in old])
+    change = {"median": float(moved.median().exp()), "largest": float(moved.max().exp())} if len(moved) else None
+    return {
+        "file": str(out),
+        "runs": len(rows),
+        "added": added,
+        "weight": sum(row["weight"] for row in rows),
+        "horizon": after.header.horizon,
+        "fingerprint": after.fingerprint(),
+        "step_size_change": change,
+    }

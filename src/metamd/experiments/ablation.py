@@ -86,10 +86,9 @@ def _closed(label: str, potential: Any, objective: Objective = REGRET) -> Geomet
     return Geometry(potential, {label: Entry(Usage())}, objective=objective, same_tasks=True)
 
 
-def _used(label: str, potential: Any = None, **choices: Any) -> Geometry:
+def _used(label: str, potential: Any = COORDINATES, **choices: Any) -> Geometry:
     """A geometry from runs of Adam, with the best usage among the choices."""
-    shape = {} if potential is None else {"potential": potential}
-    return coordinates({label: Entry()}, same_tasks=True, **shape, **choices)
+    return replace(coordinates({label: Entry()}, potential, **choices), same_tasks=True)
 
 
 def preset(label: str, k: float | FromLipschitz = 7.0, rounds: int = 1) -> Geometry:

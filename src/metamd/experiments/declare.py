@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from metamd.comparison.entrants import ProtocolName
-from metamd.comparison.training import Measuring, one_thread
+from metamd.comparison.training import Measuring
 from metamd.experiments.race import Training, train
 from metamd.files.container import write_atomically
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
@@ -31,124 +31,76 @@ Family = ImageFamily | SharedStart
 
 @dataclass(frozen=True)
 class Entry:
-    """One way in which a learned geometry enters the comparison.
+    """One way in which a learned geometry enters the comparison."""
 
-    Args:
-        usage: metric, momentum, schedule and factor; None for what was chosen on the training tasks, or plainly.
-        exact: False takes the paper's step.
-        averaging: the kind of average, as for `MetaMD`; that of the usage if not given.
-        refresh: how often polar steps find their directions, if not as the file says; nothing where it recommends others.
-        piece: counted from 0, to use one piece of a mixture alone.
-        instead: the geometry that enters where this one was learned for tensors of other shapes than the task has.
-    """
-
+    # metric, momentum, schedule and factor; None for what was chosen on the training tasks, or plainly
     usage: Usage | None = None
-    exact: bool = True
-    averaging: AveragingName | None = None
+    exact: bool = True  # False takes the paper's step
+    averaging: AveragingName | None = None  # the kind of average, as for `MetaMD`; that of the usage if not given
+    # how often polar steps find their directions, if not as the file says; nothing where it recommends others
     refresh: int | None = None
-    piece: int | None = None
+    piece: int | None = None  # counted from 0, to use one piece of a mixture alone
+    # the geometry that enters where this one was learned for tensors of other shapes than the task has
     instead: str | None = None
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What is learned for each held-out domain.
+    """What is learned for each held-out domain."""
 
-    Args:
-        potential: a new one at every call.
-        entries: how it enters, by label.
-        objective: what is minimised.
-        choose_usage: whether metric, momentum, schedule and factor are chosen on training tasks, at a scale that does so.
-        choices: among what, where it is not all: options of `learn_usage`.
-        follow: learn from runs of a reference optimiser, whose rate is chosen on training tasks, instead of in rounds: runs
-            so many times longer than those of the comparison, at a rate as many times lower; as many of them as a round has
-            tasks, twice. 0 for rounds.
-        reference: what is followed, if its rate is not to be chosen.
-        options: of `meta_train`, beside the closed form's: an estimator, a method.
-        rounds: outer steps, as a multiple of the scale's.
-        then: options of a second meta-training, from what the first has learned.
-        same_tasks: whether it learns from the very tasks that every other geometry with this mark learns from.
-    """
-
-    potential: Callable[[], MaxDiagonal]
-    entries: Mapping[str, Entry]
+    potential: Callable[[], MaxDiagonal]  # a new one at every call
+    entries: Mapping[str, Entry]  # how it enters, by label
+    # what is minimised
     objective: Objective = field(default_factory=lambda: Regret(comparator=Reference(lr=1e-3, factor=1.0)))
-    choose_usage: bool = False
-    choices: Mapping[str, Any] = field(default_factory=dict)
+    # metric, momentum, schedule and factor are chosen on training tasks, at a scale that does so, among these `Choices`;
+    # None chooses nothing
+    choices: Mapping[str, Any] | None = None
+    # learn from runs of a reference optimiser, whose rate is chosen on training tasks, instead of in rounds: runs so many
+    # times longer than those of the comparison, at a rate as many times lower; as many of them as a round has tasks, twice.
+    # 0 for rounds
     follow: float = 0
-    reference: Reference | None = None
+    reference: Reference | None = None  # what is followed, if its rate is not to be chosen
+    # of `meta_train`, beside the closed form's: an estimator, a method
     options: Mapping[str, Any] = field(default_factory=dict)
-    rounds: int = 1
+    rounds: int = 1  # outer steps, as a multiple of the scale's
+    # options of a second meta-training, from what the first has learned
     then: Callable[[LearnedOptimiser], Mapping[str, Any]] | None = None
-    same_tasks: bool = False
+    same_tasks: bool = False  # whether it learns from the very tasks that every other geometry with this mark learns from
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is computed.
+    """How much is computed."""
 
-    Args:
-        domains: held out in turn; or names of repetitions, where the same domain is held out in all of them.
-        images: training images per domain; None for all.
-        steps: T, in learning.
-        outer_steps: of the meta-training, at most.
-        tasks_per_step: of the meta-training.
-        seeds: runs per domain.
-        budget: settings per rival and schedule.
-        rivals: names in `metamd.rivals.RIVALS` or `LEARNERS`.
-        schedules: of the rivals.
-        protocol: by which rivals are tuned.
-        usage_tasks: training tasks to choose a usage on; 0 for none.
-        search: by which rivals are tuned under the protocol `paper`, a name in `SEARCHES`; the paper has grids for the
-            linear model and the MLP, and Bayesian optimisation for the others.
-        screen: settings that go on from the first seed to the others, by each quantity; None for all.
-        batch_size: images per step.
-        width: of a ResNet18.
-        measuring: how the runs of the comparison are watched.
-        test_steps: of the runs of the comparison, where they are not as long as those that were learned on.
-    """
-
-    domains: tuple[str, ...]
-    images: int | None
-    steps: int = 500
-    outer_steps: int = 6
-    tasks_per_step: int = 5
-    seeds: int = 3
-    budget: int = 25
-    rivals: tuple[str, ...] = ("sgd", "sgdm", "rmsprop", "adam")
-    schedules: tuple[Schedule, ...] = ("constant", "linear")
-    protocol: ProtocolName = "handicap"
+    domains: tuple[str, ...]  # held out in turn; or names of repetitions, where the same domain is held out in all of them
+    images: int | None  # training images per domain; None for all
+    steps: int = 500  # T, in learning
+    outer_steps: int = 6  # of the meta-training, at most
+    tasks_per_step: int = 5  # of the meta-training
+    seeds: int = 3  # runs per domain
+    budget: int = 25  # settings per rival and schedule
+    rivals: tuple[str, ...] = ("sgd", "sgdm", "rmsprop", "adam")  # names in `metamd.rivals.RIVALS` or `LEARNERS`
+    schedules: tuple[Schedule, ...] = ("constant", "linear")  # of the rivals
+    protocol: ProtocolName = "handicap"  # by which rivals are tuned
+    # by which rivals are tuned under the protocol `paper`, a name in `SEARCHES`; the paper has grids for the linear model
+    # and the MLP, and Bayesian optimisation for the others
     search: str = "bayes"
-    usage_tasks: int = 6
-    screen: int | None = None
-    batch_size: int = 100
-    width: int = 64
-    measuring: Measuring = field(default_factory=Measuring)
-    test_steps: int | None = None
+    usage_tasks: int = 6  # training tasks to choose a usage on; 0 for none
+    screen: int | None = None  # settings that go on from the first seed to the others, by each quantity; None for all
+    batch_size: int = 100  # images per step
+    width: int = 64  # of a ResNet18
+    measuring: Measuring = field(default_factory=Measuring)  # how the runs of the comparison are watched
+    test_steps: int | None = None  # of the runs of the comparison, where they are not as long as those that were learned on
 
 
 COORDINATES = partial(Kronecker, rank="auto")
 
 
 def coordinates(
-    entries: Mapping[str, Entry],
-    *,
-    follow: float = 1.0,
-    reference: Reference | None = None,
-    same_tasks: bool = False,
-    potential: Callable[[], MaxDiagonal] = COORDINATES,
-    **choices: Any,
+    entries: Mapping[str, Entry], potential: Callable[[], MaxDiagonal] = COORDINATES, *, follow: float = 1.0, **choices: Any
 ) -> Geometry:
     """The default for networks: learned coordinates from runs of a reference, with the best usage among the choices."""
-    return Geometry(
-        potential,
-        entries,
-        choose_usage=True,
-        choices=choices,
-        follow=follow,
-        reference=reference,
-        same_tasks=same_tasks,
-    )
+    return Geometry(potential, entries, choices=choices, follow=follow)
 
 
 def learned_file(folder: Path, domain: str, geometry: str) -> Path:
@@ -159,8 +111,6 @@ def learned_file(folder: Path, domain: str, geometry: str) -> Path:
 def alone(learned: LearnedOptimiser, piece: int) -> LearnedOptimiser:
     """One piece of a mixture, counted from 0, as a geometry of its own."""
     phi, header = learned.potential, learned.header
-    if not 0 <= piece < phi.pieces:
-        raise ValueError(f"a mixture of {phi.pieces} pieces has none of number {piece}, counted from 0.")
     single = MaxDiagonal(1, tying=phi.tying, centre=phi.centre, basis=phi.basis)
     single = single.with_metrics({k: v[piece : piece + 1].detach().clone() for k, v in phi.log_d.items()})
     about = {k: getattr(header, k) for k in ("model", "family", "horizon", "batch_size", "gradient_scale", "cost")}
@@ -175,16 +125,6 @@ def settings_of(size: Scale) -> dict[str, Any]:
     return found | ({} if size.search == "bayes" else {"search": size.search})
 
 
-def kept_start(path: Path, find: Callable[[], LearnedStart]) -> LearnedStart:
-    """The learned start that a file holds; if there is none it is found, on one thread, and written."""
-    if not path.exists():
-        with one_thread():
-            found = find()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found.save(path)
-    return LearnedStart.load(path)
-
-
 def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int, name: str) -> Result:
     """Learn one geometry from tasks drawn under a name, and save it; one that cannot be learned is a result too.
 
@@ -192,8 +132,9 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
     has cost is a part of the cost.
     """
     began, counted, journal = time.perf_counter(), Counted(family), Journal(path.with_suffix(".run"))
-    choose, reference = geometry.choose_usage and size.usage_tasks > 0, geometry.reference
-    choices = Choices(**{"tasks": size.usage_tasks, **geometry.choices}) if choose else None
+    reference, choices = geometry.reference, None
+    if geometry.choices is not None and size.usage_tasks > 0:
+        choices = Choices(**{"tasks": size.usage_tasks, **geometry.choices})
     drawn, warned = derive_seed(seed, "learning", name), list[str]()
     if geometry.follow not in (0, 1):
         tuned = reference or tuned_reference(counted, seed=drawn, journal=journal)

@@ -14,6 +14,7 @@ from metamd.comparison.figures import learning_curves
 from metamd.comparison.pace import last_tenths, pace
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section
+from metamd.comparison.training import one_thread
 from metamd.comparison.tuning import SEARCHES
 from metamd.experiments.declare import (
     Family,
@@ -21,7 +22,6 @@ from metamd.experiments.declare import (
     Scale,
     alone,
     bring,
-    kept_start,
     learn,
     learn_away,
     learned_file,
@@ -46,43 +46,33 @@ Sides = Mapping[str, TaskFamily]
 
 @dataclass(frozen=True)
 class Experiment:
-    """A leave-one-out experiment, or another in which geometries are learned and then compared on held-out tasks.
+    """A leave-one-out experiment, or another in which geometries are learned and then compared on held-out tasks."""
 
-    Args:
-        name: of the experiment.
-        family: with a domain held out, at a scale.
-        geometries: what is learned, by name; the first entry of the first one is what everything is compared with.
-        scales: by name.
-        published: the paper's test accuracies in per cent, by optimiser and domain.
-        variant: what distinguishes it from the experiment of that name; empty for that one.
-        target: label of the rival that sets the target.
-        share: of the run, after which the loss of the best rival is what ours is to reach sooner.
-        sides: what is compared on, by name, if it is not the held-out side of the family alone.
-        own_tasks: whether every side draws tasks of its own, as repetitions on one domain must; else the draw is the same.
-        off_family: whether tasks are meant to differ from those that were learned on, so that nobody is warned of it.
-        start: finds where the tasks of a family with a shared start begin instead; kept beside what is learned.
-        draw: the figure, from the comparison and the labels of ours to show, into a folder.
-        summarise: makes the rows from the comparisons and draws, in place of `rows` and `draw`.
-        more: further rows, from the scale, the folder, the seed and the number of processes.
-        sections: the tables, from the rows.
-    """
-
-    name: str
-    family: Callable[[Scale, str], Family]
+    name: str  # of the experiment
+    family: Callable[[Scale, str], Family]  # with a domain held out, at a scale
+    # what is learned, by name; the first entry of the first one is what everything is compared with
     geometries: Mapping[str, Geometry]
-    scales: Mapping[str, Scale]
+    scales: Mapping[str, Scale]  # by name
+    # the paper's test accuracies in per cent, by optimiser and domain
     published: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    variant: str = ""
-    target: str = "Adam, linear decay"
-    share: float = 1.0
+    variant: str = ""  # what distinguishes it from the experiment of that name; empty for that one
+    target: str = "Adam, linear decay"  # label of the rival that sets the target
+    share: float = 1.0  # of the run, after which the loss of the best rival is what ours is to reach sooner
+    # what is compared on, by name, if it is not the held-out side of the family alone
     sides: Callable[[Scale, str, Family], Sides] | None = None
+    # whether every side draws tasks of its own, as repetitions on one domain must; else the draw is the same
     own_tasks: bool = False
+    # whether tasks are meant to differ from those that were learned on, so that nobody is warned of it
     off_family: bool = False
+    # finds where the tasks of a family with a shared start begin instead; kept beside what is learned
     start: Callable[[Scale, Family], LearnedStart] | None = None
+    # the figure, from the comparison and the labels of ours to show, into a folder
     draw: Callable[[Comparison, Sequence[str], Path], None] = learning_curves
+    # makes the rows from the comparisons and draws, in place of `rows` and `draw`
     summarise: Callable[[list[Comparison], Path], list[Result]] | None = None
+    # further rows, from the scale, the folder, the seed and the number of processes
     more: Callable[[Scale, Path, int, int], list[Result]] | None = None
-    sections: Callable[[Sequence[Result]], list[Section]] = by_domain
+    sections: Callable[[Sequence[Result]], list[Section]] = by_domain  # the tables, from the rows
 
     def run(
         self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
@@ -93,8 +83,7 @@ class Experiment:
                 warnings.simplefilter("ignore", OffFamilyWarning)
             found, failed = self.compared(scale, folder, seed, workers, ray, only)
         size = self.scales[scale]
-        about: Result = {"experiment": self.name} | ({"variant": self.variant} if self.variant else {})
-        about |= {"scale": scale, "seed": seed, "protocol": size.protocol}
+        about: Result = {**self._named(scale, seed), "protocol": size.protocol}
         if self.summarise is not None:
             return about | {"rows": self.summarise(found, folder)}
         joined = Comparison.join(found)
@@ -106,10 +95,13 @@ class Experiment:
         rows += [] if self.more is None else self.more(size, folder, seed, workers)
         return about | {"last_tenth": last_tenths(joined), "rows": rows}
 
+    def _named(self, scale: str, seed: int) -> Result:
+        variant = {"variant": self.variant} if self.variant else {}
+        return {"experiment": self.name, **variant, "scale": scale, "seed": seed}
+
     def settings(self, scale: str, seed: int) -> Result:
         """What the records of a folder depend on."""
-        named: Result = {"experiment": self.name} | ({"variant": self.variant} if self.variant else {})
-        return {**named, "scale": scale, "seed": seed, **settings_of(self.scales[scale])}
+        return self._named(scale, seed) | settings_of(self.scales[scale])
 
     def compared(
         self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
@@ -184,7 +176,8 @@ class Experiment:
             bare = unscheduled(label)
             published = self.published.get(label if bare in comparison.labels else bare, {})
             row: Result = {"label": label, "accuracy": accuracies, "published": dict(published)}
-            row["learning"] = {"gradients": comparison.learning_gradients(label), "seconds": _seconds(comparison, label)}
+            seconds = [float(f.costs.get(label, {}).get("seconds", 0.0)) for f in comparison.folds]
+            row["learning"] = {"gradients": comparison.learning_gradients(label), "seconds": sum(seconds) / len(seconds)}
             for metric, table in per_metric.items():
                 kept = {k: v for k, v in table[label].items() if k != "label"}
                 row[metric] = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in kept.items()}
@@ -237,12 +230,16 @@ class Experiment:
                 yield known
 
     def _begun(self, size: Scale, domain: str, folder: Path) -> Family:
-        """The family with a domain held out, from the learned start if there is to be one."""
-        family = self.family(size, domain)
+        """The family with a domain held out, from the learned start if there is to be one, which a file keeps."""
+        family, path = self.family(size, domain), learned_file(folder, domain, "start")
         if self.start is None:
             return family
-        found = kept_start(learned_file(folder, domain, "start"), partial(self.start, size, family))
-        return SharedStart(family.family if isinstance(family, SharedStart) else family, found)
+        if not path.exists():
+            with one_thread():
+                found = self.start(size, family)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found.save(path)
+        return SharedStart(family.family if isinstance(family, SharedStart) else family, LearnedStart.load(path))
 
     def _to_learn(
         self, size: Scale, families: Mapping[str, Family], folder: Path, seed: int, away: bool = False
@@ -335,8 +332,3 @@ def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
 
 def _place(folder: Path, side: str) -> Path:
     return folder / f"domain-{side.replace(' ', '-')}"
-
-
-def _seconds(comparison: Comparison, label: str) -> float:
-    each = [float(f.costs.get(label, {}).get("seconds", 0.0)) for f in comparison.folds]
-    return sum(each) / len(each)

@@ -140,7 +140,7 @@ EXPERIMENTS = (
             "kronecker": coordinates({"MetaMD": Entry(instead="role")}),
             "role": coordinates(
                 {"MetaMD, by role": Entry(), "MetaMD, by role, plain": Entry(Usage())},
-                potential=partial(Diagonal, tying="role"),
+                partial(Diagonal, tying="role"),
             ),
         },
         SCALES,

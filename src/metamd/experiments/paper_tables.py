@@ -121,9 +121,7 @@ ROTATED_MLP = Experiment(
     rotated,
     {
         "kronecker": coordinates(BOTH),
-        "tensor": Geometry(
-            partial(Diagonal, tying="tensor"), {"MetaMD, one number per tensor": Entry()}, choose_usage=True, follow=1.0
-        ),
+        "tensor": coordinates({"MetaMD, one number per tensor": Entry()}, partial(Diagonal, tying="tensor")),
         "diagonal": DIAGONAL,
     },
     {
@@ -178,12 +176,14 @@ RESNET18 = Experiment(
     "resnet18-cifar10",
     _cifar10,
     {
-        "kronecker": coordinates(
-            {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage(momentum=0.9, schedule="linear"))},
+        "kronecker": replace(
+            coordinates(
+                {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage(momentum=0.9, schedule="linear"))},
+                metrics=("online",),
+                rules=(Online("polar", beta=0.9, signal=0.95),),
+                schedules=("linear",),
+            ),
             reference=Reference(lr=2e-3, factor=1.0),
-            metrics=("online",),
-            rules=(Online("polar", beta=0.9, signal=0.95),),
-            schedules=("linear",),
         ),
     },
     {

@@ -60,35 +60,22 @@ Numbers = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is computed.
+    """How much is computed."""
 
-    Args:
-        rows: names in `ROWS`.
-        starts: names in `STARTS`.
-        problems: test problems.
-        limit: the most iterations of a rival.
-        learned_limit: the most iterations of a learned geometry.
-        trainings: meta-trainings of our default, with different seeds.
-        outer_steps: at most, of our default.
-        tasks_per_step: of our default.
-        published: k, outer_steps, tasks_per_step and T of the preset `paper`, which is plain gradient descent on M.
-        adam: the same for the paper's objective followed by Adam on log D, with its lr.
-        grid: points per coordinate of the brute force.
-        everything: whether rivals are also tuned in more than the rate.
-    """
-
-    rows: tuple[str, ...] = ("published", "ill")
-    starts: tuple[str, ...] = ("far", "near")
-    problems: int = 50
-    limit: int = 50_000
-    learned_limit: int = 2_000
-    trainings: int = 3
-    outer_steps: int = 20
-    tasks_per_step: int = 16
+    rows: tuple[str, ...] = ("published", "ill")  # names in `ROWS`
+    starts: tuple[str, ...] = ("far", "near")  # names in `STARTS`
+    problems: int = 50  # test problems
+    limit: int = 50_000  # the most iterations of a rival
+    learned_limit: int = 2_000  # the most iterations of a learned geometry
+    trainings: int = 3  # meta-trainings of our default, with different seeds
+    outer_steps: int = 20  # at most, of our default
+    tasks_per_step: int = 16  # of our default
+    # k, outer_steps, tasks_per_step and T of the preset `paper`, which is plain gradient descent on M
     published: Numbers = (("k", 7), ("outer_steps", 300), ("tasks_per_step", 4), ("T", 200))
+    # the same for the paper's objective followed by Adam on log D, with its lr
     adam: Numbers = (("k", 10), ("lr", 0.1), ("outer_steps", 150), ("tasks_per_step", 4), ("T", 200))
-    grid: int = 25
-    everything: bool = True
+    grid: int = 25  # points per coordinate of the brute force
+    everything: bool = True  # whether rivals are also tuned in more than the rate
 
 
 SCALES = {

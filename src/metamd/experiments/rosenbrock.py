@@ -39,21 +39,13 @@ RATES = {"low": -6, "high": 2, "per_decade": 16}
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is computed.
+    """How much is computed."""
 
-    Args:
-        starts: names in `STARTS`.
-        outer_steps: of the meta-trainings, at most.
-        tasks_per_step: all tasks are the same function, as in the paper.
-        grid: points per coordinate of the brute force.
-        everything: whether rivals are also tuned in more than the rate.
-    """
-
-    starts: tuple[str, ...] = ("customary", "origin", "far")
-    outer_steps: int = 30
-    tasks_per_step: int = 1
-    grid: int = 60
-    everything: bool = True
+    starts: tuple[str, ...] = ("customary", "origin", "far")  # names in `STARTS`
+    outer_steps: int = 30  # of the meta-trainings, at most
+    tasks_per_step: int = 1  # all tasks are the same function, as in the paper
+    grid: int = 60  # points per coordinate of the brute force
+    everything: bool = True  # whether rivals are also tuned in more than the rate
 
 
 SCALES = {"smoke": Scale(("customary",), 1, 1, 4, False), "cpu": Scale(), "paper": Scale()}

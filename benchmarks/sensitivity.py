@@ -20,7 +20,7 @@ from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.statistics import spread
 from metamd.experiments.quadratic import TOLERANCES, family
 from metamd.experiments.race import Problems, raced, train
-from metamd.files.store import Records, Result, read_cells
+from metamd.files.store import ARCHIVE, Records, Result, archive, read_cells, records_in, unarchive
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import Method, paper
 from metamd.learning.rounds.outer import GradientDescent
@@ -114,7 +114,8 @@ def _median(found: list[Result], *, usual: bool) -> str:
 
 def read() -> dict[str, Result]:
     """All that was computed."""
-    return read_cells(FOLDER)
+    with records_in(FOLDER) as records:
+        return read_cells(records)
 
 
 def about() -> dict[str, Any]:
@@ -122,12 +123,13 @@ def about() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    records = Records(FOLDER, about())
+    if (FOLDER / ARCHIVE).is_file():
+        unarchive(FOLDER)
     wanted = [
         Cell(cell(who, setting, number), partial(learned_from, who, setting, number))
         for who, _, setting in settings()
         for number in range(TRAININGS[who])
     ]
-    filled = fill(records, wanted, title="sensitivity", workers=1)
-    records.pack()
+    filled = fill(Records(FOLDER, about()), wanted, title="sensitivity", workers=1)
+    archive(FOLDER)
     print(table(filled))

@@ -327,10 +327,9 @@ def test_a_summary_that_is_none_is_refused_in_a_sentence(summary, tmp_path, caps
 
 
 def test_settings_and_costs_of_an_experiment_of_its_own_are_shown_as_text(tmp_path, capsys):
-    """From records that try to be markup, packed or not; a cost that is none is left out, settings that are none refused."""
+    """From records that try to be markup; a cost that is none is left out, settings that are none refused."""
     own_summary(tmp_path)
     Records(tmp_path, {"scale": NASTY, NASTY: [1, 2]}).cell("one", lambda: {"cost": {"outer_steps": 20}})
-    Records(tmp_path, {"scale": NASTY, NASTY: [1, 2]}).pack()
     for name, cost in {"two": {NASTY: NASTY}, "three": 7, "four": None}.items():
         (tmp_path / "cells" / f"{name}.json").write_text(json.dumps({"cost": cost}))
     assert cli.run(["report", str(tmp_path)]) == 0

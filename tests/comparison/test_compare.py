@@ -65,31 +65,6 @@ def test_a_comparison_is_its_records(tmp_path):
         compare(who, QUADRATIC, bare(seeds=5, steps=7), folder=tmp_path)
 
 
-def test_packed_records_are_the_same_comparison_and_grow(tmp_path):
-    who = {"a": handicap(rival("sgd"), budget=3), "b": rival("adam").untuned()}
-    found = compare(who, QUADRATIC, bare(seeds=2), folder=tmp_path)
-    whole = Comparison.read(tmp_path)
-    Records(tmp_path, Records.settings(tmp_path)).pack()
-    assert not list((tmp_path / "cells").iterdir())
-    packed = (tmp_path / "cells.jsonl").read_text()
-    assert len(packed.splitlines()) == 2 * 4 + 1
-    assert Comparison.read(tmp_path).folds == whole.folds
-    again = compare({**who, "c": rival("rmsprop").untuned()}, QUADRATIC, bare(seeds=2), folder=tmp_path)
-    assert again.values("a", "mean_loss").tolist() == found.values("a", "mean_loss").tolist()
-    assert len(list((tmp_path / "cells").iterdir())) == 2 + 1, "what was packed is not run again"
-    records = Records(tmp_path, Records.settings(tmp_path))
-    name = json.loads(packed.splitlines()[0])["cell"]
-    records.forget(name)
-    assert not records.has(name)
-    assert not Records(tmp_path, Records.settings(tmp_path)).has(name)
-    for line in packed.splitlines():
-        records.forget(json.loads(line)["cell"])
-    assert Records(tmp_path, Records.settings(tmp_path)).packed == {}, "a file without cells can still be read"
-    (tmp_path / "cells.jsonl").write_text(packed + "[1]\n")
-    with pytest.raises(ValueError, match=r"line 10 of .* must hold a JSON object with the name of its cell"):
-        Comparison.read(tmp_path)
-
-
 def test_screening_runs_the_best_few_of_the_first_task_and_keeps_what_it_dropped(tmp_path):
     who = entrants()
     whole = compare(who, QUADRATIC, bare(seeds=4))

@@ -392,10 +392,22 @@ def test_a_damaged_archive_is_named(tmp_path):
     (tmp_path / "records.jsonl.xz").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"records\.jsonl\.xz' is not the archive of an experiment.*Put it back"):
         unarchive(tmp_path)
-    line = {"folder": "../elsewhere", "run": {"format": 1, "settings": {}}}
-    (tmp_path / "records.jsonl.xz").write_bytes(lzma.compress(json.dumps(line).encode()))
-    with pytest.raises(ValueError, match="a folder that lies elsewhere"):
-        unarchive(tmp_path)
+    for line in ({"folder": "../elsewhere", "run": {"settings": {}}}, {"folder": "here", "cell": "one", "result": {}}):
+        (tmp_path / "records.jsonl.xz").write_bytes(lzma.compress(json.dumps(line).encode()))
+        with pytest.raises(ValueError, match="a folder that lies elsewhere, or that has no settings"):
+            unarchive(tmp_path)
+
+
+def test_an_archive_writes_only_into_its_folder(tmp_path):
+    lines = [{"folder": "a", "run": {"settings": {}}}, {"folder": "a", "cell": "../../../out", "result": {}}]
+    text = "\n".join(json.dumps(line) for line in [*lines, {"folder": "a", "file": "../../out.json", "content": {}}])
+    (tmp_path / "records.jsonl.xz").write_bytes(lzma.compress(text.encode()))
+    unarchive(tmp_path, tmp_path / "inside")
+    assert not list(tmp_path.glob("*.json")) + list(tmp_path.parent.glob("out.json"))
+    assert {p.relative_to(tmp_path / "inside").as_posix() for p in tmp_path.rglob("out.json")} == {
+        "a/cells/out.json",
+        "a/out.json",
+    }
 
 
 @pytest.fixture

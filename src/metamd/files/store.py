@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +21,6 @@ from torch import Tensor
 from metamd.files.container import Kind, Tensors, shown, strict_json, write_atomically
 
 FORMAT = 1
-PACKED = "cells.jsonl"
 ARCHIVE = "records.jsonl.xz"
 CHECKPOINT, CHECKPOINT_VERSION = Kind("checkpoint", "metamd.checkpoint", described=False), 3
 
@@ -36,8 +34,7 @@ Log = Callable[[dict[str, Any], int], None]
 class Records:
     """The cells of one run in a folder, together with the settings that they were made with.
 
-    Each cell is a small JSON file. A run that is done may be packed: then all cells are lines of one file, `cells.jsonl`.
-    More cells may still be added beside it.
+    Each cell is a small JSON file.
 
     Args:
         folder: made if it is not there.
@@ -57,7 +54,7 @@ class Records:
         (folder / "cells").mkdir(parents=True, exist_ok=True)
         about = {"format": FORMAT, "settings": _plain(settings)}
         path = folder / "run.json"
-        if not path.exists() and ((folder / PACKED).exists() or any((folder / "cells").iterdir())):
+        if not path.exists() and any((folder / "cells").iterdir()):
             raise ValueError(
                 f"{str(folder)!r} holds results, but not run.json, which says by which settings they were made. Put it "
                 "back, or choose another folder (--out)."
@@ -87,36 +84,15 @@ class Records:
 
     def read(self, name: str) -> Result:
         """A result that is there."""
-        return self.packed[name] if name in self.packed else _read_cell(self.path(name))
+        return _read_cell(self.path(name))
 
     def has(self, name: str) -> bool:
         """Whether the cell is there."""
-        return name in self.packed or self.path(name).exists()
-
-    @cached_property
-    def packed(self) -> dict[str, Result]:
-        """The cells of the packed file, by name."""
-        return _read_packed(self.folder)
+        return self.path(name).exists()
 
     def forget(self, name: str) -> None:
         """Have a cell computed again."""
         self.path(name).unlink(missing_ok=True)
-        if self.packed.pop(name, None) is not None:
-            self._write_packed()
-
-    def pack(self) -> None:
-        """Move all cells into the packed file."""
-        self.packed.update(found := read_cells(self.folder))
-        self._write_packed()
-        for name in found:
-            self.path(name).unlink(missing_ok=True)
-
-    def _write_packed(self) -> None:
-        if not self.packed:
-            (self.folder / PACKED).unlink(missing_ok=True)
-            return
-        lines = [json.dumps({"cell": name, **self.packed[name]}, allow_nan=False) for name in sorted(self.packed)]
-        write_atomically(self.folder / PACKED, ("\n".join(lines) + "\n").encode())
 
     def path(self, name: str) -> Path:
         """Where the cell is kept."""
@@ -224,23 +200,13 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_cells(folder: Path) -> dict[str, Result]:
     """All cells of a run, by name."""
-    return _read_packed(folder) | {path.stem: _read_cell(path) for path in sorted((folder / "cells").glob("*.json"))}
+    return {path.stem: _read_cell(path) for path in sorted((folder / "cells").glob("*.json"))}
 
 
 def _read_cell(path: Path) -> Result:
     found = read_json(path)
     if not isinstance(found, dict):
         raise ValueError(f"{str(path)!r} must hold a JSON object. Delete it, and it is computed again.")
-    return found
-
-
-def _read_packed(folder: Path) -> dict[str, Result]:
-    path, found = folder / PACKED, {}
-    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
-        value = strict_json(line, f"line {number} of {str(path)!r}")
-        if not isinstance(value, dict) or not isinstance(value.get("cell"), str):
-            raise ValueError(f"line {number} of {str(path)!r} must hold a JSON object with the name of its cell.")
-        found[value.pop("cell")] = value
     return found
 
 
@@ -265,9 +231,7 @@ FEWER = 3
 def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda place: ()) -> None:
     """Move all records of a folder, and of the folders in it, into one file there; learned files stay.
 
-    Args:
-        folder: of an experiment.
-        screened: the cells of a folder whose losses nobody shows; they are shortened.
+    The losses of cells that are `screened`, because nobody shows them, are shortened.
     """
     places = sorted(p.parent for p in folder.rglob("run.json") if folder / "learned" not in p.parents)
     lines: list[Result] = []
@@ -285,7 +249,6 @@ def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda pl
     write_atomically(folder / ARCHIVE, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
     for place in sorted(places, reverse=True):  # folders inside others first
         shutil.rmtree(place / "cells", ignore_errors=True)
-        (place / PACKED).unlink(missing_ok=True)
         if place != folder:
             for path in place.glob("*.json"):
                 path.unlink()
@@ -298,32 +261,32 @@ def unarchive(folder: Path, into: Path | None = None) -> None:
     where, into = repr(str(folder / ARCHIVE)), into or folder
     try:
         text = lzma.decompress((folder / ARCHIVE).read_bytes())
-        found = [strict_json(line, f"a line of {where}") for line in text.splitlines()]
-        places = {line["folder"]: line["run"] for line in found if "run" in line}
-        cells: dict[str, dict[str, Result]] = {name: {} for name in places}
-        files: dict[Path, Any] = {}
-        for line in found:
-            if "cell" in line:
-                cells[line["folder"]][line["cell"]] = line["result"]
-            elif "file" in line:
-                files[into / line["folder"] / Path(line["file"]).name] = line["content"]
-        if any(not (into / name).resolve().is_relative_to(into.resolve()) for name in places):
-            raise ValueError("it names a folder that lies elsewhere")
+        settings, files = {}, {}
+        for line in text.splitlines():
+            said = strict_json(line, f"a line of {where}")
+            place = into / said["folder"]
+            if not place.resolve().is_relative_to(into.resolve()) or not ("run" in said or place in settings):
+                raise ValueError("it names a folder that lies elsewhere, or that has no settings")
+            if "run" in said:
+                settings[place] = said["run"]["settings"]
+            elif "cell" in said:
+                files[place / "cells" / f"{Path(said['cell']).name}.json"] = said["result"]
+            else:
+                files[place / Path(said["file"]).name] = said["content"]
     except (lzma.LZMAError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{where} is not the archive of an experiment: {error}. Put it back, or delete it.") from None
-    for name, about in places.items():
-        records = Records(into / name, about["settings"])
-        records.packed.update({k: v for k, v in cells[name].items() if not records.has(k)})
-        records.pack()
+    for place, about in settings.items():
+        Records(place, about)
     for path, content in files.items():
-        if not path.exists():
-            write_json(path, content)
+        if not path.exists():  # thousands of them: a kill leaves each one whole or not there, a power cut may not
+            path.with_suffix(".tmp").write_text(json.dumps(content))
+            path.with_suffix(".tmp").replace(path)
 
 
 @contextmanager
 def records_in(folder: Path) -> Iterator[Path]:
     """Where the records of a folder are to be read: there, or in a copy of its archive that is removed again."""
-    if not (folder / ARCHIVE).is_file() or (folder / PACKED).exists() or (folder / "cells").exists():
+    if not (folder / ARCHIVE).is_file() or (folder / "cells").exists():
         yield folder
         return
     with TemporaryDirectory() as copy:
@@ -370,11 +333,8 @@ def _plain(value: Any) -> Any:
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the lock file `path` exclusively; the system releases it when its holder dies, even by SIGKILL.
 
-    The file stays behind: removing it would let two processes hold two files of one name.
-
-    Args:
-        path: the lock file; its folder is made if need be.
-        wait: whether to wait; otherwise a lock that another process holds is a `BlockingIOError`.
+    The file stays behind: removing it would let two processes hold two files of one name. Without `wait`, a lock that
+    another process holds is a `BlockingIOError`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:

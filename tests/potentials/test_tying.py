@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from metamd import MaxDiagonal, MetaMD
-from metamd.potentials.tying import clean_name, roles, slots, stored_shape, tied_shape
+from metamd.potentials.basis import Basis
+from metamd.potentials.tying import clean_name, roles, stored_shape, tied_shape
 from tests.helpers import random_geometry, small_model, train
 
 TYINGS = ["parameter", "channel", "column", "tensor", "role"]
@@ -145,5 +146,5 @@ def test_wrapper_prefixes():
 
 def test_slots_follow_the_tying():
     shapes = {"0.weight": (8, 5), "0.bias": (8,)}
-    assert slots("parameter", shapes)["0.weight"].key == "0.weight"
-    assert slots("role", shapes)["0.weight"].key == "last.weight"
+    assert Basis().slots("parameter", shapes)["0.weight"].key == "0.weight"
+    assert Basis().slots("role", shapes)["0.weight"].key == "last.weight"

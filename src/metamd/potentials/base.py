@@ -45,6 +45,12 @@ class Move:
     lr: float | Tensor = 1.0
     decay: float | Tensor = 0.0
 
+    def decayed(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """(1 - decay) x, written to `out` if there is one; x itself where nothing decays."""
+        if isinstance(self.decay, Tensor) or self.decay != 0:
+            return torch.mul(x, 1 - self.decay, out=out)
+        return x
+
 
 @dataclass(frozen=True)
 class Active:
@@ -146,7 +152,8 @@ class Potential(nn.Module, ABC):
         """
         y = self.mirror(params)
         dual = {n: y[n] * (1 - m.decay) - m.lr * m.grad for n, m in moves.items()}
-        return Step(write({**params, **self.inverse(dual, params)}, into, moves))
+        moved = self.inverse(dual, params)
+        return Step({**params, **(moved if into is None else {n: into[n].copy_(moved[n]) for n in moves})})
 
     def check(self, params: Params) -> None:
         """Refuse, with a sentence, parameters outside the domain of phi."""
@@ -154,13 +161,6 @@ class Potential(nn.Module, ABC):
     def bind(self, named: Named) -> "Potential":
         """Fit the potential to the tensors of a model; one without metrics fits them all."""
         return self
-
-
-def write(params: dict[str, Tensor], into: Params | None, names: Iterable[str]) -> dict[str, Tensor]:
-    """Copy the named tensors to where they belong, if a place was given."""
-    if into is None:
-        return params
-    return {**params, **{n: into[n].copy_(params[n]) for n in names}}
 
 
 def bregman(potential: Potential, u: Params | Tensor, v: Params | Tensor) -> Tensor:

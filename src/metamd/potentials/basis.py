@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metamd.potentials.forms import widen
-from metamd.potentials.tying import Shape, Slot, TyingName, roles, slots
+from metamd.potentials.tying import Shape, Slot, TyingName, roles, stored_shape, tied_shape
 
 Kind = Literal["identity", "right", "both"]
 Rank = int | Literal["auto"] | None
@@ -152,19 +152,19 @@ class Basis:
         self._inverses: dict[tuple[str, int], Inverse] = {}
 
     def slots(self, tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
-        """Where tensors find their metrics: in a learned basis a number per column (and per row, on both sides).
+        """Where every tensor of a model finds its metric: names are cleaned already, in the order of the layers.
 
-        A tensor that is no matrix has one number there.
+        In a learned basis there is a number per column (and per row, on both sides), or one for a tensor that is no matrix.
         """
+        keys = roles(shapes) if tying == "role" else {n: n for n in shapes}
         if self.kind == "identity":
-            return slots(tying, shapes)
+            return {n: Slot(keys[n], stored_shape(tying, s), tied_shape(tying, s)) for n, s in shapes.items()}
         if tying not in ("tensor", "role"):
             raise ValueError(
                 f'in a learned basis the tying must be "tensor" or "role", got {tying!r}: its coordinates are not those of '
                 "the parameters."
             )
-        named = roles(shapes) if tying == "role" else {n: n for n in shapes}
-        return {n: self._slot(named[n], shape, shared=tying == "role") for n, shape in shapes.items()}
+        return {n: self._slot(keys[n], shape, shared=tying == "role") for n, shape in shapes.items()}
 
     def _slot(self, key: str, shape: Shape, *, shared: bool) -> Slot:
         if len(shape) < 2 or not math.prod(shape):

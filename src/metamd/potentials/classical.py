@@ -50,9 +50,7 @@ class Euclidean(Potential):
         moved = dict(params)
         for name, move in moves.items():
             out = None if into is None else into[name]
-            x = params[name]
-            if isinstance(move.decay, Tensor) or move.decay != 0:
-                x = torch.mul(x, 1 - move.decay, out=out)
+            x = move.decayed(params[name], out)
             if isinstance(move.lr, Tensor):
                 moved[name] = torch.sub(x, move.lr * move.grad, out=out)
             else:

@@ -189,7 +189,7 @@ class MaxDiagonal(Potential):
 
     def forms(self, params: Params) -> Tensor:
         """1/2 (theta - c)' D_j (theta - c) + b_j for every piece, in float64."""
-        terms = [half_forms(self._squares(n, x), self.metric(n)) for n, x in params.items()]
+        terms = [half_forms(self._squares(n, self._shifted(n, x)), self.metric(n)) for n, x in params.items()]
         return torch.stack(terms).sum(0) + self.offsets.to(terms[0].device)
 
     def value(self, params: Params) -> Tensor:
@@ -211,7 +211,7 @@ class MaxDiagonal(Potential):
     def divergence(self, u: Params, v: Params, active: Active | None = None) -> Tensor:
         """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the weights at v, given or found."""
         active = active or self.activate(v)
-        along = [half_forms(grouped_squares(self.basis.into(n, u[n] - v[n]), self._shape(n)), self.metric(n)) for n in u]
+        along = [half_forms(self._squares(n, u[n] - v[n]), self.metric(n)) for n in u]
         forms = self.forms(u)
         weights = torch.as_tensor(active.weights, dtype=torch.float64, device=forms.device)
         return weights @ torch.stack(along).sum(0) + (forms.max() - weights @ forms)
@@ -277,10 +277,8 @@ class MaxDiagonal(Potential):
         trial = dict(params)
         for name, move in moves.items():
             out = None if into is None else into[name]
-            x = params[name]
-            if isinstance(move.decay, Tensor) or move.decay != 0:
-                x = torch.mul(x, 1 - move.decay, out=out)
-            trial[name] = self.basis.descend(name, x, move.grad, combine(self.metric(name), weights), move.lr, out)
+            x, d = move.decayed(params[name], out), combine(self.metric(name), weights)
+            trial[name] = self.basis.descend(name, x, move.grad, d, move.lr, out)
         return trial
 
     def _settle(self, trial: dict[str, Tensor], weights: Array, moving: Collection[str], into: Params | None) -> Step:
@@ -293,7 +291,7 @@ class MaxDiagonal(Potential):
                 found = solve(fused.evaluate(trial, moving, weights), weights, offsets, tolerance=tolerance)
                 fused.rescale(trial, moving, weights, found.weights)
             else:
-                squares = {n: self._squares(n, trial[n]) for n in moving}
+                squares = {n: self._squares(n, self._shifted(n, trial[n])) for n in moving}
                 metrics = {n: self.metric(n) for n in moving}
                 found = find_weights(squares, metrics, weights, offsets, total=self.add_up, tolerance=tolerance)
         for n in moving if fused is None else ():  # differentiable, where nobody writes in place
@@ -304,9 +302,6 @@ class MaxDiagonal(Potential):
         return Step(trial, Active(found.weights, found.forms), found.iterations, max(found.gap, 0.0))
 
     # one tensor
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.metric(name).shape[1:])
 
     def _shifted(self, name: str, x: Tensor) -> Tensor:
         """Theta - c."""
@@ -319,13 +314,13 @@ class MaxDiagonal(Potential):
         """V diag(d) V' x."""
         return self.basis.out_of(name, d * self.basis.into(name, x))
 
-    def _squares(self, name: str, x: Tensor) -> Tensor:
-        return grouped_squares(self.basis.into(name, widen(self._shifted(name, x))), self._shape(name))
+    def _squares(self, name: str, delta: Tensor) -> Tensor:
+        return grouped_squares(self.basis.into(name, delta), self.metric(name).shape[1:])
 
     def _forms(self, params: Params) -> Array:
         """The forms as plain numbers, over all processes."""
         with torch.no_grad():
-            parts = {n: half_forms(self._squares(n, x), self.metric(n)) for n, x in params.items()}
+            parts = {n: half_forms(self._squares(n, self._shifted(n, x)), self.metric(n)) for n, x in params.items()}
         return self._offsets() + self.add_up(parts)
 
     def _offsets(self) -> Array:
@@ -387,8 +382,7 @@ def unescape(key: str) -> str:
 
 def _tolerance(params: Params) -> float:
     """The gap that rounding of the forms leaves, relative to their size."""
-    coarsest = max(torch.finfo(widen(x).dtype).eps for x in params.values())
-    return 4 * coarsest
+    return 4 * max(torch.finfo(widen(x).dtype).eps for x in params.values())
 
 
 def _slack(params: Params) -> float:

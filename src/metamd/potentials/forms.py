@@ -10,7 +10,7 @@ The exact mirror step from the dual point y is x = D(w)^-1 y, where w minimises
 so that phi*(y) = min_w h(w). `solve` sees N numbers or an N x N matrix; the vectors stay with `Evaluate`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metamd.potentials.base import Params
-from metamd.potentials.tying import Shape
 
 Array = NDArray[np.float64]
 
@@ -43,7 +42,6 @@ class Solution:
     forms: Array  # q_j + b_j at x = D(w)^-1 y; they are equal on the support of w at the minimum
     gap: float  # max_j (q_j + b_j) - <w, q + b> >= 0, by which h(w) can exceed its minimum at most
     iterations: int  # Newton steps taken
-    converged: bool  # whether the gap fell below the tolerance, or to what rounding allows
 
 
 def local_total(contributions: Mapping[str, Tensor]) -> Array:
@@ -57,7 +55,7 @@ def widen(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def grouped_squares(x: Tensor, shape: Shape) -> Tensor:
+def grouped_squares(x: Tensor, shape: Sequence[int]) -> Tensor:
     """The sums of x^2 over the coordinates that share a metric."""
     x = widen(x)
     return (x * x).sum_to_size(shape)
@@ -140,20 +138,13 @@ def solve(evaluate: Evaluate, weights: Array, offsets: Array, *, tolerance: floa
     while True:
         forms = q + offsets
         gap = gap_of(w, forms)
-        if gap <= tolerance * _size(w, q, offsets):
-            return Solution(w, forms, gap, iterations, converged=True)
-        direction = model_minimiser(hessian, forms, w) - w
-        found = _line_search(evaluate, w, q, offsets, direction) if iterations < MAX_ITERATIONS else None
-        if found is None:
-            # The model promises less than rounding can show: there is nothing left to gain.
-            stalled = bool(_slope(forms, direction) <= 64 * np.finfo(np.float64).eps * _size(w, q, offsets))
-            return Solution(w, forms, gap, iterations, converged=stalled)
+        found = None
+        if gap > tolerance * (w @ q + np.abs(offsets).max() + np.finfo(np.float64).tiny) and iterations < MAX_ITERATIONS:
+            found = _line_search(evaluate, w, q, offsets, model_minimiser(hessian, forms, w) - w)
+        if found is None:  # the gap is closed, or the model promises less than rounding can show
+            return Solution(w, forms, gap, iterations)
         w, q, hessian = found
         iterations += 1
-
-
-def _size(w: Array, q: Array, offsets: Array) -> float:
-    return float(w @ q + np.abs(offsets).max() + np.finfo(np.float64).tiny)
 
 
 def _slope(forms: Array, direction: Array) -> float:

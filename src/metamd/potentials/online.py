@@ -128,33 +128,23 @@ class Online:
 
         Of the potential the basis and the keys are used, and, for the rule "polar", the metric of its first piece.
         """
-        grad = widen(move.grad)
-        if self.rule != "polar":
-            moved, share = self._scaled(potential, name, grad, state, watch), 1.0
-        elif grad.ndim < 2:
-            moved, share = self._averaged(grad, state, watch)
+        grad, share = widen(move.grad), 1.0
+        if self.rule != "polar":  # V (c / a_t)
+            coordinates = potential.basis.into(name, grad)
+            metric = self.metric(coordinates, state)
+            moved = coordinates / metric
+            if watch is not None:
+                watch((coordinates * moved).sum(), metric)
+            moved = potential.basis.out_of(name, moved)
+        elif grad.ndim < 2:  # a vector beside polar steps: its average gradient over the root of the average square
+            average, metric = _average(grad, state, self.beta), self.metric(grad, state)
+            if watch is not None:
+                watch((grad.square() / metric).sum(), metric)
+            moved, share = grad.lerp(average, self.beta).div_(metric), 1 / (1 - self.beta ** (state["counted"] + 1))
         else:
             moved, share = polar_step(self, potential, name, grad, state, watch)
-        if isinstance(move.decay, Tensor) or move.decay != 0:
-            x.mul_(1 - move.decay)
-        x.sub_(moved.reshape(x.shape), alpha=float(move.lr) * self.step_size(potential.slots[name].key) * share)
-
-    def _scaled(self, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None) -> Tensor:
-        """V (c / a_t)."""
-        coordinates = potential.basis.into(name, grad)
-        metric = self.metric(coordinates, state)
-        moved = coordinates / metric
-        if watch is not None:
-            watch((coordinates * moved).sum(), metric)
-        return potential.basis.out_of(name, moved)
-
-    def _averaged(self, grad: Tensor, state: State, watch: Watch | None) -> Along:
-        """The step of a vector beside polar steps: the average of its gradients over the root of that of their squares."""
-        average = _average(grad, state, self.beta)
-        metric = self.metric(grad, state)
-        if watch is not None:
-            watch((grad.square() / metric).sum(), metric)
-        return grad.lerp(average, self.beta).div_(metric), 1 / (1 - self.beta ** (state["counted"] + 1))
+        size = float(move.lr) * self.step_size(potential.slots[name].key) * share
+        move.decayed(x, x).sub_(moved.reshape(x.shape), alpha=size)
 
     def distance(self, potential: MaxDiagonal, name: str, delta: Tensor, metric: Tensor) -> float:
         """|delta|^2 in a metric a, such as the mean of those that `watch` was given."""
@@ -224,7 +214,9 @@ def polar_step(
     size = ahead.abs().amax()
     scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
     a, full, rows = ahead / scale, (size / online.epsilon).clamp_max(1), ahead.shape[0]
-    d, told = potential.metric(name)[0], watch and _scaled_up(watch, scale, share)
+    d, known = potential.metric(name)[0], max(share, torch.finfo(scale.dtype).tiny)
+    # the energy and the metric of the gradient as it is, not over the scale; the metric is over the share
+    told = watch and (lambda energy, metric: watch(scale * energy * share, scale / known * metric))
     if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(ahead.shape[1:]):
         # the metric is of the columns: C C' = A D^-1 A' and C D^-1/2 = A D^-1, one product with D^-1 for both
         b = potential.basis.descend(name, torch.zeros_like(a), a, d, -1.0, None).reshape(rows, -1)
@@ -282,9 +274,3 @@ def inverse_root(products: Tensor, full: Tensor, watch: Watch | None) -> Tensor:
     if watch is not None:
         watch(values.clamp_min(0).sqrt().sum(), (vectors * values.clamp_min(0).sqrt()) @ vectors.mT)
     return (vectors * (full / roots)) @ vectors.mT
-
-
-def _scaled_up(watch: Watch, scale: Tensor, share: float) -> Watch:
-    """Told of a whole step from the gradient over a scale; tells what was met in truth, in the metric a_t over the share."""
-    known = max(share, torch.finfo(scale.dtype).tiny)
-    return lambda energy, metric: watch(scale * energy * share, scale / known * metric)

@@ -69,17 +69,17 @@ def spread_like(part: Tensor, param: Tensor) -> Tensor:
 
 def total_for(params: Mapping[str, Tensor]) -> Total:
     """How contributions by tensor name are added: shards over their processes, the rest here."""
-    if not any(is_sharded(x) and _shard_groups(x) for x in params.values()):
+    if not any(_shard_groups(x) for x in params.values()):
         return local_total
     return lambda contributions: local_total(sum_shards(contributions, params))
 
 
 def sum_shards(parts: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What each tensor contributes, by name and all of one shape, added over the processes that hold its shards."""
-    groups = {n: _shard_groups(params[n]) for n in parts if is_sharded(params[n])}
+    groups = {n: _shard_groups(params[n]) for n in parts}
     whole = dict(parts)
     for key in sorted(set(groups.values()) - {()}, key=str):
-        names = [n for n in parts if groups.get(n) == key]
+        names = [n for n in parts if groups[n] == key]
         device = local(params[names[0]]).device
         rows = _all_reduce(torch.stack([parts[n] for n in names]).to(device), key)
         whole.update(zip(names, rows.to(parts[names[0]].device), strict=True))
@@ -88,22 +88,18 @@ def sum_shards(parts: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dic
 
 def any_process(flag: bool, params: Mapping[str, Tensor]) -> bool:
     """Whether the flag is up on any process that holds a part of the parameters."""
-    sharded = [x for x in params.values() if is_sharded(x)]
-    if not sharded:
-        return flag
-    groups = {g for x in sharded for g in [_shard_groups(x)] if g}
-    raised = torch.tensor(float(flag), device=sharded[0].device)
-    for key in sorted(groups, key=str):
-        raised = _all_reduce(raised, key)
+    devices = {_shard_groups(x): x.device for x in params.values()}
+    raised = torch.tensor(float(flag))
+    for key in sorted(set(devices) - {()}, key=str):
+        raised = _all_reduce(raised.to(devices[key]), key)
     return bool(raised > 0)
 
 
 def _shard_groups(x: Tensor) -> tuple[Any, ...]:
-    from torch.distributed.tensor.placement_types import Shard
-
-    mesh = x.device_mesh  # type: ignore[attr-defined]
-    dims = [i for i, p in enumerate(x.placements) if isinstance(p, Shard)]  # type: ignore[attr-defined]
-    return tuple(mesh.get_group(i) for i in dims)
+    """The groups of processes over which a tensor is cut; none for a whole one."""
+    if not is_sharded(x):
+        return ()
+    return tuple(x.device_mesh.get_group(i) for i, p in enumerate(x.placements) if p.is_shard())  # type: ignore[attr-defined]
 
 
 def _all_reduce(x: Tensor, groups: tuple[Any, ...]) -> Tensor:

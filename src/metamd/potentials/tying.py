@@ -45,17 +45,17 @@ class Slot:
         """The adjoint of `spread`: numbers in the metric's shape, added up over the coordinates that share one."""
         if self.sides is None:
             return values.reshape((*values.shape[: values.ndim - len(self.shape)], *self.stored))
-        sums = [_add_last(values.sum(-1 - i), n) for i, n in enumerate(self.sides) if n]
+        sums = []
+        for i, count in enumerate(self.sides):
+            if count:
+                x = values.sum(-1 - i)
+                sums.append(torch.cat([x[..., : count - 1], x[..., count - 1 :].sum(-1, keepdim=True)], -1))
         return torch.cat(sums, -1)
 
 
 def _repeat_last(x: Tensor, length: int) -> Tensor:
     short = length - x.shape[-1]
     return x if short == 0 else torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], -1)
-
-
-def _add_last(x: Tensor, count: int) -> Tensor:
-    return x if x.shape[-1] == count else torch.cat([x[..., : count - 1], x[..., count - 1 :].sum(-1, keepdim=True)], -1)
 
 
 def stored_shape(tying: TyingName, shape: Shape) -> Shape:
@@ -82,12 +82,6 @@ def tied_shape(tying: TyingName, shape: Shape) -> Shape:
     stored = stored_shape(tying, shape)
     shared = (1,) * (len(shape) - len(stored))
     return stored + shared if tying == "channel" else shared + stored
-
-
-def slots(tying: TyingName, shapes: Mapping[str, Shape]) -> dict[str, Slot]:
-    """The slot of every tensor of a model, in the order of its layers, names already cleaned."""
-    keys = roles(shapes) if tying == "role" else dict(zip(shapes, shapes, strict=True))
-    return {n: Slot(keys[n], stored_shape(tying, s), tied_shape(tying, s)) for n, s in shapes.items()}
 
 
 def roles(shapes: Mapping[str, Shape]) -> dict[str, str]:
@@ -134,7 +128,13 @@ def match(
     """
     for name, slot in wanted.items():
         if slot.key in stored and stored[slot.key] != slot.stored:
-            raise ValueError(_misfit(tying, name, shapes[name], slot, stored[slot.key]))
+            would = _fitting(stored[slot.key], shapes[name])
+            hint = f"It would fit under the tying {' or '.join(map(repr, would))}." if would else "No tying makes them fit."
+            raise ValueError(
+                f"the tensor {name!r} of shape {shapes[name]} needs a metric of shape {slot.stored} under the tying "
+                f"{tying!r}, but the one at hand has shape {stored[slot.key]}. {hint} A geometry learned by role fits other "
+                "widths and depths."
+            )
         if slot.key not in stored and not lenient:
             raise ValueError(_no_metric(name, shapes[name], slot, stored))
     unused = sorted(set(stored) - {s.key for s in wanted.values()})
@@ -157,15 +157,6 @@ def _no_metric(name: str, shape: Shape, slot: Slot, stored: Mapping[str, Shape])
     return (
         f"the tensor {name!r} of shape {shape} has no metric; there are {some(stored)}.{hint} Map names with rename=, or "
         'take plain gradient steps there with missing="euclidean".'
-    )
-
-
-def _misfit(tying: TyingName, name: str, shape: Shape, slot: Slot, stored: Shape) -> str:
-    would = _fitting(stored, shape)
-    hint = f"It would fit under the tying {' or '.join(map(repr, would))}." if would else "No tying makes them fit."
-    return (
-        f"the tensor {name!r} of shape {shape} needs a metric of shape {slot.stored} under the tying {tying!r}, but the "
-        f"one at hand has shape {stored}. {hint} A geometry learned by role fits other widths and depths."
     )
 
 

@@ -148,9 +148,11 @@ def test_while_one_piece_stays_active_the_parameters_are_equal_bit_for_bit() -> 
 class WithoutRatios(FusedDiagonals):
     """A broken double that takes all metrics for equal."""
 
-    def ratios(self, params: Params, piece: int) -> Array:
-        ratios = super().ratios(params, piece)
-        return np.ones_like(ratios)
+    def _call(self, name: str, width: int, before: Array, after: Array, piece: int) -> Array:
+        sums = super()._call(name, width, before, after, piece)
+        if name == "ratios":
+            self._ratios[piece][:] = 1
+        return sums
 
 
 def drift_without_cross_term(forms: Array, offsets: Array, piece: int, lengths: Array) -> Array:

@@ -24,7 +24,7 @@ from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import Usage
 from metamd.inner.run import train
 from metamd.learning.parts import Parts
-from metamd.optimiser.averaging import blend, rate_of_iterate, tail_share
+from metamd.optimiser.averaging import tail_share
 from metamd.optimiser.guard import energy
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
@@ -133,7 +133,7 @@ class _UsageSteps:
     def step(self, loss: Tensor, grads: Params) -> str:
         """One step of all tensors."""
         usage, sums, share = self.usage, self.sums, self.usage.share(self.taken, self.total)
-        lr = rate_of_iterate(usage.lr * share, usage.momentum)
+        lr = usage.lr * share / (1 - usage.momentum)
         moves = {n: Move(g, lr) for n, g in grads.items()}
         if usage.metric == "online" and self.online is not None:
             for n, move in moves.items():
@@ -151,7 +151,7 @@ class _UsageSteps:
             if self.tail:
                 x.lerp_(self.z[n], tail_share(self.taken))
             else:
-                blend(x, self.z[n], usage.momentum)
+                x.lerp_(self.z[n], 1 - usage.momentum)
         return ""
 
 

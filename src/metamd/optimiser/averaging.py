@@ -4,7 +4,8 @@ Momentum keeps the guarantee: gradients are taken at x, an average of the iterat
 
     z_{t+1} = argmin <g(x_t), z> + B(z||z_t)/eta,    x_{t+1} = m x_t + (1 - m) z_{t+1},    x_1 = z_1.
 
-With one quadratic piece this is heavy-ball momentum. See docs/optimiser.md.
+With one quadratic piece this is heavy-ball momentum. Under momentum lr has torch's meaning, the rate of the first step of
+x, so that eta = lr/(1 - m). See docs/optimiser.md.
 
 A tail average takes part in nothing: gradients are taken at z, and the model is judged by x with the weight
 c_t = (k + 1)/(t + k) on the newest iterate, the average of the iterates with weights about t^k [Shamir2013].
@@ -39,16 +40,6 @@ def check_averaging(averaging: str, momentum: float) -> None:
             f'averaging="tail" has no momentum: the weights of its average are t^{TAIL}. Got momentum={momentum}; '
             "pass momentum=0.0."
         )
-
-
-def rate_of_iterate(lr: float, momentum: float) -> float:
-    """The rate at which z moves. Under momentum lr has torch's meaning: that of the first step of x."""
-    return lr / (1 - momentum)
-
-
-def blend(x: Tensor, z: Tensor, momentum: float) -> None:
-    """After a step, x moves towards the new z, in place."""
-    x.lerp_(z, 1 - momentum)
 
 
 def tail_share(step: int) -> float:

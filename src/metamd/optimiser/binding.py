@@ -16,7 +16,7 @@ from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import widen
 from metamd.potentials.online import KEPT, Online
-from metamd.potentials.sharding import any_process, is_sharded, local, local_metric, shard_dims, spread_like, total_for
+from metamd.potentials.sharding import any_process, is_sharded, local_metric, shard_dims, spread_like, total_for
 from metamd.potentials.tying import clean_names, some
 
 
@@ -105,7 +105,15 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Poten
     return clean_names(pairs, rename)
 
 
-def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = False, order: Sequence[str] = ()) -> Potential:
+def fit(
+    potential: Potential,
+    named: Params,
+    starts: Params,
+    online: Online | None,
+    *,
+    fused: bool,
+    order: Sequence[str],
+) -> Potential:
     """The potential with its metrics evaluated for these parameters, on their devices and in their shards."""
     if not isinstance(potential, MaxDiagonal):
         return potential.bind(named)
@@ -113,35 +121,39 @@ def fit(potential: Potential, named: Params, starts: Params, *, fused: bool = Fa
     bound = potential.bind(known if len(known) == len(named) else named, missing=potential.missing)
     with torch.no_grad():
         metrics = {n: local_metric(bound.metric(n).to(widen(p).dtype), p) for n, p in named.items()}
-    if bound.basis.kind != "identity":
-        _check_basis(bound, named, fused=fused)
+    for name, p in named.items():
+        _check_whole(bound, online, name, p, fused=fused)
     kernel = None
     if fused and bound.pieces > 1:
         from metamd.optimiser.fused import FusedDiagonals
 
-        if any(is_sharded(p) for p in named.values()):
-            raise ValueError(
-                "fused=True needs whole tensors on one process, but these are sharded. Leave fused=False: the plain "
-                "step adds up over processes."
-            )
         kernel = FusedDiagonals(metrics, starts, bound.offsets.detach().cpu().numpy())
     return bound.centred_at(starts).fixed(metrics, total_for(named), kernel)
 
 
-def _check_basis(bound: MaxDiagonal, named: Params, *, fused: bool) -> None:
-    """Refuse what steps in a learned basis cannot do: the kernel, and shards that cut through what a factor acts on."""
-    if fused:
+def _check_whole(bound: MaxDiagonal, online: Online | None, name: str, param: Tensor, *, fused: bool) -> None:
+    """Refuse what steps in a learned basis cannot do, and shards that cut through what a step looks at as a whole."""
+    kind, cut = bound.basis.kind, shard_dims(param)
+    if fused and kind != "identity":
         raise ValueError(
             "fused=True is for diagonal metrics, but this geometry has a learned basis, whose steps are matrix products. "
             "Leave fused=False."
         )
-    for name, p in named.items():
-        cut = shard_dims(p)
-        if cut and (bound.basis.kind == "both" or cut != {0}) and p.ndim > 1:
-            raise ValueError(
-                f"the basis of {name!r} needs whole {'tensors' if bound.basis.kind == 'both' else 'rows'} on one process, "
-                f"but its dimensions {sorted(cut)} are sharded. Shard dimension 0 alone, or not at all."
-            )
+    if fused and bound.pieces > 1 and is_sharded(param):
+        raise ValueError(
+            "fused=True needs whole tensors on one process, but these are sharded. Leave fused=False: the plain "
+            "step adds up over processes."
+        )
+    if online is not None and online.rule == "polar" and param.ndim > 1 and is_sharded(param):
+        raise ValueError(
+            f"this online metric needs whole weights on one process, but {name!r} is sharded. Use metric='learned', or "
+            'metamd.Online("average").'
+        )
+    if kind != "identity" and cut and (kind == "both" or cut != {0}) and param.ndim > 1:
+        raise ValueError(
+            f"the basis of {name!r} needs whole {'tensors' if kind == 'both' else 'rows'} on one process, "
+            f"but its dimensions {sorted(cut)} are sharded. Shard dimension 0 alone, or not at all."
+        )
 
 
 def online_metric(metric: Metric | Online, potential: Potential, learned: LearnedOptimiser | None) -> Online | None:
@@ -157,16 +169,6 @@ def online_metric(metric: Metric | Online, potential: Potential, learned: Learne
     if not isinstance(potential, MaxDiagonal):
         raise ValueError("an online metric needs a potential with coordinates, such as Diagonal() or Kronecker().")
     return found
-
-
-def check_whole(online: Online | None, named: Params) -> None:
-    """Refuse sharded weights where a rule looks at whole ones."""
-    for name, p in named.items():
-        if online is not None and online.rule == "polar" and p.ndim > 1 and is_sharded(p):
-            raise ValueError(
-                f"this online metric needs whole weights on one process, but {name!r} is sharded. Use metric='learned', or "
-                'metamd.Online("average").'
-            )
 
 
 def check_scales(online: Online | None, potential: Potential, names: Iterable[str]) -> None:
@@ -231,13 +233,3 @@ def refuse_nonfinite(named: Params, grads: Params) -> None:
             f"{where} is not finite; nothing was changed. Lower lr or clip the gradients; under mixed precision step "
             "through a GradScaler, which skips such steps. check_finite=False turns this check off."
         )
-
-
-def refuse_edited(named: Params, versions: Mapping[str, int], stores: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse to look for the end of a run in parameters that were changed after its last step."""
-    for n, p in named.items():
-        if versions and "z" not in stores[n] and local(p)._version != versions.get(n):
-            raise ValueError(
-                f"the parameter {n!r} was changed after the last step, so that the end of the run is lost. Ask for the "
-                "certificate before loading or changing parameters; the reference may be any state_dict."
-            )

@@ -54,33 +54,37 @@ def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:
             f"this is not a state_dict of MetaMD: its param groups lack {', '.join(missing)}. "
             "Load it into the optimiser that it was taken from."
         )
-    if len(saved["weights"]) != kind.pieces:
-        raise ValueError(
-            f"this state_dict is of a run with {len(saved['weights'])} pieces, but this optimiser's geometry has "
-            f"{kind.pieces}. Build MetaMD with the geometry that the run used."
-        )
-    averaging = saved.get("averaging", kind.averaging)
-    if averaging not in get_args(AveragingName):
-        raise ValueError(
-            f"this state_dict is of a run with averaging={averaging!r}, which this version no longer has. Start a new run "
-            "from the parameters, or finish the run with the version that began it."
-        )
-    if averaging != kind.averaging:
-        raise ValueError(
-            f"this state_dict is of a run with averaging={averaging!r}, but this optimiser has {kind.averaging!r}, and its "
-            f"averages would be wrong. Build MetaMD with averaging={averaging!r}, or start a new run from the parameters."
-        )
-    steps = saved.get("steps")
-    if (steps is None) != (kind.steps is None):  # the lr of a group is a constant with a schedule inside, and moves without
-        raise ValueError(
-            f"this state_dict is of a run with {_schedule(steps)}, but this optimiser has {_schedule(kind.steps)}: its "
-            "rates would be wrong. Build the optimiser as that of the run: MetaMD(..., steps=N), or metamd.prepare."
-        )
+    averaging, steps = saved.get("averaging", kind.averaging), saved.get("steps")
+    theirs, ours = (
+        f"a schedule of {n} steps inside" if n is not None else "no schedule inside" for n in (steps, kind.steps)
+    )
+    refused = (
+        (
+            len(saved["weights"]) != kind.pieces,
+            f"{len(saved['weights'])} pieces, but this optimiser's geometry has {kind.pieces}. Build MetaMD with the "
+            "geometry that the run used.",
+        ),
+        (
+            averaging not in get_args(AveragingName),
+            f"averaging={averaging!r}, which this version no longer has. Start a new run from the parameters, or finish the "
+            "run with the version that began it.",
+        ),
+        (
+            averaging != kind.averaging,
+            f"averaging={averaging!r}, but this optimiser has {kind.averaging!r}, and its averages would be wrong. Build "
+            f"MetaMD with averaging={averaging!r}, or start a new run from the parameters.",
+        ),
+        (
+            (steps is None) != (kind.steps is None),  # the lr of a group is a constant with a schedule inside, else moves
+            f"{theirs}, but this optimiser has {ours}: its rates would be wrong. Build the optimiser as that of the run: "
+            "MetaMD(..., steps=N), or metamd.prepare.",
+        ),
+    )
+    for wrong, sentence in refused:
+        if wrong:
+            raise ValueError(f"this state_dict is of a run with {sentence}")
     if steps != kind.steps:
-        warnings.warn(
-            f"this state_dict is of a run with {_schedule(steps)}, and will be continued with {_schedule(kind.steps)}.",
-            stacklevel=3,
-        )
+        warnings.warn(f"this state_dict is of a run with {theirs}, and will be continued with {ours}.", stacklevel=3)
     for what in ("geometry", "metric"):
         if saved.get(what, getattr(kind, what)) != getattr(kind, what):
             warnings.warn(
@@ -90,21 +94,13 @@ def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:
             )
 
 
-def _schedule(steps: int | None) -> str:
-    return "no schedule inside" if steps is None else f"a schedule of {steps} steps inside"
+def mend_state(state_dict: Mapping[str, Any], kind: Kind, groups: Sequence[Mapping[str, Any]], state: Any) -> None:
+    """Undo what loading does to sums of half-precision parameters: torch rounds all state to the parameter's dtype.
 
-
-def forget_metric(state_dict: Mapping[str, Any], kind: Kind, state: Any) -> None:
-    """Forget what an online metric kept under another rule, for which it means something else: it begins anew."""
-    rules = (code.split()[0] for code in (state_dict["param_groups"][0].get("metric", kind.metric), kind.metric))
-    if len(set(rules)) > 1:
-        for store in state.values():
-            for key in (*KEPT, *FORMER, "counted", "found"):
-                store.pop(key, None)
-
-
-def keep_wide(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], state: Any) -> None:
-    """Undo what loading does to sums of half-precision parameters: torch rounds all state to the parameter's dtype."""
+    What an online metric kept under another rule means something else: it is forgotten, and begins anew.
+    """
+    rules = {code.split()[0] for code in (state_dict["param_groups"][0].get("metric", kind.metric), kind.metric)}
+    forgotten = (*KEPT, *FORMER, "counted", "found") if len(rules) > 1 else ()
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
         saved = state_dict["state"].get(i, {})
@@ -112,6 +108,8 @@ def keep_wide(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
             if key in saved:
                 dtype = saved[key].dtype if key == SUM else torch.promote_types(p.dtype, torch.float32)
                 state[p][key] = saved[key].detach().clone().to(p.device, dtype)
+        for key in forgotten:
+            state.get(p, {}).pop(key, None)
 
 
 @dataclass

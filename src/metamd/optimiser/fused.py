@@ -244,17 +244,19 @@ class FusedDiagonals:
 
     def forms(self, params: Params, names: Collection[str]) -> Array:
         """1/2 sum D_k (theta - c)^2 + b_k over the named tensors, computed exactly."""
-        any_weights = np.eye(self.pieces)[0]
-        return self._evaluate(params, names, any_weights, any_weights)[0] + self._offsets
+        any_weights, self._known = np.eye(self.pieces)[0], None
+        return self.evaluate(params, names, any_weights)(any_weights)[0] + self._offsets
 
     def evaluate(self, params: Params, names: Collection[str], weights: Array) -> Evaluate:
         """The reductions that `solve` needs, from the trial point that the given weights led to."""
-        known = self._known
+        known, n = self._known, self.pieces
 
         def reductions(w: Array) -> tuple[Array, Array]:
             if known is not None and (known[0] == w).all():
                 return known[1], known[2]
-            return self._evaluate(params, names, weights, w)
+            # sum D_k x^2 and sum D_k D_l x^2 / D(w+) over the named tensors, x = D(w)/D(w+) (theta - c)
+            sums = self._pass("evaluate", n + n * n, params, names, weights, w)
+            return sums[:n] / 2, sums[n:].reshape(n, n)
 
         return reductions
 
@@ -262,11 +264,6 @@ class FusedDiagonals:
         """theta <- D(before)/D(after) (theta - c) + c for the named tensors, in place."""
         self._pass("rescale", 0, params, names, before, after)
         torch.autograd.graph.increment_version([params[name] for name in names])
-
-    def _evaluate(self, params: Params, names: Collection[str], before: Array, after: Array) -> tuple[Array, Array]:
-        """1/2 sum D_k x^2 and sum D_k D_l x^2 / D(w+) over the named tensors, x = D(w)/D(w+) (theta - c)."""
-        sums = self._pass("evaluate", self.pieces + self.pieces**2, params, names, before, after)
-        return sums[: self.pieces] / 2, sums[self.pieces :].reshape(self.pieces, self.pieces)
 
     # passes over memory
 
@@ -283,25 +280,24 @@ class FusedDiagonals:
     ) -> Array:
         """Call a pass of fused.c over the named tensors; the sums that it accumulates."""
         self._lay_out(params)
-        ratios = self.ratios(params, piece) if piece >= 0 else None
+        if piece >= 0 and piece not in self._ratios:
+            # max D_k/D_j and |D_k/D_j|_2 of every chunk whose elements have metrics of their own: (2, chunks, N)
+            self._ratios[piece] = np.zeros((2, len(self._chunks), self.pieces))
+            self._point_to(params, params, {})
+            self._call("ratios", 0, before, after, piece)
         alive = self._point_to(params, names, moves or {})
-        sums = self._call(name, width, before, after, piece, ratios)
+        sums = self._call(name, width, before, after, piece)
         del alive
         if moves:
             torch.autograd.graph.increment_version([params[n] for n in moves])
         return sums
 
-    def ratios(self, params: Params, piece: int) -> Array:
-        """Max D_k/D_j and |D_k/D_j|_2 of every chunk whose elements have metrics of their own: (2, chunks, N)."""
-        if piece not in self._ratios:
-            self._ratios[piece] = np.zeros((2, len(self._chunks), self.pieces))
-            self._point_to(params, params, {})
-            self._call("ratios", 0, None, None, piece, self._ratios[piece])
-        return self._ratios[piece]
-
     def _lay_out(self, params: Params) -> None:
         """Divide the tensors into chunks, unless that was done and they have not changed in kind."""
-        if self._layouts.keys() == params.keys() and all(_same(x, self._layouts[n]) for n, x in params.items()):
+        if self._layouts.keys() == params.keys() and all(
+            x.shape == a.shape and x.dtype == a.metric.dtype and x.is_cpu and x.is_contiguous()
+            for x, a in zip(params.values(), map(self._layouts.__getitem__, params), strict=True)
+        ):
             return
         for name, x in params.items():
             check(f"the tensor {name!r}", x, self.metrics[name].dtype)
@@ -316,13 +312,14 @@ class FusedDiagonals:
         self._ratios = {}
         self._rows = np.zeros(len(params), dtype=ROW)
         for row, (name, a) in zip(self._rows, self._layouts.items(), strict=True):
-            row["metric"], row["stride"], row["wide"] = (
+            row["centre"] = self.start[name].data_ptr() if self.start else 0
+            row["metric"], row["stride"], row["period"], row["cols"] = (
                 a.metric.data_ptr(),
                 a.metric.shape[1],
-                a.metric.dtype == torch.float64,
+                a.period,
+                a.cols,
             )
-            row["period"], row["cols"] = a.period, a.cols
-            row["centre"] = self.start[name].data_ptr() if self.start else 0
+            row["wide"] = a.metric.dtype == torch.float64
 
     def _point_to(self, params: Params, names: Collection[str], moves: Mapping[str, Move]) -> list[Tensor]:
         """Note where the tensors of a pass are. The gradients returned must live until it is over."""
@@ -334,30 +331,14 @@ class FusedDiagonals:
         rows["lr"] = [float(moves[n].lr) if n in moves else 0.0 for n in self._layouts]
         return list(grads.values())
 
-    def _call(
-        self, name: str, width: int, before: Array | None, after: Array | None, piece: int, ratios: Array | None
-    ) -> Array:
-        kappa, rho = (None, None) if ratios is None else map(_address, ratios)
-        job = Job(
-            tensors=_address(self._rows),
-            chunks=_address(self._chunks),
-            count=len(self._chunks),
-            pieces=self.pieces,
-            threads=torch.get_num_threads(),
-            before=_address(before),
-            after=_address(after),
-            piece=piece,
-            kappa=kappa,
-            rho=rho,
-            width=width,
-        )
-        partial, out = np.empty((len(self._chunks) // GROUP + 1) * width), np.empty(width)
+    def _call(self, name: str, width: int, before: Array, after: Array, piece: int) -> Array:
+        kappa, rho = map(_address, self._ratios[piece]) if piece >= 0 else (None, None)
+        count, threads = len(self._chunks), torch.get_num_threads()
+        places = _address(self._rows), _address(self._chunks)
+        job = Job(*places, count, self.pieces, threads, _address(before), _address(after), piece, kappa, rho, width)
+        partial, out = np.empty((count // GROUP + 1) * width), np.empty(width)
         getattr(self._library, name)(ctypes.byref(job), ctypes.c_void_p(_address(partial)), ctypes.c_void_p(_address(out)))
         return out
-
-
-def _same(x: Tensor, known: Layout) -> bool:
-    return x.shape == known.shape and x.dtype == known.metric.dtype and x.is_cpu and x.is_contiguous()
 
 
 def _readable(name: str, grad: Tensor, x: Tensor) -> Tensor:
@@ -369,5 +350,5 @@ def _readable(name: str, grad: Tensor, x: Tensor) -> Tensor:
     return grad if grad.dtype == x.dtype and grad.is_contiguous() else grad.to(x.dtype).contiguous()
 
 
-def _address(array: NDArray[Any] | None) -> int | None:
-    return None if array is None else array.__array_interface__["data"][0]  # .ctypes.data takes four times as long
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])  # .ctypes.data takes four times as long

@@ -20,7 +20,7 @@ from metamd.optimiser.averaging import AveragingName
 from metamd.optimiser.certificate.bounds import CertifiedRun
 from metamd.optimiser.certificate.record import Certificate, Reference
 from metamd.optimiser.certificate.sums import Sums
-from metamd.optimiser.checkpoint import Kind, PieceRecord, forget_metric, keep_wide, metric_code, refuse_foreign
+from metamd.optimiser.checkpoint import Kind, PieceRecord, mend_state, metric_code, refuse_foreign
 from metamd.optimiser.guard import FamilyWatch, Safeguard, energy
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
@@ -165,8 +165,7 @@ class MetaMD(Optimizer):
     def _bind(self) -> None:
         named = binding.named_parameters(self.param_groups, self._potential)
         starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
-        binding.check_whole(self._online, named)
-        bound = binding.fit(self._potential, named, starts, fused=self.fused, order=self._order)
+        bound = binding.fit(self._potential, named, starts, self._online, fused=self.fused, order=self._order)
         binding.check_scales(self._online, bound, [n for n, p in named.items() if p.requires_grad])
         self._bound, self._places = bound, {id(p): (n, p, p.device) for n, p in named.items()}
         if self._sums is not None:
@@ -208,22 +207,32 @@ class MetaMD(Optimizer):
         self._open(moving, grads, loss)
 
         # z_{t+1} = argmin <g(x_t), z> + B(z||z_t)/eta
-        moves = {}
+        moves, bound = {}, self.potential
         for e in moving:
-            eta = self._rate(e.group, share)
+            eta = float(e.group["lr"]) * share
+            eta = eta / (1 - e.group["momentum"]) if self.averaging == "constant" else eta
+            eta = eta if self._safeguard is None else eta * self._safeguard.damping
             moves[e.name] = Move(grads[e.name], -eta if e.group["maximize"] else eta, eta * e.group["weight_decay"])
-        points = {e.name: e.z for e in entries if e.grad is not None or self._stands_off_centre(e.name)}
-        active = None if self._online is not None else self._current(points)
-        if self._sums is not None:
-            self._sums.before(active, moves, {e.name: e.param for e in entries}, {e.name: e.state for e in entries})
-        step = self._advance(moving, points, moves, active)
-        if self._sums is not None:
-            self._sums.after(step.active)
+        # a tensor that rests at the centre adds nothing to the forms
+        starts = bound.start if isinstance(bound, MaxDiagonal) and bound.keeps_start else None
+        points = {e.name: e.z for e in entries if e.grad is not None or starts is None or e.name in starts}
+        if self._online is not None and isinstance(bound, MaxDiagonal):
+            step = Step(points)
+            for e in moving:
+                self._online.advance(bound, e.name, e.z, moves[e.name], e.state)
+                binding.share_state(e.state, e.param)
+        else:
+            active = self._current(points)
+            if self._sums is not None:
+                self._sums.before(active, moves, {e.name: e.param for e in entries}, {e.name: e.state for e in entries})
+            step = bound.step(points, moves, active=active, exact=self.exact, into=points)
+            if self._sums is not None:
+                self._sums.after(step.active)
 
         # x_{t+1} = m x_t + (1 - m) z_{t+1}
         for e in moving:
             if "z" in e.state:
-                average.blend(e.x, e.z, e.group["momentum"])
+                e.x.lerp_(e.z, 1 - e.group["momentum"])
         for e in entries if self.averaging == "tail" else ():
             if e.grad is not None or "mean" in e.state:
                 average.follow(e.param, e.state, self._steps)
@@ -296,17 +305,6 @@ class MetaMD(Optimizer):
         if self._safeguard is not None:
             self._safeguard.update(energy(bound, self._active, grads), None if loss is None else float(loss))
 
-    def _rate(self, group: dict[str, Any], share: float) -> float:
-        """Eta, the rate at which z moves: of the group, by the schedule and damped."""
-        lr = float(group["lr"]) * share
-        lr = average.rate_of_iterate(lr, group["momentum"]) if self.averaging == "constant" else lr
-        return lr * (self._safeguard.damping if self._safeguard is not None else 1.0)
-
-    def _stands_off_centre(self, name: str) -> bool:
-        """Whether a tensor that does not move contributes to the forms."""
-        bound = self.potential
-        return not (isinstance(bound, MaxDiagonal) and bound.keeps_start) or name in bound.start
-
     def _current(self, points: Params) -> Active | None:
         """The active pieces at the present point; recomputed if somebody else changed a parameter since the last step."""
         bound = self.potential
@@ -315,18 +313,6 @@ class MetaMD(Optimizer):
         if not self._versions.keys() >= points.keys():
             self._active = bound.activate(points, self._active)
         return self._active
-
-    def _advance(
-        self, moving: list[Entry], points: dict[str, Tensor], moves: dict[str, Move], active: Active | None
-    ) -> Step:
-        """Move the iterates, in place."""
-        bound = self.potential
-        if self._online is None or not isinstance(bound, MaxDiagonal):
-            return bound.step(points, moves, active=active, exact=self.exact, into=points)
-        for e in moving:
-            self._online.advance(bound, e.name, e.z, moves[e.name], e.state)
-            binding.share_state(e.state, e.param)
-        return Step(points)
 
     # the modes of a tail average, which is not in the parameters during training
 
@@ -380,7 +366,12 @@ class MetaMD(Optimizer):
             raise ValueError("this run has no certificate. Build MetaMD with certify=True before training.")
         named = binding.named_parameters(self.param_groups, self._potential)
         stores = {n: self.state.get(p, {}) for n, p in named.items()}
-        binding.refuse_edited(named, self._versions, stores)
+        for n, p in named.items():
+            if "z" not in stores[n] and self._edited(n, local(p)):
+                raise ValueError(
+                    f"the parameter {n!r} was changed after the last step, so that the end of the run is lost. Ask for the "
+                    "certificate before loading or changing parameters; the reference may be any state_dict."
+                )
         return CertifiedRun(self._sums, named, stores, self._active, self.averaging).certificate(reference, radius)
 
     # saving and copying
@@ -408,8 +399,7 @@ class MetaMD(Optimizer):
         saved = state_dict["param_groups"][0]
         sums = None if self._sums is None else self._sums.resumed(saved.get("certificate"), int(saved["step"]))
         super().load_state_dict(state_dict)
-        keep_wide(state_dict, self.param_groups, self.state)
-        forget_metric(state_dict, self._kind(), self.state)
+        mend_state(state_dict, self._kind(), self.param_groups, self.state)
         group = self.param_groups[0]
         self._sums = sums
         for each in self.param_groups:

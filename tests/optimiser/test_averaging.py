@@ -133,7 +133,7 @@ def test_groups_with_a_momentum_of_their_own_take_the_learned_steps_too():
     optimiser = MetaMD(groups, Diagonal(), momentum=0.9)
     optimiser.add_param_group({"params": [("2.bias", model[2].bias)], "momentum": 0.5})
     assert [group["lr"] for group in optimiser.param_groups] == pytest.approx([0.1, 1.0, 0.5])
-    assert [optimiser._rate(group, 1.0) for group in optimiser.param_groups] == pytest.approx([1.0] * 3)
+    assert [g["lr"] / (1 - g["momentum"]) for g in optimiser.param_groups] == pytest.approx([1.0] * 3)
     copied = copy.deepcopy(optimiser)
     copied.add_param_group({"params": [("more", torch.nn.Parameter(torch.zeros(1)))], "momentum": 0.2})
     assert copied.param_groups[-1]["lr"] == pytest.approx(0.8)

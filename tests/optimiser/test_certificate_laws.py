@@ -114,7 +114,7 @@ def test_the_laws_reject_a_solver_that_raises_the_dual_objective(monkeypatch):
     def careless(squares, metrics, weights, offsets, *, total, tolerance):
         pieces = len(weights)
         wrong = np.roll(weights, 1) * 0.9 + 0.1 / pieces
-        return Solution(wrong, np.ones(pieces), 0.0, 0, converged=False)
+        return Solution(wrong, np.ones(pieces), 0.0, 0)
 
     assert count_broken(range(40)) == 0
     monkeypatch.setattr(diagonal, "find_weights", careless)

@@ -23,18 +23,13 @@ FORMER = ("products", "turn")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a run is one of, in a few letters each; a state_dict of another kind means something else."""
+    """What a run is one of, in a few letters each, as its state_dict says it; one of another kind means something else."""
 
     pieces: int  # N of the geometry, 0 for one without pieces
     geometry: str  # its fingerprint
     metric: str  # see `metric_code`
     averaging: str
     steps: int | None = None  # the length of the schedule inside, if there is one
-
-    def shared(self) -> dict[str, Any]:
-        """What a state_dict says about it."""
-        said = {"geometry": self.geometry, "metric": self.metric, "averaging": self.averaging}
-        return said if self.steps is None else {**said, "steps": self.steps}
 
 
 def metric_code(online: Online | None) -> str:

@@ -276,11 +276,10 @@ class MetaMD(Optimizer):
     def _notice_edits(self, entries: list[Entry]) -> None:
         """After somebody else changed or added a parameter, pieces begin again at the new point, and its averages."""
         changed = [e for e in entries if self._edited(e.name, e.x)]
-        if changed:
-            for e in changed:
-                e.state.pop("z", None)
-                e.state.pop("mean", None)
+        for e in changed:
             self._versions = {}
+            e.state.pop("z", None)
+            e.state.pop("mean", None)
         if changed and self._sums is not None:
             self._sums.restart("a parameter was changed or added from outside")
 
@@ -378,14 +377,14 @@ class MetaMD(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for any torch optimiser. It holds the state of the run, not the geometry: keep the learned file beside it."""
-        weights = np.zeros(self._kind().pieces) if self._active is None else self._active.weights
-        guard = self._safeguard or Safeguard()
+        kind, guard = self._kind(), self._safeguard or Safeguard()
+        weights = np.zeros(kind.pieces) if self._active is None else self._active.weights
         shared = {
             "step": torch.tensor(self._steps),
             "weights": torch.as_tensor(weights, dtype=torch.float64).clone(),
             "safeguard": torch.tensor([guard.damping, guard.log_reference], dtype=torch.float64),
             "pieces": self._record.encode(),
-            **self._kind().shared(),
+            **{k: v for k, v in vars(kind).items() if k != "pieces" and v is not None},
             "training": self._training,
             **({} if self._sums is None else {"certificate": self._sums.encode()}),
         }

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import metamd
 from metamd import ClosedForm, Diagonal, Forward, MaxDiagonal, Regret, Reverse, TrainingLoss
-from metamd.inner.estimators.base import Estimator
-from metamd.inner.estimators.forward import hessian_products
+from metamd.inner.derivatives import hessian_products
+from metamd.inner.estimators import Estimator
 from metamd.inner.run import gradient, run_inner
 from metamd.tasks.supervised import SupervisedTask
 

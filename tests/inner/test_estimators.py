@@ -19,8 +19,7 @@ from metamd import (
     Reverse,
     TrainingLoss,
 )
-from metamd.inner.estimators.forward import batched, hessian_products
-from metamd.inner.estimators.step import Recursion
+from metamd.inner.derivatives import Recursion, batched, hessian_products
 from metamd.inner.objectives import Fixed, FromLipschitz, Reference
 from metamd.inner.run import gradient, run_inner
 from tests.live_memory import LiveMemory, peak_of

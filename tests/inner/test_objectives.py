@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from metamd import ClosedForm, Diagonal, LogGap, PaperBound, Regret, TrainingLoss
-from metamd.inner.objectives import PRIOR, End, Fixed, FromLipschitz, Objective, Point, Reference
+from metamd.inner.objectives import PRIOR, End, Fixed, FromLipschitz, Point, Reference
 from metamd.inner.run import run_inner
 from tests.small_tasks import F64, NoisyCoordinate, Quadratic, Separable, TanhNet, potential_for
 
@@ -222,16 +222,6 @@ def test_a_prior_or_a_reference_prevents_starving(objective):
     rates = [rate_of_noise(objective, rounds) for rounds in ((4, 8, 12) if objective.prior != PRIOR else (12, 16, 20))]
     assert rates[1] == pytest.approx(rates[0], rel=0.1)
     assert rates[2] == pytest.approx(rates[1], rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "objective",
-    [LogGap(0.1, (1.2, 0.5)), LogGap(0.1, (1.7, 0.5))],
-)
-def test_slopes_by_hand_are_those_of_autograd(objective):
-    point = Point(torch.tensor(1.5, dtype=torch.float64), lambda: torch.tensor(0.7, dtype=torch.float64), 0.3, 20)
-    found, wanted = objective.slopes(point), Objective.slopes(objective, point)
-    assert (found.loss, found.energy) == pytest.approx((wanted.loss, wanted.energy), rel=1e-12)
 
 
 def test_the_log_of_the_gap_by_hand(quadratic_run):

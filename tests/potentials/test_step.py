@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, NegativeEntropy, PNorm, Potential, Regret, Usage, mirror_step
-from metamd.inner.estimators.step import Passage, Recursion
+from metamd.inner.derivatives import Passage, Recursion
 from metamd.inner.run import MirrorDescent, gradient, run_inner
 from metamd.inner.together import run_many
 from metamd.learning.trials import run_usage as trial
@@ -113,8 +113,8 @@ def differentiable(task, phi):
         before = walk.active.weights
         walk.step(loss, grads)
         passage = Passage(x, grads, loss, before, walk.active.weights)
-        _, after, _ = recursion.between(passage)
-        x = {n: after[n].detach() for n in x}
+        _, outputs = recursion.graph(passage)
+        x = {n: outputs[f"params/{n}"].detach() for n in x}
     return x
 
 

@@ -128,22 +128,11 @@ class Point:
     steps: int
 
 
-@dataclass(frozen=True)
-class Slopes:
-    """The derivatives of what a step adds, by its loss and by its energy."""
-
-    loss: float = 0.0
-    energy: float = 0.0
-
-
 class Objective:
     """A meta-objective; see the module's docstring for its two parts. An objective has to say at least one of them."""
 
     reference: ClassVar["Reference | None"] = None
     """What finds the comparator of a run, if it is not a part of the run."""
-
-    steady: ClassVar[bool] = False
-    """Whether the slopes are the same at every step of a run."""
 
     looks_ahead: ClassVar[bool] = False
     """Whether what a step adds depends on constants that only the end of the run shows: it is then to be `held`."""
@@ -155,20 +144,6 @@ class Objective:
     def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
         """The term at the end, as a function of the metrics and of theta_{T+1}."""
         return torch.zeros((), dtype=torch.float64)
-
-    def slopes(self, point: Point) -> Slopes:
-        """The derivatives of `running` at a point without graphs; one that is not `steady` may know a faster way."""
-        leaves = [point.loss.detach().double().requires_grad_()]
-
-        def energy() -> Tensor:
-            if len(leaves) == 1:
-                leaves.append(point.energy().detach().requires_grad_())
-            return leaves[1]
-
-        with torch.enable_grad():
-            term = self.running(replace(point, loss=leaves[0], energy=energy))
-            found = torch.autograd.grad(term, leaves, allow_unused=True, materialize_grads=True)
-        return Slopes(*(float(f) for f in found))
 
     def value(self, run: Trajectory, potential: MaxDiagonal) -> Tensor:
         """E of a run; its derivative by `log_d` and `offsets` is the direct gradient.
@@ -201,7 +176,6 @@ class Regret(Objective):
     Where u lies on a kink of a mixture, B has no derivative by D, and the gradient is that of one of the active forms.
     """
 
-    steady: ClassVar[bool] = True
     comparator: End | Reference | Fixed = field(default_factory=End)
     prior: float = 0.0
 
@@ -275,7 +249,6 @@ class PaperBound(Objective):
             smallest entries each gets an equal part of the gradient, as torch.amin has it.
     """
 
-    steady: ClassVar[bool] = True
     k: float | FromLipschitz = 10.0
     strong_convexity: Literal["paper", "exact"] = "paper"
 
@@ -304,8 +277,6 @@ class PaperBound(Objective):
 @dataclass(frozen=True)
 class TrainingLoss(Objective):
     """The mean loss over the run, what most learned optimisers minimise. It has no direct gradient."""
-
-    steady: ClassVar[bool] = True
 
     def running(self, point: Point) -> Tensor:
         """loss / T."""
@@ -355,16 +326,8 @@ class LogGap(Objective):
 
     def running(self, point: Point) -> Tensor:
         """asinh(gap_t / (tolerance gap_1)) / T."""
-        lowest, first = self._constants()
-        # not log(1 + ratio): other runs may go below the lowest loss of the one that is held
-        return ((point.loss - lowest) / (self.tolerance * first)).asinh() / point.steps
-
-    def slopes(self, point: Point) -> Slopes:
-        """Of the loss alone; not a number in a run that diverges, and whose lowest loss is not known."""
-        lowest, first = self.constants or (math.nan, math.nan)
-        return Slopes(loss=1 / math.hypot(self.tolerance * first, float(point.loss) - lowest) / point.steps)
-
-    def _constants(self) -> tuple[float, float]:
         if self.constants is None:
             raise ValueError("LogGap needs the lowest loss of the run while it is running. Pass objective.held(run).")
-        return self.constants
+        lowest, first = self.constants
+        # not log(1 + ratio): other runs may go below the lowest loss of the one that is held
+        return ((point.loss - lowest) / (self.tolerance * first)).asinh() / point.steps

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from metamd.inner.closed_form import LARGEST
-from metamd.inner.estimators.forward import hessian_products
+from metamd.inner.derivatives import hessian_products
 from metamd.inner.run import Cost, scalar_loss
 from metamd.learning.rounds.round import draw
 from metamd.potentials.base import Params

@@ -1,0 +1,516 @@
+"""Estimators of the gradient of a meta-objective through a run: one interface, one record.
+
+| estimator | exact for | gradients and Hessian products | memory |
+|---|---|---|---|
+| `Direct` | the part of dE/dD that holds the run fixed | T gradients | flat in T |
+| `ClosedForm` | the minimiser of `Regret` with the run held fixed, one piece | T gradients | flat in T |
+| `Forward` | dE/dD between switches | T gradients, H T products | H times the model, flat in T |
+| `Reverse` | dE/dD between switches | about 2T gradients, T products | sqrt(T) times the model |
+| `Evolution` | dE/dD smoothed over a radius, in the mean | (2 pairs + 1) T gradients | flat in T |
+
+T is the number of steps of a run, H the number of metrics and offsets.
+"""
+
+import copy
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from metamd.files.learned import Moments
+from metamd.inner.derivatives import Passage, Recursion, dot, hessian_products, named, part, pushed, stays
+from metamd.inner.objectives import Objective, Regret
+from metamd.inner.run import Cost, MirrorDescent, ReferenceRun, Trajectory, gradient, run_inner, train
+from metamd.inner.sums import minimiser, moments_of
+from metamd.potentials.base import Active, Params
+from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.step import mirror_step
+from metamd.tasks.base import Task
+
+__all__ = ["ClosedForm", "Direct", "Estimator", "Evolution", "Forward", "Hypergradient", "Reverse"]
+
+SHARE = 2 / 3
+"""Segments of `Reverse` per sqrt(T). A head takes less memory than the graph of a step, so segments may be long."""
+
+
+@dataclass(frozen=True)
+class Hypergradient:
+    """The gradient of a meta-objective on one task.
+
+    Args:
+        grads: dE / d log_d, by key; zero if the run diverged.
+        offsets: dE / d offsets.
+        value: E; infinite if the run diverged, so that no mean over tasks can hide it.
+        trajectory: the run.
+        cost: what it took, the run included.
+    """
+
+    grads: dict[str, Tensor]
+    offsets: Tensor
+    value: float
+    trajectory: Trajectory
+    cost: Cost
+
+    @property
+    def diverged(self) -> str:
+        """Why the run was given up; empty if it was not."""
+        return self.trajectory.diverged
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an estimator runs: a task under a potential, with the step size, kind and number of steps."""
+
+    task: Task
+    potential: MaxDiagonal
+    lr: float
+    exact: bool
+    steps: int | None
+
+    def run(self, reference: ReferenceRun | Params | None = None, potential: MaxDiagonal | None = None) -> Trajectory:
+        """A run, under another potential if one is given."""
+        phi = potential or self.potential
+        return run_inner(self.task, phi, lr=self.lr, exact=self.exact, steps=self.steps, reference=reference)
+
+    def descent(self) -> MirrorDescent:
+        """A run that has not begun."""
+        return MirrorDescent(self.task, self.potential, lr=self.lr, exact=self.exact, steps=self.steps)
+
+
+class Estimator(ABC):
+    """A way to differentiate a meta-objective through a run."""
+
+    def __call__(
+        self,
+        task: Task,
+        potential: MaxDiagonal,
+        objective: Objective,
+        *,
+        lr: float = 1.0,
+        exact: bool = True,
+        steps: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Hypergradient:
+        """Run the task and differentiate.
+
+        Args:
+            task: the problem.
+            potential: phi; bound to the task's tensors if it is not yet.
+            objective: E.
+            lr: eta.
+            exact: False takes the paper's step, under which a run jumps where the active piece changes.
+            steps: T; the task's own if not given.
+            generator: where randomness comes from, for the estimators that are random.
+        """
+        return self.estimate(Setting(task, potential, lr, exact, steps), objective, generator)
+
+    @abstractmethod
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+        """The same from a record."""
+
+
+@dataclass(frozen=True)
+class Direct(Estimator):
+    """dE/dD with g_t, w_t and theta_{T+1} held fixed: first derivatives only, at the cost of the run itself.
+
+    Example:
+        >>> Direct()
+        Direct()
+    """
+
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+        """Run the task and differentiate the record."""
+        run = setting.run(objective.reference)
+        leaf = learnable(setting.potential, run.start)
+        if run.diverged:
+            return given_up(run, leaf, run.cost)
+        value = objective.value(run, leaf)
+        grads, offsets, _ = differentiate(value, leaf)
+        return Hypergradient(grads, offsets, float(value.detach()), run, run.cost)
+
+
+@dataclass(frozen=True)
+class ClosedForm(Estimator):
+    """D_i = eta sqrt(E sum_t g_ti^2 / E delta_i^2), the minimiser of `Regret` with the runs held fixed [Khodak2019].
+
+    Tied coordinates enter both sums together. Training the tasks and setting D, in turn, is a fixed-point solver; on a
+    separable quadratic with curvatures a_i it converges to D_i = eta a_i, Newton's metric. Called like the other estimators
+    it returns the direct gradient, which is zero at the minimiser; `minimise` gives the minimiser for many runs.
+
+    Example:
+        >>> ClosedForm()
+        ClosedForm()
+    """
+
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+        """The direct gradient."""
+        return Direct().estimate(setting, _regret(objective, setting.potential), generator)
+
+    def minimise(
+        self,
+        runs: Sequence[Trajectory],
+        potential: MaxDiagonal,
+        objective: Objective,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> dict[str, Tensor]:
+        """The logarithms of the best metrics for these runs, by key; runs that diverged are left out.
+
+        Where nothing moved or no gradient arrived the ratio says nothing, and the present metric is kept. A learned basis
+        stays as it is.
+
+        Args:
+            runs: their records.
+            potential: phi, bound, with the metrics to keep where the runs say nothing.
+            objective: `Regret`.
+            weights: of the runs; equal if not given.
+        """
+        regret = _regret(objective, potential)
+        if weights is not None and len(weights) != len(runs):
+            raise ValueError(f"there must be one weight for every run, got {len(weights)} for {len(runs)} runs.")
+        if potential.basis.kind == "both":
+            raise ValueError(
+                "in a basis of both sides the best metric is not known by coordinate. Learn anew from Kronecker()."
+            )
+        shares = [1.0] * len(runs) if weights is None else list(weights)
+        used = [(s, moments_of(r, potential, regret)) for s, r in zip(shares, runs, strict=True) if not r.diverged]
+        if not used:
+            raise ValueError(
+                f"there is no run to learn from: all {len(runs)} diverged. Start from larger metrics or lower lr."
+            )
+        total = Moments.total([m for _, m in used], [s for s, _ in used])
+        return minimiser(total, potential.log_d)
+
+
+def _regret(objective: Objective, potential: MaxDiagonal) -> Regret:
+    if not isinstance(objective, Regret):
+        name = type(objective).__name__
+        raise ValueError(f"ClosedForm minimises Regret, got {name}. Use Forward() or Reverse() for other objectives.")
+    if potential.pieces > 1:
+        raise ValueError(
+            f"ClosedForm has a solution for one piece, got {potential.pieces}: with the active pieces held fixed, a piece "
+            "that is never the largest has no best metric. Pass Diagonal(), or use Forward() or Reverse()."
+        )
+    return objective
+
+
+@dataclass(frozen=True)
+class Evolution(Estimator):
+    """(1/pairs) sum_i (E(h + sigma v_i) - E(h - sigma v_i)) / (2 sigma) v_i, v_i normal: antithetic evolution strategies.
+
+    Its mean is the gradient of E smoothed over a radius sigma in (log_d, offsets): it sees across switches, jumps and
+    losses that cannot be differentiated twice. What the objective holds fixed is that of the unperturbed run. If a perturbed
+    run diverges, so does the estimate, with that run's reason.
+
+    Args:
+        pairs: how many pairs of runs.
+        sigma: the radius.
+
+    Example:
+        >>> Evolution(pairs=8, sigma=0.05)
+        Evolution(pairs=8, sigma=0.05)
+    """
+
+    pairs: int = 8
+    sigma: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.pairs < 1:
+            raise ValueError(f"pairs must be at least 1, got {self.pairs}. More of them lower the variance.")
+        if not 0 < self.sigma < float("inf"):
+            raise ValueError(f"sigma must be positive, got {self.sigma}. 0.01 changes every metric by about one per cent.")
+
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+        """Run the task 2 x pairs + 1 times."""
+        if generator is None:
+            raise ValueError("Evolution is random and needs a generator. Pass generator=torch.Generator().manual_seed(0).")
+        centre = setting.run(objective.reference)
+        leaf, cost = learnable(setting.potential, centre.start), centre.cost
+        if centre.diverged:
+            return given_up(centre, leaf, cost)
+        held, found = objective.held(centre), torch.zeros(size(leaf), dtype=torch.float64)
+        for _ in range(self.pairs):
+            v = torch.randn(len(found), generator=generator, dtype=torch.float64)
+            ends = []
+            for sign in (1.0, -1.0):
+                there = copy.deepcopy(leaf)
+                logs, offsets = split(sign * self.sigma * v, leaf)
+                with torch.no_grad():
+                    for key, logarithm in there.log_d.items():
+                        logarithm.add_(logs[key])
+                    there.offsets.add_(offsets)
+                run = setting.run(centre.reference, there)
+                cost = cost + run.cost
+                if run.diverged:
+                    return given_up(run, leaf, cost)
+                with torch.no_grad():
+                    ends.append(float(held.value(run, there)))
+            found += (ends[0] - ends[1]) / (2 * self.sigma * self.pairs) * v
+        grads, offsets = split(found, leaf)
+        return Hypergradient(grads, offsets, float(objective.value(centre, leaf).detach()), centre, cost)
+
+
+@dataclass(frozen=True)
+class Forward(Estimator):
+    """The exact gradient, one tangent for each of the H = N x groups metrics and N offsets [Franceschi2017].
+
+    z_{t+1} = A_t z_t + B_t with A_t = I - eta D^-1 H_t. Memory is O(H numel), flat in T: for tied metrics or tiny models.
+
+    Args:
+        tangents: how many are carried at a time. With fewer than H, the run is repeated for the others.
+
+    Example:
+        >>> Forward(tangents=8)
+        Forward(tangents=8)
+    """
+
+    tangents: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tangents is not None and self.tangents < 1:
+            raise ValueError(f"tangents must be at least 1, got {self.tangents}. Pass None to carry all at once.")
+
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+        """Run the task, once for every `tangents` directions."""
+        leaf, cost, found = learnable(setting.potential, setting.task.init()), Cost(), []
+        setting, count = replace(setting, potential=leaf), size(leaf)
+        if objective.looks_ahead:  # its constants come from the end of a run, which has to be made beforehand
+            run = setting.run()
+            if run.diverged:
+                return given_up(run, leaf, run.cost)
+            objective, cost = objective.held(run), run.cost
+        for directions in torch.split(torch.eye(count, dtype=torch.float64), self.tangents or count):
+            along, run, extra = _carry(setting, objective, directions)
+            cost = cost + extra
+            if run.diverged:
+                return given_up(run, leaf, cost)
+            found.append(along)
+        grads, offsets = split(torch.cat(found), leaf)
+        return Hypergradient(grads, offsets, float(objective.value(run, leaf).detach()), run, cost)
+
+
+def _carry(setting: Setting, objective: Objective, directions: Tensor) -> tuple[Tensor, Trajectory, Cost]:
+    """Run a task and differentiate the objective in the given directions, (k, H): dE . v for each, the run, the cost.
+
+    For a direction v in the space of (log_d, offsets), z_t = d theta_t . v obeys z_{t+1} = A_t z_t + B_t v. All tangents of
+    one step go through one vmapped Hessian-vector product.
+    """
+    began, descent, leaf, task = time.perf_counter(), setting.descent(), setting.potential, setting.task
+    recursion, (by_key, offsets), count = Recursion(descent, leaf, objective), split(directions, leaf), len(directions)
+    logs = {n: slot.spread(by_key[slot.key].reshape(-1, leaf.pieces, *slot.stored)) for n, slot in leaf.slots.items()}
+    metrics = {n: recursion.metrics[n] * v for n, v in logs.items()}  # dD = D d log D
+    fixed = {"offsets": offsets, **named("metrics", metrics)}
+    z = {n: x.new_zeros(count, *x.shape) for n, x in descent.start.items()}
+    zw = torch.zeros_like(offsets)
+    along = torch.zeros(count, dtype=torch.float64)
+    while descent.going:
+        before, weights = descent.params, descent.active.weights
+        loss, grads, zg = hessian_products(task, before, task.batch(descent.taken), z)
+        if descent.step(loss, grads):
+            break
+        passage = Passage(before, grads, loss, weights, descent.active.weights)
+        piece = stays(weights, passage.after, exact=descent.exact)
+        if piece is not None:
+            along += recursion.push(passage, piece, logs, z, zg)
+            zw = torch.zeros_like(zw)  # a vertex of the simplex is constant
+            continue
+        tangents = {"loss": dot(z, grads), "weights": zw, **named("params", z), **named("grads", zg), **fixed}
+        after = pushed(*recursion.graph(passage), tangents)
+        along += after["objective"]
+        z, zw = part(after, "params"), after.get("weights", torch.zeros_like(zw))
+    run = descent.finish(objective.reference)
+    if not run.diverged:
+        ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
+        by_log, by_offset, by_end = differentiate(objective.final(run, leaf, ends), leaf, *ends.values())
+        along += dot(by_key, by_log) + offsets @ by_offset + dot(z, dict(zip(ends, by_end, strict=True)))
+    return along, run, replace(run.cost, hvps=count * descent.taken, seconds=time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class Reverse(Estimator):
+    """The exact gradient for any number of metrics, from the last step to the first.
+
+    The run is cut into segments and only the state at the head of each is kept; going back, a segment is run again with
+    the graph of every gradient, but for the last, whose graphs are kept. With 2/3 sqrt(T) segments memory is
+    O(sqrt(T)) and the cost about four gradients a step.
+
+    Args:
+        checkpoints: how many segments; None for 2/3 sqrt(T), 1 for the full tape, which repeats nothing.
+
+    Example:
+        >>> Reverse()
+        Reverse(checkpoints=None)
+    """
+
+    checkpoints: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoints is not None and self.checkpoints < 1:
+            raise ValueError(f"checkpoints must be at least 1, got {self.checkpoints}. 1 keeps the whole tape.")
+
+    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+        """Run the task forwards, then go back over it."""
+        began, descent = time.perf_counter(), setting.descent()
+        leaf, steps = learnable(setting.potential, descent.start), descent.steps
+        segments = min(self.checkpoints or math.ceil(SHARE * math.sqrt(steps)), steps)
+        cuts, heads = [i * steps // segments for i in range(segments)], []
+
+        def watch(t: int, loss: Tensor, grads: Params) -> None:
+            if t in cuts:
+                heads.append((descent.params, descent.active))
+
+        train(descent.task, descent, cuts[-1], watch=watch, until=None)
+        tape = [] if descent.diverged else _segment(descent, range(cuts[-1], steps))
+        run = descent.finish(objective.reference)
+        if run.diverged:
+            return given_up(run, leaf, run.cost)
+        objective = objective.held(run) if objective.looks_ahead else objective
+        adjoint = _Adjoint(Recursion(descent, leaf, objective), run)
+        adjoint.back_over(tape)
+        for first, end in reversed(list(pairwise(cuts))):
+            adjoint.back_over(_segment(descent, range(first, end), heads.pop()))
+        cost = Cost(run.cost.gradients + cuts[-1], steps - 1, time.perf_counter() - began)
+        return Hypergradient(adjoint.log_d(), adjoint.offsets, float(objective.value(run, leaf).detach()), run, cost)
+
+
+State = tuple[Params, Active]
+"""What a step starts from: the parameters, and the active pieces there."""
+
+Taken = tuple[Passage, dict[str, Tensor], list[GradientEdge]]
+"""A step that was taken: its constants, g_t with its graph, and where that begins."""
+
+
+def _segment(descent: MirrorDescent, steps: range, head: State | None = None) -> list[Taken]:
+    """Steps with the graphs of their gradients: those that the run takes next, or again from the head of a segment."""
+    tape: list[Taken] = []
+    params, active = head or (descent.params, descent.active)
+    for t in steps:
+        loss, grads, edges = _gradient(descent, params, t)
+        if head is None:
+            if descent.step(loss, grads):
+                break
+            after = (descent.params, descent.active)
+        else:
+            with torch.no_grad():
+                step = mirror_step(params, grads, descent.potential, descent.lr, active=active, exact=descent.exact)
+            after = (step.params, step.active or active)
+        # without theta_t where a step stays on one piece, because nothing needs it then
+        alone = stays(active.weights, after[1].weights, exact=descent.exact) is not None
+        constants = {n: g.detach() for n, g in grads.items()}
+        passage = Passage({} if alone else params, constants, loss.detach(), active.weights, after[1].weights)
+        tape.append((passage, grads, edges))
+        params, active = after
+    return tape
+
+
+def _gradient(descent: MirrorDescent, params: Params, t: int) -> tuple[Tensor, dict[str, Tensor], list[GradientEdge]]:
+    """The loss and its gradient with their graphs, and the edges at which these begin; the start needs no graph."""
+    task = descent.task
+    if not t:
+        return *gradient(task, params, task.batch(t)), []
+    # Leaves would stay in memory for as long as their graph. Of a sum it keeps only what the gradient needs.
+    zero = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        here = {n: x.detach() + zero.to(x) for n, x in params.items()}
+    return *gradient(task, here, task.batch(t), graph=True), [get_gradient_edge(x) for x in here.values()]
+
+
+class _Adjoint:
+    """The cotangents of theta_t, w_t and E, and the gradient gathered so far."""
+
+    def __init__(self, recursion: Recursion, run: Trajectory) -> None:
+        self.recursion = recursion
+        ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
+        final = recursion.objective.final(run, recursion.potential, ends)
+        self._final, self.offsets, by_end = differentiate(final, recursion.potential, *ends.values())
+        self._logs = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
+        numbers = {"weights": torch.zeros_like(self.offsets), "objective": torch.ones((), dtype=torch.float64)}
+        self._after = {**numbers, **named("params", dict(zip(ends, by_end, strict=True)))}
+
+    def log_d(self) -> dict[str, Tensor]:
+        """The gradient by the logarithms of the metrics, by key; tensors that share a key add up."""
+        found = dict(self._final)
+        for n, slot in self.recursion.potential.slots.items():
+            found[slot.key] = found[slot.key] + slot.gather(self._logs[n])
+        return found
+
+    def back_over(self, tape: list[Taken]) -> None:
+        """Pull the cotangents back over the steps of a segment, which is consumed."""
+        while tape:
+            passage, grads, edges = tape.pop()
+            params, piece = part(self._after, "params"), stays(passage.before, passage.after, exact=self.recursion.exact)
+            if piece is not None:
+                by_loss, by_grads = self.recursion.pull(passage, piece, params, self._logs)
+                by_weights = torch.zeros_like(self.offsets)  # a vertex of the simplex is constant
+            else:
+                leaves, outputs = self.recursion.graph(passage)
+                given = [self._after[n] for n in outputs]
+                found = torch.autograd.grad(
+                    list(outputs.values()), list(leaves.values()), given, allow_unused=True, materialize_grads=True
+                )
+                by = dict(zip(leaves, found, strict=True))
+                params, by_loss, by_grads, by_weights = (
+                    part(by, "params"),
+                    float(by["loss"]),
+                    part(by, "grads"),
+                    by["weights"],
+                )
+                self.offsets = self.offsets + by["offsets"]
+                for n, gathered in self._logs.items():
+                    gathered.addcmul_(self.recursion.metrics[n], by[f"metrics/{n}"])
+            if by_loss:
+                params = {n: x.add(passage.grads[n], alpha=by_loss) for n, x in params.items()}
+            live = [n for n, g in grads.items() if g.requires_grad]
+            if live:  # else all gradients are constant
+                given = [by_grads[n] for n in live]
+                hessian = torch.autograd.grad([grads[n] for n in live], edges, given, allow_unused=True)
+                params = {n: x if h is None else x + h for (n, x), h in zip(params.items(), hessian, strict=True)}
+            self._after |= {"weights": by_weights, **named("params", params)}
+
+
+# what estimators share
+
+
+def learnable(potential: MaxDiagonal, start: Params) -> MaxDiagonal:
+    """A copy of the potential, bound and centred, whose metrics are leaves to differentiate by."""
+    fit = (potential if potential.slots else potential.bind(start)).centred_at(start)
+    leaves = fit.with_metrics({k: v.detach().clone() for k, v in fit.log_d.items()}, fit.offsets.detach().clone())
+    fit.table, fit.offsets = leaves.table, leaves.offsets
+    return fit
+
+
+def differentiate(value: Tensor, potential: MaxDiagonal, *more: Tensor) -> tuple[dict[str, Tensor], Tensor, list[Tensor]]:
+    """The derivatives of a scalar by the metrics' logarithms, by the offsets, and by further tensors."""
+    keys = list(potential.log_d)
+    leaves = [*potential.log_d.values(), potential.offsets, *more]
+    if not value.requires_grad:
+        found = tuple(torch.zeros_like(x) for x in leaves)
+    else:
+        found = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+    return dict(zip(keys, found, strict=False)), found[len(keys)], list(found[len(keys) + 1 :])
+
+
+def given_up(run: Trajectory, potential: MaxDiagonal, cost: Cost) -> Hypergradient:
+    """What is returned for a run that diverged."""
+    zeros = {k: torch.zeros_like(v.detach()) for k, v in potential.log_d.items()}
+    return Hypergradient(zeros, torch.zeros_like(potential.offsets.detach()), math.inf, run, cost)
+
+
+def size(potential: MaxDiagonal) -> int:
+    """H, the number of metrics and of the offsets, which a single piece does not have."""
+    return sum(v.numel() for v in potential.log_d.values()) + (potential.pieces if potential.pieces > 1 else 0)
+
+
+def split(rows: Tensor, like: MaxDiagonal) -> tuple[dict[str, Tensor], Tensor]:
+    """Vectors (..., H) as (..., N, ...) by key of log_d, in order, and (..., N) for the offsets."""
+    lead, lengths = rows.shape[:-1], [v.numel() for v in like.log_d.values()]
+    *parts, last = torch.split(rows, [*lengths, rows.shape[-1] - sum(lengths)], dim=-1)
+    logs = {k: p.reshape(*lead, *v.shape).to(v.dtype) for (k, v), p in zip(like.log_d.items(), parts, strict=True)}
+    offsets = last if like.pieces > 1 else last.new_zeros(*lead, like.pieces)
+    return logs, offsets.to(like.offsets.dtype)

@@ -160,12 +160,13 @@ def test_the_scale_minimises_the_bound_of_the_run(learned):
 
 def test_the_tally_is_that_of_the_definition():
     """One step of a one-tensor run: y = g'a^-1 g, x = |u - theta_1|^2 in a, a = |g|."""
-    task = quadratic().build(quadratic().sample(torch.Generator().manual_seed(2)))
+    family = quadratic(steps=1)
+    task = family.build(family.sample(torch.Generator().manual_seed(2)))
     start = task.init()["theta"]
     g = gradient(task, {"theta": start}, task.batch(0))[1]["theta"]
     u = torch.tensor([1.0, 2.0], dtype=torch.float64)
     online = Online("sum", epsilon=1e-12, scale={"theta": 50.0})
-    outcome = run_usage(task, Diagonal().bind(task.init()), Usage("online"), online=online, comparator={"theta": u}, steps=1)
+    outcome = run_usage(task, Diagonal().bind(task.init()), Usage("online"), online=online, comparator={"theta": u})
     assert outcome.tally.y["theta"] == pytest.approx(float(g.abs().sum()))
     assert outcome.tally.x["theta"] == pytest.approx(float(((u - start) ** 2 * g.abs()).sum()))
 

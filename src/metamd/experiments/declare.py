@@ -15,7 +15,7 @@ from metamd.files.container import write_atomically
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Usage
-from metamd.inner.objectives import PRIOR, End, Objective, Reference, Regret
+from metamd.inner.objectives import Objective, Reference, Regret
 from metamd.learning.network import learn_network
 from metamd.learning.reference import tuned_reference
 from metamd.learning.usage import Choices, learn_usage
@@ -142,11 +142,10 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
     costs = [counted.cost(began)]
     learned: LearnedOptimiser | str
     if geometry.follow:
-        objective = Regret(reference or End(), prior=PRIOR)
         learned = learn_network(
             family,
             geometry.potential(),
-            objective,
+            reference=reference,
             tasks=size.tasks_per_step,
             choices=choices,
             seed=drawn,

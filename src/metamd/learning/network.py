@@ -7,7 +7,7 @@ from typing import Any
 from metamd.files.learned import LearnedOptimiser, total_cost
 from metamd.files.store import Journal
 from metamd.inner.executor import Executor
-from metamd.inner.objectives import PRIOR, Regret
+from metamd.inner.objectives import Reference
 from metamd.learning.reference import learn_from_reference, tuned_reference
 from metamd.learning.usage import Choices, learn_usage
 from metamd.potentials.diagonal import Kronecker, MaxDiagonal
@@ -23,8 +23,8 @@ def has_weights(family: TaskFamily) -> bool:
 def learn_network(
     family: TaskFamily,
     potential: MaxDiagonal | None = None,
-    objective: Regret = Regret(prior=PRIOR),  # noqa: B008
     *,
+    reference: Reference | None = None,
     tasks: int = 8,
     choices: Choices | None = Choices(),  # noqa: B008
     seed: int = 0,
@@ -36,7 +36,7 @@ def learn_network(
     Args:
         family: of networks.
         potential: what is learned; `Kronecker(rank="auto")` if not given.
-        objective: its prior, and its `Reference` comparator, whose runs are learned from; `tuned_reference` if it has none.
+        reference: the optimiser whose runs are learned from; `tuned_reference` if not given.
         tasks: half as many runs as are learned from.
         choices: what a usage is chosen from; None chooses none.
         seed: of everything random.
@@ -46,10 +46,9 @@ def learn_network(
     """
     began, counted = time.perf_counter(), Counted(family)
     kept: dict[str, Any] = {"seed": seed, "journal": journal, "workers": workers}
-    reference = objective.reference or tuned_reference(counted, **kept)
+    reference = reference or tuned_reference(counted, **kept)
     tuning = counted.cost(began)
     shape = Kronecker(rank="auto") if potential is None else potential
-    options: dict[str, Any] = {"reference": reference, "tasks": 2 * tasks, "prior": objective.prior}
-    learned = learn_from_reference(family, shape, **options, **kept)
+    learned = learn_from_reference(family, shape, reference=reference, tasks=2 * tasks, **kept)
     learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, tuning)))
     return learned if choices is None else learn_usage(learned, family, choices, reference=reference, **kept)

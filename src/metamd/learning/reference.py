@@ -8,7 +8,6 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -252,13 +251,8 @@ def described(family: TaskFamily) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Followed:
-    """What a reference run says: squares of its first gradient by key; if it finished, first and last loss and moments."""
-
-    first: dict[str, list[float]]
-    ends: tuple[float, float] | None
-    moments: Moments | None
+_Followed = tuple[dict[str, list[float]], tuple[tuple[float, float], Moments] | None]
+"""What a reference run says: squares of its first gradient by key; if it finished, first and last loss, and moments."""
 
 
 def _metrics(
@@ -266,22 +260,22 @@ def _metrics(
 ) -> tuple[MaxDiagonal, dict[str, Any]]:
     """What the reference runs of the tasks say, and what a header says of them."""
     runs = parts.runs(partial(_follow, phi, reference, objective), tasks, "runs to learn from")
-    used = [run for run in runs if run.moments is not None]
+    used = [said for _, said in runs if said is not None]
     if not used:
         raise ValueError(f"all {len(tasks)} reference runs diverged. Give a reference with a lower lr than {reference.lr}.")
-    moments = Moments.total([run.moments for run in used if run.moments is not None], [1.0] * len(used))
+    moments = Moments.total([said for _, said in used], [1.0] * len(used))
     turned = learn_factors(Iterate.of(phi), moments, math.inf)
     log_d = minimiser(moments, {k: v for k, v in phi.log_d.items() if k not in turned.log_d})
     ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in phi.log_d}
-    finished = [task for task, run in zip(tasks, runs, strict=True) if run.moments is not None]
+    finished = [task for task, (_, said) in zip(tasks, runs, strict=True) if said is not None]
     found = _steady(Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi), finished[:CHECKED], parts)
-    finite = [run.first for run in runs if all(math.isfinite(s) for s, _ in run.first.values())]
+    finite = [first for first, _ in runs if all(math.isfinite(s) for s, _ in first.values())]
     return found, {
         "model": {n: tuple(x.shape) for n, x in tasks[0].init().items()},
         "gradient_scale": gradient_scale(finite),
         "objective": repr(objective),
         "estimator": f"ClosedForm() of runs of {reference!r}",
-        "target_loss": within_reach([run.ends for run in used if run.ends is not None]),
+        "target_loss": within_reach([ends for ends, _ in used]),
     }
 
 
@@ -322,7 +316,7 @@ def _follow(potential: MaxDiagonal, reference: Reference, objective: Regret, tas
 
     end, cost = reference.run(task, start, task.steps, watch=watch)
     if not all(bool(x.isfinite().all()) for x in end.values()) or not all(map(math.isfinite, losses)):
-        return _Followed(first, None, None)
+        return first, None
     run = Trajectory(
         losses=torch.tensor(losses, dtype=torch.float64),
         start=start,
@@ -334,4 +328,4 @@ def _follow(potential: MaxDiagonal, reference: Reference, objective: Regret, tas
         cost=cost,
         products=sums.products,
     )
-    return _Followed(first, ends_of(run), moments_of(run, potential, objective))
+    return first, (ends_of(run), moments_of(run, potential, objective))

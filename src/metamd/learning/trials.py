@@ -12,7 +12,7 @@ tenth of the run, smoothed by medians, and raised to the power at which the larg
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +29,7 @@ from metamd.optimiser.guard import energy
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import Array
-from metamd.potentials.online import Online, State, Watch
+from metamd.potentials.online import Online, State
 from metamd.tasks.base import Task
 
 LOOKS = 100
@@ -67,7 +67,6 @@ def run_usage(
     *,
     online: Online | None = None,
     comparator: Params | None = None,
-    steps: int | None = None,
     measure: bool = False,
 ) -> Outcome:
     """Train a task with a geometry as `MetaMD` does.
@@ -76,18 +75,11 @@ def run_usage(
         potential: bound to the task's tensors.
         online: the rule and its scales, where the usage is online.
         comparator: u, to tally against.
-        steps: T; the task's own if not given.
         measure: whether to keep the energies.
     """
-    total = task.steps if steps is None else steps
     start = {n: x.detach().clone() for n, x in task.init().items()}
-    rule = _UsageSteps(potential, usage, start, total)
-    rule.online, rule.energies = online, [] if measure else None
-    if online is not None and (measure or comparator is not None):
-        # what is told of a polar step is told where its direction is found: in every one, for this
-        rule.online = replace(online, refresh=0) if online.rule == "polar" else online
-        rule.sums = _Sums(rule.phi, rule.online)
-    apart = max(1, total // LOOKS)
+    rule = _UsageSteps(potential, usage, start, task.steps, online, measure or comparator is not None)
+    apart = max(1, task.steps // LOOKS)
     looks: list[float] = []
 
     @torch.no_grad()
@@ -95,30 +87,38 @@ def run_usage(
         if rule.tail and t % apart == apart // 2:
             looks.append(float(task.loss(rule.x, task.batch(t))) - float(loss))
 
-    done = train(task, rule, total, watch=look)
+    done = train(task, rule, task.steps, watch=look)
     if done.diverged:
         return Outcome(math.inf, rule.x)
-    tally = None if rule.sums is None or comparator is None else rule.sums.tally(start, comparator, rule.states, total)
+    tally = None if comparator is None else rule.tally(start, comparator)
     # of a tail average what it is better or worse than the iterates on the same batches, which are seen in every step
-    mean = sum(done.losses) / total + (sum(looks) / len(looks) if rule.tail else 0.0)
+    mean = sum(done.losses) / task.steps + (sum(looks) / len(looks) if rule.tail else 0.0)
     finite = all(bool(v.isfinite().all()) for v in rule.x.values())
-    return Outcome(mean if finite else math.inf, rule.x, tally, tuple(rule.energies or ()))
+    return Outcome(mean if finite else math.inf, rule.x, tally, tuple(rule.energies))
 
 
 class _UsageSteps:
-    """Steps with a bound potential as a usage says: x is judged, z the iterate behind its average."""
+    """Steps with a bound potential as a usage says: x is judged, z the iterate behind its average.
 
-    online: Online | None = None
-    sums: "_Sums | None" = None
-    energies: list[float] | None = None
+    If they are measured, they keep the energy of every step, and what a tally of an online metric is made of.
+    """
 
-    def __init__(self, potential: MaxDiagonal, usage: Usage, start: Params, total: int) -> None:
+    def __init__(
+        self, potential: MaxDiagonal, usage: Usage, start: Params, total: int, online: Online | None, measured: bool
+    ) -> None:
         self.x, self.z = ({n: v.clone() for n, v in start.items()} for _ in range(2))
         centred = potential.centred_at(start)
         self.phi = centred.fixed({n: centred.metric(n).detach() for n in start})
         self.usage, self.total, self.tail, self.taken = usage, total, usage.averaging == "tail", 0
+        self.online, self.measured = online, measured
+        if online is not None and online.rule == "polar" and measured:
+            # what is told of a polar step is told where its direction is found: in every one, for this
+            self.online = replace(online, refresh=0)
         self.active: Active | None = None
         self.states: dict[str, State] = {n: {} for n in start}
+        self.energies: list[float] = []
+        self.metrics: dict[str, Tensor] = {}
+        self.y: dict[str, float] = {}
 
     @property
     def params(self) -> Params:
@@ -132,19 +132,16 @@ class _UsageSteps:
     @torch.no_grad()
     def step(self, loss: Tensor, grads: Params) -> str:
         """One step of all tensors."""
-        usage, sums, share = self.usage, self.sums, self.usage.share(self.taken, self.total)
+        usage, share = self.usage, self.usage.share(self.taken, self.total)
         lr = usage.lr * share / (1 - usage.momentum)
         moves = {n: Move(g, lr) for n, g in grads.items()}
         if usage.metric == "online" and self.online is not None:
+            self.energies += [0.0] * self.measured
             for n, move in moves.items():
-                watch = None if sums is None else sums.adding(n, share)
+                watch = partial(self._add, self.online, n, share) if self.measured else None
                 self.online.advance(self.phi, n, self.z[n], move, self.states[n], watch)
-            if self.energies is not None and sums is not None:
-                self.energies.append(sums.energy)
-                sums.energy = 0.0
         else:
-            if self.energies is not None:
-                self.energies.append(energy(self.phi, self.active, grads))
+            self.energies += [energy(self.phi, self.active, grads)] if self.measured else []
             self.active = self.phi.step(self.z, moves, active=self.active, into=self.z).active
         self.taken += 1
         for n, x in self.x.items():
@@ -154,36 +151,25 @@ class _UsageSteps:
                 x.lerp_(self.z[n], 1 - usage.momentum)
         return ""
 
-
-class _Sums:
-    """What a tally is made of, during a run; `energy` is that of the step just taken, over all tensors."""
-
-    def __init__(self, potential: MaxDiagonal, online: Online) -> None:
-        self.potential, self.online, self.energy = potential, online, 0.0
-        self.metrics: dict[str, Tensor] = {}
-        self.y: dict[str, float] = {}
-
-    def adding(self, name: str, share: float) -> Watch:
+    def _add(self, online: Online, name: str, share: float, energy: Tensor, metric: Tensor) -> None:
         """What a step of a tensor is told to, r_t being the share."""
-        key = self.potential.slots[name].key
+        key = self.phi.slots[name].key
+        self.y[key] = self.y.get(key, 0.0) + share**2 * float(energy)
+        self.energies[-1] += online.step_size(key) * float(energy)
+        if online.rule == "sum" or name not in self.metrics:
+            self.metrics[name] = metric.clone()
+        else:
+            self.metrics[name].add_(metric)
 
-        def add(energy: Tensor, metric: Tensor) -> None:
-            self.y[key] = self.y.get(key, 0.0) + share**2 * float(energy)
-            self.energy += self.online.step_size(key) * float(energy)
-            if self.online.rule == "sum" or name not in self.metrics:
-                self.metrics[name] = metric.clone()
-            else:
-                self.metrics[name].add_(metric)
-
-        return add
-
-    def tally(self, start: Params, comparator: Params, states: Mapping[str, State], steps: int) -> Tally:
+    def tally(self, start: Params, comparator: Params) -> Tally | None:
+        """Of the steps taken with an online metric."""
+        if self.online is None:
+            return None
         x: dict[str, float] = {}
         for name, metric in self.metrics.items():
-            mean = metric if self.online.rule == "sum" else metric / steps
-            key = self.potential.slots[name].key
-            far = self.online.distance(self.potential, name, comparator[name] - start[name], mean)
-            x[key] = x.get(key, 0.0) + far
+            mean = metric if self.online.rule == "sum" else metric / self.total
+            key = self.phi.slots[name].key
+            x[key] = x.get(key, 0.0) + self.online.distance(self.phi, name, comparator[name] - start[name], mean)
         return Tally(x, self.y)
 
 
@@ -207,14 +193,8 @@ def learn_scale(
 ) -> Online:
     """The scale of every key that minimises the bound (s x + y/s) / 2 over training tasks: s = sqrt(y/x).
 
-    It holds the mean metric of the run fixed, as the closed form holds the gradients. The first scale is such that steps
-    are as long as those of the reference run.
-
-    Args:
-        solved: training tasks, each with the end of a reference run on it.
-        online: the rule; its scales are not looked at.
-        lr: of the reference.
-        rounds: of training the tasks and setting the scale.
+    It holds the mean metric of the run fixed, as the closed form holds the gradients. Each task comes with the end of a
+    reference run. The first scale is such that steps are as long as those of that run, whose rate is `lr`.
     """
     task = solved[0][0]
     phi, params = learned.potential.bind(task.init()), task.init()
@@ -251,10 +231,7 @@ def _unit_step(potential: MaxDiagonal, name: str, x: Tensor, online: Online, ste
 def learn_knots(runs: Sequence[Sequence[float]], *, phases: int = PHASES, spread: float = SPREAD) -> tuple[float, ...]:
     """The learned schedule as a few numbers, at equal distances over the run, between which it is linear.
 
-    Args:
-        runs: the energies of each, step by step.
-        phases: how many parts of a run have a weight of their own; fewer if the runs are shorter.
-        spread: see `SPREAD`; infinite for the bound's own minimiser.
+    Each run is the energies of its steps. An infinite spread gives the bound's own minimiser.
 
     Example:
         >>> learn_knots([[3.0] * 40], phases=4)

@@ -64,9 +64,6 @@ CLIMBED = 4
 def rules_for_refresh(refresh: int) -> tuple[Online, ...]:
     """The same rules with the directions of polar steps found every so many steps, to choose a usage of cheaper steps.
 
-    Args:
-        refresh: as for `Online`.
-
     Example:
         >>> [rule.refresh for rule in rules_for_refresh(4)]
         [0, 4, 4]

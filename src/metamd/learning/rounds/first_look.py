@@ -37,8 +37,17 @@ class Findings:
 
 def first_look(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, *, curvature: bool = False) -> Findings:
     """Look at the start of the tasks of the first outer step, of which there are `count`."""
-    first = _first(family, seed)
+    if not isinstance(family, TaskFamily):
+        raise TypeError(f"family must be a TaskFamily, got {type(family).__name__}. See metamd.tasks for some.")
+    if isinstance(family, Sized) and not len(family):
+        raise ValueError(f"the family {family.name!r} is empty. Give it at least one task to sample.")
+    try:
+        first = draw(family, seed, "train", 1, 0)
+    except (LookupError, StopIteration, RuntimeError) as error:
+        raise ValueError(f"the family {family.name!r} has no task to sample ({error!r}). Give it at least one.") from error
     start = first.init()
+    if not start:
+        raise ValueError(f"the tasks of {family.name!r} have no parameters. task.init() must return at least one tensor.")
     bound = affording(potential.bind(start), first)
     shapes = {n: tuple(x.shape) for n, x in start.items()}
     found: list[dict[str, Any]] = []
@@ -92,20 +101,6 @@ def largest_curvature(task: Task, seed: int) -> float:
         tangents = {n: h[0] for n, h in products.items()}
         found = math.sqrt(sum(float(h.square().sum(dtype=torch.float64)) for h in tangents.values()))
     return found
-
-
-def _first(family: TaskFamily, seed: int) -> Task:
-    if not isinstance(family, TaskFamily):
-        raise TypeError(f"family must be a TaskFamily, got {type(family).__name__}. See metamd.tasks for some.")
-    if isinstance(family, Sized) and not len(family):
-        raise ValueError(f"the family {family.name!r} is empty. Give it at least one task to sample.")
-    try:
-        task = draw(family, seed, "train", 1, 0)
-    except (LookupError, StopIteration, RuntimeError) as error:
-        raise ValueError(f"the family {family.name!r} has no task to sample ({error!r}). Give it at least one.") from error
-    if not task.init():
-        raise ValueError(f"the tasks of {family.name!r} have no parameters. task.init() must return at least one tensor.")
-    return task
 
 
 def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

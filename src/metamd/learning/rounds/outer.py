@@ -38,14 +38,10 @@ class Outer(ABC):
 
     @abstractmethod
     def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
-        """The metrics of the next outer step.
+        """The metrics of the next outer step, after those of this one, which are given as a potential too.
 
-        Args:
-            now: the metrics of this one.
-            potential: the same, as a potential.
-            sums: over the tasks that did not diverge, with their number under "tasks".
-            carried: from the update before.
-            factor: how much smaller the step shall be, 1 unless tasks have diverged.
+        Sums are over the tasks that did not diverge, their number under "tasks". `carried` comes from the update before.
+        The factor says how much smaller the step shall be: 1 unless tasks have diverged.
         """
 
 
@@ -142,23 +138,19 @@ class GradientDescent(Outer):
 
     def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
         """One plain gradient step on M."""
-        kept = {} if self.rho is not None else _largest(now, sums, carried)
-        rho = self.rho if self.rho is not None else self.pace * float(kept["squares"] / kept["value"])
-        log_d = {}
+        rho, kept, log_d = self.rho, dict[str, Tensor](), dict[str, Tensor]()
+        if rho is None:
+            value = (sums["value"] / sums["tasks"]).abs().clamp_min(1e-300)
+            squares = torch.cat([v.double().exp().reshape(-1) for v in now.log_d.values()]).mean()
+            kept["squares"] = carried.get("squares", squares)  # of the first outer step
+            kept["value"] = torch.maximum(carried.get("value", value), value)
+            rho = self.pace * float(kept["squares"] / kept["value"])
         for k, v in now.log_d.items():
             m = (0.5 * v.double()).exp()
             # dE/dM = dE/dlog D dlog D/dM = 2/M dE/dlog D
             m = m - factor * rho * 2 / m * sums[f"gradient/log_d/{k}"] / sums["tasks"]
             log_d[k] = (2 * m.abs().clamp_min(1e-18).log()).to(v.dtype)
         return Update(now.moved(log_d), kept)
-
-
-def _largest(now: Iterate, sums: Sums, carried: Sums) -> dict[str, Tensor]:
-    """The mean of M^2 at the first outer step, and the largest objective so far."""
-    value = (sums["value"] / sums["tasks"]).abs().clamp_min(1e-300)
-    if "value" in carried:
-        return {"squares": carried["squares"], "value": torch.maximum(carried["value"], value)}
-    return {"squares": torch.cat([v.double().exp().reshape(-1) for v in now.log_d.values()]).mean(), "value": value}
 
 
 def _bound(log_d: Mapping[str, Tensor], moments: Moments) -> float:
@@ -278,35 +270,20 @@ class Method:
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What happened in one outer step.
+    """What happened in one outer step, as `meta_train(log=)` is told."""
 
-    Args:
-        step: its number, from 1.
-        stage: what it was for.
-        objective: mean over the tasks that finished.
-        bound: mean certified bound on the regret against the ends of the runs; NaN where steps were not exact.
-        loss: mean training loss over the runs.
-        change: the relative change of the objective that `Stopping` looks at.
-        unsettled: mean gradient at the ends of the runs relative to that at their starts, under `PaperBound`.
-        diverged: one sentence for each task that diverged.
-        gradients: gradient evaluations.
-        hvps: Hessian-vector products.
-        seconds: wall-clock time.
-        note: why a stage ended, if it did.
-    """
-
-    step: int
-    stage: str
-    objective: float = math.nan
-    bound: float = math.nan
-    loss: float = math.nan
-    change: float = math.nan
-    unsettled: float = math.nan
-    diverged: tuple[str, ...] = ()
-    gradients: int = 0
-    hvps: int = 0
-    seconds: float = 0.0
-    note: str = ""
+    step: int  # its number, from 1
+    stage: str  # what it was for
+    objective: float = math.nan  # mean over the tasks that finished
+    bound: float = math.nan  # mean certified bound on the regret against the ends of the runs; NaN if steps were not exact
+    loss: float = math.nan  # mean training loss over the runs
+    change: float = math.nan  # the relative change of the objective that `Stopping` looks at
+    unsettled: float = math.nan  # mean gradient at the ends relative to that at the starts, under `PaperBound`
+    diverged: tuple[str, ...] = ()  # one sentence for each task that diverged
+    gradients: int = 0  # gradient evaluations
+    hvps: int = 0  # Hessian-vector products
+    seconds: float = 0.0  # wall-clock time
+    note: str = ""  # why a stage ended, if it did
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types: what is not a finite number is null."""

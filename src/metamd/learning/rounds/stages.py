@@ -241,11 +241,17 @@ class Plan:
         finishable = [row for row in rows if any(v is not None for v in row)]
         if not finishable:
             raise ValueError(f"all {len(tasks)} tasks of outer step {step} diverged, so that nothing can be judged.")
-        columns = [[row[j] for row in finishable] for j in range(len(entrants))]
-        scores = [_score(column) for column in columns]
+        scores = []
+        for values in zip(*finishable, strict=True):
+            finished = [v for v in values if v is not None]
+            scores.append((len(values) - len(finished), math.fsum(finished) / len(finished) if finished else math.inf))
         winner, last = min(range(len(entrants)), key=lambda j: scores[j]), len(entrants) - 1
-        if scores[last][0] == scores[winner][0] and not _significant(columns[last], columns[winner], errors=2.0):
-            winner = last
+        if scores[last][0] == scores[winner][0]:
+            pairs = [(row[last], row[winner]) for row in finishable]
+            gains = [a - b for a, b in pairs if a is not None and b is not None]
+            spread = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+            if not gains or not math.fsum(gains) / len(gains) > 2 * spread:
+                winner = last
         best, value, lost = entrants[winner], scores[winner][1], len(tasks) - len(finishable)
         which = f"of outer step {best.step}" if best.step else "of the last update"
         record = OuterStep(
@@ -259,15 +265,3 @@ class Plan:
         best = replace(best, loss=ALWAYS)
         seen = tuple(dict.fromkeys((*state.tasks, *(config_hash(task.config) for task in tasks))))
         return self._next(replace(state, now=best, good=best, candidates=(best,), tasks=seen)), record
-
-
-def _score(values: list[float | None]) -> tuple[int, float]:
-    finished = [v for v in values if v is not None]
-    return len(values) - len(finished), math.fsum(finished) / len(finished) if finished else math.inf
-
-
-def _significant(default: list[float | None], other: list[float | None], errors: float) -> bool:
-    gains = [a - b for a, b in zip(default, other, strict=True) if a is not None and b is not None]
-    mean = math.fsum(gains) / len(gains) if gains else 0.0
-    spread = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    return mean > errors * spread

@@ -25,8 +25,7 @@ from metamd import (
 from metamd.cli import main as cli
 from metamd.files.progress import showing
 from metamd.inner.objectives import Reference
-from metamd.learning.meta import refinement
-from metamd.learning.network import has_weights, learn_network
+from metamd.learning.meta import has_weights, learn_network, refinement
 from metamd.learning.parts import Parts, parts_of
 from metamd.learning.reference import learn_from_reference
 from metamd.tasks import quadratic, starting_at, supervised, tabular

@@ -16,7 +16,7 @@ from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Usage
 from metamd.inner.objectives import Objective, Reference, Regret
-from metamd.learning.network import learn_network
+from metamd.learning.meta import learn_network
 from metamd.learning.reference import tuned_reference
 from metamd.learning.usage import Choices, learn_usage
 from metamd.optimiser.averaging import AveragingName

@@ -1,7 +1,6 @@
 """From runs to a learned-optimiser file: `meta_train` and `learn`, and the choices that are passed to them."""
 
-from metamd.learning.meta import NotConvergedWarning
-from metamd.learning.network import learn_network
+from metamd.learning.meta import NotConvergedWarning, learn_network
 from metamd.learning.reference import learn_from_reference, tuned_reference
 from metamd.learning.rounds.outer import GradientDescent, Method, Refine, Stopping, TrustRegion
 from metamd.learning.usage import Choices

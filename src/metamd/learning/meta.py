@@ -1,6 +1,7 @@
-"""meta_train: learn the geometry of a family of tasks."""
+"""meta_train: learn the geometry of a family of tasks; with the recipes for networks and vectors, and that of the paper."""
 
 import math
+import time
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -9,23 +10,23 @@ from typing import Any
 
 import torch
 
-from metamd.files.learned import LearnedOptimiser, fingerprint
+from metamd.files.learned import LearnedOptimiser, fingerprint, total_cost
 from metamd.files.progress import Progress
 from metamd.files.store import Journal, Log
 from metamd.inner.closed_form import Iterate
 from metamd.inner.estimators import Estimator, Forward, Reverse
 from metamd.inner.executor import Executor
-from metamd.inner.objectives import FromLipschitz, LogGap, PaperBound
-from metamd.learning.network import has_weights, learn_network
+from metamd.inner.objectives import FromLipschitz, LogGap, PaperBound, Reference
 from metamd.learning.parts import identity_of
-from metamd.learning.reference import described
-from metamd.learning.rounds.first_look import first_look
+from metamd.learning.reference import described, learn_from_reference, tuned_reference
 from metamd.learning.rounds.outer import Adam, GradientDescent, Method, OuterStep, Refine
-from metamd.learning.rounds.round import Learner
+from metamd.learning.rounds.round import Learner, first_look
 from metamd.learning.rounds.stages import Plan, State
+from metamd.learning.usage import Choices, learn_usage
 from metamd.potentials.base import Potential
-from metamd.potentials.diagonal import Diagonal, MaxDiagonal
+from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal
 from metamd.tasks.base import TaskFamily
+from metamd.tasks.wrapped import Counted
 
 FEW = 16
 """Metrics up to which forward mode is taken, which has a tangent for each."""
@@ -109,6 +110,45 @@ def meta_train(
         learner = Learner(found.bound, *how, executor=Executor.of(workers))
         plan = Plan(family, learner, method, potential.pieces, tasks_per_step, seed, found)
         return _result(plan, _train(plan, _begin(plan), journal, log))
+
+
+def has_weights(family: TaskFamily) -> bool:
+    """Whether its tasks train matrices, such as the weights of a network, and not vectors alone."""
+    return any(x.ndim > 1 for x in family.example().values())
+
+
+def learn_network(
+    family: TaskFamily,
+    potential: MaxDiagonal | None = None,
+    *,
+    reference: Reference | None = None,
+    tasks: int = 8,
+    choices: Choices | None = Choices(),  # noqa: B008
+    seed: int = 0,
+    journal: Journal | None = None,
+    workers: int | Executor = 1,
+) -> LearnedOptimiser:
+    """Learned coordinates from runs of a tuned Adam, and the best usage of them, on training tasks alone.
+
+    Args:
+        family: of networks.
+        potential: what is learned; `Kronecker(rank="auto")` if not given.
+        reference: the optimiser whose runs are learned from; `tuned_reference` if not given.
+        tasks: half as many runs as are learned from.
+        choices: what a usage is chosen from; None chooses none.
+        seed: of everything random.
+        journal: where finished parts are kept, so that the same call continues one that was stopped, to the same result:
+            each rate of the reference, the geometry, the online scales, and each run of a usage.
+        workers: processes that share the runs, or an `Executor`; the result does not depend on them.
+    """
+    began, counted = time.perf_counter(), Counted(family)
+    kept: dict[str, Any] = {"seed": seed, "journal": journal, "workers": workers}
+    reference = reference or tuned_reference(counted, **kept)
+    tuning = counted.cost(began)
+    shape = Kronecker(rank="auto") if potential is None else potential
+    learned = learn_from_reference(family, shape, reference=reference, tasks=2 * tasks, **kept)
+    learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, tuning)))
+    return learned if choices is None else learn_usage(learned, family, choices, reference=reference, **kept)
 
 
 def refinement(family: TaskFamily) -> Refine | None:

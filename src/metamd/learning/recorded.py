@@ -15,7 +15,7 @@ from metamd.files.versions import versions as library_versions
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost, Trajectory
 from metamd.inner.sums import minimiser, moments_of
-from metamd.learning.rounds.first_look import gradient_scale
+from metamd.learning.rounds.round import gradient_scale
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.potentials.tying import Shape, TyingName
 

@@ -24,8 +24,15 @@ from metamd.inner.objectives import PRIOR, Reference, Regret
 from metamd.inner.run import Trajectory
 from metamd.inner.sums import GradientSums, minimiser, moments_of
 from metamd.learning.parts import Parts, parts_of
-from metamd.learning.rounds.first_look import affording, gradient_scale, look, squares_by_key
-from metamd.learning.rounds.round import draw_config, ends_of, within_reach
+from metamd.learning.rounds.round import (
+    affording,
+    draw_config,
+    ends_of,
+    gradient_scale,
+    look,
+    squares_by_key,
+    within_reach,
+)
 from metamd.learning.trials import run_usage, tail_loss
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from metamd.inner.closed_form import Iterate
 from metamd.inner.run import Cost
-from metamd.learning.rounds.first_look import Findings
 from metamd.learning.rounds.outer import Method, Outer, OuterStep
-from metamd.learning.rounds.round import Learner, Round, contest, draw, run_round, within_reach
+from metamd.learning.rounds.round import Findings, Learner, Round, contest, draw, run_round, within_reach
 from metamd.potentials.basis import Basis
 from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
 

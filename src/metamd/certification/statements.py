@@ -1,12 +1,12 @@
 """The record of what is guaranteed about new tasks, and how it reads."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from textwrap import fill
 from typing import Any, Literal
 
+from metamd.files.store import as_json
 from metamd.tasks.base import Drawn
 
 About = Literal["next task", "mean", "share", "training tasks"]
@@ -125,7 +125,7 @@ class HeldOutCertificate:
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types: what is not a finite number is null."""
-        return dict(_finite(asdict(self)))
+        return dict(as_json(asdict(self)))
 
     def to_json(self) -> str:
         """`to_dict` as text."""
@@ -170,12 +170,3 @@ def certificates(held_out: object) -> dict[str, Any]:
 
 def _wrapped(text: str, indent: str) -> str:
     return fill(text, 120, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
-
-
-def _finite(value: Any) -> Any:
-    """The same without infinities and tuples, which JSON has not."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value

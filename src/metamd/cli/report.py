@@ -1,6 +1,5 @@
 """`metamd report`, the page of a comparison from its records, and `metamd reproduce`, which computes the records before."""
 
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,18 @@ from metamd.experiments import every, find, folder_name
 from metamd.experiments.experiment import screened
 from metamd.experiments.race import Synthetic
 from metamd.files.container import write_atomically
-from metamd.files.store import ARCHIVE, Records, Result, archive, read_cells, read_json, records_in, unarchive, write_json
+from metamd.files.store import (
+    ARCHIVE,
+    Records,
+    Result,
+    archive,
+    as_json,
+    read_cells,
+    read_json,
+    records_in,
+    unarchive,
+    write_json,
+)
 from metamd.files.versions import joined
 
 
@@ -178,21 +188,18 @@ def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison
 
 def summary(comparison: Comparison) -> dict[str, Any]:
     """The tables as one JSON object, None for what is infinite or unknown."""
-    tables = {
-        metric: [{k: _finite(v) for k, v in row.items()} for row in comparison.table(metric)]
-        for metric in comparison.metrics
-    }
+    tables = {metric: comparison.table(metric) for metric in comparison.metrics}
     areas = {label: profile.area for label, profile in comparison.profiles().items()}
-    targets = {f.group: _finite(comparison.target(f)) for f in comparison.folds}
+    targets = {f.group: comparison.target(f) for f in comparison.folds}
     pays = {
         label: {
-            "tuned each time": _finite(comparison.tasks_to_pay(label, every_task=True)),
-            "tuned once": _finite(comparison.tasks_to_pay(label, every_task=False)),
+            "tuned each time": comparison.tasks_to_pay(label, every_task=True),
+            "tuned once": comparison.tasks_to_pay(label, every_task=False),
         }
         for label in comparison.labels[1:]
     }
     trained = {label: comparison.trained_on(label) for label in comparison.labels if comparison.trained_on(label)}
-    return {
+    found = {
         "protocol": comparison.protocol,
         "held_out": {f.group: not f.trained for f in comparison.folds},
         "trained_on": trained,
@@ -202,10 +209,7 @@ def summary(comparison: Comparison) -> dict[str, Any]:
         "areas": areas,
         "tasks_to_pay": pays,
     }
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return dict(as_json(found))
 
 
 def _title(comparison: Comparison) -> str:

@@ -14,7 +14,7 @@ from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.training import ROUNDS, WARM_UP, Measuring, Outcome, step_seconds, train
 from metamd.comparison.tuning import METRICS
 from metamd.files.progress import Progress
-from metamd.files.store import Records, Result, write_json
+from metamd.files.store import Records, Result, as_json, write_json
 from metamd.files.versions import environment, versions
 from metamd.rivals.base import Contender
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash
@@ -154,8 +154,7 @@ def _timed(
         once = {label: c for label, c in chosen.items() if label in timed.values() and not c.rival.unlearned}
         with Progress("timing steps", (ROUNDS + WARM_UP) * len(once)) as progress:
             found = step_seconds(task, once, steps=comparison.settings["steps"], advance=progress.advance)
-        each = {label: found.get(timed[kind], math.nan) for label, kind in kinds.items()}
-        return {"seconds": {label: None if math.isnan(x) else x for label, x in each.items()}}
+        return {"seconds": as_json({label: found.get(timed[kind]) for label, kind in kinds.items()})}
 
     taken = (compute() if records is None else records.cell(name, compute))["seconds"]
     seconds = {label: math.nan if x is None else x for label, x in taken.items()}

@@ -13,7 +13,7 @@ import numpy as np
 from metamd.comparison.statistics import Array, Estimate, Profile, bootstrap, holm, profiles, rank_sum, signed_rank_test
 from metamd.comparison.training import Outcome
 from metamd.comparison.tuning import METRICS
-from metamd.files.store import Records, Result, read_cells, read_json
+from metamd.files.store import Records, Result, as_json, read_cells, read_json
 from metamd.rivals.base import Tuning, contender_key
 from metamd.tasks.base import Config, config_hash
 
@@ -355,11 +355,11 @@ class Comparison:
                 ]
                 for label, found in fold.entrants.items()
             }
-            seconds = {k: None if math.isnan(v) else v for k, v in fold.seconds.items()}
-            about = {"group": fold.group, "trained": list(fold.trained), "entrants": entrants, "seconds": seconds}
-            tunings = {label: t.to_json() for label, t in fold.tunings.items()}
+            about = {"group": fold.group, "trained": fold.trained, "entrants": entrants, "seconds": fold.seconds}
+            tunings = {label: asdict(t) for label, t in fold.tunings.items()}
             folds.append(about | {"costs": fold.costs} | ({"tunings": tunings} if tunings else {}))
-        return {"protocol": self.protocol, "aim": None if self.aim is None else asdict(self.aim), "folds": folds}
+        aim = None if self.aim is None else asdict(self.aim)
+        return dict(as_json({"protocol": self.protocol, "aim": aim, "folds": folds}))
 
     @classmethod
     def read(cls, folder: Path | str) -> "Comparison":

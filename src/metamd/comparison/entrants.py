@@ -1,7 +1,7 @@
 """The rules of a comparison: which tasks, how runs are watched, and how everybody's hyperparameters are chosen."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ from metamd.comparison.comparison import Target
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import Bayesian, Search, tune
-from metamd.files.store import Records, Result, read_cells
+from metamd.files.store import Records, Result, as_json, read_cells
 from metamd.files.usage import Schedule
 from metamd.rivals.base import Contender, Rival, Tuning
 from metamd.rivals.learned import Learner
@@ -228,7 +228,7 @@ def _search(
     rival = replace(contender.rival, defaults=contender.setting)
     found = tune(rival, tasks, search, metric="validation_error", schedule=contender.schedule, steps=steps, records=records)
     how = Tuning(found.gradients // len(tasks), tuple(found.best_so_far), tuple(found.at_edge))
-    return {"setting": {n: x for n, x in found.best.setting.items() if n in search.names}, **how.to_json()}
+    return {"setting": {n: x for n, x in found.best.setting.items() if n in search.names}, **as_json(asdict(how))}
 
 
 def _search_away(look: Callable[[Records], Result]) -> Result:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from metamd.files.store import as_json
+
 Array = NDArray[np.float64]
 
 RESAMPLES = 2000
@@ -187,5 +189,4 @@ def spread(values: Sequence[float | None]) -> dict[str, float | None]:
     median = bootstrap(x, [0] * len(x), median=True)
     found = {"median": median.value, "lower": float(quantile(x, 0.25)), "upper": float(quantile(x, 0.75))}
     found |= {"low": median.low, "high": median.high, "mean": float(x.mean()), "worst": float(x.max())}
-    plain = {k: None if v == np.inf else v for k, v in found.items()}
-    return plain | {"arrived": int(np.isfinite(x).sum()), "count": len(x)}
+    return as_json(found) | {"arrived": int(np.isfinite(x).sum()), "count": len(x)}

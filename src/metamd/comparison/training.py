@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from metamd.files.store import as_json
 from metamd.inner.run import OptimiserSteps, has_exploded, not_finite
 from metamd.inner.run import train as train_task
 from metamd.rivals.base import Contender
@@ -91,13 +92,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types, with None for what is infinite."""
-
-        def finite(value: float) -> float | None:
-            return value if math.isfinite(value) else None
-
-        ends = {split: [finite(loss), accuracy] for split, (loss, accuracy) in self.ends.items()}
-        losses = [finite(x) for x in self.losses]
-        return asdict(self) | {"losses": losses, "batch_loss": finite(self.batch_loss), "ends": ends}
+        return dict(as_json(asdict(self)))
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Outcome":

@@ -6,6 +6,7 @@ of a finished experiment become an archive: one compressed file with a line for 
 
 import json
 import lzma
+import math
 import shutil
 import sys
 import time
@@ -292,6 +293,15 @@ def records_in(folder: Path) -> Iterator[Path]:
     with TemporaryDirectory() as copy:
         unarchive(folder, Path(copy))
         yield Path(copy)
+
+
+def as_json(value: Any) -> Any:
+    """The same in JSON's types: None for what is infinite or unknown, lists for tuples."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: as_json(v) for k, v in value.items()}
+    return [as_json(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def shortened(value: Any, digits: int) -> Any:

@@ -145,14 +145,9 @@ class Tuning:
     best_so_far: tuple[float, ...] = ()
     at_edge: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """In JSON's types, with None for what is infinite."""
-        best = [x if math.isfinite(x) else None for x in self.best_so_far]
-        return {"gradients": self.gradients, "best_so_far": best, "at_edge": list(self.at_edge)}
-
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Tuning":
-        """From what `to_json` made, among other entries."""
+        """From its entries in a record, None for what is infinite."""
         best = tuple(math.inf if x is None else float(x) for x in found["best_so_far"])
         return cls(int(found["gradients"]), best, tuple(map(str, found["at_edge"])))
 

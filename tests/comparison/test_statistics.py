@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from metamd.comparison.statistics import bootstrap, holm, profiles, rank, resample, signed_rank_test, smallest_p
+from metamd.comparison.statistics import bootstrap, holm, profiles, resample, signed_rank_test, signed_ranks, smallest_p
 
 
 @pytest.mark.parametrize("n", [4, 9, 14])
@@ -30,7 +30,8 @@ def test_infinities_and_ties_in_the_signed_rank_test():
     assert signed_rank_test(np.array([1.0, 2.0, inf]), np.array([1.0, 2.0, inf])) == 1.0
     # arriving where the other never does is the largest difference there is
     assert signed_rank_test(np.array([1.0] * 6), np.array([inf] * 6)) == pytest.approx(2 / 64)
-    assert rank(np.array([3.0, 1.0, 3.0, inf])).tolist() == [2.5, 1.0, 2.5, 4.0]
+    ours, theirs = np.array([0.0, 2.0, 3.0, inf, inf]), np.array([3.0, 1.0, 0.0, 1.0, inf])
+    assert signed_ranks(ours, theirs).tolist() == [-2.5, 1.0, 2.5, 4.0]
     assert stats.rankdata([3.0, 1.0, 3.0, inf]).tolist() == [2.5, 1.0, 2.5, 4.0]
 
 

@@ -13,10 +13,10 @@ from metamd.comparison.entrants import PROTOCOLS
 from metamd.comparison.page import as_markdown, as_text, write_page
 from metamd.comparison.sections import (
     CONFIGURATION,
+    CURVES,
     Section,
     certificate_sections,
     configuration,
-    kept_figures,
     not_held_out,
     sections,
     training_costs,
@@ -123,8 +123,8 @@ def write_report(
         kept = folder / "certificate.json"
         parts += certificate_sections(read_json(kept) if kept.is_file() else None)
         _write(out, _title(comparison), parts, folder)
-        for name in kept_figures(comparison):
-            write_atomically(out / name, (Path(figures) / name).read_bytes())
+        for path in (path for part in parts for path, _ in part.figures if path.name != CURVES):
+            write_atomically(out / path.name, path.read_bytes())
     return comparison, parts
 
 

@@ -65,7 +65,12 @@ def compare(
     records = None if folder is None else records_of(Path(folder), family, protocol)
 
     def run(pairs: Iterable[tuple[Contender, str]], title: str) -> Outcomes:
-        cells = {(c.key(), name): _cell(tasks[name], c, steps, measuring) for c, name in pairs}
+        cells = {
+            (c.key(), name): Cell(
+                cell_name(c.describe(), tasks[name].config), partial(_trained, tasks[name], c, steps, measuring)
+            )
+            for c, name in pairs
+        }
         if workers > 1 and (records is None or not all(records.has(cell.name) for cell in cells.values())):
             _load(family, groups, measuring)
         results = fill(records, cells.values(), title=title, workers=workers, ray=ray)
@@ -97,11 +102,7 @@ def _settings(family: TaskFamily, protocol: Protocol) -> Result:
     return {"family": family.describe(), "steps": steps, "measuring": watched, "torch": versions()["torch"]}
 
 
-def _cell(task: Task, contender: Contender, steps: int, measuring: Measuring) -> Cell:
-    return Cell(cell_name(contender.describe(), task.config), partial(_run, task, contender, steps, measuring))
-
-
-def _run(task: Task, contender: Contender, steps: int, measuring: Measuring) -> Result:
+def _trained(task: Task, contender: Contender, steps: int, measuring: Measuring) -> Result:
     return train(task, contender, steps=steps, measuring=measuring).to_json()
 
 
@@ -131,7 +132,8 @@ def _fold(group: str, configs: Sequence[Config], entrants: Mapping[str, Sequence
     for label, found in entrants.items():
         runs = [(c.describe(), [outcomes.get((c.key(), name)) for name in hashes]) for c in found]
         members[label] = tuple(Candidate(about, tuple(o for o in each if o is not None)) for about, each in runs)
-    trained = tuple(label for label, c in first.items() if c.rival.was_learned_on(group, hashes))
+    # for what was learned on this domain, or on one of these tasks, the domain is not held out
+    trained = tuple(label for label, c in first.items() if group in c.rival.domains or {*c.rival.tasks} & {*hashes})
     tunings = {label: c.tuning for label, c in first.items() if c.tuning is not None}
     return Fold(group, members, {}, {label: dict(c.rival.cost) for label, c in first.items()}, trained, tunings)
 

@@ -1,7 +1,6 @@
 """What several optimisers did on the same tasks: choices, targets, differences and costs, all from the outcomes."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from metamd.comparison.statistics import Array, Estimate, Profile, bootstrap, holm, profiles, rank_sum, signed_rank_test
+from metamd.comparison.statistics import Array, Estimate, Profile, bootstrap, holm, profiles, signed_rank_test, signed_ranks
 from metamd.comparison.training import Outcome
 from metamd.comparison.tuning import METRICS
 from metamd.files.store import Records, Result, as_json, read_cells, read_json
@@ -95,11 +94,6 @@ class Fold:
         steps = outcome.steps_to(target)
         return steps if metric == "steps_to_target" or steps == math.inf else steps * self.seconds.get(label, math.nan)
 
-    def is_timed(self, label: str) -> bool:
-        """Whether the seconds of a step are known, or are not needed as every run failed."""
-        known = math.isfinite(self.seconds.get(label, math.nan))
-        return known or all(o.failed for c in self.entrants[label] for o in c.outcomes)
-
     def learning_gradients(self, label: str) -> float:
         """Gradient evaluations of learning an optimiser; zero where no cost is known, a Hessian-vector product is `HVP`."""
         cost = self.costs.get(label, {})
@@ -122,10 +116,6 @@ class Target:
     baseline: str  # label of that optimiser, with the candidate that has the best mean loss there
     # of the steps. At 1 the baseline itself arrives in about half of its runs, for it must stay below the target
     share: float = 0.75
-
-    def of(self, fold: Fold) -> float:
-        """The loss on one domain, from the runs that did not fail; NaN, which nobody reaches, if all did."""
-        return fold.best(self.baseline, "mean_loss", None).loss_after(self.share)
 
 
 # the comparison
@@ -181,9 +171,16 @@ class Comparison:
     @property
     def metrics(self) -> list[str]:
         """Those of `SHOWN` that were measured."""
-        runs = [o for f in self.folds for cs in f.entrants.values() for c in cs for o in c.outcomes if not o.failed]
-        graded = all(o.ends.get("test", (0.0, None))[1] is not None for o in runs)
-        timed = all(f.is_timed(label) for f in self.folds for label in self.labels) and bool(self.folds[0].seconds)
+        ended = [
+            (f, label, o)
+            for f in self.folds
+            for label, cs in f.entrants.items()
+            for c in cs
+            for o in c.outcomes
+            if not o.failed
+        ]
+        graded = all(o.ends.get("test", (0.0, None))[1] is not None for _, _, o in ended)
+        timed = all(math.isfinite(f.seconds.get(label, math.nan)) for f, label, _ in ended) and bool(self.folds[0].seconds)
         left_out = ([] if graded else ["test_error"]) + ([] if timed else ["seconds_to_target"])
         return [m for m in SHOWN if m not in left_out]
 
@@ -225,8 +222,9 @@ class Comparison:
         return replace(self, aim=Target(labels[0], share))
 
     def target(self, fold: Fold) -> float:
-        """The training loss to reach on one domain."""
-        return (self.aim or Target(self.labels[-1])).of(fold)
+        """The training loss to reach on one domain, of runs that did not fail; NaN, which nobody reaches, if all did."""
+        aim = self.aim or Target(self.labels[-1])
+        return fold.best(aim.baseline, "mean_loss", None).loss_after(aim.share)
 
     def chosen(self, label: str, metric: str) -> list[Candidate]:
         """The candidate of an optimiser that is shown for a metric, on each domain."""
@@ -256,7 +254,7 @@ class Comparison:
             log = bootstrap(a[both] - b[both], where) if both.any() else Estimate(math.nan, math.nan, math.nan)
             ratio, low, high = math.exp(log.value), math.exp(log.low), math.exp(log.high)
             wins, ties, losses = (int(x.sum()) for x in (ours < row, ours == row, ours > row))
-            found.append(Difference(label, metric, ratio, low, high, wins, ties, losses, p, rank_sum(a, b)))
+            found.append(Difference(label, metric, ratio, low, high, wins, ties, losses, p, float(signed_ranks(a, b).sum())))
         return found
 
     def profiles(self, metric: str = "steps_to_target") -> dict[str, Profile]:
@@ -391,8 +389,6 @@ def _read_fold(folder: Path, cells: Mapping[str, Result], found: Mapping[str, An
     """A fold from the records of its runs; nothing that the index says of it is trusted."""
 
     def outcome(contender: Mapping[str, Any], name: Any) -> Outcome:
-        if not isinstance(name, str) or not re.fullmatch("[a-zA-Z0-9-]+", name):
-            raise ValueError(f"the name of a record must consist of letters, digits and hyphens, got {name!r}.")
         if name not in cells:
             raise FileNotFoundError(f"there is no record {name!r} in {str(folder)!r}. Compare again, and it is made.")
         try:

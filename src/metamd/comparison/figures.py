@@ -32,16 +32,9 @@ COLOURS = {
     "Prodigy": "#e7298a",
     "best diagonal": "#000000",
     "Adam, untuned": "#92c5de",
-    "MetaMD (3 pieces)": "#f4a582",
     "MetaMD, paper (Adam on log D)": "#fdb863",
-    "bound": "#c1272d",
-    "realised": "#000000",
-    "losses": "#1b7837",
-    "Theorem 1": "#2166ac",
-    "Lipschitz form": "#92c5de",
 }
-"""One colour per optimiser, and per line of a certificate, in all figures."""
-
+"""One colour per optimiser in all figures."""
 
 PALETTE = ("#1f78b4", "#b15928", "#33a02c", "#6a3d9a", "#ff7f00", "#e7298a", "#17becf", "#8c6d31", "#7f7f7f", "#bcbd22")
 """For optimisers that have no colour of their own, by their name."""
@@ -267,12 +260,12 @@ def loss_curves(
     """
     each = {label: comparison.curve(label) for label in labels}
     found: dict[str, list[Curve]] = {}
-    if has_all(comparison, labels):
+    watched = {places for curve in each.values() for places, _ in curve.values()}
+    if len(comparison.folds) > 1 and len(watched) == 1:
         found[ALL] = []
         for label in labels:
-            places = next(iter(each[label].values()))[0]
             losses = np.concatenate([losses for _, losses in each[label].values()])
-            found[ALL] += banded(label, places, losses, comparison.groups, dashed=label in dashed)
+            found[ALL] += banded(label, next(iter(watched)), losses, comparison.groups, dashed=label in dashed)
     for fold in comparison.folds:
         found[fold.group] = []
         for label in labels:
@@ -280,12 +273,6 @@ def loss_curves(
             groups = [0] * len(losses) if intervals else None
             found[fold.group] += banded(label, places, losses, groups, dashed=label in dashed)
     return found
-
-
-def has_all(comparison: Comparison, labels: Sequence[str]) -> bool:
-    """Whether there is a panel of all domains: there are several, and they were watched at the same steps."""
-    places = {places for label in labels for places, _ in comparison.curve(label).values()}
-    return len(comparison.folds) > 1 and len(places) == 1
 
 
 def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:

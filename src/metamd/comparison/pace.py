@@ -47,7 +47,12 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
         each, theirs = ([o.steps_to(target) for o in c.outcomes] for c in (mine, reached[fastest]))
         arrived = [sum(map(math.isfinite, counts)) for counts in (each, theirs)]
         steps, taken = _mean(each), _mean([min(s, fold.steps) for s in theirs])
-        clocks = _clocks(fold, rivals, target)
+        # at the setting with which a rival takes fewest steps; infinite if it arrives at none
+        clocks = {
+            label: min(_mean([o.steps_to(target) for o in c.outcomes]) for c in fold.finished(label)) * fold.seconds[label]
+            for label in rivals
+            if math.isfinite(fold.seconds.get(label, math.nan))
+        }
         clocks[fastest] = min(clocks.get(fastest, math.inf), taken * fold.seconds.get(fastest, math.inf))
         quickest = min(clocks, key=lambda label: clocks[label])
         chosen = {label: fold.best(label, "test_error", None) for label in (ours, *rivals)}
@@ -104,15 +109,6 @@ def geometric_mean(values: Sequence[float | None]) -> float | None:
     if len(known) < len(values):
         return None
     return math.exp(_mean([math.log(v) for v in known])) if all(known) else 0.0
-
-
-def _clocks(fold: Fold, rivals: Sequence[str], target: float) -> dict[str, float]:
-    """The seconds in which each rival is at a loss, at the setting with which it takes fewest; infinite if at none."""
-    return {
-        label: min(_mean([o.steps_to(target) for o in c.outcomes]) for c in fold.finished(label)) * fold.seconds[label]
-        for label in rivals
-        if math.isfinite(fold.seconds.get(label, math.nan))
-    }
 
 
 def _paid_after(

@@ -34,11 +34,11 @@ code { background: #f4f4f4; padding: .1rem .3rem; }
 {% endfor %}
 {% if section.rows %}<table>
 <tr>{% for column in section.columns %}<th>{{ column }}</th>{% endfor %}</tr>
-{% for row in section.rows %}<tr{% if row[0].startswith("MetaMD") %} class="ours"{% endif %}>
+{% for row in section.cells() %}<tr{% if row[0].startswith("MetaMD") %} class="ours"{% endif %}>
 {%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>
 {% endfor %}</table>{% endif %}
-{% for image, caption in section.images %}<figure>
-<img src="data:image/png;base64,{{ image }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption>
+{% for path, caption in section.figures %}<figure>
+<img src="data:image/png;base64,{{ encoded(path) }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption>
 </figure>
 {% endfor %}
 {% endfor %}
@@ -125,15 +125,10 @@ def write_page(path: Path, title: str, sections: Sequence[Section], *, command: 
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError:
         raise ValueError("a report page needs jinja2, which is not installed. Run: pip install 'metamd[demo]'") from None
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE)
-    parts = [
-        {
-            "title": _printable(s.title),
-            "texts": [_printable(text) for text in s.texts],
-            "columns": [_printable(column) for column in s.columns],
-            "rows": [[_printable(cell) for cell in row] for row in s.cells()],
-            "images": [(base64.b64encode(image.read_bytes()).decode(), _printable(caption)) for image, caption in s.figures],
-        }
-        for s in sections
-    ]
-    write_atomically(path, template.render(title=_printable(title), sections=parts, command=_printable(command)).encode())
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable)
+
+    def encoded(image: Path) -> str:
+        return base64.b64encode(image.read_bytes()).decode()
+
+    page = environment.from_string(TEMPLATE).render(title=title, sections=sections, command=command, encoded=encoded)
+    write_atomically(path, page.encode())

@@ -13,7 +13,7 @@ from metamd.certification.statements import HeldOutCertificate, certificates
 from metamd.comparison import figures
 from metamd.comparison.comparison import LEAST, TO_TARGET, Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
-from metamd.comparison.figures import has_all, loss_curves
+from metamd.comparison.figures import loss_curves
 from metamd.comparison.statistics import smallest_p
 
 Cell = str | float | None
@@ -82,7 +82,8 @@ def accuracy(error: Mapping[str, float]) -> str:
 CONFIGURATION = "Configuration"
 """The title of what a terminal is spared."""
 
-PROFILES, BUDGETS = "profiles.png", "budgets.png"
+CURVES = "curves.png"
+"""The figure of a page that is not kept beside it: an experiment draws its own, of fewer optimisers."""
 
 UNCERTIFIED = (
     "None lies beside these records. What held-out tasks guarantee about the next one is asked with metamd certify FILE "
@@ -120,26 +121,16 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
     ]
 
 
-def kept_figures(c: Comparison) -> list[str]:
-    """The names of the figures that are kept beside a page: they say nothing else than the page does.
-
-    Learning curves are not among them: an experiment draws its own `curves.png`, of fewer optimisers. What a smaller budget
-    would have found is kept where there was a search: the order of the rates of a handicap is no search.
-    """
-    return [PROFILES, *([BUDGETS] if _budgets(c) and c.folds[0].tunings else [])]
-
-
 def _results(c: Comparison) -> Section:
     aim = c.aim or Target(c.labels[-1])
-    new = "" if any(f.trained for f in c.folds) else "held-out "
-    targets = {f.group: formatted(c.target(f), missing="none") for f in c.folds}
-    reached = (f"{x} ({g}: all runs failed)" if x == "none" else f"{x} ({g})" for g, x in targets.items())
+    domains = "Domains" if any(f.trained for f in c.folds) else "Held-out domains"
+    drawn = (f"{f.group} (seeds: {f.tasks(c.labels[0])}, steps: {f.steps})" for f in c.folds)
+    targets = (f"{formatted(c.target(f), missing='none, as all runs failed')} ({f.group})" for f in c.folds)
     texts = [
         *(not_held_out(c, label) for label in c.labels if c.trained_on(label)),
-        f"{len(c.folds)} {new}domain{'s' * (len(c.folds) > 1)} ({', '.join(f.group for f in c.folds)}), {_seeds(c)}, "
-        f"{_each({f.group: f.steps for f in c.folds})} steps. Means over all runs; 95 % bootstrap intervals.",
+        f"{domains}: {', '.join(drawn)}. Means over all runs; 95 % bootstrap intervals.",
         f"Protocol: {c.protocol or 'as given'}. {PROTOCOLS.get(c.protocol, '')} {c.screening}".strip(),
-        f"The target on each domain is a training loss of {', '.join(reached)}, which {aim.baseline} has after "
+        f"The target on each domain is a training loss of {', '.join(targets)}, which {aim.baseline} has after "
         f"{aim.share:.0%} of the steps. A run that does not reach it counts as infinite.",
     ]
     rows = []
@@ -164,19 +155,6 @@ def not_held_out(c: Comparison, label: str) -> str:
     )
 
 
-def _seeds(c: Comparison) -> str:
-    counts = {f.group: f.tasks(c.labels[0]) for f in c.folds}
-    same = len({*counts.values()}) == 1
-    return f"{_each(counts)} seed{'s' * (counts[c.folds[0].group] > 1 or not same)}{' each' * same}"
-
-
-def _each(counts: Mapping[str, int]) -> str:
-    """The count that all domains have, or for each its own."""
-    if len({*counts.values()}) == 1:
-        return str(next(iter(counts.values())))
-    return ", ".join(f"{n} ({group})" for group, n in counts.items())
-
-
 def _verdicts(c: Comparison) -> Section:
     ours, pairs = c.labels[0], len(c.groups)
     rows = []
@@ -197,13 +175,12 @@ def _verdicts(c: Comparison) -> Section:
 
 
 def _curves(c: Comparison, folder: Path) -> Section:
-    path = folder / "curves.png"
+    path = folder / CURVES
     figures.curves(loss_curves(c, c.labels, intervals=True), path, xlabel="step", ylabel="training loss")
-    bands = ["over all runs, domains drawn first, in the panel of all domains"] if has_all(c, c.labels) else []
-    bands += ["over its seeds in the panel of a domain"] if any(f.tasks(c.labels[0]) > 1 for f in c.folds) else []
-    band = f"The band is the 95 % bootstrap interval of the mean: {'; '.join(bands)}."
-    band = band if bands else "There is one run of each, and no band."
-    caption = f"Training loss on fixed examples, the mean over the runs. {band} A curve ends where a run was given up."
+    caption = (
+        "Training loss on fixed examples, the mean over the runs. The band is the 95 % bootstrap interval of the mean; over "
+        "several domains, domains are drawn first. A curve ends where a run was given up."
+    )
     return Section("Learning curves", figures=[(path, caption)])
 
 
@@ -213,15 +190,15 @@ def _profiles(c: Comparison, folder: Path) -> Section:
         SHORT[m]: [figures.Curve(label, p.tau, p.share) for label, p in profiles.items() if not label.endswith(UNTUNED)]
         for m, profiles in found.items()
     }
-    path = folder / PROFILES
+    path = folder / "profiles.png"
     figures.curves(panels, path, xlabel="tau", ylabel="share of tasks within tau times the best", logarithmic=False)
     rows = [[label, *(f"{profiles[label].area:.3f}" for profiles in found.values())] for label in c.labels]
     texts = [
-        "The share of tasks on which an optimiser needs at most tau times as much as the best one, and the area under it. "
-        "The figure leaves out those that are not tuned."
+        "The share of tasks on which an optimiser needs at most tau times as much as the best one, and the area under it."
     ]
+    caption = "The share of tasks within tau times the best, without the optimisers that are not tuned."
     heads = ["area, tau from 1 to 4", *(SHORT[m] for m in found)]
-    return Section("Performance profiles", texts, heads, rows, [(path, texts[0])])
+    return Section("Performance profiles", texts, heads, rows, [(path, caption)])
 
 
 def _costs(c: Comparison) -> Section:
@@ -264,17 +241,15 @@ def _choices(c: Comparison, folder: Path) -> Section:
             if label in fold.tunings:
                 tried, ends = len(fold.tunings[label].best_so_far), list(fold.tunings[label].at_edge)
             found = candidate.contender.get("setting")
-            setting = ", ".join(f"{k} {_value(v)}" for k, v in found.items()) if isinstance(found, dict) else str(found)
+            setting = ", ".join(f"{k} {_plain(v)}" for k, v in found.items()) if isinstance(found, dict) else str(found)
             failed = sum(any(o.failed for o in x.outcomes) for x in several)
             rows.append([f"{label}, {fold.group}", setting, str(candidate.contender.get("schedule", "")), str(tried)])
             rows[-1] += [str(failed), ", ".join(ends)]
     shown = []
     if curves := _budgets(c):
-        path, searched = folder / BUDGETS, bool(c.folds[0].tunings)
-        what = "best validation error so far" if searched else "expected best mean loss"
-        figures.curves({"": curves}, path, xlabel="settings tried", ylabel=what)
-        caption = "The mean loss of the best of so many settings, drawn at random from those tried."
-        shown = [(path, "The best score after so many trials of the search." if searched else caption)]
+        path = folder / "budgets.png"
+        figures.curves({"": curves}, path, xlabel="settings tried", ylabel="best validation error so far")
+        shown = [(path, "The best score after so many trials of the search.")]
     heads = ["for the mean loss", "setting", "schedule", "tried", "failed", "at an end of the range"]
     texts = [
         "The candidate with the smallest mean training loss on each domain. The last column names the quantities, or the "
@@ -283,41 +258,14 @@ def _choices(c: Comparison, folder: Path) -> Section:
     return Section("Settings", texts, heads, rows, shown)
 
 
-def _value(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
-
-
 def _budgets(c: Comparison) -> list[figures.Curve]:
-    """What the best of so many settings has, for optimisers of which several were tried."""
-    found = {label: _best_so_far(c, label) if c.folds[0].tunings else expected_best(c, label) for label in c.labels}
-    return [figures.Curve(label, list(range(1, len(best) + 1)), best) for label, best in found.items() if len(best) > 1]
-
-
-def _best_so_far(c: Comparison, label: str) -> list[float]:
     """The best score after each trial of a search, on the mean over the domains, as far as all of them went."""
-    found = [f.tunings[label].best_so_far for f in c.folds if label in f.tunings]
-    return [sum(scores) / len(scores) for scores in zip(*found, strict=False)]
-
-
-def expected_best(c: Comparison, label: str) -> list[float]:
-    """The mean loss of the best of k settings drawn without replacement, k = 1, 2, ..., averaged over the domains.
-
-    A setting that fails counts as the worst that did not.
-    """
-    curves = []
-    for fold in c.folds:
-        shared = min(len(x.outcomes) for x in fold.entrants[label])
-        means = [float(np.mean([o.mean_loss for o in x.outcomes[:shared]])) for x in fold.entrants[label]]
-        finite = [m for m in means if math.isfinite(m)]
-        if not finite:
-            return []
-        ordered = sorted(m if math.isfinite(m) else max(finite) for m in means)
-        n = len(ordered)
-        # the i-th smallest is the best of k with probability C(n-1-i, k-1) / C(n, k)
-        curves.append(
-            [sum(math.comb(n - 1 - i, k - 1) * x for i, x in enumerate(ordered)) / math.comb(n, k) for k in range(1, n + 1)]
-        )
-    return [sum(values) / len(values) for values in zip(*curves, strict=False)]
+    found = []
+    for label in c.labels:
+        each = [f.tunings[label].best_so_far for f in c.folds if label in f.tunings]
+        best = [sum(scores) / len(scores) for scores in zip(*each, strict=False)]
+        found += [figures.Curve(label, list(range(1, len(best) + 1)), best)] if len(best) > 1 else []
+    return found
 
 
 def configuration(settings: Mapping[str, Any], versions: Mapping[str, Any]) -> Section:

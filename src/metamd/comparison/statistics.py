@@ -76,10 +76,10 @@ def signed_rank_test(ours: Array, theirs: Array, *, seed: int = 0) -> float:
         >>> signed_rank_test(np.arange(5.0), np.arange(5.0) + 1)
         0.0625
     """
-    signs, ranks = _signed_ranks(ours, theirs)
-    if not len(ranks):
+    found = signed_ranks(ours, theirs)
+    if not len(found):
         return 1.0
-    observed = abs(float((signs * ranks).sum()))
+    observed, ranks = abs(float(found.sum())), np.abs(found)
     if len(ranks) <= EXACT_UP_TO:
         signs = np.array(list(product((-1.0, 1.0), repeat=len(ranks))))
         return float((np.abs(signs @ ranks) >= observed - 1e-9).mean())
@@ -97,30 +97,21 @@ def smallest_p(pairs: int) -> float:
     return 2.0 ** (1 - pairs) if pairs <= EXACT_UP_TO else 1 / (1 + FLIPS)
 
 
-def rank_sum(ours: Array, theirs: Array) -> float:
-    """The sum that the test above is about: negative where ours are smaller, by the ranks of the differences.
+def signed_ranks(ours: Array, theirs: Array) -> Array:
+    """The differences that are not zero, as ranks of their sizes with their signs; equal sizes share the mean rank.
+
+    Their sum is what the test is about: negative where ours are smaller.
 
     Example:
-        >>> rank_sum(np.array([1.0, 1.0, 1.0]), np.array([1.5, 1.5, 0.0]))
-        0.0
+        >>> signed_ranks(np.array([1.0, 1.0, 1.0]), np.array([1.5, 1.5, 0.0])).tolist()
+        [-1.5, -1.5, 3.0]
     """
-    signs, ranks = _signed_ranks(ours, theirs)
-    return float((signs * ranks).sum())
-
-
-def _signed_ranks(ours: Array, theirs: Array) -> tuple[Array, Array]:
     different = ours != theirs
     with np.errstate(invalid="ignore"):
         difference = ours[different] - theirs[different]
-    return np.sign(difference), rank(np.abs(difference))
-
-
-def rank(values: Array) -> Array:
-    """Ranks from 1, equal values sharing the mean of theirs."""
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = counts.cumsum()
-    means = last - (counts - 1) / 2
-    found: Array = means[where]
+    _, where, counts = np.unique(np.abs(difference), return_inverse=True, return_counts=True)
+    means = counts.cumsum() - (counts - 1) / 2
+    found: Array = np.sign(difference) * means[where]
     return found
 
 

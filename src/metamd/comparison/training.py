@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from metamd.files.store import as_json
+from metamd.files.store import as_json, shortened
 from metamd.inner.run import OptimiserSteps, has_exploded, not_finite
 from metamd.inner.run import train as train_task
 from metamd.rivals.base import Contender
@@ -19,6 +19,9 @@ from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed, see
 
 LARGEST = 1e300
 """What a loss may be in a record: the sum of some is a number still."""
+
+DIGITS = 7
+"""Of the losses in a record: single precision has no more."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,17 @@ class Outcome:
             outcome = cls(*rest, int(found["gradients"]), str(found["failed"]))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"this is not the record of a training: {error!r}. Delete it, and it is made again.") from None
-        if max([*places, outcome.gradients], default=0) > 2**53:
-            raise ValueError("the record of a training must have places and counts below 2^53.")
-        if any(abs(x) > LARGEST for x in losses if math.isfinite(x)):
-            raise ValueError(f"the record of a training must have losses below {LARGEST:g}, or none where it failed.")
-        if len(places) != len(losses) or len(places) < 2 or list(places) != sorted(set(places)) or places[0] != 0:
-            raise ValueError("the record of a training must have one loss for each of at least two places, counted from 0.")
-        if outcome.gradients < 0 or any(a is not None and not 0 <= a <= 1 for _, a in ends.values()):
-            raise ValueError("the record of a training must have accuracies between 0 and 1 and no negative count.")
+        increasing = len(places) > 1 and places[0] == 0 and list(places) == sorted(set(places))
+        required = {
+            "places and counts below 2^53": max([*places, outcome.gradients]) <= 2**53,
+            f"losses below {LARGEST:g}, or none where it failed": all(abs(x) <= LARGEST for x in losses if x < math.inf),
+            "one loss for each of at least two places, counted from 0": increasing and len(places) == len(losses),
+            "accuracies between 0 and 1": all(a is None or 0 <= a <= 1 for _, a in ends.values()),
+            "no negative count": outcome.gradients >= 0,
+        }
+        for what, holds in required.items():
+            if not holds:
+                raise ValueError(f"the record of a training must have {what}.")
         return outcome
 
 
@@ -169,17 +175,12 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
         task.config,
         about,
         places,
-        tuple(_rounded(x) for x in losses),
-        math.inf if run.failed else _rounded(run.total / steps),
-        {s: (_rounded(e.loss), e.accuracy) for s, e in ends.items()},
+        tuple(shortened(losses, DIGITS)),
+        math.inf if run.failed else shortened(run.total / steps, DIGITS),
+        {s: (shortened(e.loss, DIGITS), e.accuracy) for s, e in ends.items()},
         run.rule.taken,
         run.failed,
     )
-
-
-def _rounded(value: float) -> float:
-    """To the seven digits that single precision has: records need no more."""
-    return float(f"{value:.7g}")
 
 
 class _Run:

@@ -5,7 +5,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ class Search(ABC):
     budget: int = 25
     names: Sequence[str] = ("lr", "weight_decay")
     seed: int = 0
-    name: ClassVar[str]
 
     def __post_init__(self) -> None:
         if self.budget < 1:
@@ -77,8 +76,6 @@ class Grid(Search):
         {'lr': 0.0001}
     """
 
-    name = "grid"
-
     def propose(self, rival: Rival, history: History) -> dict[str, float] | None:
         """The next point of the grid."""
         settings = rival.settings(self.names, self.budget)
@@ -94,8 +91,6 @@ class QuasiRandom(Search):
         names: the hyperparameters that vary.
         seed: of the scrambling.
     """
-
-    name = "quasi-random"
 
     def propose(self, rival: Rival, history: History) -> dict[str, float] | None:
         """The next Sobol point."""
@@ -119,7 +114,6 @@ class Bayesian(Search):
 
     initial: int = 5
     beta: float = 4.0
-    name = "bayesian"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,18 +195,13 @@ class Tuned:
 
     rival: Rival  # what was tuned
     metric: str  # what for, a name in `METRICS`
-    search: str  # by which search
+    search: Search  # by which search
     trials: tuple[Trial, ...]  # in the order in which they were made
 
     @property
     def best(self) -> Contender:
         """The setting with the best score; the first of them if all failed."""
         return min(self.trials, key=lambda t: t.score).contender
-
-    @property
-    def score(self) -> float:
-        """The best score."""
-        return min(t.score for t in self.trials)
 
     @property
     def best_so_far(self) -> list[float]:
@@ -229,7 +218,7 @@ class Tuned:
         """The hyperparameters whose best value lies at an end of the search space, or grid: a better one may lie beyond."""
         tried = {n: [t.contender.setting[n] for t in self.trials if n in t.contender.setting] for n in self.rival.space}
         varied = {n: values for n, values in tried.items() if len(set(values)) > 1}
-        if self.search == "grid":
+        if isinstance(self.search, Grid):
             return [n for n, values in varied.items() if self.best.setting[n] in (min(values), max(values))]
         return [n for n in varied if self.rival.space[n].at_edge(self.best.setting[n])]
 
@@ -295,4 +284,4 @@ def tune(
         failed = any(o.failed for o in outcomes)
         score = math.inf if failed else math.fsum(METRICS[metric](o) for o in outcomes) / len(outcomes)
         trials.append(Trial(rival.with_setting(schedule, **found["setting"]), outcomes, score))
-    return Tuned(rival, metric, search.name, tuple(trials))
+    return Tuned(rival, metric, search, tuple(trials))

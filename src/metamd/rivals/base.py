@@ -3,18 +3,22 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 from torch import nn
 
+from metamd.files.store import shortened
 from metamd.files.usage import SCHEDULES, Schedule, interpolate
 from metamd.inner.run import Stepper as Stepper
 
 Setting = Mapping[str, float]
 """Hyperparameters by name."""
+
+DIGITS = 6
+"""Of hyperparameters that are searched, so that records are readable and exact."""
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -40,8 +44,8 @@ class Range:
             raise ValueError(f"a range needs 0 < low < high, got low={self.low}, high={self.high}.")
 
     def at(self, place: float) -> float:
-        """The value at a place between 0 and 1, to six digits, so that records are readable and exact."""
-        return float(f"{self.low * (self.high / self.low) ** place:.6g}")
+        """The value at a place between 0 and 1."""
+        return float(shortened(self.low * (self.high / self.low) ** place, DIGITS))
 
     def points(self, count: int) -> list[float]:
         """Values at equal distances, the ends among them; a single one lies in the middle."""
@@ -89,10 +93,6 @@ class Rival:
     domains: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     unlearned: str = ""
-
-    def was_learned_on(self, domain: str, tasks: Iterable[str]) -> bool:
-        """Whether it was learned on this domain or on any task with these hashes, so that they are not held out."""
-        return domain in self.domains or not set(self.tasks).isdisjoint(tasks)
 
     def with_setting(self, schedule: Schedule = "constant", **setting: float) -> "Contender":
         """This rival with some hyperparameters set, the others as they are by default.

@@ -4,12 +4,14 @@ import json
 from typing import Any
 
 from metamd.files.learned import LearnedOptimiser
+from metamd.files.store import shortened
 from metamd.files.usage import SCHEDULES, Usage
 from metamd.optimiser.averaging import AveragingName
 from metamd.optimiser.optimiser import MetaMD, refreshed
-from metamd.rivals.base import Named, Range, Rival, Setting
+from metamd.rivals.base import DIGITS, Named, Range, Rival, Setting
 from metamd.rivals.table import DECAY
 
+RATES = (1.0, 0.1, 0.3, 3.0, 10.0)
 COSTS = ("gradient_evaluations", "hessian_vector_products", "seconds")
 
 
@@ -55,9 +57,9 @@ def learned_rival(
         name,
         title,
         make,
-        {"lr": Range(_digits(0.1 * used.factor), _digits(10 * used.factor)), "weight_decay": DECAY},
+        {"lr": Range(*shortened([0.1 * used.factor, 10 * used.factor], DIGITS)), "weight_decay": DECAY},
         {"lr": used.factor, "weight_decay": 0.0, "momentum": used.momentum},
-        {"lr": tuple(_digits(x * used.factor) for x in (1.0, 0.1, 0.3, 3.0, 10.0)), "weight_decay": (0.001, 0.0001, 0.0005)},
+        {"lr": tuple(shortened([x * used.factor for x in RATES], DIGITS)), "weight_decay": (0.001, 0.0001, 0.0005)},
         schedules=(used.schedule, *(s for s in SCHEDULES if s != used.schedule)),
         identity=f"{learned.fingerprint()} {json.dumps(how, sort_keys=True)}",
         cost={k: v for k, v in learned.header.cost.items() if k in COSTS},
@@ -65,8 +67,3 @@ def learned_rival(
         domains=learned.domains,
         tasks=learned.header.task_hashes,
     )
-
-
-def _digits(value: float) -> float:
-    """To six digits, so that records are readable and exact."""
-    return float(f"{value:.6g}")

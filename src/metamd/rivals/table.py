@@ -71,7 +71,6 @@ def _rival(
 
 _USUAL, _SMALL, _FACTOR = Range(1e-4, 1), Range(1e-4, 0.1), Range(0.1, 10)
 _ADAM = {"beta1": 0.9, "beta2": 0.999}
-_ADAMW = built(optim.AdamW, fused=True)
 
 _TORCH = [  # in their fastest form on CPU
     _rival("sgd", "SGD", built(optim.SGD, fused=True), Range(1e-3, 10), PAPER, lr=1e-3),

@@ -17,7 +17,7 @@ from metamd.cli.report import tables as tables_of
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.entrants import Protocol, entrants, handicap
 from metamd.comparison.figures import best_schedules, learning_curves
-from metamd.comparison.pace import CONVERGED, last_tenth, last_tenths, standings
+from metamd.comparison.pace import last_tenth, last_tenths, standings
 from metamd.comparison.page import as_markdown
 from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import SEARCHES
@@ -501,7 +501,7 @@ def test_the_mlp_of_the_scale_cpu_has_not_converged_and_the_papers_scale_is_long
     shares = last_tenths(read(ROOT / "results" / "rotated-mnist-mlp")[0])
     tuned = {label: share for label, share in shares.items() if label.endswith(", linear decay") and "MetaMD" not in label}
     assert {"Adam, linear decay", "SGD-M, linear decay"} <= set(tuned)
-    assert max(tuned.values()) < 0.94 < CONVERGED
+    assert max(tuned.values()) < 0.94, "a run that has converged falls by 5 % at most in its last tenth"
     assert max(tuned["Adam, linear decay"], tuned["SGD-M, linear decay"]) < 0.9
     cpu, papers = (find("rotated-mnist-mlp").scales[scale] for scale in ("cpu", "paper"))
     assert (cpu.steps, papers.steps) == (500, 5000)

@@ -175,14 +175,7 @@ def entrants(
 ) -> Entrants:
     """Everybody who enters a comparison: ours first, then the rivals as the protocol tunes them, then the same untuned.
 
-    Args:
-        ours: by label; under "paper" each is tuned as the rivals are.
-        rivals: the others.
-        family: the held-out side, that `compare` will get.
-        protocol: its name must be one of `PROTOCOLS`.
-        records: where the trials of "paper" are kept.
-        workers: processes for its searches.
-        ray: address of a Ray cluster for them instead, or "local".
+    Under "paper" ours are tuned as the rivals are, on the held-out side that `compare` will get.
     """
     if protocol.name not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol.name!r}.")

@@ -249,14 +249,8 @@ def loss_curves(
     """The curves of each panel by its title, as `curves` draws them.
 
     With several domains that were watched at the same steps the first panel is of all, and its band the 95 % bootstrap
-    interval of the mean over all runs, domains drawn first. A curve ends where one of its runs was given up.
-
-    Args:
-        comparison: what is shown.
-        labels: of the optimisers.
-        dashed: those whose lines are dashed.
-        intervals: whether the band of a domain is the same interval of the mean over its runs; if not, it reaches from the
-            smallest of them to the largest.
+    interval of the mean over all runs, domains drawn first. A curve ends where one of its runs was given up. With
+    `intervals` the band of a domain is the same interval of its runs; if not, it reaches from the smallest to the largest.
     """
     each = {label: comparison.curve(label) for label in labels}
     found: dict[str, list[Curve]] = {}
@@ -276,11 +270,7 @@ def loss_curves(
 
 
 def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
-    """Draw `curves.png`: the training loss over the steps, of ours and of tuned rivals with the better of their schedules.
-
-    In the panel over all domains the band is the 95 % bootstrap interval of the mean over all runs; in that of a domain it
-    reaches from the smallest to the largest of its runs. A curve ends where one of its runs was given up.
-    """
+    """Draw `curves.png`: the training loss of ours and of tuned rivals with the better of their schedules."""
     shown = [*ours, *best_schedules(comparison)]
     found = loss_curves(comparison, shown, dashed=ours[1:])
     curves(found, folder / "curves.png", xlabel="step", ylabel="training loss")

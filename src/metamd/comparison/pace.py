@@ -23,12 +23,6 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
     - `paid_after`: tasks after which learning is paid for in gradient evaluations, if the rival of the steps is tuned with
       all its settings on each, and ours with its own where the protocol tunes it.
     - `paid_by_the_clock`: the same in seconds. A gradient evaluation of learning counts as a step of ours.
-
-    Args:
-        comparison: over all domains.
-        rivals: labels.
-        share: of the run.
-        ours: its label; that of the first one if not given.
     """
     ours = ours or comparison.labels[0]
 
@@ -130,12 +124,10 @@ def _ratio(one: float, other: float) -> float | None:
     return one / other if 0 < other < math.inf and math.isfinite(one) else None
 
 
-CONVERGED = 0.95
-"""A run has converged when the last tenth is at least this share of the tenth before: it falls by 5 % at most."""
-
-
 def last_tenth(losses: Sequence[float]) -> float | None:
     """The mean loss of the last tenth of a run over that of the tenth before; None where it is no number.
+
+    A run has converged where it is at least 0.95: the loss falls by 5 % at most.
 
     Example:
         >>> last_tenth([2.3, *[1.0] * 8, 0.5, 0.5])

@@ -103,13 +103,7 @@ SHORT = {metric: head.split(",")[0] for metric, head in HEADS.items()}
 
 
 def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] | None = None) -> list[Section]:
-    """The parts of the page.
-
-    Args:
-        comparison: what is shown.
-        folder: where the figures go.
-        versions: of the libraries, as the records have them.
-    """
+    """The parts of the page, with the versions of the libraries as the records have them; figures go into the folder."""
     return [
         _results(comparison),
         _verdicts(comparison),

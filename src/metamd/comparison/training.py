@@ -216,16 +216,9 @@ def step_seconds(
 ) -> dict[str, float]:
     """The seconds that one step of each contender takes: the median over blocks of steps that take turns.
 
-    Whatever else the machine does slows all of them alike; the order within a round changes from round to round.
-
-    Args:
-        task: what is trained.
-        contenders: by label.
-        steps: T; a run that has reached it begins again, and so does one that failed.
-        rounds: blocks of each.
-        block: steps in a block; those of SOAP and Shampoo differ in cost with a period of 10.
-        warm_up: blocks that are not counted.
-        advance: called with the label after each block, outside of what is timed; so often as there are blocks.
+    Whatever else the machine does slows all of them alike; the order within a round changes from round to round. A run that
+    has reached its horizon begins again, and so does one that failed. The steps of SOAP and Shampoo differ in cost with a
+    period of 10, which is why a block has as many. `advance` is called after each block, outside of what is timed.
     """
     found: dict[str, list[float]] = {label: [] for label in contenders}
     horizon = task.steps if steps is None else steps

@@ -114,12 +114,7 @@ class Rival:
         return self.with_setting(self.schedules[0])
 
     def settings(self, names: Sequence[str], budget: int) -> list[dict[str, float]]:
-        """At most `budget` settings on a grid: the published values of these hyperparameters, or an even division.
-
-        Args:
-            names: of the hyperparameters that vary.
-            budget: how many settings, at most.
-        """
+        """At most `budget` settings on a grid: the published values of these hyperparameters, or an even division."""
         names = searched(self, names)
         if all(n in self.grid for n in names) and math.prod(len(self.grid[n]) for n in names) <= budget:
             axes: list[Sequence[float]] = [self.grid[n] for n in names]

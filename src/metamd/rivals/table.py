@@ -37,21 +37,18 @@ def built(optimiser: Callable[..., Stepper] | str, **fixed: Any) -> Callable[[Na
         arguments: dict[str, Any] = {**setting, **fixed}
         if "beta1" in arguments:
             arguments["betas"] = (arguments.pop("beta1"), arguments.pop("beta2"))
-        chosen = _imported(optimiser) if isinstance(optimiser, str) else optimiser
-        return chosen([p for _, p in named], **arguments)
+        if not isinstance(optimiser, str):
+            return optimiser([p for _, p in named], **arguments)
+        package, name = optimiser.rsplit(".", 1)
+        try:
+            found: Callable[..., Stepper] = getattr(import_module(package), name)
+        except ModuleNotFoundError:
+            raise ValueError(
+                f"{name} comes with the package {package}, which is not installed. Run: pip install 'metamd[rivals]'"
+            ) from None
+        return found([p for _, p in named], **arguments)
 
     return make
-
-
-def _imported(place: str) -> Callable[..., Stepper]:
-    package, name = place.rsplit(".", 1)
-    try:
-        found: Callable[..., Stepper] = getattr(import_module(package), name)
-    except ModuleNotFoundError:
-        raise ValueError(
-            f"{name} comes with the package {package}, which is not installed. Run: pip install 'metamd[rivals]'"
-        ) from None
-    return found
 
 
 def _rival(
@@ -125,11 +122,12 @@ def averaged(rival: Rival) -> Rival:
         >>> averaged(RIVALS["adam"]).name
         'adam-averaged'
     """
-
-    def make(named: Named, setting: Setting) -> Averaged:
-        return Averaged(rival.make(named, setting), [p for _, p in named])
-
-    return replace(rival, name=f"{rival.name}-averaged", title=f"{rival.title}, averaged", make=make)
+    return replace(
+        rival,
+        name=f"{rival.name}-averaged",
+        title=f"{rival.title}, averaged",
+        make=lambda named, setting: Averaged(rival.make(named, setting), [p for _, p in named]),
+    )
 
 
 RIVALS: dict[str, Rival] = {r.name: r for r in (*_TORCH, *_PACKAGES, _HYPERGRADIENT)}

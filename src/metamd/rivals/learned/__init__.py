@@ -61,14 +61,10 @@ class Learner:
         digest = hashlib.blake2b(digest_size=16)
         for n, x in sorted(tensors.items()):
             digest.update(n.encode() + x.contiguous().double().numpy().tobytes())
-
-        def make(named: Named, setting: Setting) -> Stepper:
-            return self.make(named, tensors, setting)
-
         return Rival(
             self.name,
             self.title,
-            make,
+            lambda named, setting: self.make(named, tensors, setting),
             {"lr": Range(0.1, 10)},
             {"lr": 1.0},
             schedules=self.schedules,
@@ -84,11 +80,8 @@ def source(family: TaskFamily, seed: int) -> str:
 
 
 def _read(path: Path, learned_on: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    def assemble(text: str, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        return strict_json(text, "its text"), tensors
-
     try:
-        about, tensors = FILE.read(path, assemble)
+        about, tensors = FILE.read(path, lambda text, tensors: (strict_json(text, "its text"), tensors))
         if about["learned_on"] != learned_on:
             raise ValueError(f"{str(path)!r} was learned on another family or with another seed.")
         return tensors, {k: float(about["cost"][k]) for k in about["cost"]}

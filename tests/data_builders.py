@@ -12,7 +12,7 @@ import pytest
 from scipy.io import savemat
 
 import metamd.data as data
-from metamd.data import canonical, registry
+from metamd.data import decoders, registry
 from metamd.data.registry import Dataset, Form, Split
 from tests.data_fixtures import (
     cifar_bytes,
@@ -65,7 +65,7 @@ def usps_files(split):
     stored = ((values + 1) / 2 * 255).astype(np.uint8).reshape(-1, 16, 16)
     return (
         {f"usps-{split}.bz2": bz2.compress(libsvm_bytes(values, labels + 1))},
-        canonical.enlarge(stored),
+        decoders.enlarge(stored),
         labels,
     )
 
@@ -74,7 +74,7 @@ def svhn_files(split):
     images, labels = pictures(COUNT[split], 32, 32, 3)
     content = io.BytesIO()
     savemat(content, {"X": images.transpose(1, 2, 3, 0), "y": np.where(labels == 0, 10, labels)[:, None]})
-    return {f"{split}.mat": content.getvalue()}, canonical.shrink_svhn(images), labels
+    return {f"{split}.mat": content.getvalue()}, decoders.shrink(images, 28, "L", "BILINEAR"), labels
 
 
 def cifar_files(split):
@@ -93,7 +93,7 @@ def stl_files(split):
         members[f"stl10_binary/{key}_X.bin"] = stl_bytes(images)
         members[f"stl10_binary/{key}_y.bin"] = (labels + 1).tobytes()
     images, labels = parts[split]
-    return {"stl.tar.gz": tar_gz(members)}, canonical.shrink_stl10(images), labels
+    return {"stl.tar.gz": tar_gz(members)}, decoders.shrink(images, 32, "RGB", "BOX"), labels
 
 
 KINDS = {
@@ -121,7 +121,7 @@ def publish(name, server, monkeypatch, forms=lambda split: ()) -> Dataset:
 
 def form_of(name, split, status="official", note=""):
     _, images, labels = KINDS[name][2](split)
-    digests = canonical.digest(images), canonical.digest(labels.astype(np.uint8))
+    digests = decoders.digest(images), decoders.digest(labels.astype(np.uint8))
     return Form(len(images), *digests, status, note)
 
 

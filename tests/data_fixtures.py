@@ -179,7 +179,9 @@ def pictures(count: int, *shape: int, seed: int = 0) -> tuple[np.ndarray, np.nda
 # --- datasets ---
 
 
-def dataset(name: str, recipe: str, shape: tuple[int, ...], splits: dict[str, Split], **more: object) -> Dataset:
+def dataset(
+    name: str, recipe: str, shape: tuple[int, ...], splits: dict[str, Split], stored: tuple[int, ...] | None = None
+) -> Dataset:
     return Dataset(
         name=name,
         title=name.upper(),
@@ -189,5 +191,5 @@ def dataset(name: str, recipe: str, shape: tuple[int, ...], splits: dict[str, Sp
         homepage="http://127.0.0.1",
         splits=splits,
         recipe=recipe,
-        **more,
+        stored=stored or shape,
     )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.io import savemat
 
-from metamd.data import canonical, decoders
+from metamd.data import decoders
 from metamd.data.registry import DataError
 from tests.data_fixtures import cifar_bytes, idx_bytes, libsvm_bytes, pictures, stl_bytes, tar_gz
 
@@ -81,7 +81,7 @@ def test_tar_bombs_and_broken_tars_are_refused(tmp_path):
 )
 @settings(max_examples=60)
 def test_idx_round_trip(array):
-    decoded = decoders.idx(idx_bytes(array))
+    decoded = decoders.idx(idx_bytes(array), "digits.idx")
     assert decoded.shape == array.shape
     assert decoded.astype(array.dtype).tobytes() == array.tobytes()
 
@@ -111,7 +111,7 @@ def test_malformed_idx_is_refused(content, sentence):
 @settings(max_examples=200)
 def test_idx_never_fails_otherwise_than_by_a_sentence(content):
     with suppress(DataError):
-        decoders.idx(content)
+        decoders.idx(content, "digits.idx")
 
 
 # --- labels ---
@@ -119,7 +119,7 @@ def test_idx_never_fails_otherwise_than_by_a_sentence(content):
 
 def test_qmnist_labels_are_the_first_of_eight_columns():
     table = np.arange(24, dtype=np.int32).reshape(3, 8) % 9
-    assert decoders.class_labels(table, 10).tolist() == [0, 8, 7]
+    assert decoders.class_labels(table, 10, "labels").tolist() == [0, 8, 7]
 
 
 @pytest.mark.parametrize(
@@ -134,21 +134,27 @@ def test_qmnist_labels_are_the_first_of_eight_columns():
 )
 def test_bad_labels_are_refused(labels, sentence):
     with pytest.raises(DataError, match=sentence):
-        decoders.class_labels(labels, 10)
+        decoders.class_labels(labels, 10, "labels")
 
 
 # --- LIBSVM ---
 
 
-def test_usps_fills_what_is_left_out_with_zero_and_counts_from_one():
-    images, labels = decoders.usps(b"3 1:0.5 4:-1\n\n2\n")
+def usps(folder, content):
+    path = folder / "usps.bz2"
+    path.write_bytes(bz2.compress(content))
+    return decoders.usps("train", 0, path)
+
+
+def test_usps_fills_what_is_left_out_with_zero_and_counts_from_one(tmp_path):
+    images, labels = usps(tmp_path, b"3 1:0.5 4:-1\n\n2\n")
     assert images.reshape(2, 256)[:, :5].tolist() == [[191, 127, 127, 0, 127], [127] * 5]
     assert labels.tolist() == [2, 1]
 
 
-def test_usps_pixels_are_truncated_and_labels_start_at_zero():
+def test_usps_pixels_are_truncated_and_labels_start_at_zero(tmp_path):
     values = np.linspace(-1, 1, 512).reshape(2, 256)
-    images, labels = decoders.usps(libsvm_bytes(values, np.array([1, 10])))
+    images, labels = usps(tmp_path, libsvm_bytes(values, np.array([1, 10])))
     assert images.shape == (2, 16, 16)
     assert (images[0, 0, 0], images[1, 15, 15]) == (0, 255)
     expected = ((np.round(values, 6) + 1) / 2 * 255).astype(np.uint8)
@@ -156,9 +162,9 @@ def test_usps_pixels_are_truncated_and_labels_start_at_zero():
     assert labels.tolist() == [0, 9]
 
 
-def test_usps_pixels_are_computed_in_double_precision():
+def test_usps_pixels_are_computed_in_double_precision(tmp_path):
     # (1 - 0.027451) / 2 * 255 = 123.9999975: single precision makes it 124 before it is truncated.
-    assert decoders.usps(b"1 1:-0.027451\n")[0][0, 0, 0] == 123
+    assert usps(tmp_path, b"1 1:-0.027451\n")[0][0, 0, 0] == 123
 
 
 @pytest.mark.parametrize(
@@ -175,9 +181,9 @@ def test_usps_pixels_are_computed_in_double_precision():
         (b"11 1:0\n", "must hold classes 0 to 9"),
     ],
 )
-def test_malformed_usps_is_refused(content, sentence):
+def test_malformed_usps_is_refused(tmp_path, content, sentence):
     with pytest.raises(DataError, match=sentence):
-        decoders.usps(content)
+        usps(tmp_path, content)
 
 
 # --- MATLAB ---
@@ -191,8 +197,8 @@ def write_mat(path, **arrays):
 def test_svhn_takes_ten_for_zero_and_puts_the_number_first(tmp_path):
     images, _ = pictures(4, 32, 32, 3)
     path = write_mat(tmp_path / "a.mat", X=images.transpose(1, 2, 3, 0), y=np.array([[10], [1], [9], [5]], "u1"))
-    decoded, labels = decoders.svhn(path)
-    assert np.array_equal(decoded, images)
+    decoded, labels = decoders.svhn("train", 4, path)
+    assert np.array_equal(decoded, decoders.shrink(images, 28, "L", "BILINEAR"))
     assert labels.tolist() == [0, 1, 9, 5]
 
 
@@ -208,7 +214,7 @@ def test_svhn_takes_ten_for_zero_and_puts_the_number_first(tmp_path):
 )
 def test_other_mat_files_are_refused(tmp_path, arrays, sentence):
     with pytest.raises(DataError, match=sentence):
-        decoders.svhn(write_mat(tmp_path / "a.mat", **arrays))
+        decoders.svhn("train", 4, write_mat(tmp_path / "a.mat", **arrays))
 
 
 @pytest.mark.parametrize("keep", [0, 3, 200, 5000])
@@ -217,51 +223,66 @@ def test_truncated_and_foreign_mat_files_are_refused(tmp_path, keep):
     path = write_mat(tmp_path / "a.mat", X=images.transpose(1, 2, 3, 0), y=labels[:, None] + 1)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataError, match=r"a\.mat"):
-        decoders.svhn(path)
+        decoders.svhn("train", 4, path)
 
 
 # --- CIFAR-10 and STL-10 ---
 
 
-def test_cifar_planes_become_pixels_in_the_order_of_the_batches():
-    images, labels = pictures(6, 32, 32, 3)
-    batches = [cifar_bytes(images[:4], labels[:4]), cifar_bytes(images[4:], labels[4:])]
-    decoded, classes = decoders.cifar10(batches)
+def cifar(folder, batches, split="train"):
+    """Decode batches of an archive of one image each."""
+    names = [f"data_batch_{i}" for i in range(1, 6)] if split == "train" else ["test_batch"]
+    path = folder / "cifar.tar.gz"
+    path.write_bytes(tar_gz({f"cifar-10-batches-bin/{n}.bin": b for n, b in zip(names, batches, strict=True)}))
+    return decoders.cifar10(split, len(names), path)
+
+
+def test_cifar_planes_become_pixels_in_the_order_of_the_batches(tmp_path):
+    images, labels = pictures(5, 32, 32, 3)
+    batches = [cifar_bytes(images[i : i + 1], labels[i : i + 1]) for i in range(5)]
+    decoded, classes = cifar(tmp_path, batches)
     assert np.array_equal(decoded, images)
     assert classes.tolist() == labels.tolist()
-    swapped, _ = decoders.cifar10(batches[::-1])
+    swapped, _ = cifar(tmp_path, batches[::-1])
     assert not np.array_equal(swapped, images)
 
 
 @pytest.mark.parametrize("content", [b"", bytes(3072), bytes(3074)])
-def test_cifar_of_another_size_is_refused(content):
-    with pytest.raises(DataError, match=f"multiple of 3073 bytes, got {len(content)}"):
-        decoders.cifar10([content])
+def test_cifar_of_another_size_is_refused(tmp_path, content):
+    with pytest.raises(DataError, match=f"must be a file of 3073 bytes, got {len(content)}"):
+        cifar(tmp_path, [content], "test")
 
 
-def test_cifar_with_an_eleventh_class_is_refused():
+def test_cifar_with_an_eleventh_class_is_refused(tmp_path):
     with pytest.raises(DataError, match="must hold classes 0 to 9, got 10 to 10"):
-        decoders.cifar10([b"\x0a" + bytes(3072)])
+        cifar(tmp_path, [b"\x0a" + bytes(3072)], "test")
 
 
-def test_stl_is_stored_by_columns():
+def stl(folder, images, labels):
+    path = folder / "stl.tar.gz"
+    path.write_bytes(tar_gz({"stl10_binary/test_X.bin": images, "stl10_binary/test_y.bin": labels}))
+    return decoders.stl10("test", len(labels), path)
+
+
+def test_stl_is_stored_by_columns(tmp_path):
     images, labels = pictures(3, 96, 96, 3)
-    decoded, classes = decoders.stl10(stl_bytes(images), (labels + 1).tobytes())
-    assert np.array_equal(decoded, images)
+    small = decoders.shrink(images, 32, "RGB", "BOX")
+    decoded, classes = stl(tmp_path, stl_bytes(images), (labels + 1).tobytes())
+    assert np.array_equal(decoded, small)
     assert classes.tolist() == labels.tolist()
-    by_rows, _ = decoders.stl10(images.transpose(0, 3, 1, 2).tobytes(), (labels + 1).tobytes())
-    assert not np.array_equal(by_rows, images)
+    by_rows, _ = stl(tmp_path, images.transpose(0, 3, 1, 2).tobytes(), (labels + 1).tobytes())
+    assert not np.array_equal(by_rows, small)
 
 
-@pytest.mark.parametrize(("images", "labels"), [(b"", b""), (bytes(27648), b"\1\1"), (bytes(27647), b"\1")])
-def test_stl_of_another_size_is_refused(images, labels):
-    with pytest.raises(DataError, match=f"must hold {27648 * len(labels)} bytes for {len(labels)} labels"):
-        decoders.stl10(images, labels)
+@pytest.mark.parametrize(("images", "labels"), [(bytes(27648), b"\1\1"), (bytes(27647), b"\1")])
+def test_stl_of_another_size_is_refused(tmp_path, images, labels):
+    with pytest.raises(DataError, match=f"must be a file of {27648 * len(labels)} bytes"):
+        stl(tmp_path, images, labels)
 
 
-def test_stl_label_zero_is_refused():
+def test_stl_label_zero_is_refused(tmp_path):
     with pytest.raises(DataError, match="must hold classes 0 to 9, got -1 to -1"):
-        decoders.stl10(bytes(27648), b"\0")
+        stl(tmp_path, bytes(27648), b"\0")
 
 
 # --- canonical forms ---
@@ -278,22 +299,22 @@ def test_enlarging_agrees_with_a_slow_obvious_loop():
                 for i, wx in ((left, 1 - (u - left)), (left + 1, u - left)):
                     slow[:, y, x] += wy * wx * images[:, min(max(j, 0), 15), min(max(i, 0), 15)]
     # A value that is exactly a half may round either way in floating point.
-    difference = np.abs(canonical.enlarge(images) - slow)
+    difference = np.abs(decoders.enlarge(images) - slow)
     assert difference.max() <= 0.5 + 1e-9
 
 
 def test_enlarging_keeps_flat_images_and_symmetry():
     flat = np.full((1, 16, 16), 200, np.uint8)
-    assert (canonical.enlarge(flat) == 200).all()
+    assert (decoders.enlarge(flat) == 200).all()
     images, _ = pictures(1500, 16, 16)  # more than one block of the loop
-    assert np.array_equal(canonical.enlarge(images)[:, ::-1], canonical.enlarge(images[:, ::-1]))
-    assert np.array_equal(canonical.enlarge(images)[1400:], canonical.enlarge(images[1400:]))
+    assert np.array_equal(decoders.enlarge(images)[:, ::-1], decoders.enlarge(images[:, ::-1]))
+    assert np.array_equal(decoders.enlarge(images)[1400:], decoders.enlarge(images[1400:]))
 
 
 def test_shrinking_stl_is_the_mean_of_nine_to_one_grey_level():
     images, _ = pictures(4, 96, 96, 3)
     mean = images.reshape(4, 32, 3, 32, 3, 3).mean((2, 4))
-    small = canonical.shrink_stl10(images)
+    small = decoders.shrink(images, 32, "RGB", "BOX")
     assert np.abs(small - mean).max() < 1.0
     assert np.abs(small[:, ::-1] - mean).max() > 20
 
@@ -302,4 +323,4 @@ def test_shrinking_svhn_weights_the_colours_as_luminance():
     images = np.zeros((3, 32, 32, 3), np.uint8)
     for channel in range(3):
         images[channel, ..., channel] = 255
-    assert canonical.shrink_svhn(images)[:, 14, 14].tolist() == [76, 150, 29]
+    assert decoders.shrink(images, 28, "L", "BILINEAR")[:, 14, 14].tolist() == [76, 150, 29]

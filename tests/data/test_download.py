@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metamd.data.download import download, mismatch, partial
+from metamd.data.download import download, mismatch
 from metamd.data.registry import DataError, RemoteFile
 from metamd.files.progress import showing
 from metamd.files.store import locked
@@ -32,7 +32,7 @@ from tests.data_fixtures import (
 
 CONTENT = gzip.compress(np.random.default_rng(0).bytes(200_000), mtime=0)
 CORRUPT = CONTENT[:1000] + bytes([CONTENT[1000] ^ 1]) + CONTENT[1001:]
-NAME = "digits.gz"
+NAME, PART = "digits.gz", "digits.part.gz"
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def child(file: RemoteFile, folder: Path) -> processes.Child:
 def test_a_process_killed_in_mid_download_leaves_nothing_that_harms(server, tmp_path):
     url = server.serve("a", in_turn(stalled(CONTENT, server), whole(CONTENT)))
     file = remote(NAME, CONTENT, url)
-    part = partial(tmp_path / NAME)
+    part = tmp_path / PART
     victim = child(file, tmp_path)
     victim.wait_for(lambda: server.asked)
     assert victim.kill().code == -signal.SIGKILL
@@ -188,7 +188,7 @@ def test_a_process_killed_in_mid_download_leaves_nothing_that_harms(server, tmp_
 
 
 def test_a_longer_leftover_does_not_shine_through(server, tmp_path):
-    partial(tmp_path / NAME).write_bytes(b"x" * 3 * len(CONTENT))
+    (tmp_path / PART).write_bytes(b"x" * 3 * len(CONTENT))
     file = remote(NAME, CONTENT, server.serve("a", whole(CONTENT)))
     assert quick(file, tmp_path).read_bytes() == CONTENT
 

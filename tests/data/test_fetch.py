@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import metamd.data as data
-from metamd.data import canonical, loading, registry
+from metamd.data import decoders, loading, registry
 from metamd.data.registry import DataError, Form, Split
 from metamd.files import container
 from metamd.files.store import locked
@@ -112,7 +112,7 @@ def load_here(url):
     record = dataset("mnist", "idx", GREY, {"train": Split(COUNT["train"], tuple(files))})
     registry.datasets = lambda: {"mnist": record}
     (images, _), _ = loading.load_arrays("mnist", "train")
-    print(canonical.digest(images))
+    print(decoders.digest(images))
 
 
 def test_two_processes_that_load_at_once_share_one_download(place, server):
@@ -120,7 +120,7 @@ def test_two_processes_that_load_at_once_share_one_download(place, server):
     for key, body in files.items():
         server.serve(key, slow(body, pieces=5, pause=0.05))
     both = [processes.begin(load_here, server.url) for _ in range(2)]
-    assert [p.finish().out.split()[-1] for p in both] == [canonical.digest(images)] * 2
+    assert [p.finish().out.split()[-1] for p in both] == [decoders.digest(images)] * 2
     assert sorted(server.asked) == ["/train-images.gz", "/train-labels.gz"]
     names = sorted(p.name for p in (place / "cache").iterdir() if p.is_file())
     assert names == ["mnist-train.npz", "mnist-train.npz.sha256"]
@@ -135,7 +135,7 @@ def test_a_process_waits_while_another_one_makes_the_dataset(place, server):
         other.wait_for(lambda: "asking" in (other.folder / "out").read_text())
         assert server.asked == []
         assert other.process.is_alive()
-    assert other.finish().out.split()[-1] == canonical.digest(images)
+    assert other.finish().out.split()[-1] == decoders.digest(images)
 
 
 def test_a_crash_between_a_file_and_its_checksum_leaves_no_wrong_pair(tiny, place, monkeypatch):

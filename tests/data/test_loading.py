@@ -10,7 +10,7 @@ import torch
 
 import metamd.data as data
 from metamd.cli import data as commands
-from metamd.data import canonical, registry
+from metamd.data import decoders, registry
 from metamd.data.registry import DataError, Form, Split
 from tests.data_builders import GREY, idx_files, place, put, server, tiny
 from tests.data_fixtures import dataset, pictures
@@ -138,7 +138,7 @@ def test_qmnist_is_absent_until_fetched_and_says_so(place):
 
 def test_mnist_offered_as_qmnist_is_refused_even_when_vouched_for(place, monkeypatch):
     images, labels = pictures(10, *GREY)
-    form = Form(10, canonical.digest(images), canonical.digest(labels), "official")
+    form = Form(10, decoders.digest(images), decoders.digest(labels), "official")
     known = {
         "mnist": dataset("mnist", "idx", GREY, {"train": Split(10, (), (form,))}),
         "qmnist": dataset("qmnist", "idx", GREY, {"train": Split(10, ())}),

@@ -17,7 +17,7 @@ import torch
 
 import metamd.data as data
 from metamd.data import decoders, loading, registry
-from tests.data_fixtures import cifar_bytes, idx_bytes, loopback, whole
+from tests.data_fixtures import cifar_bytes, idx_bytes, loopback, tar_gz, whole
 
 pytestmark = pytest.mark.real_data
 needs_data = pytest.mark.skipif(not os.environ.get("METAMD_DATA"), reason="METAMD_DATA is not set")
@@ -81,13 +81,14 @@ def test_the_arrays_are_the_content_of_the_official_idx_files(name, split):
     content = idx_bytes(images.numpy())
     assert hashlib.sha256(content).hexdigest() == image_file.content_sha256
     assert hashlib.sha256(idx_bytes(labels.numpy().astype(np.uint8))).hexdigest() == label_file.content_sha256
-    assert np.array_equal(decoders.idx(content), images.numpy())
+    assert np.array_equal(decoders.idx(content, name), images.numpy())
     changed = content[:-1] + bytes([content[-1] ^ 1])
     assert hashlib.sha256(changed).hexdigest() != image_file.content_sha256
 
 
 @needs_data
-def test_cifar_written_as_batches_has_the_noted_md5_and_decodes_to_itself():
+def test_cifar_written_as_batches_has_the_noted_md5_and_decodes_to_itself(tmp_path):
+    archive = tmp_path / "cifar.tar.gz"
     noted = {
         ("train", 0): "5dd7e06a14cb22eb9f671a540d1b7c25",
         ("train", 1): "5ea93a67294ea407fff1d09f752e9692",
@@ -97,7 +98,8 @@ def test_cifar_written_as_batches_has_the_noted_md5_and_decodes_to_itself():
         images, labels = (t.numpy()[10000 * batch :][:10000] for t in at_hand("cifar10", split))
         content = cifar_bytes(images, labels)
         assert hashlib.md5(content, usedforsecurity=False).hexdigest() == md5
-        assert np.array_equal(decoders.cifar10([content])[0], images)
+        archive.write_bytes(tar_gz({"cifar-10-batches-bin/test_batch.bin": content}))
+        assert np.array_equal(decoders.cifar10("test", 10000, archive)[0], images)
 
 
 @needs_data
@@ -160,8 +162,8 @@ def test_qmnist_labels_agree_with_mnist_where_they_must(tmp_path):
     for split, other in (("train", "train-labels-idx1-ubyte.gz"), ("test", "t10k-labels-idx1-ubyte.gz")):
         file = data.dataset("qmnist").splits[split].files[1]
         assert mismatch(file, folder / "qmnist" / file.name) is None
-        table = decoders.idx(decompress(folder / "qmnist" / file.name, 2_000_000))
-        mnist = decoders.idx(decompress(folder / "mnist" / other, 100_000))
-        classes = decoders.class_labels(table, 10)
+        table = decoders.idx(decompress(folder / "qmnist" / file.name, 2_000_000), "idx")
+        mnist = decoders.idx(decompress(folder / "mnist" / other, 100_000), "idx")
+        classes = decoders.class_labels(table, 10, "qmnist")
         assert table.shape == (60000, 8)
         assert np.array_equal(classes[: len(mnist)], mnist)

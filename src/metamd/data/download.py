@@ -71,14 +71,9 @@ def mismatch(file: RemoteFile, path: Path) -> str | None:
     return f"wrong checksum: required md5 {file.md5}{wanted}, got {md5} and {size} bytes"
 
 
-def partial(target: Path) -> Path:
-    """Where a download is written until it is checked; the suffix stays, as it says how to decompress it."""
-    return target.with_name(f"{target.stem}.part{target.suffix}")
-
-
 def _attempt(file: RemoteFile, url: str, target: Path, timeout: float) -> tuple[str | None, bool]:
     """Fetch once: (why it failed or None, whether asking this mirror again may help)."""
-    part = partial(target)
+    part = target.with_name(f"{target.stem}.part{target.suffix}")  # the suffix says how to decompress it
     try:
         _transfer(file, url, part, timeout)
         reason = mismatch(file, part)

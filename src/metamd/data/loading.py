@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metamd.data import registry
-from metamd.data.canonical import Arrays, canonical, decode, digest
-from metamd.data.decoders import class_labels
+from metamd.data.decoders import Arrays, canonical, class_labels, decode, digest
 from metamd.data.registry import DataError, Dataset, Form, Provenance
 
 UNRECORDED = "not one of the recorded arrays; vouched for by the checksum beside it"
@@ -33,11 +32,11 @@ def load_arrays(name: str, split: str, *, fetch_missing: bool = True) -> tuple[A
     if path is None:
         if not fetch_missing or os.environ.get("METAMD_OFFLINE"):
             record, folder = registry.dataset(name), offline_folder()
-            here = f"in METAMD_DATA ({folder})" if folder else "in METAMD_DATA (not set)"
             note = f" {record.note}" if record.note else ""
             raise DataError(
-                f"{record.title} {split} is required and there is no {name}-{split}.npz {here} or in the cache "
-                f"({cache_folder()}).{note} Run `metamd data fetch {name}` where there is a network."
+                f"{record.title} {split} is required and there is no {name}-{split}.npz in METAMD_DATA "
+                f"({folder or 'not set'}) or in the cache ({cache_folder()}).{note} Run `metamd data fetch {name}` where "
+                "there is a network."
             )
         (path,) = fetch(name, [split])
     return read(path, name, split)
@@ -197,9 +196,9 @@ def stored(path: Path, *names: str) -> list[NDArray[Any]]:
 def read_npz(path: Path, record: Dataset, split: str) -> Arrays:
     """The stored images and labels of one split, with their types, shapes and classes checked."""
     (images, labels), most = stored(path, "images", "labels"), record.splits[split].count
-    as_stored = images.dtype == np.uint8 and images.shape[1:] == record.stored_shape and len(images) <= most
+    as_stored = images.dtype == np.uint8 and images.shape[1:] == record.stored and len(images) <= most
     if not as_stored or labels.shape != images.shape[:1]:
-        expected = " x ".join(map(str, record.stored_shape))
+        expected = " x ".join(map(str, record.stored))
         raise DataError(
             f"{path} must hold uint8 images of {expected} with one label each, at most {most}, got {images.dtype} "
             f"{images.shape} and labels {labels.shape}. Make it again as docs/data.md says."

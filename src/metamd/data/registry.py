@@ -75,26 +75,18 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """One dataset: its canonical image shape, licence, source and splits.
-
-    `stored` is the shape in a `.npz` file where that differs from the canonical `shape` (USPS is 16x16).
-    """
+    """One dataset: its canonical image shape, the shape that `.npz` files store, its licence, source and splits."""
 
     name: str
     title: str
     shape: tuple[int, ...]
+    stored: tuple[int, ...]
     classes: tuple[str, ...]
     licence: str
     homepage: str
     splits: Mapping[str, Split]
     recipe: str
     note: str = ""
-    stored: tuple[int, ...] | None = None
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The image shape inside this dataset's `.npz` files."""
-        return self.stored or self.shape
 
     @property
     def download_size(self) -> int | None:
@@ -147,6 +139,6 @@ def _dataset(name: str, entry: Mapping[str, Any]) -> Dataset:
             for file in split.get("files", ())
         ]
         splits[key] = Split(split["count"], tuple(files), tuple(Form(**form) for form in split.get("forms", ())))
-    plain = {key: value for key, value in entry.items() if key not in ("hosts", "splits")}
-    plain |= {key: tuple(plain[key]) for key in ("shape", "stored", "classes") if key in plain}
+    plain = {"stored": entry["shape"]} | {key: value for key, value in entry.items() if key not in ("hosts", "splits")}
+    plain |= {key: tuple(plain[key]) for key in ("shape", "stored", "classes")}
     return Dataset(name=name, splits=MappingProxyType(splits), **plain)

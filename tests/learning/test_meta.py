@@ -160,13 +160,13 @@ def test_memory_averages_the_runs_of_earlier_steps():
     one = {"x/x": torch.tensor([1.0]).double(), "y/x": torch.tensor([4.0]).double(), "tasks": torch.ones(())}
     two = {"x/x": torch.tensor([1.0]).double(), "y/x": torch.tensor([16.0]).double(), "tasks": torch.ones(())}
     still = replace(now, log_d={"x": torch.full((1, 1), 2.0).double().log()})
-    first = rule.update(still, potential, one, {}, 1.0)
+    first = rule.update(still, one, {}, 1.0)
     assert float(first.iterate.log_d["x"].exp()) == pytest.approx(2), "nothing moved, so nothing is stale"
-    second = rule.update(first.iterate, potential, two, first.carried, 1.0)
+    second = rule.update(first.iterate, two, first.carried, 1.0)
     assert float(second.iterate.log_d["x"].exp()) == pytest.approx(((16 + 2) / 1.5) ** 0.5)
-    stale = rule.update(now, potential, one, {}, 1.0)
+    stale = rule.update(now, one, {}, 1.0)
     assert float(stale.carried["x/x"]) == 0, "the metric has doubled"
-    assert not replace(rule, memory=0.0).update(still, potential, one, {}, 1.0).carried
+    assert not replace(rule, memory=0.0).update(still, one, {}, 1.0).carried
 
 
 # randomness
@@ -197,8 +197,8 @@ def test_tasks_are_new_in_every_outer_step():
 class Spoiling(TrustRegion):
     """From the third update on, metrics under which nothing moves."""
 
-    def update(self, now, potential, sums, carried, factor):
-        found = super().update(now, potential, sums, carried, factor)
+    def update(self, now, sums, carried, factor):
+        found = super().update(now, sums, carried, factor)
         count = carried.get("count", torch.zeros(()).double()) + 1
         iterate = found.iterate.shifted(9.0) if count > 2 else found.iterate
         return Update(iterate, {"count": count}, 1.0)
@@ -387,13 +387,13 @@ def test_the_paper_preset_starts_where_no_step_is_too_long_and_scales_its_rate()
 def test_the_scaled_rate_of_plain_gradient_descent_by_hand():
     now = Iterate({"x": torch.tensor([[0.0, 2.0]]).double()}, torch.zeros(1).double())
     sums = {"gradient/log_d/x": torch.tensor([[3.0, -1.0]]).double(), "tasks": torch.tensor(2.0), "value": torch.tensor(8.0)}
-    first = GradientDescent(pace=0.1).update(now, Diagonal(), sums, {}, 1.0)
+    first = GradientDescent(pace=0.1).update(now, sums, {}, 1.0)
     m, rho = now.log_d["x"].div(2).exp(), 0.1 * (1 + math.exp(2)) / 2 / 4
     expected = m - rho * 2 / m * sums["gradient/log_d/x"] / 2
     torch.testing.assert_close(first.iterate.log_d["x"].div(2).exp(), expected)
     for value, share in ((800.0, 0.01), (0.8, 1.0)):  # a larger objective lowers the rate, a smaller does not raise it
         sums["value"] = torch.tensor(value)
-        again = GradientDescent(pace=0.1).update(now, Diagonal(), sums, first.carried, 1.0)
+        again = GradientDescent(pace=0.1).update(now, sums, first.carried, 1.0)
         torch.testing.assert_close(again.iterate.log_d["x"].div(2).exp(), m - share * (m - expected))
 
 

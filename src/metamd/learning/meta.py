@@ -1,27 +1,19 @@
 """meta_train: learn the geometry of a family of tasks; with the recipes for networks and vectors, and that of the paper."""
 
-import math
 import time
-import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from metamd.files.learned import LearnedOptimiser, fingerprint, total_cost
-from metamd.files.progress import Progress
+from metamd.files.learned import LearnedOptimiser, total_cost
 from metamd.files.store import Journal, Log
-from metamd.inner.closed_form import Iterate
 from metamd.inner.estimators import Estimator, Forward, Reverse
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import FromLipschitz, LogGap, PaperBound, Reference
-from metamd.learning.parts import identity_of
-from metamd.learning.reference import described, learn_from_reference, tuned_reference
-from metamd.learning.rounds.outer import Adam, GradientDescent, Method, OuterStep, Refine
-from metamd.learning.rounds.round import Learner, first_look
-from metamd.learning.rounds.stages import Plan, State
+from metamd.learning.reference import learn_from_reference, tuned_reference
+from metamd.learning.rounds.outer import Adam, GradientDescent, Method, Refine
+from metamd.learning.rounds.round import first_look
+from metamd.learning.rounds.stages import Plan
 from metamd.learning.usage import Choices, learn_usage
 from metamd.potentials.base import Potential
 from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal
@@ -30,13 +22,6 @@ from metamd.tasks.wrapped import Counted
 
 FEW = 16
 """Metrics up to which forward mode is taken, which has a tangent for each."""
-
-SETTLED = 1e-2
-"""A run has converged, for `PaperBound`, when its gradient has fallen to this share of the first."""
-
-
-class NotConvergedWarning(UserWarning):
-    """Runs end before they have converged, where the objective takes their ends for solutions."""
 
 
 def meta_train(
@@ -106,10 +91,8 @@ def meta_train(
         )
     with nullcontext() if journal is None else journal.opened():
         found = first_look(family, potential, seed, tasks_per_step, curvature=method.start == "curvature")
-        how = (method.objective, method.estimator, method.exact, method.max_norm, found.shapes, family.shared_loss)
-        learner = Learner(found.bound, *how, executor=Executor.of(workers))
-        plan = Plan(family, learner, method, potential.pieces, tasks_per_step, seed, found)
-        return _result(plan, _train(plan, _begin(plan), journal, log))
+        plan = Plan(family, method, potential.pieces, tasks_per_step, seed, found, Executor.of(workers))
+        return plan.train(journal, log)
 
 
 def has_weights(family: TaskFamily) -> bool:
@@ -159,13 +142,6 @@ def refinement(family: TaskFamily) -> Refine | None:
     return Refine(12, Forward() if few else Reverse(), Adam(0.05), LogGap(1e-12))
 
 
-def step_line(record: Mapping[str, Any]) -> str:
-    """One outer step in a line."""
-    numbers = [f"{n} {record[n]:.4g}" for n in ("objective", "bound", "loss") if record[n] is not None]
-    lost = [f"{len(record['diverged'])} diverged"] if record["diverged"] else []
-    return "  ".join([f"{record['stage']} {record['step']}", *numbers, *lost])
-
-
 def paper(
     k: float | FromLipschitz = 7.0,
     *,
@@ -200,93 +176,3 @@ def paper(
         "method": Method(GradientDescent(rho), exact=False, keep="last", start="curvature"),
         "outer_steps": outer_steps,
     }
-
-
-def _begin(plan: Plan) -> State:
-    """The first state: one piece for the closed form, pieces that differ a little for gradients."""
-    found, now = plan.found, Iterate.of(plan.found.bound)
-    if found.curvature and not any(bool(v.any()) for v in now.log_d.values()):
-        now = now.shifted(math.log(found.curvature))
-    if plan.method.closed:
-        # of several metrics, the geometric mean
-        now = now.moved({k: v.mean(0, keepdim=True) for k, v in now.log_d.items()}, torch.zeros(1, dtype=torch.float64))
-    elif plan.pieces > 1 and all(bool((v == v[:1]).all()) for v in now.log_d.values()):
-        now = plan.spread_out(now)
-    return State(plan.learner.inside(now), cost=found.cost)
-
-
-def _train(plan: Plan, state: State, journal: Journal | None, log: Log | None) -> State:
-    """All outer steps that are left, with a checkpoint after every few and when something interrupts."""
-    identity = {} if journal is None else _identity(plan, state)
-    kept = None if journal is None else journal.resume(identity)
-    state = state if kept is None else State.restore(*kept, state.now.basis)
-    saved = state.step
-    try:
-        with Progress("outer steps", state.step + plan.left(state), done=state.step) as progress:
-            while not plan.finished(state):
-                state, record = plan.advance(state)
-                _warn(plan, record)
-                progress.update(state.step, step_line(record.to_dict()), state.step + plan.left(state))
-                if journal is not None:
-                    journal.note(record.to_dict(), record.step)
-                    if record.step - saved >= journal.every or plan.finished(state):
-                        journal.save(state.tensors(), state.facts(), identity)
-                        saved = state.step
-                if log is not None:
-                    log(record.to_dict(), record.step)
-    except BaseException:
-        if journal is not None and state.step > saved:
-            with suppress(OSError):  # a full disk may be why we are here
-                journal.save(state.tensors(), state.facts(), identity)
-        raise
-    return state
-
-
-def _identity(plan: Plan, state: State) -> dict[str, Any]:
-    """What two runs must have in common for one to continue the other."""
-    learner, method = plan.learner, plan.method
-    return {
-        **({} if learner.potential.basis.kind == "identity" else {"basis": repr(learner.potential.basis)}),
-        "family": identity_of(plan.family),
-        "potential": fingerprint(learner.potential),
-        "start": fingerprint(state.now.apply(learner.potential)),
-        **{n: repr(getattr(method, n)) for n in ("objective", "estimator", "stopping", "refine")},
-        "outer": repr(method.rule),
-        "exact": method.exact,
-        "stages": [list(s) for s in method.stages],
-        "tasks_per_step": plan.tasks_per_step,
-        "seed": plan.seed,
-        **({} if method.max_norm is None else {"max_norm": method.max_norm}),
-    }
-
-
-def _warn(plan: Plan, record: OuterStep) -> None:
-    if isinstance(plan.learner.objective, PaperBound) and record.unsettled > SETTLED:
-        warnings.warn(
-            f"under PaperBound the end of a run stands for the solution, but in outer step {record.step} the gradients at "
-            f"the ends are still {record.unsettled:.2g} times the first ones: the objective then rewards not moving at "
-            "all. Give the tasks more steps, or use objective=Regret().",
-            NotConvergedWarning,
-            stacklevel=4,
-        )
-
-
-def _result(plan: Plan, state: State) -> LearnedOptimiser:
-    cost = {"gradient_evaluations": state.cost.gradients, "hessian_vector_products": state.cost.hvps}
-    potential, refine = state.now.apply(plan.learner.potential), plan.method.refine
-    said = repr(plan.method.estimator) + (f", then {refine!r}" if refine else "")
-    if potential.pieces != plan.pieces:
-        said = f"{said}; kept one piece, of {plan.pieces} that were tried"
-    return LearnedOptimiser.from_potential(
-        potential.requires_grad_(True),
-        model=plan.found.shapes,
-        **described(plan.family),
-        gradient_scale={k: v for k, v in plan.found.scale.items() if math.isfinite(v)},
-        objective=repr(plan.method.objective),
-        estimator=said,
-        seeds=(plan.seed,),
-        cost={**cost, "outer_steps": state.step, "seconds": state.cost.seconds},
-        task_hashes=state.tasks,
-        max_norm=plan.method.max_norm,
-        target_loss=state.target,
-    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.learned import Moments
+from metamd.files.store import as_json
 from metamd.inner.closed_form import Iterate, learn_factors
 from metamd.inner.estimators import ClosedForm, Estimator, Reverse
 from metamd.inner.objectives import PRIOR, Objective, Regret
@@ -37,8 +38,8 @@ class Outer(ABC):
     """Whether metrics under which some task diverges are taken back half way; if all diverge, they always are."""
 
     @abstractmethod
-    def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
-        """The metrics of the next outer step, after those of this one, which are given as a potential too.
+    def update(self, now: Iterate, sums: Sums, carried: Sums, factor: float) -> Update:
+        """The metrics of the next outer step, after those of this one.
 
         Sums are over the tasks that did not diverge, their number under "tasks". `carried` comes from the update before.
         The factor says how much smaller the step shall be: 1 unless tasks have diverged.
@@ -64,13 +65,13 @@ class TrustRegion(Outer):
         if not 0 <= self.memory < 1:
             raise ValueError(f"memory must lie in [0, 1), got {self.memory}. 0 learns from the last runs alone.")
 
-    def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: Sums, carried: Sums, factor: float) -> Update:
         """To the closed form's minimiser, or as far as the region reaches."""
         kept = {n: v + carried[n] if n in carried else v for n, v in sums.items() if n != "tasks"}
         moments, half = (Moments(*({n[2:]: v for n, v in kept.items() if n[0] == s} for s in pair)) for pair in ("xy", "uv"))
         reach = factor * self.radius
         turned = learn_factors(now, moments, reach, half)
-        best = minimiser(moments, {k: v for k, v in potential.log_d.items() if k not in turned.log_d})
+        best = minimiser(moments, {k: v for k, v in now.log_d.items() if k not in turned.log_d})
         log_d = {k: v + (best[k] - v).clamp(-reach, reach) for k, v in now.log_d.items() if k in best}
         before, after = _bound(now.log_d, moments) + turned.before, _bound(log_d, moments) + turned.after
         change = (before - after) / before if before > 0 else 0.0
@@ -98,7 +99,7 @@ class Adam(Outer):
         if not self.lr > 0:
             raise ValueError(f"lr of the outer optimiser must be positive, got {self.lr}. 0.1 changes D by a tenth.")
 
-    def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: Sums, carried: Sums, factor: float) -> Update:
         """One step of Adam along the mean gradient of the tasks."""
         count = carried.get("count", torch.zeros((), dtype=torch.float64)) + 1
         kept, moved = {"count": count}, {}
@@ -136,7 +137,7 @@ class GradientDescent(Outer):
         if not self.pace > 0:
             raise ValueError(f"pace must be positive, got {self.pace}. 0.05 changes M by a few per cent in an outer step.")
 
-    def update(self, now: Iterate, potential: MaxDiagonal, sums: Sums, carried: Sums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: Sums, carried: Sums, factor: float) -> Update:
         """One plain gradient step on M."""
         rho, kept, log_d = self.rho, dict[str, Tensor](), dict[str, Tensor]()
         if rho is None:
@@ -287,8 +288,8 @@ class OuterStep:
 
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types: what is not a finite number is null."""
-        plain = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in asdict(self).items()}
-        return plain | {"diverged": list(self.diverged)}
+        found: dict[str, Any] = as_json(asdict(self))
+        return found
 
 
 def metric_norms(potential: MaxDiagonal, shapes: Mapping[str, Shape]) -> Tensor:

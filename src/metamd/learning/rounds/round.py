@@ -13,13 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from metamd.inner.closed_form import LARGEST, Iterate, compared, moment_shapes
 from metamd.inner.derivatives import hessian_products
-from metamd.inner.estimators import ClosedForm, Estimator
 from metamd.inner.executor import Executor
-from metamd.inner.objectives import Objective, PaperBound, Regret
+from metamd.inner.objectives import PaperBound, Regret
 from metamd.inner.run import Cost, Trajectory, gradient, run_inner, scalar_loss
 from metamd.inner.sums import moments_of
 from metamd.inner.together import run_many
-from metamd.learning.rounds.outer import project
+from metamd.learning.rounds.outer import Method, project
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Shape, Slot, some
@@ -200,13 +199,13 @@ class TaskResult:
     """What one task says about the metrics it was trained with."""
 
     task: str  # the hash of its config
-    value: float  # the objective
-    bound: float  # on the regret against the end of the run, certified if the steps were exact
-    loss: float  # mean training loss over the run
-    ends: tuple[float, float]  # the first training loss, and the mean of the last tenth of them
-    unsettled: float  # the gradient at the end of the run relative to that at its start, where that is asked for
-    diverged: str  # why the run was given up; empty if it was not
     cost: Cost  # of all this
+    diverged: str  # why the run was given up; empty if it was not
+    value: float = math.inf  # the objective
+    bound: float = math.inf  # on the regret against the end of the run, certified if the steps were exact
+    loss: float = math.inf  # mean training loss over the run
+    ends: tuple[float, float] = (math.inf, math.inf)  # the first training loss, and the mean of the last tenth of them
+    unsettled: float = 0.0  # the gradient at the end of the run relative to that at its start, where that is asked for
     sums: dict[str, Tensor] = field(default_factory=dict)  # what it adds to the sums of the outer step, if it finished
 
 
@@ -215,10 +214,7 @@ class Learner:
     """How a task is run and what is kept of it."""
 
     potential: MaxDiagonal  # the structure of the potential, whose metrics are given each time
-    objective: Objective  # what is minimised
-    estimator: Estimator  # how
-    exact: bool  # False takes the paper's step
-    max_norm: float | None  # C, where the metrics stay at ||m_j||_2 <= C
+    method: Method  # objective, estimator, kind of step, and the norm at which the metrics stay
     shapes: Mapping[str, Shape]  # of the tensors over which that norm is taken
     together: bool = False  # whether one task's loss serves all, so that small ones can run side by side
     executor: Executor = field(default_factory=Executor)  # where the others run
@@ -229,27 +225,22 @@ class Learner:
 
     def inside(self, iterate: Iterate) -> Iterate:
         """The nearest metrics at ||m_j||_2 <= C."""
-        return iterate if self.max_norm is None else project(iterate, self.max_norm, self.potential, self.shapes)
+        radius = self.method.max_norm
+        return iterate if radius is None else project(iterate, radius, self.potential, self.shapes)
 
     def total(self, results: Sequence[TaskResult], iterate: Iterate) -> dict[str, Tensor]:
         """The sums over the tasks that finished, in float64, with their number under "tasks"."""
-        shapes: dict[str, Sequence[int]] = {"tasks": ()}
-        if isinstance(self.estimator, ClosedForm):
-            found = moment_shapes(iterate)
-            shapes |= {f"{s}/{k}": v for k, v in found.items() for s in ("x", "y")}
-            shapes |= {f"{s}/{k}": found[k] for k in compared(iterate) for s in ("u", "v")}
-        else:
-            shapes |= {f"gradient/log_d/{k}": v.shape for k, v in iterate.log_d.items()}
-            shapes |= {"gradient/offsets": iterate.offsets.shape, "value": ()}
-        sums = {n: torch.zeros(tuple(shape), dtype=torch.float64) for n, shape in shapes.items()}
-        for result in results:
-            for n, v in result.sums.items():
-                sums[n] += v.detach().double().cpu().reshape(sums[n].shape)
+        # zeros of the closed form's moments: it may be that no task that finished has a certain tensor, or is of one half
+        shapes, halved = moment_shapes(iterate) if self.method.closed else {}, compared(iterate)
+        named = {f"{s}/{k}": shape for k, shape in shapes.items() for s in ("xyuv" if k in halved else "xy")}
+        sums = {n: torch.zeros(shape, dtype=torch.float64) for n, shape in named.items()}
+        for n, v in (pair for result in results for pair in result.sums.items()):
+            sums[n] = sums.get(n, 0.0) + v.detach().double().cpu()
         return sums
 
     def learn(self, tasks: Mapping[int, Task], iterate: Iterate, purpose: Purpose) -> dict[int, TaskResult]:
         """Run tasks, by number, and what each says; the purpose seeds estimators that are random."""
-        if not isinstance(self.estimator, ClosedForm):
+        if not self.method.closed:
             pieces = {
                 f"task {i}": partial(self._differentiate, task, iterate, derive_seed(*purpose, i))
                 for i, task in tasks.items()
@@ -260,26 +251,20 @@ class Learner:
         for (i, task), (fit, run) in zip(tasks.items(), runs, strict=True):
             found[i] = self._result(task, fit, run)
             if not run.diverged:
-                assert isinstance(self.objective, Regret)
-                moments = moments_of(run, fit, self.objective)
+                assert isinstance(self.method.objective, Regret)
+                moments = moments_of(run, fit, self.method.objective)
                 sums = {f"x/{k}": v for k, v in moments.x.items()} | {f"y/{k}": v for k, v in moments.y.items()}
                 if i % 2:  # half of the tasks, against which the others can be held
-                    sums |= {f"u/{k}": moments.x[k] for k in compared(iterate)}
-                    sums |= {f"v/{k}": moments.y[k] for k in compared(iterate)}
+                    sums |= {f"{h}/{k}": sums[f"{s}/{k}"] for k in compared(iterate) for s, h in ("xu", "yv")}
                 found[i] = replace(found[i], sums=sums | {"tasks": torch.ones(())})
         return found
 
     def runs(
         self, tasks: list[Task], iterate: Iterate, *, products: bool = False, referred: bool = True
     ) -> list[tuple[MaxDiagonal, Trajectory]]:
-        """Plain runs, side by side where that is faster, each with its potential.
-
-        Args:
-            products: whether to record what a learned basis is computed from.
-            referred: whether to make the reference runs too.
-        """
-        reference = self.objective.reference if referred else None
-        options: dict[str, Any] = {"exact": self.exact, "reference": reference, "products": products}
+        """Plain runs, side by side where that is faster, each with its potential; `referred`: with its reference run."""
+        reference = self.method.objective.reference if referred else None
+        options: dict[str, Any] = {"exact": self.method.exact, "reference": reference, "products": products}
         if self.together and len(tasks) > 1:
             fit = self.fit(iterate, tasks[0])
             return [(fit, run) for run in run_many(tasks, fit, executor=self.executor, **options)]
@@ -289,12 +274,12 @@ class Learner:
 
     def survives(self, task: Task, iterate: Iterate) -> tuple[bool, Cost]:
         """Whether a task finishes under these metrics, and what it took to see."""
-        run = run_inner(task, self.fit(iterate, task), exact=self.exact)
+        run = run_inner(task, self.fit(iterate, task), exact=self.method.exact)
         return not run.diverged, run.cost
 
     def _differentiate(self, task: Task, iterate: Iterate, seed: int) -> TaskResult:
         fit, generator = self.fit(iterate, task), torch.Generator().manual_seed(seed)
-        found = self.estimator(task, fit, self.objective, exact=self.exact, generator=generator)
+        found = self.method.estimator(task, fit, self.method.objective, exact=self.method.exact, generator=generator)
         result = replace(self._result(task, fit, found.trajectory), cost=found.cost)
         if not result.diverged and not all(bool(x.isfinite().all()) for x in found.grads.values()):
             result = replace(result, diverged="The hypergradient is not finite. Start from larger metrics.")
@@ -307,22 +292,17 @@ class Learner:
 
     @torch.no_grad()
     def _result(self, task: Task, fit: MaxDiagonal, run: Trajectory) -> TaskResult:
-        name, lost = config_hash(task.config), math.inf
+        result = TaskResult(config_hash(task.config), run.cost, run.diverged)
         if run.diverged:
-            return TaskResult(name, lost, lost, lost, (lost, lost), 0.0, run.diverged, run.cost)
-        bound = float(Regret().value(run, fit)) + float(run.gaps.sum()) / run.lr
-        unsettled, extra = 0.0, Cost()
-        if isinstance(self.objective, PaperBound):
-            unsettled, extra = _unsettled(task, run), Cost(gradients=2)
-        return TaskResult(
-            name,
-            float(self.objective.value(run, fit)),
-            bound if self.exact else math.nan,
-            float(run.losses.mean()),
-            ends_of(run),
-            unsettled,
-            "",
-            run.cost + extra,
+            return result
+        if isinstance(self.method.objective, PaperBound):
+            result = replace(result, unsettled=_unsettled(task, run), cost=run.cost + Cost(gradients=2))
+        return replace(
+            result,
+            value=float(self.method.objective.value(run, fit)),
+            bound=float(Regret().value(run, fit)) + float(run.gaps.sum()) / run.lr if self.method.exact else math.nan,
+            loss=float(run.losses.mean()),
+            ends=ends_of(run),
         )
 
 
@@ -388,11 +368,9 @@ def run_round(
     retreats: bool,
     purpose: Purpose,
 ) -> Round:
-    """Run all tasks of an outer step, at a scale where they finish if this is the first.
+    """Run all tasks of an outer step, at a scale where they finish if this is the first: if no metrics are `good` yet.
 
-    Args:
-        good: the last metrics under which the tasks finished; None in the first outer step.
-        retreats: whether to ask of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
+    With `retreats`, it is asked of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
     """
     found: dict[int, TaskResult] = {}
     cost, too_far = Cost(), 0
@@ -418,7 +396,7 @@ def _find_scale(
     for power in range(RAISES + 1):
         left = {i: task for i, task in tasks.items() if powers[i] is None}
         trial = learner.inside(start.shifted(power * math.log(4.0)))
-        if isinstance(learner.estimator, ClosedForm):
+        if learner.method.closed:
             kept |= (results := learner.learn(left, trial, purpose))
             answers = {i: (not result.diverged, result.cost) for i, result in results.items()}
         else:
@@ -436,9 +414,7 @@ def contest(learner: Learner, tasks: Sequence[Task], iterates: list[Iterate]) ->
 
     The bound against the end of one's own run is smallest for metrics that hardly move. So all are compared with one point:
     the reference run's, if the objective has one, else the end with the lowest loss of all.
-
-    Returns:
-        For each task the values by iterate, None where a run diverged; and the cost.
+    For each task there are the values by iterate, None where a run diverged.
     """
     by_iterate = [learner.runs(list(tasks), iterate, referred=False) for iterate in iterates]
     found: list[list[float | None]] = []
@@ -446,7 +422,7 @@ def contest(learner: Learner, tasks: Sequence[Task], iterates: list[Iterate]) ->
     for row, task in enumerate(tasks):
         entries = [runs[row] for runs in by_iterate]
         finished = [run for _, run in entries if not run.diverged]
-        objective = learner.objective
+        objective = learner.method.objective
         if finished and objective.reference is not None:
             best, extra = objective.reference.run(task, finished[0].start, finished[0].steps)
             entries = [(fit, replace(run, reference=best)) for fit, run in entries]

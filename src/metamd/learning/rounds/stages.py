@@ -4,15 +4,24 @@ import math
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from metamd.files.learned import LearnedOptimiser, fingerprint
+from metamd.files.progress import Progress
+from metamd.files.store import Journal, Log
 from metamd.inner.closed_form import Iterate
+from metamd.inner.executor import Executor
+from metamd.inner.objectives import PaperBound
 from metamd.inner.run import Cost
+from metamd.learning.parts import identity_of
+from metamd.learning.reference import described
 from metamd.learning.rounds.outer import Method, Outer, OuterStep
 from metamd.learning.rounds.round import Findings, Learner, Round, contest, draw, run_round, within_reach
 from metamd.potentials.basis import Basis
@@ -27,6 +36,13 @@ ALWAYS = -sys.float_info.max
 PLAIN = ("stage", "step", "factor", "target")
 """What of a state is a number or nothing."""
 
+SETTLED = 1e-2
+"""A run has converged, for `PaperBound`, when its gradient has fallen to this share of the first."""
+
+
+class NotConvergedWarning(UserWarning):
+    """Runs end before they have converged, where the objective takes their ends for solutions."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -35,7 +51,7 @@ class State:
     now: Iterate  # the metrics that the next outer step tries
     stage: int = 0  # which part of the plan is next; its length when all is done
     step: int = 0  # outer steps done altogether
-    good: Iterate | None = None  # the last metrics under which no task diverged that could be helped
+    good: Iterate | None = None  # the last metrics under which every task finished, except tasks that diverge under any
     carried: Mapping[str, Tensor] = field(default_factory=dict)  # what the rule of the outer step remembers
     factor: float = 1.0  # how much smaller its steps shall be
     candidates: tuple[Iterate, ...] = ()  # metrics that may turn out to be the best
@@ -49,12 +65,8 @@ class State:
         """The tensors, by name; all numbers that may be infinite are among them, for JSON has no infinity."""
         found = {f"carried/{n}": v for n, v in self.carried.items()}
         found |= {n: torch.tensor(getattr(self, n), dtype=torch.float64) for n in ("values", "changes")}
-        good = {} if self.good is None else {"good": self.good}
-        for name, iterate in {
-            "now": self.now,
-            **good,
-            **{f"candidate {i}": c for i, c in enumerate(self.candidates)},
-        }.items():
+        iterates = {"now": self.now} | ({} if self.good is None else {"good": self.good})
+        for name, iterate in (iterates | {f"candidate {i}": c for i, c in enumerate(self.candidates)}).items():
             found |= {f"{name}/log_d/{k}": v for k, v in iterate.log_d.items()}
             found |= {f"{name}/basis/{k}": v for k, v in iterate.basis.factors.items()}
             found[f"{name}/offsets"] = iterate.offsets
@@ -95,22 +107,95 @@ class Plan:
     """All that a meta-training does, but for where it is."""
 
     family: TaskFamily  # the tasks
-    learner: Learner  # how a task is run in the first stage
     method: Method  # the rules, the stages, when they end
     pieces: int  # N of the result
     tasks_per_step: int  # n
     seed: int  # of everything random
     found: Findings  # what the first gradients said
+    executor: Executor  # where tasks run
 
-    def finished(self, state: State) -> bool:
-        """Whether nothing is left to do."""
-        return state.stage >= len(self.method.stages)
+    def train(self, journal: Journal | None, log: Log | None) -> LearnedOptimiser:
+        """All outer steps that are left, with a checkpoint after every few and when something interrupts."""
+        state = self._begin()
+        identity = {} if journal is None else self._identity(state)
+        kept = None if journal is None else journal.resume(identity)
+        state = state if kept is None else State.restore(*kept, state.now.basis)
+        saved = state.step
+        try:
+            with Progress("outer steps", state.step + self._left(state), done=state.step) as progress:
+                while self._left(state):
+                    state, step = self._advance(state)
+                    record = step.to_dict()
+                    progress.update(state.step, step_line(record), state.step + self._left(state))
+                    if journal is not None:
+                        journal.note(record, state.step)
+                        if state.step - saved >= journal.every or not self._left(state):
+                            journal.save(state.tensors(), state.facts(), identity)
+                            saved = state.step
+                    if log is not None:
+                        log(record, state.step)
+        except BaseException:
+            if journal is not None and state.step > saved:
+                with suppress(OSError):  # a full disk may be why we are here
+                    journal.save(state.tensors(), state.facts(), identity)
+            raise
+        return self._result(state)
 
-    def left(self, state: State) -> int:
+    def _begin(self) -> State:
+        """The first state: one piece for the closed form, pieces that differ a little for gradients."""
+        now = Iterate.of(self.found.bound)
+        if self.found.curvature and not any(bool(v.any()) for v in now.log_d.values()):
+            now = now.shifted(math.log(self.found.curvature))
+        if self.method.closed:
+            # of several metrics, the geometric mean
+            log_d = {k: v.mean(0, keepdim=True) for k, v in now.log_d.items()}
+            now = now.moved(log_d, torch.zeros(1, dtype=torch.float64))
+        elif self.pieces > 1 and all(bool((v == v[:1]).all()) for v in now.log_d.values()):
+            now = self._spread_out(now)
+        return State(self._learner(0).inside(now), cost=self.found.cost)
+
+    def _identity(self, state: State) -> dict[str, Any]:
+        """What two runs must have in common for one to continue the other."""
+        method, potential = self.method, self.found.bound
+        return {
+            **({} if potential.basis.kind == "identity" else {"basis": repr(potential.basis)}),
+            "family": identity_of(self.family),
+            "potential": fingerprint(potential),
+            "start": fingerprint(state.now.apply(potential)),
+            **{n: repr(getattr(method, n)) for n in ("objective", "estimator", "stopping", "refine")},
+            "outer": repr(method.rule),
+            "exact": method.exact,
+            "stages": [list(s) for s in method.stages],
+            "tasks_per_step": self.tasks_per_step,
+            "seed": self.seed,
+            **({} if method.max_norm is None else {"max_norm": method.max_norm}),
+        }
+
+    def _result(self, state: State) -> LearnedOptimiser:
+        potential, refine = state.now.apply(self.found.bound), self.method.refine
+        said = repr(self.method.estimator) + (f", then {refine!r}" if refine else "")
+        if potential.pieces != self.pieces:
+            said = f"{said}; kept one piece, of {self.pieces} that were tried"
+        cost = {"gradient_evaluations": state.cost.gradients, "hessian_vector_products": state.cost.hvps}
+        return LearnedOptimiser.from_potential(
+            potential.requires_grad_(True),
+            model=self.found.shapes,
+            **described(self.family),
+            gradient_scale={k: v for k, v in self.found.scale.items() if math.isfinite(v)},
+            objective=repr(self.method.objective),
+            estimator=said,
+            seeds=(self.seed,),
+            cost={**cost, "outer_steps": state.step, "seconds": state.cost.seconds},
+            task_hashes=state.tasks,
+            max_norm=self.method.max_norm,
+            target_loss=state.target,
+        )
+
+    def _left(self, state: State) -> int:
         """Outer steps to come, at most."""
         return sum(steps for _, steps in self.method.stages[state.stage :]) - len(state.changes)
 
-    def advance(self, state: State) -> tuple[State, OuterStep]:
+    def _advance(self, state: State) -> tuple[State, OuterStep]:
         """One outer step."""
         began = time.perf_counter()
         stage, _ = self.method.stages[state.stage]
@@ -119,7 +204,7 @@ class Plan:
         spent = Cost(record.gradients, record.hvps, seconds)
         return replace(new, step=record.step, cost=state.cost + spent), replace(record, seconds=seconds)
 
-    def spread_out(self, one: Iterate) -> Iterate:
+    def _spread_out(self, one: Iterate) -> Iterate:
         """As many pieces as the result shall have, which differ a little: the same ones would have the same gradients."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "pieces"))
         log_d = {}
@@ -133,22 +218,22 @@ class Plan:
         """Tasks for one purpose are never those of another."""
         return [draw(self.family, self.seed, purpose, state.step + 1, i) for i in range(self.tasks_per_step)]
 
-    def _learner(self, state: State) -> Learner:
+    def _learner(self, stage: int) -> Learner:
         """With the estimator and the objective of the refinement from there on."""
-        refine, begun = self.method.refine, [name for name, _ in self.method.stages[: state.stage + 1]]
-        if refine is None or "refine" not in begun:
-            return self.learner
-        return replace(self.learner, estimator=refine.estimator, objective=refine.objective or self.learner.objective)
+        method, refine = self.method, self.method.refine
+        if refine is not None and "refine" in [name for name, _ in method.stages[: stage + 1]]:
+            method = replace(method, estimator=refine.estimator, objective=refine.objective or method.objective)
+        return Learner(self.found.bound, method, self.found.shapes, self.family.shared_loss, self.executor)
 
     # learning
 
     def _learn(self, state: State) -> tuple[State, OuterStep]:
         stage, limit = self.method.stages[state.stage]
-        learner, outer, refine = self._learner(state), self.method.rule, self.method.refine
+        learner, outer, refine = self._learner(state.stage), self.method.rule, self.method.refine
         if stage == "refine" and refine is not None:
             outer = refine.outer
             if len(state.now.offsets) < self.pieces:  # the closed form has learned one
-                pieces = learner.inside(self.spread_out(state.now))
+                pieces = learner.inside(self._spread_out(state.now))
                 state = replace(state, now=pieces, good=pieces)
         tasks, purpose = dict(enumerate(self._tasks("train", state))), (self.seed, "estimate", state.step + 1)
         held = run_round(tasks, learner, state.now, state.good, retreats=outer.retreats, purpose=purpose)
@@ -171,7 +256,15 @@ class Plan:
             tasks=tuple(dict.fromkeys((*state.tasks, *(result.task for result in held.results)))),
             target=within_reach([result.ends for result in held.finished]) if held.finished else state.target,
         )
-        note = self._verdict(new, limit)
+        note, unsettled = self._verdict(new, limit), held.mean("unsettled")
+        if isinstance(learner.method.objective, PaperBound) and unsettled > SETTLED:
+            warnings.warn(
+                f"under PaperBound the end of a run stands for the solution, but in outer step {state.step + 1} the "
+                f"gradients at the ends are still {unsettled:.2g} times the first ones: the objective then rewards not "
+                "moving at all. Give the tasks more steps, or use objective=Regret().",
+                NotConvergedWarning,
+                stacklevel=5,
+            )
         record = OuterStep(
             step=state.step + 1,
             stage=stage,
@@ -179,7 +272,7 @@ class Plan:
             bound=held.mean("bound"),
             loss=held.mean("loss"),
             change=change,
-            unsettled=held.mean("unsettled"),
+            unsettled=unsettled,
             diverged=held.diverged,
             gradients=held.cost.gradients,
             hvps=held.cost.hvps,
@@ -188,19 +281,17 @@ class Plan:
         return (self._next(new) if note else new), record
 
     def _move(self, state: State, held: Round, learner: Learner, outer: Outer) -> tuple[State, float]:
-        now, values = held.now, (*state.values, held.mean("value"))
-        update = outer.update(now, now.apply(learner.potential), held.sums, state.carried, state.factor)
-        tried = replace(now, step=state.step + 1, loss=held.mean("loss"))
-        known = (*state.candidates, tried)
+        values = (*state.values, held.mean("value"))
+        update = outer.update(held.now, held.sums, state.carried, state.factor)
+        known = (*state.candidates, replace(held.now, step=state.step + 1, loss=held.mean("loss")))
         places = SHORTLIST + sum(c.loss == ALWAYS for c in known)
-        shortlist = sorted(known, key=lambda c: c.loss)[:places]
         new = replace(
             state,
             now=learner.inside(update.iterate),
-            good=now,
+            good=held.now,
             carried=update.carried,
             factor=min(1.0, 1.5 * state.factor),
-            candidates=tuple(shortlist),
+            candidates=tuple(sorted(known, key=lambda c: c.loss)[:places]),
             values=values,
         )
         return new, self._drift(values) if update.change is None else update.change
@@ -236,7 +327,7 @@ class Plan:
         others whose mean is lower by two standard errors of the differences by task.
         """
         entrants, tasks, step = [*state.candidates, state.now], self._tasks("judge", state), state.step + 1
-        rows, cost = contest(self._learner(state), tasks, entrants)
+        rows, cost = contest(self._learner(state.stage), tasks, entrants)
         finishable = [row for row in rows if any(v is not None for v in row)]
         if not finishable:
             raise ValueError(f"all {len(tasks)} tasks of outer step {step} diverged, so that nothing can be judged.")
@@ -264,3 +355,10 @@ class Plan:
         best = replace(best, loss=ALWAYS)
         seen = tuple(dict.fromkeys((*state.tasks, *(config_hash(task.config) for task in tasks))))
         return self._next(replace(state, now=best, good=best, candidates=(best,), tasks=seen)), record
+
+
+def step_line(record: Mapping[str, Any]) -> str:
+    """One outer step in a line."""
+    numbers = [f"{n} {record[n]:.4g}" for n in ("objective", "bound", "loss") if record[n] is not None]
+    lost = [f"{len(record['diverged'])} diverged"] if record["diverged"] else []
+    return "  ".join([f"{record['stage']} {record['step']}", *numbers, *lost])

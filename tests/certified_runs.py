@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from metamd import Certificate, MaxDiagonal, MetaMD
-from metamd.optimiser.certificate.sums import Sums
+from metamd.optimiser.certificate import Sums
 
 AVERAGES: list[dict[str, Any]] = [{}, {}, {"momentum": 0.5}, {"momentum": 0.9}]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from metamd.learning.recorder import Recorder
     from metamd.learning.reference import learn_start
     from metamd.learning.usage import learn_usage
-    from metamd.optimiser.certificate.record import Certificate
+    from metamd.optimiser.certificate import Certificate
     from metamd.optimiser.guard import OffFamilyWarning
     from metamd.optimiser.optimiser import MetaMD, prepare
     from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
@@ -46,7 +46,7 @@ _PUBLIC = {
     "metamd.potentials.step": ("mirror_step",),
     "metamd.files.learned": ("LearnedOptimiser", "load"),
     "metamd.files.recorded_run": ("Run",),
-    "metamd.optimiser.certificate.record": ("Certificate",),
+    "metamd.optimiser.certificate": ("Certificate",),
     "metamd.optimiser.guard": ("OffFamilyWarning",),
     "metamd.optimiser.optimiser": ("MetaMD", "prepare"),
     "metamd.learning.meta": ("meta_train", "paper"),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, PNorm
-from metamd.optimiser.certificate.sums import Sums
+from metamd.optimiser.certificate import Sums
 from metamd.potentials.base import Move
 from metamd.potentials.online import Online
 from tests.helpers import equal_parameters, random_basis, random_geometry, small_model, train

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from metamd import Diagonal, MaxDiagonal, MetaMD
-from metamd.optimiser.certificate.sums import Sums
+from metamd.optimiser.certificate import Sums
 from metamd.potentials import diagonal, forms
 from metamd.potentials.forms import Solution
 from tests.certified_runs import random_bundle, random_run

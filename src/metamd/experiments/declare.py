@@ -14,12 +14,11 @@ from metamd.experiments.race import Training, train
 from metamd.files.container import write_atomically
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
 from metamd.files.store import Journal, Result
-from metamd.files.usage import Usage
+from metamd.files.usage import Average, Usage
 from metamd.inner.objectives import Objective, Reference, Regret
 from metamd.learning.meta import learn_network
 from metamd.learning.reference import tuned_reference
 from metamd.learning.usage import Choices, learn_usage
-from metamd.optimiser.averaging import AveragingName
 from metamd.potentials import Kronecker, MaxDiagonal
 from metamd.rivals import Schedule
 from metamd.tasks.base import derive_seed
@@ -36,7 +35,7 @@ class Entry:
     # metric, momentum, schedule and factor; None for what was chosen on the training tasks, or plainly
     usage: Usage | None = None
     exact: bool = True  # False takes the paper's step
-    averaging: AveragingName | None = None  # the kind of average, as for `MetaMD`; that of the usage if not given
+    averaging: Average | None = None  # the kind of average, as for `MetaMD`; that of the usage if not given
     # how often polar steps find their directions, if not as the file says; nothing where it recommends others
     refresh: int | None = None
     piece: int | None = None  # counted from 0, to use one piece of a mixture alone

@@ -11,14 +11,13 @@ A tail average takes part in nothing: gradients are taken at z, and the model is
 c_t = (k + 1)/(t + k) on the newest iterate, the average of the iterates with weights about t^k [Shamir2013].
 """
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from metamd.files.usage import Average
 from metamd.potentials.sharding import local
-
-AveragingName = Literal["constant", "tail"]
 
 TAIL = 9
 """k of a tail average: the last 7 % of the steps have half of the weight."""
@@ -26,9 +25,9 @@ TAIL = 9
 
 def check_averaging(averaging: str, momentum: float) -> None:
     """Refuse what no average can be made of."""
-    if averaging not in get_args(AveragingName):
+    if averaging not in get_args(Average):
         raise ValueError(
-            f"averaging must be one of {', '.join(get_args(AveragingName))}; got {averaging!r}. Earlier versions also had "
+            f"averaging must be one of {', '.join(get_args(Average))}; got {averaging!r}. Earlier versions also had "
             '"anytime" and "schedule-free".'
         )
     if not 0 <= momentum < 1:

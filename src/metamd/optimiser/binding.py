@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.learned import LearnedOptimiser, load
-from metamd.files.usage import Metric, Usage
-from metamd.optimiser.averaging import AveragingName
+from metamd.files.usage import Average, Metric, Usage
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import widen
@@ -42,7 +41,7 @@ class Options:
 
     metric: Metric | Online
     momentum: float  # of groups without one of their own
-    averaging: AveragingName
+    averaging: Average
     given_lr: float | Tensor | None = None
     usage: Usage | None = None  # what the file recommends, where it is used so
     steps: int | None = None  # the length of the schedule that is inside, if there is one

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from metamd.optimiser.averaging import AveragingName
-from metamd.optimiser.certificate.sums import SUM
+from metamd.files.usage import Average
+from metamd.optimiser.certificate import SUM
 from metamd.potentials.online import KEPT, Online
 
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
@@ -60,7 +60,7 @@ def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:
             "geometry that the run used.",
         ),
         (
-            averaging not in get_args(AveragingName),
+            averaging not in get_args(Average),
             f"averaging={averaging!r}, which this version no longer has. Start a new run from the parameters, or finish the "
             "run with the version that began it.",
         ),

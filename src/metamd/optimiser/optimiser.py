@@ -13,13 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from metamd.files.learned import LearnedOptimiser, fingerprint
-from metamd.files.usage import Metric
+from metamd.files.usage import Average, Metric
 from metamd.optimiser import averaging as average
 from metamd.optimiser import binding
-from metamd.optimiser.averaging import AveragingName
-from metamd.optimiser.certificate.bounds import CertifiedRun
-from metamd.optimiser.certificate.record import Certificate, Reference
-from metamd.optimiser.certificate.sums import Sums
+from metamd.optimiser.certificate import Certificate, CertifiedRun, Reference, Sums
 from metamd.optimiser.checkpoint import Kind, PieceRecord, mend_state, metric_code, refuse_foreign
 from metamd.optimiser.guard import FamilyWatch, Safeguard, energy
 from metamd.potentials.base import Active, Move, Params, Potential, Step
@@ -102,7 +99,7 @@ class MetaMD(Optimizer):
         certify: bool = False,
         check_finite: bool = True,
         safeguard: bool = False,
-        averaging: AveragingName | None = None,
+        averaging: Average | None = None,
         metric: Metric | Online | None = None,
     ) -> None:
         given = {"lr": lr, "momentum": momentum, "averaging": averaging, "metric": metric}

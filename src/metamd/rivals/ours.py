@@ -5,8 +5,7 @@ from typing import Any
 
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import shortened
-from metamd.files.usage import SCHEDULES, Usage
-from metamd.optimiser.averaging import AveragingName
+from metamd.files.usage import SCHEDULES, Average, Usage
 from metamd.optimiser.optimiser import MetaMD, refreshed
 from metamd.rivals.base import DIGITS, Named, Range, Rival, Setting
 from metamd.rivals.table import DECAY
@@ -22,7 +21,7 @@ def learned_rival(
     title: str = "MetaMD",
     usage: Usage | None = None,
     exact: bool = True,
-    averaging: AveragingName | None = None,
+    averaging: Average | None = None,
     refresh: int | None = None,
 ) -> Rival:
     """A learned geometry behind the interface of the rivals; by default as its file says, with nothing tuned.

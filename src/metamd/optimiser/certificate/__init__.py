@@ -1,1 +1,0 @@
-"""The regret certificate of a run."""

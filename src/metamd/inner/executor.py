@@ -12,10 +12,11 @@ import signal
 import socket
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
@@ -91,7 +92,7 @@ class Executor:
         elif self.workers == 1 or len(pieces) < 2 or inside or not forks:
             found = ((name, compute()) for name, compute in pieces.items())
         else:
-            found = _Pool(pieces, self.workers).run()
+            found = _in_processes(pieces, self.workers)
         with Progress(label, len(pieces) + done, done=done) as progress, closing(found):
             for name, result in found:
                 yield name, result
@@ -115,131 +116,92 @@ def _opened(name: str, answer: Answer) -> Any:
     raise ValueError(value) if kind == "refused" else RuntimeError(f"{name}: {value}")
 
 
-class _Pool:
-    """Processes that take one piece after another; one that dies is replaced, and its piece begun again."""
+def _in_processes(pieces: Mapping[str, Callable[[], Any]], workers: int) -> Generator[tuple[str, Any], None, None]:
+    """A process for every piece, so many at a time; a piece whose process is killed is begun again.
 
-    def __init__(self, pieces: Mapping[str, Callable[[], Any]], workers: int) -> None:
-        self.names, self.pieces, self.workers = list(pieces), list(pieces.values()), workers
-        self.waiting = deque(range(len(pieces)))
-        self.begun: Counter[int] = Counter()
-        self.free: list[_Worker] = []
-        self.busy: dict[_Worker, int] = {}
-
-    def run(self) -> Generator[tuple[str, Any], None, None]:
-        try:
-            while self.waiting or self.busy:
-                while self.waiting and len(self.busy) < self.workers:
-                    self._give(self.free.pop() if self.free else _Worker(self.pieces))
-                ready = set(wait([w.pipe for w in self.busy]))
-                for worker in [w for w in self.busy if w.pipe in ready]:
-                    yield from self._take(worker)
-        finally:
-            for worker in [*self.free, *self.busy]:
-                worker.end()
-
-    def _give(self, worker: "_Worker") -> None:
-        piece = self.waiting.popleft()
-        self.begun[piece] += 1
-        self.busy[worker] = piece
-        with suppress(OSError):  # it has died since; that shows when its answer is taken
-            worker.pipe.send(piece)
-
-    def _take(self, worker: "_Worker") -> Generator[tuple[str, Any], None, None]:
-        piece = self.busy.pop(worker)
-        name = self.names[piece]
-        try:
-            answer: Answer = pickle.loads(worker.pipe.recv_bytes())
-        except (EOFError, OSError):  # killed
-            worker.end()
-            if self.begun[piece] == ATTEMPTS:
-                raise ChildProcessError(
-                    f"the process of {name!r} was killed {ATTEMPTS} times (code {worker.process.exitcode}). Is there memory "
-                    "enough? Fewer workers need less."
-                ) from None
-            self.waiting.appendleft(piece)
-            return
-        self.free.append(worker)
-        yield name, _opened(name, answer)
+    The memory of a process is the parent's at the time of the fork, the pieces among it.
+    """
+    context, waiting, begun = multiprocessing.get_context("fork"), deque(pieces), Counter[str]()
+    running: dict[Connection, tuple[str, BaseProcess]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                name = waiting.popleft()
+                begun[name] += 1
+                pipe, theirs = context.Pipe(duplex=False)
+                process: BaseProcess = context.Process(target=_work, args=(pieces[name], theirs, pipe), daemon=True)
+                sys.stdout.flush()
+                process.start()
+                theirs.close()  # so that the process's death shows as the end of the pipe
+                running[pipe] = name, process
+            ready = wait(list(running))
+            for pipe in [p for p in running if p in ready]:
+                name, process = running[pipe]
+                try:
+                    answer: Answer | None = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):  # killed
+                    answer = None
+                process.join()
+                del running[pipe]
+                pipe.close()
+                if answer is not None:
+                    yield name, _opened(name, answer)
+                elif begun[name] < ATTEMPTS:
+                    waiting.appendleft(name)
+                else:
+                    raise ChildProcessError(
+                        f"the process of {name!r} was killed {ATTEMPTS} times (code {process.exitcode}). Is there memory "
+                        "enough? Fewer workers need less."
+                    )
+    finally:
+        for pipe, (_, process) in running.items():
+            process.kill()
+            process.join()
+            pipe.close()
 
 
-class _Worker:
-    """One process and the pipe to it. Its memory is the parent's at the time of the fork, the pieces among it."""
-
-    def __init__(self, pieces: Sequence[Callable[[], Any]]) -> None:
-        context = multiprocessing.get_context("fork")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(pieces, theirs, self.pipe), daemon=True)
-        sys.stdout.flush()
-        self.process.start()
-        theirs.close()
-
-    def end(self) -> None:
-        """Kill it; what it has not answered yet is computed again."""
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
-def _work(pieces: Sequence[Callable[[], Any]], pipe: Connection, parents: Connection) -> None:
+def _work(compute: Callable[[], Any], pipe: Connection, parents: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
     torch.set_num_threads(1)
-    parents.close()  # so that the parent's death shows as the end of the pipe
-    while True:
-        try:
-            piece = pieces[pipe.recv()]
-        except (EOFError, OSError):
-            os._exit(0)  # nothing of the parent's may be flushed or closed twice
-        try:
-            # torch's own pickler for pipes would pass tensors through shared memory that dies with this process
-            data = pickle.dumps(_answer(piece))
-        except Exception as error:
-            data = pickle.dumps(("failed", f"its result cannot be sent to another process: {error!r}"))
-        with suppress(OSError):
-            pipe.send_bytes(data)
+    parents.close()  # so that the parent's death shows when the answer is sent
+    try:
+        # torch's own pickler for pipes would pass tensors through shared memory that dies with this process
+        data = pickle.dumps(_answer(compute))
+    except Exception as error:
+        data = pickle.dumps(("failed", f"its result cannot be sent to another process: {error!r}"))
+    with suppress(OSError):
+        pipe.send_bytes(data)
+    os._exit(0)  # nothing of the parent's may be flushed or closed twice
 
 
 def _on_ray(pieces: Mapping[str, Callable[[], Any]], address: str, workers: int) -> Generator[tuple[str, Any], None, None]:
-    """Actors hold the pieces and compute one after another; a piece whose actor dies is begun again on another."""
+    """Remote calls, so many at a time."""
     if address == "local":
         os.environ.setdefault(LOOPBACK, "0")
     try:
         import ray
     except ModuleNotFoundError:
         raise ValueError("--ray needs the ray package, which is not installed. Run: pip install 'metamd[ray]'") from None
-    names = list(pieces)
     with _cluster(ray, address, workers):
-        # an actor is restarted with the same pieces, and its call is made again, so often
-        kind = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=ATTEMPTS - 1)(_Actor)
-        shared = ray.put(list(pieces.values()))
-        waiting, running = deque(range(len(pieces))), {}
-
-        def give(actor: Any) -> None:
-            if waiting:
-                index = waiting.popleft()
-                running[actor.compute.remote(index)] = (actor, index)
-
-        for _ in range(min(workers, len(pieces))):
-            give(kind.remote(shared))
-        while running:
+        # Ray begins a call whose process dies again, so often
+        compute = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_alone)
+        waiting, running = deque(pieces), dict[Any, str]()
+        while waiting or running:
+            while waiting and len(running) < workers:
+                name = waiting.popleft()
+                running[compute.remote(pieces[name])] = name
             (done,), _ = ray.wait(list(running), num_returns=1)
-            actor, index = running.pop(done)
+            name = running.pop(done)
             try:
                 answer = ray.get(done)
             except ray.exceptions.RayError as error:
-                raise ChildProcessError(f"the actor of {names[index]!r} was lost {ATTEMPTS} times: {error}") from None
-            give(actor)
-            yield names[index], _opened(names[index], answer)
+                raise ChildProcessError(f"the process of {name!r} was lost {ATTEMPTS} times: {error}") from None
+            yield name, _opened(name, answer)
 
 
-class _Actor:
-    """What runs on the cluster."""
-
-    def __init__(self, pieces: Sequence[Callable[[], Any]]) -> None:
-        torch.set_num_threads(1)
-        self.pieces = pieces
-
-    def compute(self, index: int) -> Answer:
-        return _answer(self.pieces[index])
+def _alone(compute: Callable[[], Any]) -> Answer:
+    torch.set_num_threads(1)
+    return _answer(compute)
 
 
 def _knock(address: str) -> None:

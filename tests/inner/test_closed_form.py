@@ -19,12 +19,12 @@ from metamd.inner.closed_form import (
     best_shares,
     geometric_mean,
     learn_factors,
+    moments_of,
     root,
     towards,
 )
 from metamd.inner.objectives import Reference
 from metamd.inner.run import run_inner
-from metamd.inner.sums import moments_of
 from tests.helpers import random_basis
 from tests.small_tasks import F64, BecomesNaN, Quadratic, Regression, Separable, TanhNet, potential_for
 

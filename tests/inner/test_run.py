@@ -8,8 +8,7 @@ import torch
 
 from metamd import Diagonal, Euclidean, MaxDiagonal, mirror_step
 from metamd.inner.objectives import Fixed, Regret
-from metamd.inner.run import gradient, local_norm, run_inner
-from metamd.inner.sums import GradientSums
+from metamd.inner.run import GradientSums, gradient, local_norm, run_inner
 from metamd.potentials.forms import combine
 from tests.small_tasks import F64, BecomesNaN, ConvNet, Logistic, Quadratic, Separable, TanhNet, potential_for
 

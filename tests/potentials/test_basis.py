@@ -21,10 +21,10 @@ from metamd.files.usage import Usage
 from metamd.inner.closed_form import (
     Iterate,
     learn_factors,
+    moments_of,
 )
 from metamd.inner.objectives import Reference
 from metamd.inner.run import run_inner
-from metamd.inner.sums import moments_of
 from metamd.potentials.basis import Basis, Orthogonal
 from metamd.potentials.online import Online
 from metamd.tasks import TaskFamily

@@ -16,6 +16,7 @@ from torch import Tensor
 from metamd.certification.statements import Statement, Verdict
 from metamd.files.header import Header
 from metamd.files.learned import LearnedOptimiser
+from metamd.inner.run import all_finite
 from metamd.learning.rounds.outer import metric_norms
 from metamd.learning.rounds.round import draw_config
 from metamd.potentials.base import Params
@@ -214,7 +215,7 @@ def training_tasks(header: Header, family: TaskFamily) -> tuple[list[Task], floa
 @torch.no_grad()
 def measure(potential: MaxDiagonal, start: Params, solution: Params) -> tuple[float, float, float]:
     """Divergence, length and reach of theta_* - theta_1, as `Displacements` has them; infinite if theta_* is not finite."""
-    if not all(bool(x.isfinite().all()) for x in solution.values()):
+    if not all_finite(solution):
         return math.inf, math.inf, math.inf
     moved = {n: (solution[n] - start[n]).double() for n in start}
     length = math.sqrt(sum(float(x.square().sum()) for x in moved.values()))

@@ -1,14 +1,18 @@
 """How a learned basis is found: the best metric of every weight matrix in closed form, and the basis it is diagonal in."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from metamd.files.learned import Moments
+from metamd.inner.objectives import Regret
+from metamd.inner.run import Trajectory
 from metamd.potentials.basis import Basis, Orthogonal, Rank
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.forms import grouped_squares
 
 TOLERATED = 0.05
 """The share of the bound that `rank="auto"` gives away at most, if `LARGEST` allows it."""
@@ -106,6 +110,49 @@ class Metric:
         """(tr D X + tr D^-1 Y) / 2."""
         a, b = (((m @ self.vectors) * self.vectors).sum(0) for m in (x, y))
         return 0.5 * float((self.d * a + b / self.d).sum())
+
+
+# the moments of runs: two sums, from which the best metric follows; they add up over runs and files
+
+
+def moments_of(run: Trajectory, potential: MaxDiagonal, objective: Regret) -> Moments:
+    """The moments of a run against the objective's comparator, with its prior."""
+    u = objective.comparator.of(run)
+    pseudo = objective.pseudo(run, u) if objective.prior else {}
+    rates = {n: float(a.sum() / b.sum()) if bool(b.any()) else 0.0 for n, (a, b) in pseudo.items()}
+    x: dict[str, Tensor] = {}
+    y: dict[str, Tensor] = {}
+    basis = potential.basis
+    matrices = basis.learnable() if run.products else []
+    for n, slot in potential.slots.items():
+        delta = (u[n] - run.start[n]).double()
+        if n in matrices:
+            # Y counts 1 + prior times, and X is given the displacements that prior Y would have led to
+            key, m, products = f"right/{slot.key}", basis.places[n].matrix(delta), run.products[f"right/{n}"].double()
+            here = (m.mT @ m + objective.prior * rates.get(n, 0.0) * products) / run.lr
+            there = (1 + objective.prior) * products * run.lr
+        else:
+            key, more = slot.key, pseudo.get(n, (0.0, 0.0))
+            here = slot.gather((grouped_squares(basis.into(n, delta), slot.shape) + more[0]) / run.lr)
+            there = slot.gather((run.squares[n].double() + more[1]) * run.lr)
+        x[key], y[key] = (here, there) if key not in x else (x[key] + here, y[key] + there)
+    return Moments(x, y)
+
+
+def minimiser(moments: Moments, present: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """log D_i = (log y_i - log x_i) / 2, by key, one piece each.
+
+    Where nothing moved or no gradient arrived the ratio says nothing, and the logarithm of the present metric is kept.
+    """
+    found = {}
+    for key, kept in present.items():
+        if key not in moments.x:  # it has a matrix
+            continue
+        x, y = moments.x[key], moments.y[key]
+        known = (x > 0) & (y > 0)
+        logs = 0.5 * (torch.where(known, y, 1.0).log() - torch.where(known, x, 1.0).log())
+        found[key] = torch.where(known, logs, kept.detach()[0].to(logs.dtype)).to(kept.dtype).unsqueeze(0)
+    return found
 
 
 def moment_shapes(iterate: Iterate) -> dict[str, tuple[int, ...]]:

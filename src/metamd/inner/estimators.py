@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from metamd.files.learned import Moments
+from metamd.inner.closed_form import minimiser, moments_of
 from metamd.inner.derivatives import Passage, Recursion, dot, hessian_products, named, part, pushed, stays
 from metamd.inner.objectives import Objective, Regret
 from metamd.inner.run import Cost, MirrorDescent, ReferenceRun, Trajectory, gradient, run_inner, train
-from metamd.inner.sums import minimiser, moments_of
 from metamd.potentials.base import Active, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.step import mirror_step

@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metamd.inner.sums import GradientSums
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.forms import gap_of
+from metamd.potentials.forms import combine, gap_of, grouped_squares
 from metamd.potentials.step import mirror_step
 from metamd.tasks.base import Task
 
@@ -27,17 +26,11 @@ BLOW_UP = 1e3
 
 @dataclass(frozen=True)
 class Cost:
-    """What a computation took.
+    """What a computation took."""
 
-    Args:
-        gradients: gradient evaluations.
-        hvps: Hessian-vector products.
-        seconds: wall-clock time.
-    """
-
-    gradients: int = 0
-    hvps: int = 0
-    seconds: float = 0.0
+    gradients: int = 0  # evaluations
+    hvps: int = 0  # Hessian-vector products
+    seconds: float = 0.0  # wall-clock time
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.gradients + other.gradients, self.hvps + other.hvps, self.seconds + other.seconds)
@@ -79,17 +72,11 @@ Watch = Callable[[int, Tensor, Params], object]
 
 @dataclass(frozen=True)
 class Training:
-    """What the training loop did.
+    """What the training loop did."""
 
-    Args:
-        losses: of the batches, before each step that was taken.
-        diverged: why the run was given up, in a sentence; empty if it was not.
-        cost: gradients and time.
-    """
-
-    losses: tuple[float, ...]
-    diverged: str
-    cost: Cost
+    losses: tuple[float, ...]  # of the batches, before each step that was taken
+    diverged: str  # why the run was given up, in a sentence; empty if it was not
+    cost: Cost  # gradients and time
 
 
 def not_finite(step: int, losses: Sequence[float], grads: Params) -> str:
@@ -108,12 +95,7 @@ def train(
 ) -> Training:
     """Train a task: batch, loss and gradient at the rule's point, then its step.
 
-    Args:
-        task: the problem.
-        rule: what moves the parameters.
-        steps: how many, or which: a range goes on where an earlier call ended.
-        watch: sees every step.
-        until: when a run is given up; None never does.
+    A range of steps goes on where an earlier call ended. Without `until` a run is given up by the rule alone.
 
     Example:
         >>> from metamd import tasks
@@ -151,13 +133,7 @@ class Stepper(Protocol):
 
 
 class OptimiserSteps:
-    """The steps of an optimiser, its rates multiplied by a schedule.
-
-    Args:
-        params: the leaves that it moves, by name.
-        optimiser: of torch's interface.
-        schedule: the factor on its rates in step t; None leaves them alone.
-    """
+    """The steps of an optimiser, its rates multiplied by a schedule: the factor in step t."""
 
     def __init__(
         self, params: Mapping[str, Tensor], optimiser: Stepper, schedule: Callable[[int], float] | None = None
@@ -243,49 +219,96 @@ def trouble(step: int, first: float, loss: float, norm: float) -> str:
 # mirror descent, and the record of it
 
 
+class GradientSums:
+    """Sums of squared gradients in the shape of a bound potential's metrics, and by piece.
+
+    With `products`, of one piece, G'G of the weight matrices is added up, which a learned basis is computed from.
+    """
+
+    def __init__(self, potential: MaxDiagonal, *, products: bool = False) -> None:
+        self.potential, self.basis = potential, potential.basis
+        metrics = {n: potential.metric(n) for n in potential.slots}
+        self.products: dict[str, Tensor] = {}
+        if products:
+            sizes = {n: self.basis.places[n].sizes["right"] for n in self.basis.learnable()}
+            self.products = {f"right/{n}": metrics[n].detach().new_zeros(size, size) for n, size in sizes.items()}
+        self._squares = {n: d.new_zeros(d.shape[1:]) for n, d in metrics.items()}
+        self._views = {n: x.view(()) if x.numel() == 1 else x for n, x in self._squares.items()}
+        # sum_t w_j D_j^2 / D(w_t)^2 g_t^2, (N, ...) by tensor, if there are several pieces
+        self.by_piece = {n: torch.zeros_like(d) for n, d in metrics.items()} if potential.pieces > 1 else {}
+        plain = not self.by_piece and self.basis.kind == "identity"
+        self._one_each = plain and all(x.ndim == 0 for x in self._views.values())
+        self._counted = dict.fromkeys(metrics, 0.0)
+
+    def add(self, grads: Params, weights: Array | None = None, norms: list[float] | None = None) -> None:
+        """Count one step's gradients, taken at w; where each tensor has one metric, its norms say all, if they are known."""
+        if self._one_each and norms is not None:
+            for n, norm in zip(grads, norms, strict=True):
+                self._counted[n] += norm * norm
+            return
+        for n, grad in grads.items():
+            product = self.products.get(f"right/{n}")
+            if product is not None:
+                m = self.basis.places[n].matrix(grad).to(product.dtype)
+                product.addmm_(m.mT, m)
+                continue
+            g, into = self.basis.into(n, grad), self._views[n]
+            if self.by_piece:
+                assert weights is not None
+                square = grouped_squares(g, tuple(into.shape))
+                into += square
+                self._share(n, square, weights)
+            elif into.shape == g.shape and into.dtype == g.dtype:
+                into.addcmul_(g, g)
+            elif into.ndim == 0 and into.dtype == g.dtype:
+                into += torch.dot(g.reshape(-1), g.reshape(-1))
+            else:
+                into += grouped_squares(g, tuple(into.shape))
+
+    def _share(self, name: str, square: Tensor, weights: Array) -> None:
+        support = np.flatnonzero(weights)
+        if len(support) == 1:  # its share is all, which is not computed in every step
+            self.by_piece[name][int(support[0])] += square
+            return
+        d = self.potential.metric(name)
+        mixed = combine(d, weights)
+        for j in support:
+            self.by_piece[name][j] += float(weights[j]) * (d[j] / mixed).square() * square
+
+    def squares(self) -> dict[str, Tensor]:
+        """sum_t g_t^2 by tensor, in the coordinates of the basis: of products, the diagonals of V'(G'G)V."""
+        found = {n: x + self._counted[n] for n, x in self._squares.items()} if self._one_each else dict(self._squares)
+        turned = {n: self.basis.conjugated(n, self.products[f"right/{n}"]) for n in found if f"right/{n}" in self.products}
+        return found | {n: m.diagonal().unsqueeze(0) for n, m in turned.items()}
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """The record of one run: theta_1 .. theta_{T+1} under theta_{t+1} = argmin <g_t, theta> + B(theta||theta_t)/lr.
 
     Sums of squares are by tensor name, in the coordinates of the potential's basis, summed over coordinates that share
     a metric: they broadcast against `potential.metric(name)`.
-
-    Args:
-        losses: loss of theta_t on the batch of step t; shorter than `steps` if the run diverged.
-        start: theta_1.
-        end: theta_{T+1}, the last finite point if the run diverged.
-        squares: sum_t g_t^2.
-        lr: eta.
-        steps: T as asked for.
-        diverged: why the run was given up, in a sentence; empty if it was not.
-        cost: gradients and time, those of a reference run included.
-        reference: theta_*, the best known point, if one was asked for.
-        shares: the squares by piece, (N, ...): a gradient at D(w) counts w_j D_j^2 / D(w)^2 for piece j. See `local_norm`.
-        weights: w_t, (T, N).
-        gaps: by how much w_t misses the largest form at theta_t; they enter a certificate as gap / lr.
-        switches: how often the set of active pieces changed.
-        largest_gradient: max_t |g_t|.
-        gradient_sum: sum_t g_t, if `certify` asked for it.
-        linear: sum_t <g_t, theta_t - theta_1>, if `certify` asked for it.
-        products: for a learned basis, if asked for: sum_t G_t'G_t of the weight matrices, (n, n), under "right/name".
     """
 
-    losses: Tensor
-    start: dict[str, Tensor]
-    end: dict[str, Tensor]
-    squares: dict[str, Tensor]
-    lr: float
-    steps: int
-    diverged: str = ""
-    cost: Cost = field(default_factory=Cost)
-    reference: dict[str, Tensor] | None = None
+    losses: Tensor  # of theta_t on the batch of step t; fewer than `steps` if the run diverged
+    start: dict[str, Tensor]  # theta_1
+    end: dict[str, Tensor]  # theta_{T+1}, the last finite point if the run diverged
+    squares: dict[str, Tensor]  # sum_t g_t^2
+    lr: float  # eta
+    steps: int  # T as asked for
+    diverged: str = ""  # why the run was given up, in a sentence; empty if it was not
+    cost: Cost = field(default_factory=Cost)  # gradients and time, those of a reference run included
+    reference: dict[str, Tensor] | None = None  # theta_*, the best known point, if one was asked for
+    # the squares by piece, (N, ...): a gradient at D(w) counts w_j D_j^2 / D(w)^2 for piece j, see `local_norm`
     shares: dict[str, Tensor] = field(default_factory=dict)
-    weights: Array = field(default_factory=lambda: np.ones((0, 1)))
+    weights: Array = field(default_factory=lambda: np.ones((0, 1)))  # w_t, (T, N)
+    # by how much w_t misses the largest form at theta_t; they enter a certificate as gap / lr
     gaps: Array = field(default_factory=lambda: np.zeros(0))
-    switches: int = 0
-    largest_gradient: float = math.nan
-    gradient_sum: dict[str, Tensor] | None = None
-    linear: float = 0.0
+    switches: int = 0  # how often the set of active pieces changed
+    largest_gradient: float = math.nan  # max_t |g_t|
+    gradient_sum: dict[str, Tensor] | None = None  # sum_t g_t, if `certify` asked for it
+    linear: float = 0.0  # sum_t <g_t, theta_t - theta_1>, if `certify` asked for it
+    # for a learned basis, if asked for: sum_t G_t'G_t of the weight matrices, (n, n), under "right/name"
     products: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -341,9 +364,8 @@ def run_inner(
         >>> run_inner(Parabola({}, steps=3), Diagonal(), lr=0.25).losses
         tensor([9.0000, 2.2500, 0.5625], dtype=torch.float64)
     """
-    run = MirrorDescent(task, potential, lr=lr, exact=exact, steps=steps, certify=certify, products=products)
-    train(task, run, run.steps, until=None)
-    return run.finish(reference)
+    descent = MirrorDescent(task, potential, lr=lr, exact=exact, steps=steps, certify=certify, products=products)
+    return descent.run(reference)
 
 
 class MirrorDescent:
@@ -408,11 +430,16 @@ class MirrorDescent:
 
     def model(self) -> dict[str, Tensor]:
         """The last point that is finite."""
-        return self.params if _finite(self.params) else self._before
+        return self.params if all_finite(self.params) else self._before
+
+    def run(self, reference: ReferenceRun | Params | None = None) -> Trajectory:
+        """All steps, and the record."""
+        train(self.task, self, self.steps, until=None)
+        return self.finish(reference)
 
     def finish(self, reference: ReferenceRun | Params | None = None) -> Trajectory:
         """The record of the run so far, with what `reference` finds, as `run_inner` has it."""
-        if not self.diverged and not _finite(self.params):
+        if not self.diverged and not all_finite(self.params):
             self.diverged = "The last step led to parameters that are not finite. Lower lr or start from larger metrics."
         cost = Cost(gradients=len(self._losses), seconds=time.perf_counter() - self._began)
         supports = [tuple(w > 0) for w in (*self._weights, self.active.weights)]
@@ -444,7 +471,7 @@ def referred(run: Trajectory, task: Task, reference: ReferenceRun | Params | Non
     if reference is None or run.diverged:
         return run
     best, extra = reference.run(task, run.start, run.steps)
-    why = "" if _finite(best) else "The reference run diverged. Give the comparator a lower lr."
+    why = "" if all_finite(best) else "The reference run diverged. Give the comparator a lower lr."
     return replace(run, reference=best, cost=run.cost + extra, diverged=why)
 
 
@@ -476,5 +503,6 @@ def bound(potential: Potential, start: Params, lr: float, steps: int) -> MaxDiag
         return fit.fixed({n: fit.metric(n) for n in start})
 
 
-def _finite(params: Params) -> bool:
+def all_finite(params: Params) -> bool:
+    """Whether all numbers of all tensors are finite."""
     return all(bool(x.isfinite().all()) for x in params.values())

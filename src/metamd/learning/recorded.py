@@ -12,9 +12,9 @@ from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, Moments, total_cost
 from metamd.files.recorded_run import Run
 from metamd.files.versions import versions as library_versions
+from metamd.inner.closed_form import minimiser, moments_of
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost, Trajectory
-from metamd.inner.sums import minimiser, moments_of
 from metamd.learning.rounds.round import gradient_scale
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.potentials.tying import Shape, TyingName

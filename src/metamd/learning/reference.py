@@ -18,11 +18,10 @@ from torch import Tensor
 from metamd.files.learned import LearnedOptimiser, LearnedStart, Moments, fingerprint, load, total_cost
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Usage
-from metamd.inner.closed_form import Iterate, learn_factors
+from metamd.inner.closed_form import Iterate, learn_factors, minimiser, moments_of
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import PRIOR, Reference, Regret
-from metamd.inner.run import Trajectory
-from metamd.inner.sums import GradientSums, minimiser, moments_of
+from metamd.inner.run import GradientSums, Trajectory, all_finite
 from metamd.learning.parts import Parts, parts_of
 from metamd.learning.rounds.round import (
     affording,
@@ -171,7 +170,7 @@ def learn_start(
     with parts_of(journal, "start", counted, settings, workers) as parts:
 
         def found() -> LearnedStart:
-            ends = [end for _, end in solved(built, finder, parts) if all(bool(x.isfinite().all()) for x in end.values())]
+            ends = [end for _, end in solved(built, finder, parts) if all_finite(end)]
             if not ends:
                 raise ValueError(f"all {tasks} reference runs diverged. Give a reference with a lower lr.")
             used = (*finder.chosen_on, *(config_hash(task.config) for task in built))
@@ -322,7 +321,7 @@ def _follow(potential: MaxDiagonal, reference: Reference, objective: Regret, tas
             sums.add(grads)
 
     end, cost = reference.run(task, start, task.steps, watch=watch)
-    if not all(bool(x.isfinite().all()) for x in end.values()) or not all(map(math.isfinite, losses)):
+    if not all_finite(end) or not all(map(math.isfinite, losses)):
         return first, None
     run = Trajectory(
         losses=torch.tensor(losses, dtype=torch.float64),

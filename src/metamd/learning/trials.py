@@ -22,7 +22,7 @@ from torch import Tensor
 
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import Usage
-from metamd.inner.run import train
+from metamd.inner.run import all_finite, train
 from metamd.learning.parts import Parts
 from metamd.optimiser.averaging import tail_share
 from metamd.optimiser.guard import energy
@@ -93,7 +93,7 @@ def run_usage(
     tally = None if comparator is None else rule.tally(start, comparator)
     # of a tail average what it is better or worse than the iterates on the same batches, which are seen in every step
     mean = sum(done.losses) / task.steps + (sum(looks) / len(looks) if rule.tail else 0.0)
-    finite = all(bool(v.isfinite().all()) for v in rule.x.values())
+    finite = all_finite(rule.x)
     return Outcome(mean if finite else math.inf, rule.x, tally, tuple(rule.energies))
 
 

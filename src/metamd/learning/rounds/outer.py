@@ -11,10 +11,9 @@ from torch import Tensor
 
 from metamd.files.learned import Moments
 from metamd.files.store import as_json
-from metamd.inner.closed_form import Iterate, learn_factors
+from metamd.inner.closed_form import Iterate, learn_factors, minimiser
 from metamd.inner.estimators import ClosedForm, Estimator, Reverse
 from metamd.inner.objectives import PRIOR, Objective, Regret
-from metamd.inner.sums import minimiser
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Shape
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from metamd.inner.closed_form import LARGEST, Iterate, compared, moment_shapes
+from metamd.inner.closed_form import LARGEST, Iterate, compared, moment_shapes, moments_of
 from metamd.inner.derivatives import hessian_products
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import PaperBound, Regret
-from metamd.inner.run import Cost, Trajectory, gradient, run_inner, scalar_loss
-from metamd.inner.sums import moments_of
+from metamd.inner.run import Cost, Trajectory, all_finite, gradient, run_inner, scalar_loss
 from metamd.inner.together import run_many
 from metamd.learning.rounds.outer import Method, project
 from metamd.potentials.base import Params
@@ -281,7 +280,7 @@ class Learner:
         fit, generator = self.fit(iterate, task), torch.Generator().manual_seed(seed)
         found = self.method.estimator(task, fit, self.method.objective, exact=self.method.exact, generator=generator)
         result = replace(self._result(task, fit, found.trajectory), cost=found.cost)
-        if not result.diverged and not all(bool(x.isfinite().all()) for x in found.grads.values()):
+        if not result.diverged and not all_finite(found.grads):
             result = replace(result, diverged="The hypergradient is not finite. Start from larger metrics.")
         if result.diverged:
             return result

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.inner.run import Cost, not_finite, train
+from metamd.inner.run import Cost, all_finite, not_finite, train
 from metamd.rivals.base import Named, Setting
 from metamd.rivals.learned import Learner, PerCoordinate, sampled
 from metamd.tasks.base import TaskFamily
@@ -32,7 +32,7 @@ def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
         rule = FixedRates(start, {n: (b[n] / g[n]).sqrt() if b else torch.full_like(x, rate) for n, x in start.items()})
         done = train(task, rule, task.steps, until=not_finite)
         spent += done.cost
-        if done.diverged or not all(bool(x.isfinite().all()) for x in rule.params.values()):
+        if done.diverged or not all_finite(rule.params):
             rate /= 4  # a run that diverged says nothing but this
             b = {n: x / 16 for n, x in b.items()}
             continue

@@ -34,19 +34,12 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file.
-
-    Args:
-        name: in sentences.
-        key: of the JSON text in the metadata of the file.
-        seal: of the checksum there.
-        described: whether types and shapes enter the checksum; those of starts and checkpoints never did.
-    """
+    """A kind of file: its name in sentences, and the keys in its metadata of the JSON text and of the checksum."""
 
     name: str
     key: str
     seal: str = "metamd.checksum"
-    described: bool = True
+    described: bool = True  # whether types and shapes enter the checksum; those of starts and checkpoints never did
 
     def write(self, path: Path, text: str, tensors: Tensors, digest: str | None = None) -> None:
         """Write a file whole or not at all; its checksum is of the text and the tensors if no other is given."""
@@ -98,13 +91,7 @@ def shown(value: object) -> str:
 
 
 def strict_json(text: bytes | str, what: str) -> Any:
-    """Parse JSON and refuse what parsers disagree on: repeated keys, NaN, half surrogates, very deep nesting.
-
-    Example:
-        >>> strict_json('{"a": 1, "a": 2}', "the header")
-        Traceback (most recent call last):
-        ValueError: the header repeats the key 'a'; every key may appear once.
-    """
+    """Parse JSON and refuse what parsers disagree on: repeated keys, NaN, half surrogates, very deep nesting."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -55,12 +55,7 @@ class Moments:
 
 
 def total_cost(*costs: Mapping[str, float]) -> dict[str, float]:
-    """The sum of several costs, such as `header.cost`, entry by entry.
-
-    Example:
-        >>> total_cost({"gradient_evaluations": 3, "outer_steps": 1}, {"gradient_evaluations": 4})
-        {'gradient_evaluations': 7, 'outer_steps': 1}
-    """
+    """The sum of several costs, such as `header.cost`, entry by entry."""
     names = dict.fromkeys(name for cost in costs for name in cost)
     return {name: sum(cost.get(name, 0) for cost in costs) for name in names}
 
@@ -339,13 +334,7 @@ def _check_values(name: str, value: Tensor) -> None:
 
 
 def fingerprint(potential: MaxDiagonal) -> str:
-    """A digest of the geometry: equal for equal metrics, offsets and structure, whatever it is bound to.
-
-    Example:
-        >>> phi = MaxDiagonal(pieces=2).bind({"x": torch.zeros(3)})
-        >>> fingerprint(phi) == fingerprint(phi.bind({"x": torch.ones(3)}))
-        True
-    """
+    """A digest of the geometry: equal for equal metrics, offsets and structure, whatever it is bound to."""
     return checksum(json.dumps(_structure(potential), sort_keys=True), _tensors(potential))
 
 

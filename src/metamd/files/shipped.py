@@ -16,16 +16,10 @@ NAME = re.compile("[a-z0-9-]+")
 
 @dataclass(frozen=True)
 class Card:
-    """What is said of a shipped file beside what its header says.
+    """What is said of a shipped file beside what its header says: what it is for, and the command that made it.
 
-    Args:
-        name: what `metamd.load` takes.
-        about: what it is for, in a sentence.
-        command: what made it.
-        sha256: of the file.
-        comparisons: one for each place it was judged at: the `command` that did it, `family` and `where` in words, the
-            `protocol`, `seeds`, `steps`, the label that set the `target`, and `rows`: a `label` with its `mean_loss`,
-            `final_loss`, `steps_to_target` and `test_accuracy`, None for what is infinite or was not measured.
+    Each comparison has the `command` that made it, `family`, `where`, `protocol`, `seeds`, `steps`, the label that set the
+    `target`, and `rows`: a `label` with its `mean_loss`, `final_loss`, `steps_to_target` and `test_accuracy`.
     """
 
     name: str
@@ -41,12 +35,7 @@ def names() -> list[str]:
 
 
 def card(name: str) -> Card:
-    """The card of a shipped file.
-
-    Example:
-        >>> card("quadratic").comparisons[0]["family"]
-        'quadratic'
-    """
+    """The card of a shipped file."""
     found = read_json(FOLDER / f"{name}.json")
     return Card(**{**found, "comparisons": tuple(found["comparisons"])})
 

@@ -33,21 +33,9 @@ Log = Callable[[dict[str, Any], int], None]
 
 
 class Records:
-    """The cells of one run in a folder, together with the settings that they were made with.
+    """The cells of one run in a folder, a small JSON file each, and the settings that all of them depend on.
 
-    Each cell is a small JSON file.
-
-    Args:
-        folder: made if it is not there.
-        settings: all that the results depend on, in JSON's types. A folder with other settings is refused.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     first = Records(Path(folder), {"seed": 0}).cell("a", lambda: {"iterations": 3})
-        ...     second = Records(Path(folder), {"seed": 0}).cell("a", lambda: {"iterations": 4})
-        >>> second
-        {'iterations': 3}
+    The folder is made if it is not there. A folder with other settings is refused.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -85,7 +73,7 @@ class Records:
 
     def read(self, name: str) -> Result:
         """A result that is there."""
-        return _read_cell(self.path(name))
+        return read_json(self.path(name))
 
     def has(self, name: str) -> bool:
         """Whether the cell is there."""
@@ -201,14 +189,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_cells(folder: Path) -> dict[str, Result]:
     """All cells of a run, by name."""
-    return {path.stem: _read_cell(path) for path in sorted((folder / "cells").glob("*.json"))}
-
-
-def _read_cell(path: Path) -> Result:
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"{str(path)!r} must hold a JSON object. Delete it, and it is computed again.")
-    return found
+    return {path.stem: read_json(path) for path in sorted((folder / "cells").glob("*.json"))}
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -217,12 +198,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, f"{{\n{lines}\n}}\n".encode())
 
 
-def read_json(path: Path, advice: str = "Delete the file, and it is computed again.") -> Any:
-    """The value of a JSON file, or a sentence that names the file and says what to do."""
+def read_json(path: Path, advice: str = "Delete the file, and it is computed again.") -> dict[str, Any]:
+    """The object in a JSON file, or a sentence that names the file and says what to do."""
     try:
-        return strict_json(path.read_bytes(), repr(str(path)))
+        found = strict_json(path.read_bytes(), repr(str(path)))
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}. {advice}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object. {advice}")
+    return found
 
 
 FEWER = 3
@@ -297,20 +281,20 @@ def records_in(folder: Path) -> Iterator[Path]:
 
 def as_json(value: Any) -> Any:
     """The same in JSON's types: None for what is infinite or unknown, lists for tuples."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {k: as_json(v) for k, v in value.items()}
-    return [as_json(v) for v in value] if isinstance(value, list | tuple) else value
+    return _mapped(value, lambda x: x if math.isfinite(x) else None)
 
 
 def shortened(value: Any, digits: int) -> Any:
     """Plain values with so many digits of every float."""
-    if isinstance(value, dict):
-        return {k: shortened(v, digits) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [shortened(v, digits) for v in value]
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+    return _mapped(value, lambda x: float(f"{x:.{digits}g}"))
+
+
+def _mapped(value: Any, change: Callable[[float], float | None]) -> Any:
+    if isinstance(value, float):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {k: _mapped(v, change) for k, v in value.items()}
+    return [_mapped(v, change) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _check_settings(found: Any, now: Mapping[str, Any], folder: Path) -> None:

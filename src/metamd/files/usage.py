@@ -91,12 +91,7 @@ class Usage:
 
 
 def interpolate(knots: Sequence[float], done: float) -> float:
-    """The value of a function that is linear between knots at equal distances, 0, ..., 1.
-
-    Example:
-        >>> interpolate((0.0, 1.0, 0.0), 0.75)
-        0.5
-    """
+    """The value of a function that is linear between knots at equal distances, 0, ..., 1."""
     place = min(max(done, 0.0), 1.0) * (len(knots) - 1)
     low = min(int(place), len(knots) - 2)
     return knots[low] + (place - low) * (knots[low + 1] - knots[low])

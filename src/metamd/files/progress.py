@@ -34,14 +34,9 @@ def showing(shown: Shown) -> Iterator[None]:
 
 
 class Progress:
-    """How far a piece of work is, on standard error.
+    """How far a piece of work is, on standard error; nothing is shown without a label.
 
     No thread redraws it. So it takes no time from steps that are timed, and no lock of it is held at a fork.
-
-    Args:
-        label: in front of the count; nothing is shown without one.
-        total: of the count; None if it is not known.
-        done: how much was done before.
     """
 
     def __init__(self, label: str, total: float | None = None, *, done: float = 0) -> None:

@@ -1,6 +1,6 @@
 """A model as a pure function of its parameters: initial weights, dropout and batch norms follow from task and step."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -62,21 +62,19 @@ def hashed_uniform(seed: Tensor, shape: tuple[int, ...], device: torch.device) -
     return ((bits & 0xFFFFFF).to(torch.float32) / 2**24).reshape(shape)
 
 
-def use_batch_statistics(model: nn.Module) -> nn.Module:
+def use_batch_statistics(model: nn.Module, keep: Container[nn.Module] = ()) -> nn.Module:
     """Take running statistics away from the norms that train: they would make the loss depend on past calls."""
     for norm in tracking_norms(model):
-        norm.track_running_stats = False
-        norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+        if norm not in keep:
+            norm.track_running_stats = False
+            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
     return model
 
 
 def calibrate(model: nn.Module, batches: Iterable[Tensor]) -> None:
     """Switch a model to evaluation, its batch norms with the statistics of these batches under its present weights."""
     norms = [norm for norm in tracking_norms(model) if isinstance(norm, _BatchNorm)]
-    for norm in tracking_norms(model):
-        if not isinstance(norm, _BatchNorm):  # an instance norm has the instance's own statistics at any time
-            norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
-    model.eval()
+    use_batch_statistics(model, keep=norms).eval()  # an instance norm has the instance's own statistics at any time
     if not norms:
         return
     for norm in norms:

@@ -129,12 +129,7 @@ def _split(source: Source | Mapping[Split, Source], name: str, shares: Shares, s
 
 
 def divide(examples: int, shares: tuple[float, float, float], seed: int) -> dict[Split, Tensor]:
-    """Disjoint sets of examples for training, validation and test, in shares that sum to 1.
-
-    Example:
-        >>> {split: len(rows) for split, rows in divide(50, (0.8, 0.1, 0.1), seed=0).items()}
-        {'train': 40, 'validation': 5, 'test': 5}
-    """
+    """Disjoint sets of examples for training, validation and test, in shares that sum to 1."""
     order = torch.randperm(examples, generator=torch.Generator().manual_seed(derive_seed(seed, "splits", examples)))
     validation, test = round(shares[1] * examples), round(shares[2] * examples)
     train = examples - validation - test

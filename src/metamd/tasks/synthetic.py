@@ -207,10 +207,11 @@ class _Quadratic(_Synthetic):
         return {"family": self.name, **{key: x.tolist() for key, x in self._draw(seed).items()}}
 
     def build(self, config: Config) -> "_QuadraticTask":
-        check_config(config, self.name, *(("seed",) if "seed" in config else ("Q", "b")))
         if "seed" in config:
+            check_config(config, self.name)
             whole = self._draw(config["seed"])
         else:
+            check_config(config, self.name, "Q", "b")
             whole = {key: torch.tensor(config[key], dtype=torch.float64) for key in ("Q", "b")}
         n, (q, b) = len(self.settings["means"]), whole.values()
         if q.shape != (n, n) or b.shape != (n,):
@@ -291,7 +292,12 @@ class _LogisticTask(SolvedTask):
         generator = torch.Generator().manual_seed(config["data_seed"])
         scales = torch.logspace(0, -settings["decades"], self.dimension, dtype=torch.float64)
         truth = torch.randn(self.dimension, generator=generator, dtype=torch.float64)
-        self.splits = {split: _regression(truth / truth.norm(), scales, examples, generator) for split in get_args(Split)}
+        self.splits: dict[Split, dict[str, Tensor]] = {}
+        for split in get_args(Split):
+            white = torch.randn(examples, self.dimension, generator=generator, dtype=torch.float64)
+            chance = torch.rand(examples, generator=generator, dtype=torch.float64)
+            signs = torch.where(chance < torch.sigmoid(white @ (truth / truth.norm())), 1.0, -1.0).double()
+            self.splits[split] = {"inputs": white * scales, "signs": signs}
 
     def init(self) -> dict[str, Tensor]:
         return {"weight": torch.zeros(self.dimension, dtype=torch.float64), "bias": torch.zeros((), dtype=torch.float64)}
@@ -333,13 +339,6 @@ class _LogisticTask(SolvedTask):
         if separated or not grad.norm() < 1e-9:
             raise RuntimeError("This regression has no finite optimum: its classes are separable. Pass l2=1e-3.")
         return {"weight": u[:-1], "bias": u[-1]}
-
-
-def _regression(truth: Tensor, scales: Tensor, examples: int, generator: torch.Generator) -> dict[str, Tensor]:
-    white = torch.randn(examples, len(truth), generator=generator, dtype=torch.float64)
-    chance = torch.rand(examples, generator=generator, dtype=torch.float64)
-    signs = torch.where(chance < torch.sigmoid(white @ truth), 1.0, -1.0).double()
-    return {"inputs": white * scales, "signs": signs}
 
 
 class _Tabular(_Synthetic):

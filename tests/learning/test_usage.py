@@ -16,7 +16,7 @@ from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference
 from metamd.learning.rounds.round import draw_config
 from metamd.learning.trials import run_usage
-from metamd.learning.usage import LEFT, Choices, Trials, best_usage, learn_usage
+from metamd.learning.usage import LEFT, Choices, Trials, learn_usage
 from metamd.tasks import quadratic, tabular
 from metamd.tasks.wrapped import Counted
 
@@ -35,7 +35,7 @@ def test_ends_of_runs_that_are_as_good_as_nothing_do_not_decide(learned):
     fresh = [[float(task.loss(p, task.batch(30 + i))) for i in range(10)] for p in (run.end, task.init())]
     last, first = (sum(losses) / 10 for losses in fresh)
     for left in (0.0, 1e-2, 10.0):
-        score = Trials([task], potential, Parts(Counted(family)), left).score(Usage(), None)
+        score = Trials([task], potential, Parts(Counted(family)), left=left).score((Usage(), None))
         assert score == pytest.approx((run.loss * (last + left * first)) ** 0.5, rel=1e-6)
     assert Trials([task], potential, Parts(Counted(family))).left == LEFT == 1e-2
 
@@ -45,17 +45,17 @@ def test_losses_below_zero_are_ranked_from_the_lowest_of_their_task():
     planted = {1.0: (2.0, -40.0, -49.0), 0.5: (2.0, -30.0, -45.0)}
 
     class Planted(Trials):
-        def _run(self, task, usage, online, about):
-            return dict(zip(("first", "mean", "end"), planted[usage.factor], strict=True))
+        def _run(self, number, used):
+            return dict(zip(("first", "mean", "end"), planted[used[0].factor], strict=True))
 
-    trials = Planted([None], None, Parts(Counted(tabular())), 0.0)
-    worse = trials.score(Usage(factor=0.5), None)
-    better = trials.score(Usage(factor=1.0), None)
+    trials = Planted([None], None, Parts(Counted(tabular())), left=0.0)
+    worse = trials.score((Usage(factor=0.5), None))
+    better = trials.score((Usage(factor=1.0), None))
     left = LEFT * (2.0 + 49.0)
     assert worse == pytest.approx(((-30.0 + 45.0 + LEFT * 47.0) * LEFT * 47.0) ** 0.5), "the lowest so far is its own end"
     assert better == pytest.approx(((-40.0 + 49.0 + left) * left) ** 0.5)
-    assert trials.score(Usage(factor=0.5), None) == pytest.approx(((19.0 + left) * (4.0 + left)) ** 0.5)
-    assert better < trials.score(Usage(factor=0.5), None)
+    assert trials.score((Usage(factor=0.5), None)) == pytest.approx(((19.0 + left) * (4.0 + left)) ** 0.5)
+    assert better < trials.score((Usage(factor=0.5), None))
 
 
 def test_a_family_with_losses_below_zero_gets_a_usage_that_was_compared():
@@ -96,14 +96,14 @@ def test_digits_are_counted_to_the_end(monkeypatch):
     assert lefts == [0.0, LEFT]
 
 
-def planted(score, tasks):
+def planted(score, tasks, choices):
     """Trials whose scores are known."""
 
     class Planted(Trials):
-        def _losses(self, wanted):
-            return [(0.0, score(*run), score(*run)) for run in wanted]
+        def _run(self, number, used):
+            return {"first": 0.0, "mean": score(number, *used), "end": score(number, *used)}
 
-    return Planted([None] * tasks, None, None)
+    return Planted([None] * tasks, None, Parts(Counted(tabular())), choices)
 
 
 @pytest.mark.parametrize(("finalists", "chosen"), [(2, (0.7, 0.35)), (1, (0.9, 0.5))])
@@ -113,8 +113,8 @@ def test_the_better_of_two_rules_is_found_although_the_other_is_better_at_first(
     monkeypatch.setattr("metamd.learning.usage.FINALISTS", finalists)
     rules = [Online("polar", beta=beta, signal=0.95) for beta in (0.9, 0.7, 0.5)]
     choices = Choices(schedules=("linear",), averages=("constant",), factors=(0.25, 0.35, 0.5, 0.7))
-    trials = planted(lambda _, usage, online: scores.get((online.beta, usage.factor), 1.0), 6)
-    usage, online = best_usage(trials, rules, choices)
+    trials = planted(lambda _, usage, online: scores.get((online.beta, usage.factor), 1.0), 6, choices)
+    usage, online = trials.best(rules)
     assert (online.beta, usage.factor) == chosen
 
 
@@ -130,7 +130,7 @@ def test_the_schedule_that_is_best_at_its_own_factor_is_taken(best):
         return abs(math.log(usage.factor / peaks[usage.schedule])) + (0.9 if usage.schedule == best else 1.0)
 
     choices = Choices(momenta=(0.0,), schedules=tuple(peaks), averages=("constant",), factors=FEW)
-    usage, _ = best_usage(planted(score, 2), [None], choices)
+    usage, _ = planted(score, 2, choices).best([None])
     assert (usage.schedule, usage.factor) == (best, peaks[best])
 
 
@@ -142,7 +142,7 @@ def test_an_average_is_taken_if_it_is_better_at_its_own_factor_and_never_with_mo
         return abs(math.log(usage.factor / peaks[usage.averaging])) + (0.9 if usage.averaging == best else 1.0)
 
     choices = Choices(momenta=(momentum,), schedules=("linear",), averages=("tail", "constant"), factors=FEW)
-    usage, _ = best_usage(planted(score, 2), [None], choices)
+    usage, _ = planted(score, 2, choices).best([None])
     assert (usage.averaging, usage.factor, usage.momentum) == (best, peaks[best], momentum)
 
 
@@ -152,10 +152,10 @@ def test_what_is_better_on_two_tasks_alone_is_not_taken():
     def score(number, usage, online):
         return 1.0 if usage.schedule == "linear" else (0.5 if number < 2 else 3.0)
 
-    trials = planted(score, 6)
     choices = Choices(momenta=(0.0,), schedules=("linear", "quadratic"), averages=("constant",), factors=(1.0,))
-    usage, _ = best_usage(trials, [None], choices)
-    assert trials.score(replace(usage, schedule="quadratic"), None, 2) < 1
+    trials = planted(score, 6, choices)
+    usage, _ = trials.best([None])
+    assert trials.score((replace(usage, schedule="quadratic"), None), 2) < 1
     assert usage.schedule == "linear"
 
 
@@ -375,7 +375,7 @@ def test_the_score_on_validation_data_by_hand():
     task = draw_tasks(family, 0, "usage", 1)[0]
     potential = geometry.potential.bind(task.init())
     first, end = (task.evaluate(p, "validation").loss for p in (task.init(), run_usage(task, potential, Usage()).end))
-    score = Trials([task], potential, Parts(Counted(family)), LEFT, "validation").score(Usage(), None)
+    score = Trials([task], potential, Parts(Counted(family)), Choices(judged_on="validation")).score((Usage(), None))
     assert score == pytest.approx((end * (end + LEFT * first)) ** 0.5)
 
 

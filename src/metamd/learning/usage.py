@@ -33,11 +33,6 @@ Used = tuple[Usage, Online | None]
 Watch = Callable[[Usage, Online | None, float], None]
 """Called with every usage tried, its online metric if it has one, and its score."""
 
-Losses = tuple[float, float, float] | None
-"""Of one run: at its start, in the mean over it, and of batches that follow it. None if it diverged.
-
-Judged on the validation split: at its start, and twice that at its end, for it is not looked at in between."""
-
 RULES = (Online(), Online("polar", beta=0.7, signal=0.95), Online("polar", beta=0.9, signal=0.95))
 """Online metrics that a usage may have, before their scales are learned."""
 
@@ -179,9 +174,9 @@ def learn_usage(
             to_scale = draw_tasks(family, seed, "scale", choices.tasks)
             metrics += _scaled(learned, to_scale, choices.rules, finder, parts)
         built = draw_tasks(family, seed, "usage", choices.tasks)
-        trials = Trials(built, learned.potential.bind(built[0].init()), parts, left, choices.judged_on, watch)
-        usage, online = best_usage(trials, metrics, choices)
-        value = trials.score(usage, online)
+        trials = Trials(built, learned.potential.bind(built[0].init()), parts, choices, left, watch)
+        usage, online = trials.best(metrics)
+        value = trials.score((usage, online))
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
     seen = [*learned.header.task_hashes, *(() if finder is None else finder.chosen_on), *family.tasks]
@@ -212,37 +207,6 @@ def _scaled(
     return [Online(**found) for found in parts.all({name: scaled})[name]["online"]]
 
 
-def best_usage(trials: "Trials", metrics: Iterable[Online | None], choices: Choices) -> Used:
-    """The best pair of metric and momentum with its own factor, and the schedule or average that is best for it."""
-    factors, schedules, averages = choices.candidates, choices.schedules, choices.averages
-    first: Schedule = "linear" if "linear" in schedules else schedules[0]
-    begun = [(u, o) for o in metrics for u in first_usages(o, choices.momenta, factors)]
-    averaged = [(replace(u, averaging="constant" if u.momentum else averages[0]), o) for u, o in begun]
-    starts = [(trials.scheduled(u, first, o), o) for u, o in averaged]
-    climbs, more = CLIMBED * len(trials.tasks), len(schedules) + len(averages) - 2
-    runs = FIRST * len(starts) + FINALISTS * climbs + CLIMBED * FIRST * more + climbs
-    with Progress("runs to choose a usage by", runs) as trials.progress:
-        trials.run(starts, FIRST)
-        ranked = sorted(starts, key=lambda start: trials.score(start[0], start[1], FIRST))
-        climbed = [(trials.climb(u, o, factors), o) for u, o in ranked[:FINALISTS]]
-        usage, online = min(climbed, key=lambda start: trials.score(*start))
-        others = [trials.scheduled(usage, s, online) for s in schedules if s != first]
-        others += [replace(usage, averaging=a) for a in averages[1:] if not usage.momentum]
-        tried = [trials.climb(u, online, factors, FIRST) for u in others]
-        for other in sorted(tried, key=lambda u: trials.score(u, online, FIRST))[:1]:
-            usage = min(usage, trials.climb(other, online, factors), key=lambda u: trials.score(u, online))
-        trials.progress.update(trials.progress.done, total=trials.progress.done)  # it was a guess
-    trials.progress = None
-    return usage, online
-
-
-def first_usages(online: Online | None, momenta: Sequence[float], factors: Sequence[float]) -> list[Usage]:
-    """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
-    if online is not None and online.rule == "polar":
-        return [Usage("online", factor=_nearest(0.5 if online.signal else 0.35, factors))]
-    return [Usage("learned" if online is None else "online", b, factor=_nearest(1.0, factors)) for b in momenta]
-
-
 def _nearest(factor: float, factors: Sequence[float]) -> float:
     """The one of them whose ratio to the factor is nearest to one."""
     return min(factors, key=lambda f: abs(math.log(f / factor)))
@@ -260,10 +224,8 @@ def _said(online: Online | None) -> Result | None:
 class Trials:
     """Training runs of a few tasks with one usage after another; none is run twice.
 
-    Args:
-        left: share of the first loss that is added to the last one. Where losses fall below zero, all are counted from the
-            lowest of their task so far, and both have `LEFT` of the first one added.
-        judged_on: the split whose losses count.
+    `left` is the share of the first loss that is added to the last one. Where losses fall below zero, all are counted from
+    the lowest of their task so far, and both have `LEFT` of the first one added.
     """
 
     def __init__(
@@ -271,87 +233,124 @@ class Trials:
         tasks: Sequence[Task],
         potential: MaxDiagonal,
         parts: Parts,
+        choices: Choices = Choices(),  # noqa: B008
         left: float = LEFT,
-        judged_on: JudgedOn = "train",
         watch: Watch | None = None,
     ) -> None:
-        self.tasks, self.potential, self.parts, self.left = tasks, potential, parts, left
-        self.judged_on, self.watch = judged_on, watch
+        self.tasks, self.potential, self.parts, self.choices = tasks, potential, parts, choices
+        self.left, self.watch, self.factors = left, watch, choices.candidates
         self.progress: Progress | None = None
-        self._known: dict[tuple[int, Usage], list[Losses]] = {}
+        self._known: dict[str, Result] = {}
         self._lowest = [0.0] * len(tasks)
 
-    def score(self, usage: Usage, online: Online | None, tasks: int | None = None) -> float:
+    def best(self, metrics: Iterable[Online | None]) -> Used:
+        """The best pair of metric and momentum with its own factor, and the schedule or average that is best for it."""
+        schedules, averages = self.choices.schedules, self.choices.averages
+        first: Schedule = "linear" if "linear" in schedules else schedules[0]
+        starts = [self.scheduled(used, first) for online in metrics for used in self._first(online)]
+        climbs, more = CLIMBED * len(self.tasks), len(schedules) + len(averages) - 2
+        runs = FIRST * len(starts) + FINALISTS * climbs + CLIMBED * FIRST * more + climbs
+        with Progress("runs to choose a usage by", runs) as self.progress:
+            self.run(starts, FIRST)
+            ranked = sorted(starts, key=lambda used: self.score(used, FIRST))
+            best = min((self.climb(used) for used in ranked[:FINALISTS]), key=self.score)
+            usage, online = best
+            others = [self.scheduled(best, s) for s in schedules if s != first]
+            others += [(replace(usage, averaging=a), online) for a in averages[1:] if not usage.momentum]
+            tried = [self.climb(used, FIRST) for used in others]
+            for other in sorted(tried, key=lambda used: self.score(used, FIRST))[:1]:
+                best = min(best, self.climb(other), key=self.score)
+            self.progress.update(self.progress.done, total=self.progress.done)  # it was a guess
+        self.progress = None
+        return best
+
+    def _first(self, online: Online | None) -> list[Used]:
+        """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
+        if online is not None and online.rule == "polar":
+            momenta, factor = [0.0], 0.5 if online.signal else 0.35
+        else:
+            momenta, factor = list(self.choices.momenta), 1.0
+        plain = Usage("learned" if online is None else "online", factor=_nearest(factor, self.factors))
+        averages = ("constant" if b else self.choices.averages[0] for b in momenta)
+        return [(replace(plain, momentum=b, averaging=a), online) for b, a in zip(momenta, averages, strict=True)]
+
+    def score(self, used: Used, tasks: int | None = None) -> float:
         """The geometric mean over tasks of the mean loss and of that at the end, with `left`; infinite if any run diverged.
 
         It is over so many of the tasks; over all if that is not given.
         """
-        self.run([(usage, online)], tasks)
-        return self._geometric(self._known[id(online), usage][: len(self.tasks[:tasks])])
+        self.run([used], tasks)
+        return self._score(used, tasks)
 
     def run(self, pairs: Sequence[Used], tasks: int | None = None) -> None:
         """Run the first tasks with these usages, as far as it was not done."""
-        wanted = range(len(self.tasks[:tasks]))
-        distinct = {_key(pair): pair for pair in pairs}.values()
-        missing = [(pair, [i for i in wanted if i >= len(self._known.setdefault(_key(pair), []))]) for pair in distinct]
-        found = iter(self._losses([(i, *pair) for pair, numbers in missing for i in numbers]))
-        for pair, numbers in missing:
-            known = self._known[_key(pair)]
-            for i in numbers:
-                known.append(losses := next(found))
-                self._lowest[i] = self._lowest[i] if losses is None else min(self._lowest[i], *losses[1:])
-            if numbers and self.watch is not None:
-                self.watch(*pair, self._geometric(known))
-            if numbers and self.progress is not None:
-                self.progress.say(tried_line(*pair, self._geometric(known)))
-                self.progress.advance(count=len(numbers))
+        wanted = {name: (i, used) for used in pairs for i, name in enumerate(self._names(used, tasks))}
+        new = {name: run for name, run in wanted.items() if name not in self._known}
+        self._known |= self.parts.all({name: partial(self._run, *run) for name, run in new.items()})
+        for name, (i, _) in new.items():
+            losses = [self._known[name][loss] for loss in ("mean", "end")]
+            self._lowest[i] = self._lowest[i] if None in losses else min(self._lowest[i], *losses)
+        for used in pairs:
+            count = sum(name in new for name in self._names(used, tasks))
+            if count and self.watch is not None:
+                self.watch(*used, self._score(used, tasks))
+            if count and self.progress is not None:
+                self.progress.say(tried_line(*used, self._score(used, tasks)))
+                self.progress.advance(count=count)
 
-    def _geometric(self, known: Sequence[Losses]) -> float:
-        return math.exp(sum(self._logarithm(number, losses) for number, losses in enumerate(known)) / len(known))
+    def _about(self, number: int, used: Used) -> Result:
+        return {"task": number, "usage": used[0].to_dict(), "online": _said(used[1])}
 
-    def _logarithm(self, number: int, losses: Losses) -> float:
-        if losses is None:
+    def _names(self, used: Used, tasks: int | None) -> list[str]:
+        return [f"run-{config_hash(self._about(i, used))}" for i in range(len(self.tasks[:tasks]))]
+
+    def _score(self, used: Used, tasks: int | None) -> float:
+        logs = [self._logarithm(i, self._known[name]) for i, name in enumerate(self._names(used, tasks))]
+        return math.exp(sum(logs) / len(logs))
+
+    def _logarithm(self, number: int, run: Result) -> float:
+        losses, zero = [run[loss] for loss in ("first", "mean", "end")], self._lowest[number]
+        if None in losses:
             return math.inf
-        zero = self._lowest[number]
         first, mean, end = (x - zero for x in losses)
         counted = (mean + LEFT * first, end + LEFT * first) if zero < 0 else (mean, end + self.left * first)
         return 0.5 * sum(math.log(max(x, NOTHING)) for x in counted)
 
-    def _losses(self, wanted: Sequence[tuple[int, Usage, Online | None]]) -> list[Losses]:
-        about = [{"task": i, "usage": usage.to_dict(), "online": _said(online)} for i, usage, online in wanted]
-        names = [f"run-{config_hash(each)}" for each in about]
-        runs = zip(names, wanted, about, strict=True)
-        found = self.parts.all({name: partial(self._run, self.tasks[i], u, o, each) for name, (i, u, o), each in runs})
-        rows = ((found[name]["first"], found[name]["mean"], found[name]["end"]) for name in names)
-        return [None if None in row else row for row in rows]
+    def _run(self, number: int, used: Used) -> Result:
+        """The losses of a run: at its start, in the mean over it, and of batches that follow it; None if it diverged.
 
-    def _run(self, task: Task, usage: Usage, online: Online | None, about: Result) -> Result:
-        run = run_usage(task, self.potential, usage, online=online)
+        Judged on the validation split: at its start, and twice that at its end, for it is not looked at in between.
+        """
+        task, about = self.tasks[number], self._about(number, used)
+        run = run_usage(task, self.potential, used[0], online=used[1])
         end = self._loss(task, run.end) if math.isfinite(run.loss) else math.inf
         if not math.isfinite(end):
             return {**about, "first": None, "mean": None, "end": None}
-        first, mean = self._loss(task, task.init()), run.loss if self.judged_on == "train" else end
-        return {**about, "first": first, "mean": mean, "end": end}
+        mean = run.loss if self.choices.judged_on == "train" else end
+        return {**about, "first": self._loss(task, task.init()), "mean": mean, "end": end}
 
     def _loss(self, task: Task, params: Params) -> float:
-        return tail_loss(task, params) if self.judged_on == "train" else task.evaluate(params, self.judged_on).loss
+        split = self.choices.judged_on
+        return tail_loss(task, params) if split == "train" else task.evaluate(params, split).loss
 
-    def climb(self, usage: Usage, online: Online | None, factors: Sequence[float], tasks: int | None = None) -> Usage:
+    def climb(self, used: Used, tasks: int | None = None) -> Used:
         """The same usage with the one of the factors, in order, from which neither neighbour is better."""
+        (usage, online), factors = used, self.factors
         place = factors.index(_nearest(usage.factor, factors))
-        usage = replace(usage, factor=factors[place])
+        best = replace(usage, factor=factors[place]), online
         for way in (-1, 1):
             while 0 <= place + way < len(factors):
-                further = replace(usage, factor=factors[place + way])
-                if not self.score(further, online, tasks) < self.score(usage, online, tasks):
+                further = replace(usage, factor=factors[place + way]), online
+                if not self.score(further, tasks) < self.score(best, tasks):
                     break
-                usage, place = further, place + way
-        return usage
+                best, place = further, place + way
+        return best
 
-    def scheduled(self, usage: Usage, schedule: Schedule, online: Online | None) -> Usage:
+    def scheduled(self, used: Used, schedule: Schedule) -> Used:
         """A usage with a schedule; a learned one is learned from runs with the linear one."""
+        usage, online = used
         if schedule != "learned":
-            return replace(usage, schedule=schedule, knots=())
+            return replace(usage, schedule=schedule, knots=()), online
         linear = replace(usage, schedule="linear", knots=())
 
         def measured() -> Result:
@@ -361,11 +360,7 @@ class Trials:
             return {"usage": found.to_dict()}
 
         name = f"schedule-{config_hash({'usage': linear.to_dict(), 'online': _said(online)})}"
-        return Usage(**self.parts.all({name: measured})[name]["usage"])
-
-
-def _key(pair: Used) -> tuple[int, Usage]:
-    return id(pair[1]), pair[0]
+        return Usage(**self.parts.all({name: measured})[name]["usage"]), online
 
 
 def _energies(potential: MaxDiagonal, usage: Usage, online: Online | None, task: Task) -> tuple[float, ...] | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from metamd.files.learned import LearnedOptimiser, LearnedStart
 from metamd.files.store import Journal, Records, Result
@@ -18,8 +17,6 @@ from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import Counted, uncounted
 
 T = TypeVar("T")
-
-
 Saved = TypeVar("Saved", LearnedOptimiser, LearnedStart)
 
 
@@ -111,9 +108,5 @@ def identity_of(family: TaskFamily) -> Result:
     family = uncounted(family)
     task = family.build(family.sample(torch.Generator().manual_seed(0)))
     loss, grads = gradient(task, task.init(), task.batch(0))
-    lengths = [_rounded(torch.linalg.vector_norm(g)) for g in grads.values()]
-    return {"name": family.name, **family.describe(), "first": {"loss": _rounded(loss), "gradients": lengths}}
-
-
-def _rounded(x: Tensor) -> str:
-    return f"{float(x):.3g}"
+    lengths = [f"{float(torch.linalg.vector_norm(g)):.3g}" for g in grads.values()]
+    return {"name": family.name, **family.describe(), "first": {"loss": f"{float(loss):.3g}", "gradients": lengths}}

@@ -49,8 +49,7 @@ def learn(
         >>> learn([run]).potential.log_d["x"].exp()
         tensor([[2.]], grad_fn=<ExpBackward0>)
     """
-    runs = list(runs)
-    shares = _weights(runs, weights)
+    shares = _weights(runs := list(runs), weights)
     recorded = sorted({run.tying for run in runs})
     if tying is None and len(recorded) > 1:
         raise ValueError(
@@ -80,8 +79,7 @@ def update(
             "this learned optimiser does not hold the sums of the runs it was learned from, so that nothing can be added to "
             "them. Learn one from recorded runs with metamd.learn(runs), and keep its moments."
         )
-    runs = list(runs)
-    shares = _weights(runs, weights)
+    shares = _weights(runs := list(runs), weights)
     _check_runs(runs, header.tying, header.model, {row["fingerprint"] for row in earlier["runs"]})
     found = _solve(runs, shares, header.tying, earlier["prior"], learned, decay)
     return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
@@ -114,16 +112,9 @@ def _solve(
     weights, regret, model = list(shares), Regret(prior=prior), runs[0].model
     moments = [moments_of(as_trajectory(run, tying), phi, regret) for run, phi in zip(runs, bound, strict=True)]
     scales = [_weighted(w, _mean_squares(run, phi)) for w, run, phi in zip(shares, runs, bound, strict=True)]
-    rows: list[dict[str, Any]] = [
-        {
-            "name": run.name,
-            "fingerprint": run.fingerprint(),
-            "steps": run.steps,
-            "batch_size": run.batch_size,
-            "weight": weight,
-        }
-        for run, weight in zip(runs, shares, strict=True)
-    ]
+    fields = ("name", "fingerprint", "steps", "batch_size", "weight")
+    marks = [(run.name, run.fingerprint(), run.steps, run.batch_size, w) for run, w in zip(runs, shares, strict=True)]
+    rows: list[dict[str, Any]] = [dict(zip(fields, mark, strict=True)) for mark in marks]
     cost: Mapping[str, float] = {"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)}
     if earlier is not None and earlier.moments is not None and earlier.header.learned_from is not None:
         header, model = earlier.header, earlier.header.model

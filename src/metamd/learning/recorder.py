@@ -65,10 +65,7 @@ class Recorder:
         self._pending: dict[str, Tensor] | None = None
         self._finished = False
         self._scan()
-        self._hooks = [
-            optimiser.register_step_pre_hook(self._before),
-            optimiser.register_step_post_hook(self._after),
-        ]
+        self._hooks = optimiser.register_step_pre_hook(self._before), optimiser.register_step_post_hook(self._after)
 
     def detach(self) -> None:
         """Stop recording and leave the optimiser as it was."""
@@ -161,10 +158,9 @@ class Recorder:
             if self._given is not None:
                 names = [self._given.get(id(p)) for p in group["params"]]
             if names is None or None in names:
-                kind = type(self.optimiser).__name__
                 raise ValueError(
                     f"runs are combined by the names of the parameters, but not all of these have one. Build the optimiser "
-                    f"with {kind}(model.named_parameters(), ...), or call "
+                    f"with {type(self.optimiser).__name__}(model.named_parameters(), ...), or call "
                     "Recorder(optimiser, named=model.named_parameters())."
                 )
             pairs += zip(names, group["params"], strict=True)

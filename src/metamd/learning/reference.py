@@ -232,11 +232,27 @@ def learn_from_reference(
     with parts_of(journal, "follow", counted, settings, workers) as parts:
 
         def followed() -> LearnedOptimiser:
-            look(built[0], phi, {n: tuple(x.shape) for n, x in built[0].init().items()})
-            found, about = _metrics(built, affording(phi, built[0]), reference, Regret(prior=prior), parts)
+            shapes, objective = {n: tuple(x.shape) for n, x in built[0].init().items()}, Regret(prior=prior)
+            look(built[0], phi, shapes)
+            now = Iterate.of(affording(phi, built[0]))
+            runs = parts.runs(partial(_follow, phi, reference, objective), built, "runs to learn from")
+            used = [(task, *said) for task, (_, said) in zip(built, runs, strict=True) if said is not None]
+            if not used:
+                raise ValueError(
+                    f"all {tasks} reference runs diverged. Give a reference with a lower lr than {reference.lr}."
+                )
+            moments = Moments.total([said for _, _, said in used], [1.0] * len(used))
+            turned = learn_factors(now, moments, math.inf)
+            log_d = minimiser(moments, {k: v for k, v in now.log_d.items() if k not in turned.log_d}) | turned.log_d
+            found = now.moved({k: log_d[k] for k in now.log_d}, basis=turned.basis).apply(phi)
+            finite = [first for first, _ in runs if all(math.isfinite(s) for s, _ in first.values())]
             return LearnedOptimiser.from_potential(
-                found.requires_grad_(True),
-                **about,
+                _steady(found, [task for task, _, _ in used[:CHECKED]], parts).requires_grad_(True),
+                model=shapes,
+                gradient_scale=gradient_scale(finite),
+                objective=repr(objective),
+                estimator=f"ClosedForm() of runs of {reference!r}",
+                target_loss=within_reach([ends for _, ends, _ in used]),
                 **described(counted),
                 seeds=(seed,),
                 cost=total_cost(NOTHING_YET, counted.cost(began)),
@@ -259,30 +275,6 @@ def described(family: TaskFamily) -> dict[str, Any]:
 
 _Followed = tuple[dict[str, list[float]], tuple[tuple[float, float], Moments] | None]
 """What a reference run says: squares of its first gradient by key; if it finished, first and last loss, and moments."""
-
-
-def _metrics(
-    tasks: Sequence[Task], phi: MaxDiagonal, reference: Reference, objective: Regret, parts: Parts
-) -> tuple[MaxDiagonal, dict[str, Any]]:
-    """What the reference runs of the tasks say, and what a header says of them."""
-    runs = parts.runs(partial(_follow, phi, reference, objective), tasks, "runs to learn from")
-    used = [said for _, said in runs if said is not None]
-    if not used:
-        raise ValueError(f"all {len(tasks)} reference runs diverged. Give a reference with a lower lr than {reference.lr}.")
-    moments = Moments.total([said for _, said in used], [1.0] * len(used))
-    turned = learn_factors(Iterate.of(phi), moments, math.inf)
-    log_d = minimiser(moments, {k: v for k, v in phi.log_d.items() if k not in turned.log_d})
-    ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in phi.log_d}
-    finished = [task for task, (_, said) in zip(tasks, runs, strict=True) if said is not None]
-    found = _steady(Iterate.of(phi).moved(ordered, basis=turned.basis).apply(phi), finished[:CHECKED], parts)
-    finite = [first for first, _ in runs if all(math.isfinite(s) for s, _ in first.values())]
-    return found, {
-        "model": {n: tuple(x.shape) for n, x in tasks[0].init().items()},
-        "gradient_scale": gradient_scale(finite),
-        "objective": repr(objective),
-        "estimator": f"ClosedForm() of runs of {reference!r}",
-        "target_loss": within_reach([ends for ends, _ in used]),
-    }
 
 
 def _steady(potential: MaxDiagonal, tasks: Sequence[Task], parts: Parts) -> MaxDiagonal:

@@ -69,14 +69,7 @@ def run_usage(
     comparator: Params | None = None,
     measure: bool = False,
 ) -> Outcome:
-    """Train a task with a geometry as `MetaMD` does.
-
-    Args:
-        potential: bound to the task's tensors.
-        online: the rule and its scales, where the usage is online.
-        comparator: u, to tally against.
-        measure: whether to keep the energies.
-    """
+    """Train a task with a geometry, bound to its tensors, as `MetaMD` does; `comparator` is u, to tally against."""
     start = {n: x.detach().clone() for n, x in task.init().items()}
     rule = _UsageSteps(potential, usage, start, task.steps, online, measure or comparator is not None)
     apart = max(1, task.steps // LOOKS)
@@ -145,10 +138,7 @@ class _UsageSteps:
             self.active = self.phi.step(self.z, moves, active=self.active, into=self.z).active
         self.taken += 1
         for n, x in self.x.items():
-            if self.tail:
-                x.lerp_(self.z[n], tail_share(self.taken))
-            else:
-                x.lerp_(self.z[n], 1 - usage.momentum)
+            x.lerp_(self.z[n], tail_share(self.taken) if self.tail else 1 - usage.momentum)
         return ""
 
     def _add(self, online: Online, name: str, share: float, energy: Tensor, metric: Tensor) -> None:

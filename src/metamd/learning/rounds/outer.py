@@ -295,11 +295,6 @@ def metric_norms(potential: MaxDiagonal, shapes: Mapping[str, Shape]) -> Tensor:
     """||m_j||_2 = sqrt(sum_i D_ji) over all coordinates i of the model, for every piece j; m_j = sqrt(D_j) is diag M_j.
 
     In a learned basis it is sqrt(trace D_j). The potential is bound to a model with tensors of these shapes.
-
-    Example:
-        >>> potential = MaxDiagonal(1, tying="channel").with_metrics({"w": torch.tensor([[1.0, 4.0]]).log()})
-        >>> metric_norms(potential.bind({"w": torch.zeros(2, 5)}), {"w": (2, 5)})
-        tensor([5.], dtype=torch.float64)
     """
     total = torch.zeros(potential.pieces, dtype=torch.float64)
     for name, shape in zip(potential.slots, shapes.values(), strict=True):
@@ -312,11 +307,6 @@ def project(iterate: Iterate, radius: float, potential: MaxDiagonal, shapes: Map
     """The metrics with ||m_j||_2 <= radius for every piece that are nearest in the Euclidean distance between the m_j.
 
     The point of a ball that is nearest to one outside is on the same ray: all of log D_j falls by one number.
-
-    Example:
-        >>> now = Iterate({"x": torch.zeros(1, 4)}, torch.zeros(1))
-        >>> project(now, 1.0, MaxDiagonal(1), {"x": (4,)}).log_d["x"].exp()
-        tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     bound = iterate.apply(potential).bind({n: torch.zeros(s) for n, s in shapes.items()})
     fall = 2 * (metric_norms(bound, shapes) / radius).log().clamp_min(0)

@@ -39,11 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def hardly_timed() -> None:
     """Comparisons time the steps of every optimiser; no test depends on how exactly."""
-    from metamd.comparison import compare, training
+    from metamd.comparison.training import step_seconds
 
-    few = {"rounds": 2, "warm_up": 1}
-    training.step_seconds.__kwdefaults__.update(few)
-    compare.ROUNDS, compare.WARM_UP = few.values()
+    step_seconds.__kwdefaults__.update({"rounds": 2, "warm_up": 1})
 
 
 @pytest.fixture(scope="session")

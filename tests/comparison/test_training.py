@@ -11,6 +11,7 @@ from metamd import (
     tasks,
 )
 from metamd.comparison.training import Outcome, step_seconds, train
+from metamd.files.progress import Progress
 from metamd.rivals import Range, Rival, rival
 from tests.small_images import FAMILY, task_of
 
@@ -102,10 +103,11 @@ def test_a_target_is_reached_when_two_evaluations_in_a_row_say_so(losses, target
     assert outcome(losses).steps_to(target) == wanted
 
 
-def test_seconds_of_steps_are_taken_in_turns():
+def test_seconds_of_steps_are_taken_in_turns(monkeypatch):
     slow = Rival("slow", "Slow", Slow, {"lr": Range(0.1, 1)}, {"lr": 0.1})
     both, blocks = {"slow": slow.untuned(), "sgd": rival("sgd").untuned()}, []
-    found = step_seconds(task_of(), both, rounds=3, block=2, warm_up=1, advance=blocks.append)
+    monkeypatch.setattr(Progress, "advance", lambda progress, label: blocks.append(label))
+    found = step_seconds(task_of(), both, rounds=3, block=2, warm_up=1)
     assert blocks == ["slow", "sgd", "sgd", "slow"] * 2, "one call after each block, whether it counts or not"
     assert found["slow"] > found["sgd"] > 0
     assert Slow.turns == 8

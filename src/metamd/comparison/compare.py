@@ -11,9 +11,8 @@ from pathlib import Path
 from metamd.comparison.comparison import Candidate, Comparison, Fold, cell_name
 from metamd.comparison.entrants import Entrants, Protocol, draw
 from metamd.comparison.parallel import Cell, fill
-from metamd.comparison.training import ROUNDS, WARM_UP, Measuring, Outcome, step_seconds, train
+from metamd.comparison.training import Measuring, Outcome, step_seconds, train
 from metamd.comparison.tuning import METRICS
-from metamd.files.progress import Progress
 from metamd.files.store import Records, Result, as_json, write_json
 from metamd.files.versions import environment, versions
 from metamd.rivals.base import Contender
@@ -154,8 +153,7 @@ def _timed(
         kinds = {label: (c.rival.name, c.rival.identity) for label, c in chosen.items()}
         timed = {kind: label for label, kind in reversed(kinds.items())}
         once = {label: c for label, c in chosen.items() if label in timed.values() and not c.rival.unlearned}
-        with Progress("timing steps", (ROUNDS + WARM_UP) * len(once)) as progress:
-            found = step_seconds(task, once, steps=comparison.settings["steps"], advance=progress.advance)
+        found = step_seconds(task, once, steps=comparison.settings["steps"])
         return {"seconds": as_json({label: found.get(timed[kind]) for label, kind in kinds.items()})}
 
     taken = (compute() if records is None else records.cell(name, compute))["seconds"]

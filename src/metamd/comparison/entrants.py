@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -120,6 +120,8 @@ ENDINGS: dict[Schedule, str] = {"constant": "", "linear": ", linear decay", "qua
 UNTUNED = ", untuned"
 """What the label of a rival says that has its package's setting."""
 
+R = TypeVar("R", bound=Rival | Learner)
+
 
 def unscheduled(label: str) -> str:
     """The label of a tuned rival without its schedule: its title.
@@ -128,20 +130,20 @@ def unscheduled(label: str) -> str:
         >>> unscheduled("Adam, linear decay")
         'Adam'
     """
-    for ending in filter(None, ENDINGS.values()):
+    for ending in ENDINGS.values():
         label = label.removesuffix(ending)
     return label
 
 
 def labels(ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Sequence[Schedule]) -> list[str]:
     """Of everybody who enters a comparison, in the order of its tables: ours, the tuned rivals, the untuned ones."""
-    tuned = [r.title + ENDINGS[s] for r in rivals for s in _allowed(r, schedules)]
-    return [*ours, *tuned, *(r.title + UNTUNED for r in rivals)]
+    return [*ours, *_scheduled(rivals, schedules), *(r.title + UNTUNED for r in rivals)]
 
 
-def _allowed(rival: Rival | Learner, schedules: Sequence[Schedule]) -> list[Schedule]:
-    """Of these schedules those that a rival may have; what has its own instead, as Schedule-Free has, is left with that."""
-    return [s for s in schedules if s in rival.schedules] or list(rival.schedules)
+def _scheduled(rivals: Sequence[R], schedules: Sequence[Schedule]) -> dict[str, tuple[R, Schedule]]:
+    """By label, the rivals under each of these schedules that they may have; Schedule-Free is left with its own."""
+    allowed = [(r, [s for s in schedules if s in r.schedules] or r.schedules) for r in rivals]
+    return {r.title + ENDINGS[s]: (r, s) for r, each in allowed for s in each}
 
 
 def handicap(rival: Rival, schedule: Schedule = "constant", *, budget: int = 25) -> list[Contender]:
@@ -179,59 +181,54 @@ def entrants(
     """
     if protocol.name not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol.name!r}.")
-    pairs = [(r, s) for r in rivals for s in _allowed(r, protocol.schedules)]
+    scheduled = _scheduled(rivals, protocol.schedules)
     found: dict[str, Contender | Sequence[Contender]] = dict(ours)
     if protocol.name == "handicap":
-        found |= {r.title + ENDINGS[s]: handicap(r, s, budget=protocol.budget) for r, s in pairs}
+        found |= {label: handicap(r, s, budget=protocol.budget) for label, (r, s) in scheduled.items()}
     else:
-        learned = {label: c for label, c in ours.items() if not c.rival.unlearned}
-        given = [*learned.values(), *(r.with_setting(s) for r, s in pairs)]
-        names = [*learned, *(r.title + ENDINGS[s] for r, s in pairs)]
-        found |= zip(names, _tuned(given, family, protocol, records, workers, ray), strict=True)
+        given = {label: c for label, c in ours.items() if not c.rival.unlearned}
+        given |= {label: r.with_setting(s) for label, (r, s) in scheduled.items()}
+        found |= _tuned(given, family, protocol, records, workers, ray)
     return found | {r.title + UNTUNED: r.untuned() for r in rivals}
 
 
 def _tuned(
-    given: Sequence[Contender],
+    given: Mapping[str, Contender],
     family: TaskFamily,
     protocol: Protocol,
     records: Records | None,
     workers: int,
     ray: str | None,
-) -> list[Contender]:
+) -> dict[str, Contender]:
     """The same contenders with the best learning rate and weight decay of each; searches run side by side."""
     drawn = draw(family, 1, derive_seed(protocol.seed, "tuning"))
     tasks = [family.build(c) for configs in drawn.values() for c in configs]
     search = protocol.search(budget=protocol.budget, seed=protocol.seed)
-    looks: dict[str, Callable[[Records | None], Result]] = {}
-    for c in given:
-        about = (search, protocol.steps, c.rival.space, c.rival.grid, [config_hash(t.config) for t in tasks])
-        looks[f"search-{c.key()}-{derive_seed(*map(repr, about)):08x}"] = partial(_search, c, tasks, search, protocol.steps)
-    cells = [Cell(name, partial(look, records)) for name, look in looks.items()]
-    if ray is not None and records is not None:
-        cells = [Cell(n, partial(_search_away, look), partial(_bring, records)) for n, look in looks.items()]
-    results = fill(records, cells, title="tuning everybody", workers=workers, ray=ray)
-    found = [(c, results[name]) for c, name in zip(given, looks, strict=True)]
-    return [replace(c, setting={**c.setting, **r["setting"]}, tuning=Tuning.from_json(r)) for c, r in found]
+    hashes, cells = [config_hash(t.config) for t in tasks], {}
+    for label, c in given.items():
+        about = map(repr, (search, protocol.steps, c.rival.space, c.rival.grid, hashes))
+        compute = partial(_search, c, tasks, search, protocol.steps, records if ray is None else None)
+        cells[label] = Cell(f"search-{c.key()}-{derive_seed(*about):08x}", compute, partial(_bring, records))
+    results = fill(records, cells.values(), title="tuning everybody", workers=workers, ray=ray)
+    found = {label: (c, results[cells[label].name]) for label, c in given.items()}
+    return {n: replace(c, setting={**c.setting, **r["setting"]}, tuning=Tuning.from_json(r)) for n, (c, r) in found.items()}
 
 
-def _search(
-    contender: Contender, tasks: Sequence[Task], search: Search, steps: int | None, records: Records | None
-) -> Result:
+def _search(contender: Contender, tasks: Sequence[Task], search: Search, steps: int | None, kept: Records | None) -> Result:
+    """Without records, as on a machine that shares no folder with them, the trials come with the result."""
     rival = replace(contender.rival, defaults=contender.setting)
-    found = tune(rival, tasks, search, metric="validation_error", schedule=contender.schedule, steps=steps, records=records)
-    how = Tuning(found.gradients // len(tasks), tuple(found.best_so_far), tuple(found.at_edge))
-    return {"setting": {n: x for n, x in found.best.setting.items() if n in search.names}, **as_json(asdict(how))}
-
-
-def _search_away(look: Callable[[Records], Result]) -> Result:
-    """On a machine that shares no folder with the records: the trials come with the result."""
     with TemporaryDirectory() as folder:
-        return look(Records(Path(folder), {})) | {"trials": read_cells(Path(folder))}
+        records, schedule = kept or Records(Path(folder), {}), contender.schedule
+        found = tune(rival, tasks, search, metric="validation_error", schedule=schedule, steps=steps, records=records)
+        trials = {} if kept else read_cells(Path(folder))
+    how = Tuning(found.gradients // len(tasks), tuple(found.best_so_far), tuple(found.at_edge))
+    setting = {n: x for n, x in found.best.setting.items() if n in search.names}
+    return {"setting": setting, "trials": trials, **as_json(asdict(how))}
 
 
-def _bring(records: Records, found: Result) -> Result:
+def _bring(records: Records | None, found: Result) -> Result:
     """Keep the trials that came with a search, each as a record; the rest of it is its own."""
-    for name, trial in found["trials"].items():
-        records.write(name, trial)
-    return {k: v for k, v in found.items() if k != "trials"}
+    for name, trial in found.pop("trials").items():
+        if records is not None:
+            records.write(name, trial)
+    return found

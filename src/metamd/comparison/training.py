@@ -1,7 +1,7 @@
 """One training of one task by one contender, and what is measured of it: the cell that every comparison is made of."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from metamd.files.progress import Progress
 from metamd.files.store import as_json, shortened
 from metamd.inner.run import OptimiserSteps, has_exploded, not_finite
 from metamd.inner.run import train as train_task
@@ -135,12 +136,6 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
     The same task, contender and number of steps give the same outcome, bit for bit: batches and initialisation are in the
     task's config, one thread computes, and torch's global generator is seeded by the config meanwhile.
 
-    Args:
-        task: the problem.
-        contender: the optimiser with its setting.
-        steps: T, the horizon of the schedule; the task's own if not given.
-        measuring: how the run is watched.
-
     Example:
         >>> from metamd import tasks
         >>> from metamd.rivals import rival
@@ -200,30 +195,26 @@ class _Run:
             self.total += loss
 
 
-ROUNDS, WARM_UP = 15, 3
-"""Blocks of steps that are timed of each contender, and those before that are not."""
-
-
 def step_seconds(
     task: Task,
     contenders: Mapping[str, Contender],
     *,
     steps: int | None = None,
-    rounds: int = ROUNDS,
+    rounds: int = 15,
     block: int = 10,
-    warm_up: int = WARM_UP,
-    advance: Callable[[str], None] = lambda label: None,
+    warm_up: int = 3,
 ) -> dict[str, float]:
     """The seconds that one step of each contender takes: the median over blocks of steps that take turns.
 
     Whatever else the machine does slows all of them alike; the order within a round changes from round to round. A run that
     has reached its horizon begins again, and so does one that failed. The steps of SOAP and Shampoo differ in cost with a
-    period of 10, which is why a block has as many. `advance` is called after each block, outside of what is timed.
+    period of 10, which is why a block has as many. The first `warm_up` rounds do not count.
     """
     found: dict[str, list[float]] = {label: [] for label in contenders}
     horizon = task.steps if steps is None else steps
     block, order, runs = min(block, horizon), list(contenders), dict[str, _Run]()
-    with one_thread(), seeded(derive_seed(config_hash(task.config), "seconds")):
+    progress = Progress("timing steps", (rounds + warm_up) * len(order))
+    with one_thread(), seeded(derive_seed(config_hash(task.config), "seconds")), progress:
         for turn in range(rounds + warm_up):
             shift = turn % len(order)
             for label in order[shift:] + order[:shift]:
@@ -235,7 +226,7 @@ def step_seconds(
                 taken = run.rule.taken - before
                 if turn >= warm_up and taken:
                     found[label].append((perf_counter() - began) / taken)
-                advance(label)
+                progress.advance(label)
     return {label: median(times) if times else math.nan for label, times in found.items()}
 
 

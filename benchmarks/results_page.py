@@ -164,7 +164,7 @@ def starts() -> str:
 
 def _mean_losses(fold: Fold) -> tuple[float, str, float]:
     """MetaMD's, and the best rival with its own."""
-    losses = {label: fold.best(label, "mean_loss", None).outcomes for label in fold.entrants}
+    losses = {label: fold.best(label, "mean_loss").outcomes for label in fold.entrants}
     means = {label: float(np.mean([o.mean_loss for o in runs])) for label, runs in losses.items()}
     rival = min((label for label in means if not label.startswith("MetaMD")), key=lambda label: means[label])
     return means["MetaMD"], rival, means[rival]

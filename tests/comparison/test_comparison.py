@@ -140,8 +140,8 @@ def test_the_best_setting_for_a_target_has_the_smallest_median():
     fold = Fold("d", {"r": (safe, fast)}, {"r": 1.0}, {})
     for metric in ("steps_to_target", "seconds_to_target"):
         assert fold.best("r", metric, 0.1) is fast
-    assert fold.best("r", "mean_loss", None) is fast
-    assert fold.best("r", "final_loss", None) is safe
+    assert fold.best("r", "mean_loss") is fast
+    assert fold.best("r", "final_loss") is safe
 
 
 def test_learning_is_paid_for_by_each_domains_own_steps():

@@ -123,7 +123,7 @@ def test_a_rival_is_carried_over_with_the_rate_that_was_best_where_ours_was_lear
     shown = out_of_distribution._members(other, usual)
     assert list(shown) == ["MetaMD", "SGD (tuned here)", "SGD (carried over)", "SGD (untuned)"]
     (label,) = best_schedules(usual)
-    best = usual.folds[0].best(label, "mean_loss", None)
+    best = usual.folds[0].best(label, "mean_loss")
     carried, here = shown["SGD (carried over)"], shown["SGD (tuned here)"]
     assert carried.contender == best.contender != here.contender
     mean = [sum(o.mean_loss for o in c.outcomes) for c in (here, carried)]

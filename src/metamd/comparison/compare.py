@@ -126,11 +126,12 @@ def _best_few(contenders: Sequence[Contender], task: str, outcomes: Outcomes, sc
 
 
 def _fold(group: str, configs: Sequence[Config], entrants: Mapping[str, Sequence[Contender]], outcomes: Outcomes) -> Fold:
-    hashes = [config_hash(x) for x in configs]
-    members, first = {}, {label: found[0] for label, found in entrants.items()}
-    for label, found in entrants.items():
-        runs = [(c.describe(), [outcomes.get((c.key(), name)) for name in hashes]) for c in found]
-        members[label] = tuple(Candidate(about, tuple(o for o in each if o is not None)) for about, each in runs)
+    hashes, first = [config_hash(x) for x in configs], {label: found[0] for label, found in entrants.items()}
+
+    def candidate(c: Contender) -> Candidate:
+        return Candidate(c.describe(), tuple(outcomes[c.key(), x] for x in hashes if (c.key(), x) in outcomes))
+
+    members = {label: tuple(map(candidate, found)) for label, found in entrants.items()}
     # for what was learned on this domain, or on one of these tasks, the domain is not held out
     trained = tuple(label for label, c in first.items() if group in c.rival.domains or {*c.rival.tasks} & {*hashes})
     tunings = {label: c.tuning for label, c in first.items() if c.tuning is not None}
@@ -144,7 +145,7 @@ def _timed(
 
     One rival under several schedules takes the same steps: it is timed once.
     """
-    best = {label: comparison.folds[0].best(label, "mean_loss", None).contender for label in entrants}
+    best = {label: comparison.folds[0].best(label, "mean_loss").contender for label in entrants}
     chosen = {label: next(c for c in found if c.describe() == best[label]) for label, found in entrants.items()}
     keys = json.dumps({label: c.key() for label, c in chosen.items()})
     name = f"seconds-{hashlib.blake2b(keys.encode(), digest_size=6).hexdigest()}"

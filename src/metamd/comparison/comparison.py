@@ -62,7 +62,7 @@ class Fold:
         """Of every run."""
         return next(iter(self.entrants.values()))[0].outcomes[0].places[-1]
 
-    def best(self, label: str, metric: str, target: float | None) -> Candidate:
+    def best(self, label: str, metric: str, target: float | None = None) -> Candidate:
         """The candidate with the smallest mean of a metric, a run that failed or never arrived counted as very large.
 
         For steps and seconds to a target it is the smallest median, as that is what tables show, and the mean decides among
@@ -171,18 +171,13 @@ class Comparison:
     @property
     def metrics(self) -> list[str]:
         """Those of `SHOWN` that were measured."""
-        ended = [
-            (f, label, o)
-            for f in self.folds
-            for label, cs in f.entrants.items()
-            for c in cs
-            for o in c.outcomes
-            if not o.failed
-        ]
-        graded = all(o.ends.get("test", (0.0, None))[1] is not None for _, _, o in ended)
-        timed = all(math.isfinite(f.seconds.get(label, math.nan)) for f, label, _ in ended) and bool(self.folds[0].seconds)
-        left_out = ([] if graded else ["test_error"]) + ([] if timed else ["seconds_to_target"])
-        return [m for m in SHOWN if m not in left_out]
+        measured = {"test_error": True, "seconds_to_target": bool(self.folds[0].seconds)}
+        for fold in self.folds:
+            for label, candidates in fold.entrants.items():
+                ended = [o for c in candidates for o in c.outcomes if not o.failed]
+                measured["test_error"] &= all(o.ends.get("test", (0.0, None))[1] is not None for o in ended)
+                measured["seconds_to_target"] &= not ended or math.isfinite(fold.seconds.get(label, math.nan))
+        return [m for m in SHOWN if measured.get(m, True)]
 
     @property
     def groups(self) -> list[int]:
@@ -224,7 +219,7 @@ class Comparison:
     def target(self, fold: Fold) -> float:
         """The training loss to reach on one domain, of runs that did not fail; NaN, which nobody reaches, if all did."""
         aim = self.aim or Target(self.labels[-1])
-        return fold.best(aim.baseline, "mean_loss", None).loss_after(aim.share)
+        return fold.best(aim.baseline, "mean_loss").loss_after(aim.share)
 
     def chosen(self, label: str, metric: str) -> list[Candidate]:
         """The candidate of an optimiser that is shown for a metric, on each domain."""
@@ -268,8 +263,7 @@ class Comparison:
         for label in self.labels:
             row: dict[str, Any] = {"label": label, **asdict(self.estimate(label, metric))}
             row["arrived"] = float(np.isfinite(self.values(label, metric)).mean())
-            if label in differences:
-                d = differences[label]
+            if d := differences.get(label):
                 row |= {"verdict": d.verdict, "ratio": d.ratio, "p": d.p, "wins": d.wins, "losses": d.losses}
             rows.append(row)
         return rows
@@ -305,10 +299,8 @@ class Comparison:
         steps = [float(np.minimum(self.values(x, "steps_to_target"), horizons).mean()) for x in both]
         tuning = [sum(f.tuning_gradients(x) for f in self.folds) / len(self.folds) for x in both]
         ahead, gain = self.learning_gradients(both[0]) - self.learning_gradients(label), steps[1] - steps[0]
-        if every_task:
-            gain += tuning[1] - tuning[0]
-        else:
-            ahead -= tuning[1] - tuning[0]
+        saved = tuning[1] - tuning[0]
+        ahead, gain = (ahead, gain + saved) if every_task else (ahead - saved, gain)
         if ahead <= 0:
             return 0.0
         return math.ceil(ahead / gain) if gain > 0 else math.inf
@@ -323,39 +315,37 @@ class Comparison:
         found = list(parts)
         if not found:
             raise ValueError("there is nothing to join.")
-        if another := next((c for c in found if c.labels != found[0].labels), None):
-            apart = sorted({*found[0].labels} ^ {*another.labels})
-            one, two = found[0].folds[0].group, another.folds[0].group
+        first = found[0]
+        if another := next((c for c in found if c.labels != first.labels), None):
+            apart = sorted({*first.labels} ^ {*another.labels})
+            one, two = first.folds[0].group, another.folds[0].group
             raise ValueError(
                 f"comparisons of the same optimisers are required, in one order, but those on {one!r} and {two!r} differ "
                 f"in {', '.join(apart) or 'their order'}. Bring all domains to the same optimisers by the command that made "
                 "them, or report on each folder by itself."
             )
-        for said, facts in (("protocol", [c.protocol for c in found]), ("target", [c.aim for c in found])):
-            if any(fact != facts[0] for fact in facts):
+        for said, name in (("protocol", "protocol"), ("target", "aim")):
+            if any(getattr(c, name) != getattr(first, name) for c in found):
                 raise ValueError(f"comparisons with one {said} are required, got several. Report on each folder by itself.")
-        folds = [f for c in found for f in c.folds]
+        folds = tuple(f for c in found for f in c.folds)
         groups = [f.group for f in folds]
         if twice := [group for group in groups if groups.count(group) > 1]:
             raise ValueError(
                 f"{twice[0]!r} is in two of these comparisons and would count as two domains. Report on each folder by "
                 "itself, or compare with more seeds in one."
             )
-        return cls(tuple(folds), found[0].settings, found[0].aim, found[0].protocol)
+        return replace(first, folds=folds)
 
     def index(self) -> Result:
         """What is needed beside the records of the runs to have the comparison again, in JSON's types."""
+
+        def runs(c: Candidate) -> Result:
+            return {"contender": c.contender, "runs": [cell_name(c.contender, o.config) for o in c.outcomes]}
+
         folds = []
         for fold in self.folds:
-            entrants = {
-                label: [
-                    {"contender": c.contender, "runs": [cell_name(c.contender, o.config) for o in c.outcomes]} for c in found
-                ]
-                for label, found in fold.entrants.items()
-            }
-            about = {"group": fold.group, "trained": fold.trained, "entrants": entrants, "seconds": fold.seconds}
-            tunings = {label: asdict(t) for label, t in fold.tunings.items()}
-            folds.append(about | {"costs": fold.costs} | ({"tunings": tunings} if tunings else {}))
+            entrants = {label: [runs(c) for c in found] for label, found in fold.entrants.items()}
+            folds.append({**vars(fold), "entrants": entrants, "tunings": {n: asdict(t) for n, t in fold.tunings.items()}})
         aim = None if self.aim is None else asdict(self.aim)
         return dict(as_json({"protocol": self.protocol, "aim": aim, "folds": folds}))
 
@@ -401,10 +391,11 @@ def _read_fold(folder: Path, cells: Mapping[str, Result], found: Mapping[str, An
             )
         return outcome
 
-    entrants = {}
-    for label, candidates in found["entrants"].items():
-        described = [(dict(c["contender"]), c["runs"]) for c in candidates]
-        entrants[str(label)] = tuple(Candidate(d, tuple(outcome(d, name) for name in runs)) for d, runs in described)
+    def candidate(about: Mapping[str, Any]) -> Candidate:
+        contender = dict(about["contender"])
+        return Candidate(contender, tuple(outcome(contender, name) for name in about["runs"]))
+
+    entrants = {str(label): tuple(map(candidate, each)) for label, each in found["entrants"].items()}
     tasks = [[config_hash(o.config) for o in c.outcomes] for cs in entrants.values() for c in cs]
     longest = max(tasks, key=len, default=[])
     whole = all(any(len(c.outcomes) == len(longest) for c in cs) for cs in entrants.values())

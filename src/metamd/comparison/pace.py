@@ -32,11 +32,11 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
 
     found = []
     for fold in comparison.folds:
-        mine = fold.best(ours, "mean_loss", None)
-        losses = {label: _mean([o.mean_loss for o in fold.best(label, "mean_loss", None).outcomes]) for label in rivals}
-        lowest = min(losses, key=lambda label: losses[label])
+        mine = fold.best(ours, "mean_loss")
+        losses = {label: _mean([o.mean_loss for o in fold.best(label, "mean_loss").outcomes]) for label in (ours, *rivals)}
+        lowest = min(rivals, key=losses.__getitem__)
         reached = {label: min(fold.finished(label), key=standing) for label in rivals}
-        fastest = min(reached, key=lambda label: standing(reached[label]))
+        fastest = min(rivals, key=lambda label: standing(reached[label]))
         target = reached[fastest].loss_after(share)
         each, theirs = ([o.steps_to(target) for o in c.outcomes] for c in (mine, reached[fastest]))
         arrived = [sum(map(math.isfinite, counts)) for counts in (each, theirs)]
@@ -48,14 +48,14 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
             if math.isfinite(fold.seconds.get(label, math.nan))
         }
         clocks[fastest] = min(clocks.get(fastest, math.inf), taken * fold.seconds.get(fastest, math.inf))
-        quickest = min(clocks, key=lambda label: clocks[label])
-        chosen = {label: fold.best(label, "test_error", None) for label in (ours, *rivals)}
+        quickest = min(clocks, key=clocks.__getitem__)
+        chosen = {label: fold.best(label, "test_error") for label in (ours, *rivals)}
         accuracies = {label: _mean([o.accuracy("test") for o in c.outcomes]) for label, c in chosen.items()}
-        best = max(rivals, key=lambda label: accuracies[label])
+        best = max(rivals, key=accuracies.__getitem__)
         found.append(
             {
                 "domain": fold.group,
-                "mean_loss": _ratio(_mean([o.mean_loss for o in mine.outcomes]), losses[lowest]),
+                "mean_loss": _ratio(losses[ours], losses[lowest]),
                 "mean_loss_of": lowest,
                 "steps": _ratio(steps, taken),
                 "seconds": _ratio(steps * fold.seconds.get(ours, math.nan), clocks[quickest]),
@@ -81,20 +81,18 @@ def pace_section(title: str, rows: Sequence[Result], share: float) -> Section:
     for row in rows:
         there = row["arrived"]
         missing = "" if there["ours"] else "never"
-        loss = "diverged" if row["mean_loss"] is None else f"{row['mean_loss']:.2f} x"
-        steps = f"{there['ours']} of {there['runs']} runs ({row['steps_of']}: {there['rival']})"
-        if row["steps"] is not None:
-            steps = f"{row['steps']:.2f} x ({row['steps_of']})"
-        seconds = missing if row["seconds"] is None else f"{row['seconds']:.2f} x ({row['seconds_of']})"
+        loss = f"{_times(row['mean_loss'], 'diverged')} ({row['mean_loss_of']})"
+        steps = f"{_times(row['steps'])} ({row['steps_of']})"
+        if row["steps"] is None:
+            steps = f"{there['ours']} of {there['runs']} runs ({row['steps_of']}: {there['rival']})"
+        seconds = missing if row["seconds"] is None else f"{_times(row['seconds'])} ({row['seconds_of']})"
         right = f"{row['accuracy']:.2f} ({row['accuracy_of']}: {row['best_accuracy']:.2f})"
         clock = "never" if row["paid_by_the_clock"] is None else f"{row['paid_by_the_clock']} tasks"
         paid = missing if row["paid_after"] is None else f"{row['paid_after']} tasks, {clock}"
-        found.append([row["domain"], f"{loss} ({row['mean_loss_of']})", steps, seconds, right, paid])
-    means = [geometric_mean([row[k] for row in rows]) for k in ("mean_loss", "steps", "seconds")]
-    accuracies = [_mean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy")]
-    ratios = ["" if m is None else f"{m:.2f} x" for m in means]
-    found.append(["mean", *ratios, f"{accuracies[0]:.2f} ({accuracies[1]:.2f})", ""])
-    return Section(columns=columns, rows=found)
+        found.append([row["domain"], loss, steps, seconds, right, paid])
+    ratios = [_times(geometric_mean([row[k] for row in rows])) for k in ("mean_loss", "steps", "seconds")]
+    mine, best = (_mean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy"))
+    return Section(columns=columns, rows=[*found, ["mean", *ratios, f"{mine:.2f} ({best:.2f})", ""]])
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:
@@ -117,6 +115,10 @@ def _paid_after(
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _times(ratio: float | None, missing: str = "") -> str:
+    return missing if ratio is None else f"{ratio:.2f} x"
 
 
 def _ratio(one: float, other: float) -> float | None:

@@ -38,7 +38,7 @@ code { background: #f4f4f4; padding: .1rem .3rem; }
 {%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>
 {% endfor %}</table>{% endif %}
 {% for path, caption in section.figures %}<figure>
-<img src="data:image/png;base64,{{ encoded(path) }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption>
+<img src="data:image/png;base64,{{ images[path] }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption>
 </figure>
 {% endfor %}
 {% endfor %}
@@ -72,12 +72,7 @@ def _printable(text: str) -> str:
 
 
 def as_markdown(sections: Iterable[Section], *, title: str = "", command: str = "") -> str:
-    """The same page as Markdown, with the captions of its figures.
-
-    Args:
-        sections: its parts.
-        title: of the page. Without one the parts are a fragment, and their titles bold lines.
-        command: what made it, for the last line.
+    """The same page as Markdown, with the captions of its figures. Without a title it is a fragment, its heads bold lines.
 
     Example:
         >>> print(as_markdown([Section("Times", columns=["who", "s"], rows=[["a", 1]])]), end="")
@@ -126,9 +121,6 @@ def write_page(path: Path, title: str, sections: Sequence[Section], *, command: 
     except ModuleNotFoundError:
         raise ValueError("a report page needs jinja2, which is not installed. Run: pip install 'metamd[demo]'") from None
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable)
-
-    def encoded(image: Path) -> str:
-        return base64.b64encode(image.read_bytes()).decode()
-
-    page = environment.from_string(TEMPLATE).render(title=title, sections=sections, command=command, encoded=encoded)
+    images = {image: base64.b64encode(image.read_bytes()).decode() for part in sections for image, _ in part.figures}
+    page = environment.from_string(TEMPLATE).render(title=title, sections=sections, command=command, images=images)
     write_atomically(path, page.encode())

@@ -16,31 +16,21 @@ from metamd.comparison.entrants import PROTOCOLS, UNTUNED
 from metamd.comparison.figures import loss_curves
 from metamd.comparison.statistics import smallest_p
 
-Cell = str | float | None
-"""Of a table: a text, a number, or nothing."""
-
 
 @dataclass(frozen=True)
 class Section:
     """One part of a report: `metamd.comparison.page` writes a list of them as text, Markdown or HTML.
-
-    Args:
-        title: its heading; empty for a part that continues the one before.
-        texts: its paragraphs, before the table.
-        columns: the heads of the table.
-        rows: of cells: texts, numbers, or None for an empty cell. A row whose first cell begins with MetaMD stands out.
-        figures: the images, PNG, each with its caption.
 
     Example:
         >>> Section("Times", columns=["", "seconds"], rows=[["Adam", 0.25], ["SGD", None]]).cells()
         [['Adam', '0.25'], ['SGD', '']]
     """
 
-    title: str = ""
-    texts: Sequence[str] = ()
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[Cell]] = ()
-    figures: Sequence[tuple[Path, str]] = ()
+    title: str = ""  # empty for a part that continues the one before
+    texts: Sequence[str] = ()  # paragraphs, before the table
+    columns: Sequence[str] = ()  # the heads of the table
+    rows: Sequence[Sequence[str | float | None]] = ()  # a row whose first cell begins with MetaMD stands out
+    figures: Sequence[tuple[Path, str]] = ()  # images, PNG, each with its caption
 
     def cells(self) -> list[list[str]]:
         """The rows as text, numbers with four digits. A number that needs others is given as `formatted` writes it."""
@@ -209,11 +199,10 @@ def _costs(c: Comparison) -> Section:
         tuning = [f.tuning_gradients(label) for f in c.folds]
         seconds = [f.seconds.get(label, math.nan) for f in c.folds]
         learned = [f.costs.get(label, {}).get("seconds", math.nan) for f in c.folds]
-        row = [label, mean([1000 * s for s in seconds], 2), mean(tuning)]
-        row += [mean([n * s for n, s in zip(tuning, seconds, strict=True)])]
-        row += [f"{c.learning_gradients(label):,.0f}", mean(learned)]
-        row += ["", ""] if label == ours else [tasks(c.tasks_to_pay(label, every_task=x)) for x in (True, False)]
-        rows.append(row)
+        clock = [n * s for n, s in zip(tuning, seconds, strict=True)]
+        paid = ["", ""] if label == ours else [tasks(c.tasks_to_pay(label, every_task=x)) for x in (True, False)]
+        spent = [mean([1000 * s for s in seconds], 2), mean(tuning), mean(clock)]
+        rows.append([label, *spent, f"{c.learning_gradients(label):,.0f}", mean(learned), *paid])
     texts = [
         "What choosing settings and learning costs, in gradient evaluations and in seconds, on the mean over the domains. "
         f"The last columns say after how many tasks the learning of {ours} is paid for by reaching the target sooner, if "

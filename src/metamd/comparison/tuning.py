@@ -5,6 +5,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,17 +37,11 @@ History = Sequence[tuple[Setting, float]]
 
 @dataclass(frozen=True)
 class Search(ABC):
-    """Proposes settings one after another, each a function of what was tried before.
+    """Proposes settings one after another, each a function of what was tried before."""
 
-    Args:
-        budget: settings that are tried, at most. One that diverges counts.
-        names: the hyperparameters that vary, those among them that the rival has.
-        seed: of what is random in it.
-    """
-
-    budget: int = 25
-    names: Sequence[str] = ("lr", "weight_decay")
-    seed: int = 0
+    budget: int = 25  # settings that are tried, at most; one that diverges counts
+    names: Sequence[str] = ("lr", "weight_decay")  # the hyperparameters that vary, those among them that the rival has
+    seed: int = 0  # of what is random in it
 
     def __post_init__(self) -> None:
         if self.budget < 1:
@@ -206,7 +201,7 @@ class Tuned:
     @property
     def best_so_far(self) -> list[float]:
         """The best score after each trial: what a smaller budget would have found."""
-        return [min(t.score for t in self.trials[: i + 1]) for i in range(len(self.trials))]
+        return list(accumulate((t.score for t in self.trials), min))
 
     @property
     def gradients(self) -> int:
@@ -281,7 +276,7 @@ def tune(
         if found["setting"] is None:  # a grid with fewer points than the budget
             break
         outcomes = tuple(Outcome.from_json(r) for r in found["runs"])
-        failed = any(o.failed for o in outcomes)
-        score = math.inf if failed else math.fsum(METRICS[metric](o) for o in outcomes) / len(outcomes)
+        values = [math.inf if o.failed else METRICS[metric](o) for o in outcomes]
+        score = math.fsum(values) / len(values)
         trials.append(Trial(rival.with_setting(schedule, **found["setting"]), outcomes, score))
     return Tuned(rival, metric, search, tuple(trials))

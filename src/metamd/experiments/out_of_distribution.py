@@ -79,12 +79,12 @@ def _members(comparison: Comparison, usual: Comparison) -> dict[str, Candidate]:
     fold = comparison.folds[0]
     tuned, untuned = best_schedules(comparison), [label for label in fold.entrants if label.endswith(", untuned")]
     rivals = {label for label in fold.entrants if label.split(",")[0] in {t.split(",")[0] for t in tuned}}
-    shown = {label: fold.best(label, "mean_loss", None) for label in fold.entrants if label not in rivals}
+    shown = {label: fold.best(label, "mean_loss") for label in fold.entrants if label not in rivals}
     for label in tuned:
         name = label.split(",")[0]
-        shown[f"{name} (tuned here)"] = fold.best(label, "mean_loss", None)
+        shown[f"{name} (tuned here)"] = fold.best(label, "mean_loss")
     for label in best_schedules(usual):
-        best = usual.folds[0].best(label, "mean_loss", None).contender
+        best = usual.folds[0].best(label, "mean_loss").contender
         shown[f"{label.split(',')[0]} (carried over)"] = _same(fold, label, best)
     return shown | {f"{label.split(',')[0]} (untuned)": fold.entrants[label][0] for label in untuned}
 

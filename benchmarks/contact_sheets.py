@@ -13,7 +13,7 @@ from PIL import Image
 
 import metamd.data as data
 from metamd.data.loading import load_arrays
-from metamd.tasks.vision.domains import rotate
+from metamd.tasks.vision import rotate
 
 ROWS = 5
 GAP = 2

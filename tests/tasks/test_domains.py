@@ -5,7 +5,7 @@ import pytest
 import scipy.ndimage
 import torch
 
-from metamd.tasks.vision.domains import Domain, Pictures, Source, choose, enlarge, moments, rotate
+from metamd.tasks.vision import Domain, Pictures, Source, choose, enlarge, moments, rotate
 
 
 def noise(count=7, channels=1, side=28, seed=0):
@@ -45,7 +45,7 @@ def test_rotation_agrees_with_scipy(angle):
 def test_rotation_treats_images_alone(monkeypatch):
     images = noise(9)
     together = rotate(images, 30)
-    monkeypatch.setattr("metamd.tasks.vision.domains.BLOCK", 4)
+    monkeypatch.setattr("metamd.tasks.vision.BLOCK", 4)
     assert torch.equal(rotate(images, 30), together)
     assert torch.equal(rotate(images[3:4], 30), together[3:4])
 

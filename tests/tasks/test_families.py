@@ -19,7 +19,7 @@ from metamd.tasks import (
     rotated_mnist,
     rotated_mnist_continuous,
 )
-from metamd.tasks.vision.domains import Pictures, enlarge, moments, rotate
+from metamd.tasks.vision import Pictures, enlarge, moments, rotate
 from tests.data_builders import place, put
 
 __all__ = ["place"]

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from metamd.tasks import config_hash, starting_at, supervised
 from metamd.tasks.base import Shuffle
-from metamd.tasks.functional import Called, hashed_uniform, trained
 from metamd.tasks.models import LeNet, ResNet18
 from metamd.tasks.sources import divide
+from metamd.tasks.supervised import Called, hashed_uniform, trained
 from tests.helpers import dropout_model, images, labelled, norm_model, plain_model
 
 

@@ -34,7 +34,7 @@ from metamd.potentials import Diagonal, Kronecker, MaxDiagonal
 from metamd.potentials.online import Online
 from metamd.potentials.tying import TyingName
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.vision import ImageFamily
 from metamd.tasks.wrapped import Variant
 
 ANGLES = (7.5, 22.5, 37.5, 52.5, 67.5, 82.5)

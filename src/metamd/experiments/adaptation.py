@@ -16,7 +16,7 @@ from metamd.files.usage import Usage
 from metamd.inner.objectives import Reference, Regret
 from metamd.learning.reference import learn_start
 from metamd.potentials import Diagonal
-from metamd.tasks.vision.families import ADAPTED
+from metamd.tasks.vision import ADAPTED
 from metamd.tasks.wrapped import SharedStart
 
 ANGLES = tuple(str(a) for a in ADAPTED)

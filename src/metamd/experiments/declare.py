@@ -22,7 +22,7 @@ from metamd.learning.usage import Choices, learn_usage
 from metamd.potentials import Kronecker, MaxDiagonal
 from metamd.rivals import Schedule
 from metamd.tasks.base import derive_seed
-from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.vision import ImageFamily
 from metamd.tasks.wrapped import Counted, SharedStart
 
 Family = ImageFamily | SharedStart

@@ -35,7 +35,7 @@ from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
 from metamd.rivals.base import Named, Setting
 from metamd.tasks.base import TaskFamily, derive_seed
-from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.vision import ImageFamily
 from metamd.tasks.wrapped import SharedStart
 
 PAPERS = ("sgd", "sgdm", "nesterov", "rmsprop", "adam", "adamw")

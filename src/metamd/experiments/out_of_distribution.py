@@ -25,7 +25,7 @@ from metamd.files.store import Result
 from metamd.files.usage import Usage
 from metamd.potentials import Diagonal
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.vision.families import ImageFamily, Training
+from metamd.tasks.vision import ImageFamily, Training
 from metamd.tasks.wrapped import SharedStart, Variant
 
 HELD_OUT = "45"

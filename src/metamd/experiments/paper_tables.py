@@ -24,7 +24,7 @@ from metamd.inner.objectives import Reference
 from metamd.learning.usage import rules_for_refresh
 from metamd.potentials import Diagonal
 from metamd.potentials.online import Online
-from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.vision import ImageFamily
 
 PAPERS = ("sgd", "sgdm", "rmsprop", "adam")
 """Rivals of the paper's tables."""

@@ -30,7 +30,7 @@ from metamd.inner.run import run_inner
 from metamd.learning.rounds.outer import Adam, Method
 from metamd.potentials import Diagonal, MaxDiagonal
 from metamd.potentials.base import Centre
-from metamd.tasks.vision.families import ImageFamily
+from metamd.tasks.vision import ImageFamily
 
 HELD_OUT = "45"
 MOST = 5

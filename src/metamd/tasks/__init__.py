@@ -5,7 +5,7 @@ from collections.abc import Callable
 from metamd.tasks.base import Config, Drawn, Evaluation, SolvedTask, Split, Task, TaskFamily, config_hash
 from metamd.tasks.supervised import supervised
 from metamd.tasks.synthetic import logistic, quadratic, rosenbrock, tabular
-from metamd.tasks.vision.families import (
+from metamd.tasks.vision import (
     adapt_rotated_mnist,
     diverse_digits,
     images,

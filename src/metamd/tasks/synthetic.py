@@ -18,9 +18,8 @@ from metamd.tasks.base import (
     check_config,
     draw_seed,
 )
-from metamd.tasks.functional import Recipe
 from metamd.tasks.sources import Arrays
-from metamd.tasks.supervised import SupervisedTask
+from metamd.tasks.supervised import Recipe, SupervisedTask
 
 _WHOLE = ("none", "the same for all tasks", "none: every step sees it all")
 """Data, initialisation and batches of a function of one vector."""

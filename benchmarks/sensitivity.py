@@ -23,7 +23,7 @@ from metamd.experiments.race import Problems, raced, train
 from metamd.files.store import ARCHIVE, Records, Result, archive, read_cells, records_in, unarchive
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import Method, paper
-from metamd.learning.rounds.outer import GradientDescent
+from metamd.learning.outer import GradientDescent
 from metamd.potentials import Diagonal, MaxDiagonal
 from metamd.tasks.base import derive_seed
 

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 from metamd import Forward, Journal, MaxDiagonal, Method, Refine, Stopping, meta_train
-from metamd.learning.rounds.outer import Adam
+from metamd.learning.outer import Adam
 from metamd.tasks import quadratic
 from metamd.tasks.synthetic import _QuadraticTask
 from tests import processes

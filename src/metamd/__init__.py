@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from metamd.inner import estimators as estimators
     from metamd.inner import objectives as objectives
     from metamd.learning.meta import meta_train, paper
-    from metamd.learning.recorded import learn, update
-    from metamd.learning.recorder import Recorder
+    from metamd.learning.recorded import Recorder, learn, update
     from metamd.learning.reference import learn_start
     from metamd.learning.usage import learn_usage
     from metamd.optimiser.certificate import Certificate
@@ -50,8 +49,7 @@ _PUBLIC = {
     "metamd.optimiser.guard": ("OffFamilyWarning",),
     "metamd.optimiser.optimiser": ("MetaMD", "prepare"),
     "metamd.learning.meta": ("meta_train", "paper"),
-    "metamd.learning.recorded": ("learn", "update"),
-    "metamd.learning.recorder": ("Recorder",),
+    "metamd.learning.recorded": ("Recorder", "learn", "update"),
     "metamd.learning.reference": ("learn_start",),
     "metamd.learning.usage": ("learn_usage",),
     "metamd.certification.certification": ("certify",),

@@ -16,7 +16,7 @@ from metamd.certification.statements import HeldOutCertificate
 from metamd.cli import main as cli
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
-from metamd.learning.rounds.round import draw
+from metamd.learning.rounds import draw
 from metamd.tasks import FAMILIES, Drawn, config_hash
 from tests.meta_families import poisoned
 

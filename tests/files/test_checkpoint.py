@@ -9,7 +9,7 @@ import pytest
 
 from metamd import Diagonal, Journal, load, meta_train
 from metamd.files.container import read
-from metamd.learning.rounds.stages import State
+from metamd.learning.rounds import State
 from tests import processes
 from tests.meta_families import small
 from tests.meta_worker import STEPS, train, work

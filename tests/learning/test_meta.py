@@ -28,8 +28,8 @@ from metamd import (
 from metamd.inner.closed_form import Iterate
 from metamd.inner.objectives import PRIOR
 from metamd.inner.run import run_inner
-from metamd.learning.rounds.outer import Adam, GradientDescent, Update
-from metamd.learning.rounds.round import draw, largest_curvature
+from metamd.learning.outer import Adam, GradientDescent, Update
+from metamd.learning.rounds import draw, largest_curvature
 from tests.meta_families import Mixed, Noisy, jealous, poisoned, small
 
 SMALL = {"outer_steps": 6, "tasks_per_step": 4, "seed": 0}

@@ -11,8 +11,8 @@ from torch import nn
 from metamd import Diagonal, Journal, Kronecker, MaxDiagonal, Refine, Regret, learn_from_reference, load, meta_train, tasks
 from metamd.inner.closed_form import LARGEST, Iterate
 from metamd.inner.objectives import Reference
-from metamd.learning.rounds.outer import metric_norms, project
-from metamd.learning.rounds.round import AFFORDED, Learner, affording, gradient_operations
+from metamd.learning.outer import metric_norms, project
+from metamd.learning.rounds import AFFORDED, Learner, affording, gradient_operations
 from metamd.potentials.basis import Basis
 from metamd.tasks.models import LeNet
 

@@ -14,7 +14,7 @@ from metamd.inner.objectives import Reference
 from metamd.learning import reference as following
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference
-from metamd.learning.rounds.round import draw_config
+from metamd.learning.rounds import draw_config
 from metamd.learning.trials import run_usage
 from metamd.learning.usage import LEFT, Choices, Trials, learn_usage
 from metamd.tasks import quadratic, tabular

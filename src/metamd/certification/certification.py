@@ -26,7 +26,7 @@ from metamd.files.usage import Usage
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
 from metamd.inner.run import MirrorDescent, train
-from metamd.learning.rounds.round import draw_config
+from metamd.learning.rounds import draw_config
 from metamd.tasks.base import Config, SolvedTask, Task, TaskFamily, config_hash
 
 LOOKS = 50

@@ -17,8 +17,8 @@ from metamd.certification.statements import Statement, Verdict
 from metamd.files.header import Header
 from metamd.files.learned import LearnedOptimiser
 from metamd.inner.run import all_finite
-from metamd.learning.rounds.outer import metric_norms
-from metamd.learning.rounds.round import draw_config
+from metamd.learning.outer import metric_norms
+from metamd.learning.rounds import draw_config
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import grouped_squares

@@ -19,7 +19,7 @@ from metamd.inner.executor import Executor
 from metamd.learning.meta import has_weights, learn_network, meta_train, paper, refinement
 from metamd.learning.recorded import update
 from metamd.learning.reference import learn_start
-from metamd.learning.rounds.stages import step_line
+from metamd.learning.rounds import step_line
 from metamd.learning.usage import Choices, JudgedOn, rules_for_refresh
 from metamd.potentials.diagonal import Kronecker, MaxDiagonal
 from metamd.tasks.base import TaskFamily

@@ -28,7 +28,7 @@ from metamd.files.usage import Schedule, Usage
 from metamd.inner.estimators import Direct, Estimator, Evolution, Forward, Reverse
 from metamd.inner.objectives import FromLipschitz, Objective, PaperBound, Reference, Regret, TrainingLoss
 from metamd.learning.meta import paper
-from metamd.learning.rounds.outer import Adam, Method
+from metamd.learning.outer import Adam, Method
 from metamd.learning.usage import RULES
 from metamd.potentials import Diagonal, Kronecker, MaxDiagonal
 from metamd.potentials.online import Online

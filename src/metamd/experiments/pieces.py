@@ -27,7 +27,7 @@ from metamd.files.store import Records, Result, shortened
 from metamd.files.usage import Usage
 from metamd.inner.estimators import Direct
 from metamd.inner.run import run_inner
-from metamd.learning.rounds.outer import Adam, Method
+from metamd.learning.outer import Adam, Method
 from metamd.potentials import Diagonal, MaxDiagonal
 from metamd.potentials.base import Centre
 from metamd.tasks.vision import ImageFamily

@@ -23,7 +23,7 @@ from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Records, Result, shortened
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import paper
-from metamd.learning.rounds.outer import Adam, Method
+from metamd.learning.outer import Adam, Method
 from metamd.potentials import Diagonal
 from metamd.tasks.base import Task, TaskFamily, derive_seed
 

@@ -1,9 +1,9 @@
 """From runs to a learned-optimiser file: `meta_train` and `learn`, and the choices that are passed to them."""
 
 from metamd.learning.meta import learn_network
+from metamd.learning.outer import GradientDescent, Method, Refine, Stopping, TrustRegion
 from metamd.learning.reference import learn_from_reference, tuned_reference
-from metamd.learning.rounds.outer import GradientDescent, Method, Refine, Stopping, TrustRegion
-from metamd.learning.rounds.stages import NotConvergedWarning
+from metamd.learning.rounds import NotConvergedWarning
 from metamd.learning.usage import Choices
 
 __all__ = [

@@ -10,10 +10,9 @@ from metamd.files.store import Journal, Log
 from metamd.inner.estimators import Estimator, Forward, Reverse
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import FromLipschitz, LogGap, PaperBound, Reference
+from metamd.learning.outer import Adam, GradientDescent, Method, Refine
 from metamd.learning.reference import learn_from_reference, tuned_reference
-from metamd.learning.rounds.outer import Adam, GradientDescent, Method, Refine
-from metamd.learning.rounds.round import first_look
-from metamd.learning.rounds.stages import Plan
+from metamd.learning.rounds import Plan, first_look
 from metamd.learning.usage import Choices, learn_usage
 from metamd.potentials.base import Potential
 from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal

@@ -110,3 +110,14 @@ def identity_of(family: TaskFamily) -> Result:
     loss, grads = gradient(task, task.init(), task.batch(0))
     lengths = [f"{float(torch.linalg.vector_norm(g)):.3g}" for g in grads.values()]
     return {"name": family.name, **family.describe(), "first": {"loss": f"{float(loss):.3g}", "gradients": lengths}}
+
+
+def described(family: TaskFamily) -> dict[str, Any]:
+    """What a header says of a family."""
+    about = family.describe()
+    size = about.get("batch_size")
+    return {
+        "family": {"name": family.name, **about},
+        "horizon": family.steps,
+        "batch_size": size if isinstance(size, int) and size > 0 else None,
+    }

@@ -1,12 +1,13 @@
-"""Learning from ordinary runs: recorded runs in, a learned optimiser out; and later runs added to it."""
+"""Learning from ordinary runs: hooks on any torch optimiser record them, and a geometry is learned from the records."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, Moments, total_cost
@@ -15,9 +16,226 @@ from metamd.files.versions import versions as library_versions
 from metamd.inner.closed_form import minimiser, moments_of
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Cost, Trajectory
-from metamd.learning.rounds.round import gradient_scale
+from metamd.learning.rounds import gradient_scale
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
-from metamd.potentials.tying import Shape, TyingName
+from metamd.potentials.forms import grouped_squares, widen
+from metamd.potentials.sharding import is_sharded
+from metamd.potentials.tying import Shape, TyingName, clean_names, some, stored_shape, tied_shape
+
+STATE_VERSION = 2
+
+
+class Recorder:
+    """Watches an optimiser through its public hooks and records one training run.
+
+    It keeps theta_1 and sum_t g_t^2, the gradients being those that the optimiser saw: clipped, unscaled, averaged over
+    processes. Steps that a GradScaler skips or that raise are not counted. Training is not changed.
+
+    Args:
+        optimiser: any torch optimiser whose parameters have names.
+        tying: which coordinates will share a metric; coarser ones can still be chosen by `learn`.
+        named: `model.named_parameters()`, for an optimiser that was built without names.
+        batch_size: examples per gradient, for the record.
+        name: what sentences and files call the run.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> adam = torch.optim.Adam(model.named_parameters(), lr=0.1)
+        >>> recorder = Recorder(adam, name="monday")
+        >>> for _ in range(5):
+        ...     adam.zero_grad()
+        ...     model(torch.ones(4, 2)).square().mean().backward()
+        ...     adam.step()
+        >>> recorder.finish()
+        Run('monday', Adam, 5 steps, 2 tensors, 3 numbers)
+    """
+
+    def __init__(
+        self,
+        optimiser: Optimizer,
+        *,
+        tying: TyingName = "parameter",
+        named: Iterable[tuple[str, Tensor]] | None = None,
+        batch_size: int | None = None,
+        name: str = "",
+    ) -> None:
+        if not isinstance(optimiser, Optimizer):
+            raise TypeError(f"Recorder needs a torch optimiser, got {type(optimiser).__name__}. Pass the one that trains.")
+        if tying not in get_args(TyingName):
+            raise ValueError(f"tying must be one of {', '.join(get_args(TyingName))}; got {tying!r}.")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out if it is not known.")
+        self.optimiser, self.tying, self.batch_size, self.name = optimiser, tying, batch_size, name
+        self._given = None if named is None else {id(p): n for n, p in named}
+        self._params: dict[str, Tensor] = {}
+        self._start: dict[str, Tensor] = {}
+        self._rms: dict[str, float] = {}
+        self._sums: dict[str, Tensor] = {}
+        self.steps = 0  # how many were recorded so far
+        self._pending: dict[str, Tensor] | None = None
+        self._finished = False
+        self._scan()
+        self._hooks = optimiser.register_step_pre_hook(self._before), optimiser.register_step_post_hook(self._after)
+
+    def detach(self) -> None:
+        """Stop recording and leave the optimiser as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def finish(self) -> Run:
+        """Stop recording and return the record, once; the end of the run is where the parameters are now."""
+        if self._finished:
+            raise ValueError("this recording was finished already. Make a new Recorder for what comes after.")
+        self.detach()
+        if not self.steps:
+            raise ValueError(
+                "nothing was recorded: no step with gradients was taken. Make the Recorder before training, with the "
+                "optimiser that trains."
+            )
+        self._finished = True
+        none = {n: torch.zeros(stored_shape(self.tying, tuple(x.shape))) for n, x in self._start.items()}
+        return Run(
+            start={n: x.cpu() for n, x in self._start.items()},
+            end={n: self._params[n].detach().clone().cpu() for n in self._start},
+            squares={n: self._sums.get(n, none[n]).cpu()[None] for n in self._start},
+            gradient_rms={n: self._rms.get(n, 0.0) for n in self._start},
+            steps=self.steps,
+            tying=self.tying,
+            batch_size=self.batch_size,
+            name=self.name,
+            optimiser=type(self.optimiser).__name__,
+        )
+
+    # the hooks
+
+    @torch.no_grad()
+    def _before(self, optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._pending = None
+        if {id(p) for p in self._params.values()} != {id(p) for group in optimiser.param_groups for p in group["params"]}:
+            self._scan()
+        for n, p in self._params.items():
+            if n not in self._start:
+                self._start[n] = p.detach().clone(memory_format=torch.contiguous_format)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._stage()
+            return None
+
+        def evaluate() -> Any:
+            loss = closure()
+            if self._pending is None:  # the first evaluation: its gradients are those at theta_t
+                self._stage()
+            return loss
+
+        return (args[0], *args[2:]), {**kwargs, "closure": evaluate}
+
+    @torch.no_grad()
+    def _stage(self) -> None:
+        """The squares of this step's gradients. They count only once the step has been taken."""
+        found_inf = getattr(self.optimiser, "found_inf", None)
+        if found_inf is not None and bool(found_inf > 0):  # a fused optimiser is called by GradScaler, and skips by itself
+            return
+        names = [n for n, p in self._params.items() if p.grad is not None]
+        grads = [_dense(n, self._params[n].grad) for n in names]
+        if self.tying == "parameter":
+            squares: Iterable[Tensor] = torch._foreach_mul(grads, grads) if grads else ()
+        else:
+            shapes = [tuple(g.shape) for g in grads]
+            tied = [grouped_squares(g, tied_shape(self.tying, s)) for g, s in zip(grads, shapes, strict=True)]
+            squares = [t.reshape(stored_shape(self.tying, s)) for t, s in zip(tied, shapes, strict=True)]
+        scale = getattr(self.optimiser, "grad_scale", None)
+        if scale is not None:  # and unscales by itself
+            squares = [s / scale.to(s.device, s.dtype).square() for s in squares]
+        self._pending = dict(zip(names, squares, strict=True))
+
+    @torch.no_grad()
+    def _after(self, optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        staged, self._pending = self._pending, None
+        if not staged:
+            return
+        for n in staged:
+            if n not in self._rms:
+                self._rms[n] = float(staged[n].sum(dtype=torch.float64) / max(self._params[n].numel(), 1)) ** 0.5
+                self._sums[n] = torch.zeros_like(staged[n])
+        torch._foreach_add_([self._sums[n] for n in staged], list(staged.values()))
+        self.steps += 1
+
+    def _scan(self) -> None:
+        """Find the names of all parameters; those that are added during a run start where they are then."""
+        pairs: list[tuple[str, Tensor]] = []
+        for group in self.optimiser.param_groups:
+            names = group.get("param_names")
+            if self._given is not None:
+                names = [self._given.get(id(p)) for p in group["params"]]
+            if names is None or None in names:
+                raise ValueError(
+                    f"runs are combined by the names of the parameters, but not all of these have one. Build the optimiser "
+                    f"with {type(self.optimiser).__name__}(model.named_parameters(), ...), or call "
+                    "Recorder(optimiser, named=model.named_parameters())."
+                )
+            pairs += zip(names, group["params"], strict=True)
+        if self._given is not None:  # the model's order of layers, by which roles are told
+            place = {n: i for i, n in enumerate(self._given.values())}
+            pairs.sort(key=lambda pair: place[pair[0]])
+        self._params = clean_names(pairs)
+        for n, p in self._params.items():
+            if is_sharded(p) or p.is_complex():
+                raise ValueError(
+                    f"Recorder needs whole real tensors, but {n!r} is {'complex' if p.is_complex() else 'sharded'}. "
+                    "Record a run without sharding, such as one with DistributedDataParallel."
+                )
+
+    # saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record so far, in tensors and plain types: save it in the checkpoint, beside the optimiser's."""
+        return {
+            "version": STATE_VERSION,
+            "tying": self.tying,
+            "start": {n: x.clone() for n, x in self._start.items()},
+            "gradient_rms": dict(self._rms),
+            "steps": self.steps,
+            "sums": {n: x.clone() for n, x in self._sums.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a record.
+
+        Args:
+            state: what `state_dict` gave, of a recorder with the same options on an optimiser of the same parameters.
+        """
+        if state.get("version") not in (1, STATE_VERSION):
+            raise ValueError(f"a record must have the version 1 or {STATE_VERSION}, got {state.get('version')!r}.")
+        if state.get("tying") != self.tying:
+            raise ValueError(
+                f"this record was made with tying = {state.get('tying')!r}, but this Recorder has {self.tying!r}. "
+                "Make the Recorder with the options of the run that is continued."
+            )
+        for n, x in state["start"].items():
+            if n not in self._params or x.shape != self._params[n].shape:
+                raise ValueError(
+                    f"this record is of a model with {n!r} of shape {tuple(x.shape)}, but this optimiser has "
+                    f"{some(self._params)}. Load it where the same model is trained."
+                )
+        devices = {n: p.device for n, p in self._params.items()}
+        self._start = {n: x.to(devices[n], copy=True) for n, x in state["start"].items()}
+        self._rms = dict(state["gradient_rms"])
+        sums = state["sums"] if state["version"] > 1 else {n: x.sum(0) for n, x in state["sums"].items()}  # 1 had parts
+        self._sums, self.steps = {n: x.to(devices[n], copy=True) for n, x in sums.items()}, state["steps"]
+
+
+def _dense(name: str, grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"Recorder needs dense gradients, but that of {name!r} is sparse. Build the layer without sparse=True, or leave "
+            "its parameters to an optimiser of their own."
+        )
+    return widen(grad)
+
+
+# learning from records
+
 
 RECORDED_PRIOR = 0.1
 """The default strength s of the prior: a coordinate that stands still has a step size of at least sqrt(s/2 / (1 + s)), here

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ from metamd.inner.closed_form import Iterate, learn_factors, minimiser, moments_
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import PRIOR, Reference, Regret
 from metamd.inner.run import GradientSums, Trajectory, all_finite
-from metamd.learning.parts import Parts, parts_of
-from metamd.learning.rounds.round import (
+from metamd.learning.parts import Parts, described, parts_of
+from metamd.learning.rounds import (
     affording,
     draw_config,
     ends_of,
@@ -260,17 +259,6 @@ def learn_from_reference(
             )
 
         return parts.file("learned", followed, load)
-
-
-def described(family: TaskFamily) -> dict[str, Any]:
-    """What a header says of a family."""
-    about = family.describe()
-    size = about.get("batch_size")
-    return {
-        "family": {"name": family.name, **about},
-        "horizon": family.steps,
-        "batch_size": size if isinstance(size, int) and size > 0 else None,
-    }
 
 
 _Followed = tuple[dict[str, list[float]], tuple[tuple[float, float], Moments] | None]

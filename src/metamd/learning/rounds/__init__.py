@@ -1,1 +1,0 @@
-"""Algorithm 1: outer steps over the tasks of a family."""

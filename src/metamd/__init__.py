@@ -27,8 +27,17 @@ if TYPE_CHECKING:
     from metamd.optimiser.certificate import Certificate
     from metamd.optimiser.guard import OffFamilyWarning
     from metamd.optimiser.optimiser import MetaMD, prepare
-    from metamd.potentials import Diagonal, Euclidean, Kronecker, MaxDiagonal, NegativeEntropy, PNorm, Potential, bregman
-    from metamd.potentials.step import mirror_step
+    from metamd.potentials import (
+        Diagonal,
+        Euclidean,
+        Kronecker,
+        MaxDiagonal,
+        NegativeEntropy,
+        PNorm,
+        Potential,
+        bregman,
+        mirror_step,
+    )
     from metamd.tasks import models as models
 
 _PUBLIC = {
@@ -41,8 +50,8 @@ _PUBLIC = {
         "PNorm",
         "Potential",
         "bregman",
+        "mirror_step",
     ),
-    "metamd.potentials.step": ("mirror_step",),
     "metamd.files.learned": ("LearnedOptimiser", "load"),
     "metamd.files.recorded_run": ("Run",),
     "metamd.optimiser.certificate": ("Certificate",),

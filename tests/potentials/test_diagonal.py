@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamd.potentials import Active, Diagonal, MaxDiagonal
-from metamd.potentials.step import mirror_step
+from metamd.potentials.base import mirror_step
 from tests.helpers import SHAPES, brute_force_weights, diagonals, normal_point, randomised
 
 

@@ -28,9 +28,8 @@ from metamd.inner.closed_form import minimiser, moments_of
 from metamd.inner.derivatives import Passage, Recursion, dot, hessian_products, named, part, pushed, stays
 from metamd.inner.objectives import Objective, Regret
 from metamd.inner.run import Cost, MirrorDescent, ReferenceRun, Trajectory, gradient, run_inner, train
-from metamd.potentials.base import Active, Params
+from metamd.potentials.base import Active, Params, mirror_step
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.step import mirror_step
 from metamd.tasks.base import Task
 
 __all__ = ["ClosedForm", "Direct", "Estimator", "Evolution", "Forward", "Hypergradient", "Reverse"]

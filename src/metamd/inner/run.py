@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metamd.potentials.base import Params, Potential
+from metamd.potentials.base import Params, Potential, mirror_step
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import combine, gap_of, grouped_squares
-from metamd.potentials.step import mirror_step
 from metamd.tasks.base import Task
 
 Array = NDArray[np.float64]

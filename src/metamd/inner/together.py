@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from metamd.inner.executor import Executor
 from metamd.inner.run import Cost, ReferenceRun, Trajectory, bound, referred, run_inner, train, trouble
-from metamd.potentials.base import Params, Potential
+from metamd.potentials.base import Params, Potential, mirror_step
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.step import mirror_step
 from metamd.tasks.base import Task
 
 SMALL = 10_000

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from metamd.files.usage import Average
-from metamd.potentials.base import Active, Move, Params, Potential
+from metamd.potentials.base import Active, Move, Moves, Params, Potential
 from metamd.potentials.classical import Euclidean
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.potentials.forms import Array, combine, grouped_squares, half_forms
@@ -100,7 +100,7 @@ class Sums:
 
     # during the run
 
-    def before(self, active: Active | None, moves: Mapping[str, Move], named: Params, stores: Stores) -> None:
+    def before(self, active: Active | None, moves: Moves, named: Params, stores: Stores) -> None:
         """Count a step that is about to be taken. `moves` has the tensors with a gradient, which was taken at `named`."""
         weights = np.ones(1) if active is None else active.weights
         if active is not None and self.paper:
@@ -108,7 +108,7 @@ class Sums:
         self.observe(weights, moves, named, stores)
         self.last = weights, frozenset(moves)
 
-    def observe(self, weights: Array, moves: Mapping[str, Move], named: Params, stores: Stores) -> None:
+    def observe(self, weights: Array, moves: Moves, named: Params, stores: Stores) -> None:
         """Add up a step under weights w_t; a step whose rates are all zero is none."""
         phi = self.potential
         assert phi is not None
@@ -134,7 +134,7 @@ class Sums:
             terms = {n: row.tolist() for n, row in sum_shards(parts, named).items()}
         self.add(terms, max(rates.values()))
 
-    def _note(self, rates: Mapping[str, float], moves: Mapping[str, Move]) -> None:
+    def _note(self, rates: Mapping[str, float], moves: Moves) -> None:
         """What the rates and decays of a step change in what can be claimed."""
         top = max(rates.values())
         factor = max(

@@ -19,7 +19,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metamd.potentials.base import Move, Params
+from metamd.potentials.base import Moves, Params
 from metamd.potentials.forms import Array, Evaluate
 
 AHEAD = 1.25  # how much longer than the last move the next one is expected to be at most
@@ -179,19 +179,6 @@ class FusedDiagonals:
 
     It needs a C compiler, which it calls once per process. Metrics, centre and offsets are taken as they are now: make a
     new one after a change to them.
-
-    Args:
-        metrics: D_1 .. D_N by tensor, (N, ...) each and broadcastable against it.
-        start: c by tensor; empty where the centre is the origin.
-        offsets: b.
-
-    Example:
-        >>> x = {"x": torch.tensor([1.0, 2.0])}
-        >>> fused = FusedDiagonals({"x": torch.tensor([[1.0, 1.0], [2.0, 4.0]])}, {}, np.zeros(2))
-        >>> fused.advance(x, {"x": Move(torch.tensor([1.0, 1.0]))}, np.array([0.0, 1.0]), np.array([2.5, 9.0]))
-        array([1.65625, 6.375  ])
-        >>> x["x"]
-        tensor([0.5000, 1.7500])
     """
 
     def __init__(self, metrics: Params, start: Params, offsets: Array) -> None:
@@ -216,7 +203,7 @@ class FusedDiagonals:
 
     # the step
 
-    def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, forms: Array) -> Array:
+    def advance(self, params: Params, moves: Moves, weights: Array, forms: Array) -> Array:
         """Write the trial step into the parameters that have a move; return the forms after it, or bounds that decide."""
         n, b, piece = self.pieces, self._offsets, int(np.argmax(weights)) if weights.max() == 1 else -1
         self._known = None
@@ -237,7 +224,7 @@ class FusedDiagonals:
             self._known = weights, half, hessian
         return half + b
 
-    def follow(self, params: Params, moves: Mapping[str, Move], piece: int) -> Array:
+    def follow(self, params: Params, moves: Moves, piece: int) -> Array:
         """theta <- (1 - decay) theta - lr g / D_j, in place; upper bounds of sum D_k d^2 for the move d, by piece."""
         vertex = np.eye(self.pieces)[piece]
         return self._pass("follow", self.pieces, params, moves, vertex, vertex, moves, piece)
@@ -275,7 +262,7 @@ class FusedDiagonals:
         names: Collection[str],
         before: Array,
         after: Array,
-        moves: Mapping[str, Move] | None = None,
+        moves: Moves | None = None,
         piece: int = -1,
     ) -> Array:
         """Call a pass of fused.c over the named tensors; the sums that it accumulates."""
@@ -321,7 +308,7 @@ class FusedDiagonals:
             )
             row["wide"] = a.metric.dtype == torch.float64
 
-    def _point_to(self, params: Params, names: Collection[str], moves: Mapping[str, Move]) -> list[Tensor]:
+    def _point_to(self, params: Params, names: Collection[str], moves: Moves) -> list[Tensor]:
         """Note where the tensors of a pass are. The gradients returned must live until it is over."""
         rows, grads = self._rows, {n: _readable(n, m.grad, params[n]) for n, m in moves.items()}
         rows["theta"] = [params[n].data_ptr() for n in self._layouts]

@@ -219,7 +219,11 @@ class MetaMD(Optimizer):
                 self._online.advance(bound, e.name, e.z, moves[e.name], e.state)
                 binding.share_state(e.state, e.param)
         else:
-            active = self._current(points)
+            active = None
+            if isinstance(bound, MaxDiagonal) and bound.pieces > 1:
+                if not self._versions.keys() >= points.keys():  # somebody else has changed a parameter
+                    self._active = bound.activate(points, self._active)
+                active = self._active
             if self._sums is not None:
                 self._sums.before(active, moves, {e.name: e.param for e in entries}, {e.name: e.state for e in entries})
             step = bound.step(points, moves, active=active, exact=self.exact, into=points)
@@ -301,27 +305,17 @@ class MetaMD(Optimizer):
         if self._safeguard is not None:
             self._safeguard.update(energy(bound, self._active, grads), None if loss is None else float(loss))
 
-    def _current(self, points: Params) -> Active | None:
-        """The active pieces at the present point; recomputed if somebody else changed a parameter since the last step."""
-        bound = self.potential
-        if not isinstance(bound, MaxDiagonal) or bound.pieces == 1:
-            return None
-        if not self._versions.keys() >= points.keys():
-            self._active = bound.activate(points, self._active)
-        return self._active
-
     # the modes of a tail average, which is not in the parameters during training
 
-    @torch.no_grad()
     def eval(self) -> None:
         """Put the tail average into the parameters, to evaluate or save the model."""
         self._switch(training=False)
 
-    @torch.no_grad()
     def train(self) -> None:
         """Put the iterates back into the parameters, to go on."""
         self._switch(training=True)
 
+    @torch.no_grad()
     def _switch(self, *, training: bool) -> None:
         if self.averaging != "tail" or self._training == training:
             return

@@ -1,6 +1,6 @@
 """Potentials: the convex functions whose Bregman divergences measure the length of a step."""
 
-from metamd.potentials.base import Active, Move, Params, Potential, Step, StrongConvexity, bregman
+from metamd.potentials.base import Active, Move, Params, Potential, Step, StrongConvexity, bregman, mirror_step
 from metamd.potentials.classical import Euclidean, NegativeEntropy, PNorm
 from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal
 
@@ -18,4 +18,5 @@ __all__ = [
     "Step",
     "StrongConvexity",
     "bregman",
+    "mirror_step",
 ]

@@ -20,30 +20,19 @@ _HALVINGS = 60
 
 @dataclass(frozen=True)
 class StrongConvexity:
-    """phi(u) >= phi(v) + <grad phi(v), u - v> + constant/2 |u - v|^2 in the named norm.
+    """phi(u) >= phi(v) + <grad phi(v), u - v> + constant/2 |u - v|^2 in the named norm."""
 
-    Args:
-        constant: lambda; 0 where phi is convex only.
-        norm: the norm in words.
-    """
-
-    constant: float
-    norm: str
+    constant: float  # lambda; 0 where phi is convex only
+    norm: str  # in words
 
 
 @dataclass(frozen=True)
 class Move:
-    """What one tensor is asked to do in a step: y <- (1 - decay) y - lr grad.
-
-    Args:
-        grad: the gradient.
-        lr: eta; negative to maximise. A 0-dim tensor keeps `torch.compile` from compiling again when it changes.
-        decay: lr times weight decay.
-    """
+    """What one tensor is asked to do in a step: y <- (1 - decay) y - lr grad."""
 
     grad: Tensor
-    lr: float | Tensor = 1.0
-    decay: float | Tensor = 0.0
+    lr: float | Tensor = 1.0  # negative to maximise; a 0-dim tensor keeps `torch.compile` from compiling again
+    decay: float | Tensor = 0.0  # lr times weight decay
 
     def decayed(self, x: Tensor, out: Tensor | None) -> Tensor:
         """(1 - decay) x, written to `out` if there is one; x itself where nothing decays."""
@@ -52,17 +41,22 @@ class Move:
         return x
 
 
+Moves = Mapping[str, Move]
+
+
+def descend(x: Tensor, direction: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
+    """X - lr direction, written to `out` if there is one; `torch.sub` has no tensor for its alpha."""
+    if isinstance(lr, Tensor):
+        return torch.sub(x, lr * direction, out=out)
+    return torch.add(x, direction, alpha=-lr, out=out)
+
+
 @dataclass(frozen=True)
 class Active:
-    """Which pieces of a mixture are active at the current point.
+    """Which pieces of a mixture are active at the current point."""
 
-    Args:
-        weights: w, a point of the simplex supported on the largest forms.
-        forms: 1/2 x'D_j x + b_j, one per piece.
-    """
-
-    weights: NDArray[np.float64]
-    forms: NDArray[np.float64]
+    weights: NDArray[np.float64]  # w, a point of the simplex supported on the largest forms
+    forms: NDArray[np.float64]  # 1/2 x'D_j x + b_j, one per piece
 
     @property
     def piece(self) -> int:
@@ -133,13 +127,7 @@ class Potential(nn.Module, ABC):
         return StrongConvexity(0.0, "l2")
 
     def step(
-        self,
-        params: Params,
-        moves: Mapping[str, Move],
-        *,
-        active: Active | None = None,
-        exact: bool = True,
-        into: Params | None = None,
+        self, params: Params, moves: Moves, *, active: Active | None = None, exact: bool = True, into: Params | None = None
     ) -> Step:
         """theta+ = grad phi*((1 - decay) grad phi(theta) - lr g); tensors without a move stay where they are.
 
@@ -181,6 +169,36 @@ def bregman(potential: Potential, u: Params | Tensor, v: Params | Tensor) -> Ten
     if isinstance(u, Tensor) or isinstance(v, Tensor) or u.keys() != v.keys():
         raise ValueError("bregman needs two tensors, or two mappings with the same names. Pass u and v in the same form.")
     return potential.divergence(u, v)
+
+
+def mirror_step(
+    params: Params,
+    grads: Params,
+    potential: Potential,
+    lr: float | Tensor = 1.0,
+    *,
+    weight_decay: float = 0.0,
+    active: Active | None = None,
+    exact: bool = True,
+) -> Step:
+    """One step of mirror descent, theta+ = argmin <g, theta> + B(theta||theta_t)/lr, as a pure function.
+
+    Args:
+        params: theta_t, by name.
+        grads: g; tensors that it does not name stay where they are.
+        potential: phi, bound to these tensors if it has metrics.
+        lr: eta.
+        weight_decay: decoupled decay, y <- (1 - lr weight_decay) y - lr g for a potential centred at the origin.
+        active: the `active` of the previous step; without it the active pieces are found first.
+        exact: False takes the paper's step, which is exact only while the active piece does not change.
+
+    Example:
+        >>> from metamd import Euclidean
+        >>> mirror_step({"x": torch.ones(2)}, {"x": torch.tensor([1.0, 2.0])}, Euclidean(), lr=0.5).params["x"]
+        tensor([0.5000, 0.0000])
+    """
+    moves = {n: Move(g, lr, lr * weight_decay) for n, g in grads.items()}
+    return potential.step(params, moves, active=active, exact=exact)
 
 
 # the general mirror loop: theta = argmin phi(theta) - <y, theta> for a phi known only by its value

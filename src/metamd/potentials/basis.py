@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from metamd.potentials.base import descend
 from metamd.potentials.forms import widen
 from metamd.potentials.tying import Shape, Slot, TyingName, roles, stored_shape, tied_shape
 
@@ -255,9 +256,7 @@ class Basis:
             moved = right.divide(m, d).reshape(grad.shape)
         else:
             moved = self.out_of(name, self.into(name, grad) / d)
-        if isinstance(lr, Tensor):
-            return torch.sub(x, lr * moved, out=out).to(x.dtype)
-        return torch.add(x, moved, alpha=-lr, out=out).to(x.dtype)
+        return descend(x, moved, lr, out).to(x.dtype)
 
     @staticmethod
     def _subtract(place: Place, x: Tensor, m: Tensor, inverse: Inverse, lr: float, out: Tensor | None) -> Tensor:

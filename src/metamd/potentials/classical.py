@@ -1,12 +1,12 @@
 """The potentials of the textbooks: Euclidean, negative entropy, p-norm. Each is a sum over tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from metamd.potentials.base import Active, Move, Params, Potential, Step, StrongConvexity
+from metamd.potentials.base import Active, Moves, Params, Potential, Step, StrongConvexity, descend
 
 
 class Euclidean(Potential):
@@ -38,23 +38,13 @@ class Euclidean(Potential):
         return StrongConvexity(1.0, "l2")
 
     def step(
-        self,
-        params: Params,
-        moves: Mapping[str, Move],
-        *,
-        active: Active | None = None,
-        exact: bool = True,
-        into: Params | None = None,
+        self, params: Params, moves: Moves, *, active: Active | None = None, exact: bool = True, into: Params | None = None
     ) -> Step:
         """theta+ = (1 - decay) theta - lr g, as torch.optim.SGD writes it."""
         moved = dict(params)
         for name, move in moves.items():
             out = None if into is None else into[name]
-            x = move.decayed(params[name], out)
-            if isinstance(move.lr, Tensor):
-                moved[name] = torch.sub(x, move.lr * move.grad, out=out)
-            else:
-                moved[name] = torch.add(x, move.grad, alpha=-move.lr, out=out)
+            moved[name] = descend(move.decayed(params[name], out), move.grad, move.lr, out)
         return Step(moved)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from metamd.potentials.base import ALONE, Active, Centre, Move, Named, Params, Potential, Step, StrongConvexity
+from metamd.potentials.base import ALONE, Active, Centre, Moves, Named, Params, Potential, Step, StrongConvexity
 from metamd.potentials.basis import LIMIT, Basis, Rank, Shrinkage
 from metamd.potentials.forms import (
     Array,
@@ -31,11 +31,10 @@ Missing = Literal["error", "euclidean"]
 class FusedPass(Protocol):
     """The step in place, in few passes over memory, for the metrics, centre and offsets it was made for."""
 
-    def advance(self, params: Params, moves: Mapping[str, Move], weights: Array, forms: Array) -> Array:
+    def advance(self, params: Params, moves: Moves, weights: Array, forms: Array) -> Array:
         """Write the trial step into the parameters that have a move, and return the forms after it.
 
-        Where w is a vertex the forms, given and returned, may be bounds: below for the active piece, above for the others.
-        Bounds are returned only where the active piece is certain to stay the largest, so that the gap is truly zero.
+        At a vertex the forms, given and returned, may be bounds. They are returned only where the active piece stays.
         """
 
     def forms(self, params: Params, names: Collection[str]) -> Array:
@@ -189,8 +188,8 @@ class MaxDiagonal(Potential):
 
     def forms(self, params: Params) -> Tensor:
         """1/2 (theta - c)' D_j (theta - c) + b_j for every piece, in float64."""
-        terms = [half_forms(self._squares(n, self._shifted(n, x)), self.metric(n)) for n, x in params.items()]
-        return torch.stack(terms).sum(0) + self.offsets.to(terms[0].device)
+        total = torch.stack(list(self._parts(params).values())).sum(0)
+        return total + self.offsets.to(total.device)
 
     def value(self, params: Params) -> Tensor:
         """max_j of the forms."""
@@ -208,12 +207,11 @@ class MaxDiagonal(Potential):
         held = {n: x for n, x in (start or {}).items() if n not in dual}
         return self._settle({**held, **trial}, first, dual, None).params
 
-    def divergence(self, u: Params, v: Params, active: Active | None = None) -> Tensor:
-        """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the weights at v, given or found."""
-        active = active or self.activate(v)
+    def divergence(self, u: Params, v: Params) -> Tensor:
+        """1/2 |u - v|^2_D(w) + [phi(u) - 1/2 (u-c)'D(w)(u-c) - <w, b>], w the weights at v."""
         along = [half_forms(self._squares(n, u[n] - v[n]), self.metric(n)) for n in u]
         forms = self.forms(u)
-        weights = torch.as_tensor(active.weights, dtype=torch.float64, device=forms.device)
+        weights = torch.as_tensor(self.activate(v).weights, dtype=torch.float64, device=forms.device)
         return weights @ torch.stack(along).sum(0) + (forms.max() - weights @ forms)
 
     @property
@@ -243,13 +241,7 @@ class MaxDiagonal(Potential):
         return Active(np.eye(self.pieces)[int(np.argmax(forms))], forms)
 
     def step(
-        self,
-        params: Params,
-        moves: Mapping[str, Move],
-        *,
-        active: Active | None = None,
-        exact: bool = True,
-        into: Params | None = None,
+        self, params: Params, moves: Moves, *, active: Active | None = None, exact: bool = True, into: Params | None = None
     ) -> Step:
         """The mirror step: a trial with the active weights, then, if the pieces changed, the weights that are right.
 
@@ -261,7 +253,11 @@ class MaxDiagonal(Potential):
             trial = {**params, **{n: into[n] for n in moves}}
             forms = self._fused.advance(trial, moves, weights, active.forms)
         else:
-            trial = self._trial(params, moves, weights, into)
+            trial = dict(params)  # with the present weights: (1 - decay) theta - lr D(w)^-1 g
+            for name, move in moves.items():
+                out = None if into is None else into[name]
+                x, d = move.decayed(params[name], out), combine(self.metric(name), weights)
+                trial[name] = self.basis.descend(name, x, move.grad, d, move.lr, out)
             if self.pieces == 1:
                 return Step(trial, active)
             forms = self._forms(trial)
@@ -271,15 +267,6 @@ class MaxDiagonal(Potential):
         if gap <= _tolerance(trial) * _size(forms):
             return Step(trial, Active(weights, forms), gap=max(gap, 0.0))
         return self._settle(trial, weights, moves, into)
-
-    def _trial(self, params: Params, moves: Mapping[str, Move], weights: Array, into: Params | None) -> dict[str, Tensor]:
-        """The step with the present weights: (1 - decay) theta - lr D(w)^-1 g."""
-        trial = dict(params)
-        for name, move in moves.items():
-            out = None if into is None else into[name]
-            x, d = move.decayed(params[name], out), combine(self.metric(name), weights)
-            trial[name] = self.basis.descend(name, x, move.grad, d, move.lr, out)
-        return trial
 
     def _settle(self, trial: dict[str, Tensor], weights: Array, moving: Collection[str], into: Params | None) -> Step:
         """Find the right weights w+ for the dual point that the trial stands for, and rescale it by D(w)/D(w+)."""
@@ -317,11 +304,13 @@ class MaxDiagonal(Potential):
     def _squares(self, name: str, delta: Tensor) -> Tensor:
         return grouped_squares(self.basis.into(name, delta), self.metric(name).shape[1:])
 
+    def _parts(self, params: Params) -> dict[str, Tensor]:
+        return {n: half_forms(self._squares(n, self._shifted(n, x)), self.metric(n)) for n, x in params.items()}
+
     def _forms(self, params: Params) -> Array:
         """The forms as plain numbers, over all processes."""
         with torch.no_grad():
-            parts = {n: half_forms(self._squares(n, self._shifted(n, x)), self.metric(n)) for n, x in params.items()}
-        return self._offsets() + self.add_up(parts)
+            return self._offsets() + self.add_up(self._parts(params))
 
     def _offsets(self) -> Array:
         return self.offsets.detach().cpu().numpy()

@@ -39,9 +39,6 @@ so many steps into the run. Half precision has them in float32."""
 KEPT = ("squares", "average", "length", "direction")
 """The tensors among them. Of sharded parameters `MetaMD` keeps the first two as shards of tensors that are spread alike."""
 
-Along = tuple[Tensor, float]
-"""The direction of a step, and the share of it that is taken."""
-
 Watch = Callable[[Tensor, Tensor], None]
 """Called with the energy c' a_t^-1 c and the metric a_t of a step."""
 
@@ -193,13 +190,12 @@ def _average(grad: Tensor, state: State, beta: float) -> Tensor:
     """M_t, the average of the gradients of a tensor, the present one included."""
     if "average" not in state:
         state["average"] = torch.zeros_like(grad)
-    average = local(state["average"])
-    return average.lerp_(grad, 1 - beta)
+    return local(state["average"]).lerp_(grad, 1 - beta)
 
 
 def polar_step(
     online: Online, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None = None
-) -> Along:
+) -> tuple[Tensor, float]:
     """The direction (C C')^-1/2 C D^-1/2 of a weight, C = A D^-1/2, and the share of it that is taken.
 
     Beside torch's Muon: M_t and A are its two `lerp`s, and `inverse_root` takes the place of its Newton-Schulz iteration.

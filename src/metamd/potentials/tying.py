@@ -65,11 +65,7 @@ def stored_shape(tying: TyingName, shape: Shape) -> Shape:
         >>> stored_shape("channel", (16, 3, 5, 5)), stored_shape("column", (16, 3, 5, 5)), stored_shape("tensor", (16, 3))
         ((16,), (3, 5, 5), ())
     """
-    if tying == "parameter":
-        return shape
-    if tying == "channel":
-        return shape[:1]
-    return shape[1:] if tying == "column" else ()
+    return {"parameter": shape, "channel": shape[:1], "column": shape[1:]}.get(tying, ())
 
 
 def tied_shape(tying: TyingName, shape: Shape) -> Shape:

@@ -243,7 +243,7 @@ def experiment_on_ray(folder):
     family.held_out = lambda: tasks.quadratic((0.5, 1.0), steps=20)
     size = Scale(("a",), None, 20, 1, 2, 1, 2, ("sgd",), ("constant",), usage_tasks=0, measuring=Measuring(splits=()))
     experiment = Experiment(
-        "x", lambda size, domain: family, {"d": Geometry(Diagonal, {"MetaMD": Entry()})}, {"t": size}, {}
+        "x", lambda size, domain: family, {"d": Geometry(Diagonal(), {"MetaMD": Entry()})}, {"t": size}, {}
     )
     experiment = replace(experiment, target="SGD")
     found = {ray: experiment.compared("t", folder / str(ray), 0, 2, ray)[0][0] for ray in (None, "local")}

@@ -21,7 +21,7 @@ from metamd.comparison.pace import last_tenth, last_tenths, standings
 from metamd.comparison.page import as_markdown
 from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import SEARCHES
-from metamd.experiments import every, find, folder_name, out_of_distribution, pieces
+from metamd.experiments import EXPERIMENTS, find, folder_name, out_of_distribution, pieces
 from metamd.experiments import experiment as leave_one_out
 from metamd.experiments.declare import Entry, Geometry, Scale, alone, learn, learned_file, settings_of
 from metamd.experiments.experiment import Experiment, failures, screened, unlearned
@@ -152,8 +152,8 @@ SIZE = Scale(("a",), None, steps=30, outer_steps=2, tasks_per_step=2)
 def test_geometries_with_the_mark_learn_from_the_same_tasks(tmp_path):
     found = {}
     for name, same in {"one": True, "two": True, "three": False}.items():
-        geometry = Geometry(Diagonal, {}, same_tasks=same)
-        (cell,) = Experiment("x", small, {name: geometry}, {}, {})._to_learn(SIZE, {"a": FLAT}, tmp_path, 0)
+        geometry = Geometry(Diagonal(), {}, same_tasks=same)
+        (cell,) = Experiment("x", small, {name: geometry}, {}, {})._to_learn(Records(tmp_path, {}), SIZE, {"a": FLAT}, 0)
         cell.compute()
         found[name] = load(tmp_path / "learned" / f"a-{name}.safetensors")
     assert found["one"].fingerprint() == found["two"].fingerprint() != found["three"].fingerprint()
@@ -183,7 +183,7 @@ def test_learning_that_was_stopped_continues_to_the_same_result(tmp_path):
         known.build = built
         choices = {"factors": (0.5, 1.0), "metrics": ("learned",), "schedules": ("linear",)}
         size = Scale(("a",), None, tasks_per_step=1, usage_tasks=2)
-        geometry = Geometry(Diagonal, {}, choices=choices, follow=1.0)
+        geometry = Geometry(Diagonal(), {}, choices)
         folder.mkdir(exist_ok=True)
         try:
             found = learn(size, known, geometry, folder / "a.safetensors", 0, "x")
@@ -206,8 +206,8 @@ def test_a_second_training_goes_on_from_the_first_and_both_are_paid_for(tmp_path
         seen.append(learned)
         return {"potential": Diagonal().with_metrics(dict(learned.potential.log_d)), "outer_steps": 1}
 
-    once = learn(SIZE, FLAT, Geometry(Diagonal, {}), tmp_path / "once.safetensors", 0, "x")
-    twice = learn(SIZE, FLAT, Geometry(Diagonal, {}, then=then), tmp_path / "twice.safetensors", 0, "x")
+    once = learn(SIZE, FLAT, Geometry(Diagonal(), {}), tmp_path / "once.safetensors", 0, "x")
+    twice = learn(SIZE, FLAT, Geometry(Diagonal(), {}, then=then), tmp_path / "twice.safetensors", 0, "x")
     assert seen[0].fingerprint() == once["fingerprint"]
     assert twice["cost"]["gradient_evaluations"] > once["cost"]["gradient_evaluations"]
 
@@ -229,7 +229,7 @@ def test_a_learned_start_is_kept_and_paid_for(tmp_path):
     assert family.describe() == again.describe() != shared(SIZE, "a").describe()
     plain = SharedStart(family.family, dict(family.start))
     paid, free = (
-        learn(SIZE, f, Geometry(Diagonal, {}), tmp_path / f"{n}.safetensors", 0, "x")
+        learn(SIZE, f, Geometry(Diagonal(), {}), tmp_path / f"{n}.safetensors", 0, "x")
         for n, f in {"paid": family, "free": plain}.items()
     )
     assert paid["fingerprint"] == free["fingerprint"]
@@ -240,7 +240,7 @@ def test_a_learned_start_is_kept_and_paid_for(tmp_path):
     assert set(family.start.tasks) <= set(learned.header.task_hashes)
 
 
-BAD = Geometry(Diagonal, {"bad": Entry()}, objective=PaperBound())
+BAD = Geometry(Diagonal(), {"bad": Entry()}, options={"objective": PaperBound()})
 """The closed form refuses it."""
 
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_learned_is_said(tmp_path):
     result = learn(SIZE, FLAT, BAD, tmp_path / "bad.safetensors", 0, "x")
     assert "ClosedForm minimises Regret" in result["failed"]
     taught = {"learn-a-good": {}, "learn-a-bad": result, "learn-b-good": {}, "learn-b-bad": {}}
-    geometries = {"good": Geometry(Diagonal, {"good": Entry()}), "bad": BAD}
+    geometries = {"good": Geometry(Diagonal(), {"good": Entry()}), "bad": BAD}
     assert failures(geometries, taught, ["a", "b"]) == {"bad": f"{result['failed'].rstrip('.')} (1 of 2 trainings)"}
 
 
@@ -261,7 +261,7 @@ def test_runs_of_what_cannot_be_learned_count_as_failed(tmp_path, monkeypatch):
         return learn(size, family, geometry if path.name != "b-sometimes.safetensors" else BAD, path, seed, name)
 
     monkeypatch.setattr(leave_one_out, "learn", lesson)
-    some = Geometry(Diagonal, {"sometimes": Entry()}, same_tasks=True)
+    some = Geometry(Diagonal(), {"sometimes": Entry()}, same_tasks=True)
     experiment = with_rivals("sgd", geometries={**DIAGONAL, "sometimes": some, "bad": BAD}, domains=("a", "b"))
     (first, second), failed = experiment.compared("tiny", tmp_path, 0)
     assert failed.keys() == {"bad", "sometimes"}
@@ -288,8 +288,8 @@ def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
     other = LearnedOptimiser.from_potential(Diagonal(tying="role").bind({"theta": torch.zeros(2)}))
     other.save(learned_file(tmp_path, "a", "role"))
     geometries = {
-        "narrow": Geometry(Diagonal, {"MetaMD": Entry(instead="role")}),
-        "role": Geometry(Diagonal, {"role": Entry()}),
+        "narrow": Geometry(Diagonal(), {"MetaMD": Entry(instead="role")}),
+        "role": Geometry(Diagonal(), {"role": Entry()}),
     }
     experiment = Experiment("x", small, geometries, {}, {})
     taught = {"learn-a-narrow": {}, "learn-a-role": {}}
@@ -307,7 +307,7 @@ def test_settings_name_a_batch_size_and_a_width_only_where_they_are_unusual():
 
 def test_the_search_of_a_scale_is_the_papers_and_committed_folders_do_not_have_it():
     assert "search" not in settings_of(SIZE)
-    papers = {name: find(name).scales["paper"] for name, variant in every() if not variant}
+    papers = {name: find(name).scales["paper"] for name, variant in EXPERIMENTS if not variant}
     grids = {n for n, s in papers.items() if getattr(s, "search", "") == "grid"}
     assert grids == {"rotated-mnist-linear", "rotated-mnist-mlp", "pieces", "ablation"}
     assert settings_of(papers["rotated-mnist-mlp"])["search"] == "grid"
@@ -328,7 +328,7 @@ def test_the_search_of_a_scale_is_used(monkeypatch, tmp_path):
     monkeypatch.setattr(leave_one_out, "entrants", entered)
     side = SimpleNamespace(held_out=lambda: FLAT)
     size = replace(SIZE, domains=("a",), protocol="paper", search="grid")
-    experiment = Experiment("x", lambda size, domain: side, {"none": Geometry(Diagonal, {})}, {"tiny": size}, {})
+    experiment = Experiment("x", lambda size, domain: side, {"none": Geometry(Diagonal(), {})}, {"tiny": size}, {})
     monkeypatch.setattr(leave_one_out, "learn", lambda *args: {})
     with pytest.raises(StopError):
         experiment.compared("tiny", tmp_path, 0)
@@ -349,7 +349,7 @@ def test_runs_of_a_comparison_may_be_longer_than_those_that_were_learned_on(tiny
 
 # adding to a comparison that is there
 
-DIAGONAL = {"diagonal": Geometry(Diagonal, {"MetaMD": Entry()})}
+DIAGONAL = {"diagonal": Geometry(Diagonal(), {"MetaMD": Entry()})}
 
 
 def halves(size, domain):
@@ -448,7 +448,7 @@ def test_a_rival_that_joins_on_some_domains_is_reported_on_these(tmp_path):
     after.compared("tiny", tmp_path, 0, only=("b",))
     with pytest.raises(ValueError, match="differ in Adam"):
         write_report(tmp_path, tmp_path)
-    shown, _ = write_report(tmp_path, tmp_path, places=after.places("tiny", tmp_path, ("b",)))
+    shown, _ = write_report(tmp_path, tmp_path, places=after.places(after.scales["tiny"], tmp_path, ("b",)))
     assert [f.group for f in shown.folds] == ["b"]
     assert "Adam" in (tmp_path / "report.md").read_text()
 
@@ -465,7 +465,7 @@ def test_committed_folders_are_small_and_named_as_their_experiments():
     files = [p for p in (ROOT / "results").rglob("*") if p.is_file() and p.suffix != ".html"]
     assert {p.parent.parent for p in files} == {ROOT / "results"}, "no raw cells"
     assert sum(p.stat().st_size for p in files) < 6e6
-    assert {p.name for p in COMMITTED} == {folder_name(*pair) for pair in every()} | {"rotated-mnist-linear-paper"}
+    assert {p.name for p in COMMITTED} == {folder_name(*pair) for pair in EXPERIMENTS} | {"rotated-mnist-linear-paper"}
     for folder in COMMITTED:
         experiment, about = experiment_of(folder)
         ending = "" if about["scale"] == "cpu" else f"-{about['scale']}"

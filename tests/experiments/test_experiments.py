@@ -16,7 +16,7 @@ from metamd.cli import report
 from metamd.comparison.page import as_markdown
 from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.statistics import spread
-from metamd.experiments import MOVED, every, find, folder_name, quadratic, race, rosenbrock
+from metamd.experiments import EXPERIMENTS, MOVED, find, folder_name, quadratic, race, rosenbrock
 from metamd.experiments import experiment as leave_one_out
 from metamd.experiments.race import DIAGONAL, NEVER, RIVALS, Problems
 from metamd.files.store import Records, read_cells, read_json, records_in, write_json
@@ -270,7 +270,7 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
     assert "other settings" in capsys.readouterr().err
 
 
-IMAGES = [pair for pair in every() if pair[0] not in ("quadratic", "rosenbrock")]
+IMAGES = [pair for pair in EXPERIMENTS if pair[0] not in ("quadratic", "rosenbrock")]
 
 
 @pytest.mark.filterwarnings("ignore::metamd.OffFamilyWarning")
@@ -300,7 +300,8 @@ def test_every_experiment_with_images_runs_at_its_smallest_scale(name, variant, 
 
 
 def test_all_runs_one_after_another_and_leaves_out_what_lacks_the_scale(tmp_path, capsys, tiny, monkeypatch):
-    monkeypatch.setattr(report, "every", lambda: [("quadratic", ""), ("rosenbrock", "")])
+    two = {pair: EXPERIMENTS[pair] for pair in (("quadratic", ""), ("rosenbrock", ""))}
+    monkeypatch.setattr(report, "EXPERIMENTS", two)
     monkeypatch.delitem(rosenbrock.SCALES, "smoke")
     assert cli.run(["reproduce", "all", "--scale", "smoke", "--out", str(tmp_path), "--json"]) == 0
     said = capsys.readouterr()
@@ -312,7 +313,7 @@ def test_all_runs_one_after_another_and_leaves_out_what_lacks_the_scale(tmp_path
 
 def test_every_experiment_has_every_scale():
     """So that `reproduce all` leaves none out, at any scale."""
-    assert {pair: set(find(*pair).scales) for pair in every()} == {pair: {"smoke", "cpu", "paper"} for pair in every()}
+    assert {frozenset(experiment.scales) for experiment in EXPERIMENTS.values()} == {frozenset(("smoke", "cpu", "paper"))}
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -320,7 +321,7 @@ def test_an_old_name_says_where_the_experiment_went(name, capsys, tmp_path):
     assert cli.run(["reproduce", name, "--out", str(tmp_path / "x")]) == 2
     assert f"Run: metamd reproduce {MOVED[name]}." in capsys.readouterr().err
     new, _, variant = MOVED[name].partition(" --variant ")
-    assert (new, variant) in every()
+    assert (new, variant) in EXPERIMENTS
     assert not (tmp_path / "x").exists()
 
 

@@ -10,10 +10,9 @@ from metamd import rivals, tasks
 from metamd.cli import main as cli
 from metamd.comparison.entrants import ENDINGS, PROTOCOLS
 from metamd.comparison.page import as_markdown
-from metamd.experiments import find, paper_tables
+from metamd.experiments import EXPERIMENTS, find, paper_tables
 from metamd.experiments.declare import Entry, Geometry, Scale
-from metamd.experiments.experiment import Experiment
-from metamd.experiments.tables import by_domain
+from metamd.experiments.experiment import Experiment, by_domain
 from metamd.files.store import unarchive
 from metamd.files.usage import Usage
 from metamd.potentials import Diagonal
@@ -44,11 +43,11 @@ def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatc
 
     diagonal = {
         "diagonal": Geometry(
-            Diagonal, choices={}, entries={"MetaMD": Entry(), "MetaMD, linear decay": Entry(Usage(schedule="linear"))}
+            Diagonal(), choices={}, entries={"MetaMD": Entry(), "MetaMD, linear decay": Entry(Usage(schedule="linear"))}
         )
     }
     tiny = replace(paper_tables.ROTATED_MLP, family=small, geometries=diagonal, scales={"smoke": TINY})
-    monkeypatch.setattr(paper_tables, "EXPERIMENTS", (tiny,))
+    monkeypatch.setitem(EXPERIMENTS, ("rotated-mnist-mlp", ""), tiny)
     out = tmp_path / "out"
     assert cli.run(["reproduce", "rotated-mnist-mlp", "--scale", "smoke", "--out", str(out)]) == 0
     assert "MetaMD, in the paper | 95.22 | 95.34" in (out / "tables.md").read_text()
@@ -96,7 +95,7 @@ def test_repetitions_on_one_domain_have_tasks_of_their_own(tiny_data, tmp_path):
             angles=[0, 45], hold_out=45.0, model="linear", images=60, batch_size=20, steps=scale.steps
         )
 
-    geometries = {"diagonal": Geometry(Diagonal, {"MetaMD": Entry(Usage())})}
+    geometries = {"diagonal": Geometry(Diagonal(), {"MetaMD": Entry(Usage())})}
     scales = {"smoke": replace(TINY, domains=("one", "two"), schedules=("linear",))}
     drawn = {}
     for own in (True, False):

@@ -21,8 +21,8 @@ from metamd.comparison.sections import (
     sections,
     training_costs,
 )
-from metamd.experiments import every, find, folder_name
-from metamd.experiments.experiment import screened
+from metamd.experiments import EXPERIMENTS, find, folder_name
+from metamd.experiments.experiment import Experiment, screened
 from metamd.experiments.race import Synthetic
 from metamd.files.container import write_atomically
 from metamd.files.store import (
@@ -70,21 +70,21 @@ def run_reproduce(options: Reproduce) -> None:
     print(f"Records, tables and figures are in {folder}.", file=sys.stderr)
 
 
-def reproduce(experiment: Any, options: Reproduce, folder: Path) -> Result:
+def reproduce(experiment: Experiment | Synthetic, options: Reproduce, folder: Path) -> Result:
     """Run one experiment and write its tables, figures and page; then its records become an archive."""
     if options.scale not in experiment.scales:
         raise ValueError(f"{experiment.name} has the scales {', '.join(experiment.scales)}, got {options.scale!r}.")
-    only: dict[str, Any] = {"only": options.only} if options.only else {}
-    if only and isinstance(experiment, Synthetic):
+    if options.only and isinstance(experiment, Synthetic):
         raise ValueError(f"{experiment.name} holds out no domains. Leave out --only.")
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / ARCHIVE).is_file():
         unarchive(folder)
-    result: Result = experiment.run(options.scale, folder, options.seed, options.workers, options.ray, **only)
+    result = experiment.run(options.scale, folder, options.seed, options.workers, options.ray, options.only)
     write_json(folder / "summary.json", result)
     (folder / "tables.md").write_text(as_markdown(tables(result)))
-    if any(folder.glob("*/comparison.json")):
-        write_report(folder, folder, places=experiment.places(options.scale, folder, options.only) if only else None)
+    if isinstance(experiment, Experiment):
+        asked = experiment.places(experiment.scales[options.scale], folder, options.only)
+        write_report(folder, folder, places=asked or None)
     else:
         write_tables(folder, folder)
     archive(folder, screened)
@@ -94,9 +94,9 @@ def reproduce(experiment: Any, options: Reproduce, folder: Path) -> Result:
 def _all(options: Reproduce, folder: Path) -> dict[str, Result]:
     """Every experiment and variant that has the scale, one after another, each in a folder of its own."""
     found = {}
-    for number, (name, variant) in enumerate(every(), start=1):
-        title, experiment = folder_name(name, variant), find(name, variant)
-        place = f"{number} of {len(every())}: {title}"
+    for number, (pair, experiment) in enumerate(EXPERIMENTS.items(), start=1):
+        title = folder_name(*pair)
+        place = f"{number} of {len(EXPERIMENTS)}: {title}"
         if options.scale not in experiment.scales:
             print(f"{place} has no scale {options.scale}, and is left out.", file=sys.stderr)
             continue
@@ -162,7 +162,7 @@ def tables(result: Result) -> list[Section]:
     except ValueError as error:
         raise ValueError(f"the summary does not say whose it is: {error} Run the experiment again.") from None
     try:
-        parts: list[Section] = experiment.sections(result["rows"])
+        parts = experiment.sections(result["rows"])
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"the summary does not hold the rows of {name}: {error!r}. Run the experiment again.") from None
     if protocol not in PROTOCOLS:

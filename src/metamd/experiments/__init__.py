@@ -1,22 +1,14 @@
 """The experiments of the paper and ours, by name; a variant changes rivals, ways to use a file, or the protocol."""
 
-from importlib import import_module
-from typing import Any
+from metamd.experiments import ablation, adaptation, out_of_distribution, paper_tables, pieces, quadratic, rosenbrock
+from metamd.experiments.experiment import Experiment
+from metamd.experiments.race import Synthetic
 
-EXPERIMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "quadratic": ("quadratic", ()),
-    "rosenbrock": ("rosenbrock", ()),
-    "rotated-mnist-linear": ("paper_tables", ()),
-    "rotated-mnist-mlp": ("paper_tables", ("all-rivals", "bayesian", "averages", "refresh")),
-    "diverse-digits-lenet": ("paper_tables", ("bayesian",)),
-    "resnet18-cifar10": ("paper_tables", ()),
-    "adaptation": ("adaptation", ("learned-start",)),
-    "pieces": ("pieces", ()),
-    "ablation": ("ablation", ("paper-preset",)),
-    "out-of-distribution": ("out_of_distribution", ()),
-    "learned-rivals": ("learned_rivals", ()),
+_MODULES = (quadratic, rosenbrock, paper_tables, adaptation, pieces, ablation, out_of_distribution)
+EXPERIMENTS: dict[tuple[str, str], Experiment | Synthetic] = {
+    (experiment.name, experiment.variant): experiment for module in _MODULES for experiment in module.EXPERIMENTS
 }
-"""The module that declares each experiment, and the names of its variants, in the order in which `all` runs them."""
+"""By name and variant, in the order in which `all` runs them."""
 
 MOVED = {
     "adapt-rotated-mnist": "adaptation",
@@ -31,23 +23,18 @@ MOVED = {
 """What became of experiments that had a name of their own."""
 
 
-def find(name: str, variant: str = "") -> Any:
-    """An experiment: what has a name, a variant, `scales`, `run` and `sections`."""
+def find(name: str, variant: str = "") -> Experiment | Synthetic:
+    """An experiment by its name and variant."""
     if name in MOVED:
         raise ValueError(f"{name} is no experiment of its own any more. Run: metamd reproduce {MOVED[name]}.")
-    if name not in EXPERIMENTS:
-        raise ValueError(f"the experiment must be one of {', '.join(EXPERIMENTS)}; got {name!r}.")
-    module, variants = EXPERIMENTS[name]
-    if variant and variant not in variants:
-        known = f"has the variants {', '.join(variants)}" if variants else "has no variants"
-        raise ValueError(f"{name} {known}, got {variant!r}. Leave out --variant, or name one of these.")
-    found = import_module(f"metamd.experiments.{module}").EXPERIMENTS
-    return next(e for e in found if (e.name, e.variant) == (name, variant))
-
-
-def every() -> list[tuple[str, str]]:
-    """The name and the variant of every experiment, in the order in which `all` runs them."""
-    return [(name, variant) for name, (_, variants) in EXPERIMENTS.items() for variant in ("", *variants)]
+    names = list(dict.fromkeys(known for known, _ in EXPERIMENTS))
+    if name not in names:
+        raise ValueError(f"the experiment must be one of {', '.join(names)}; got {name!r}.")
+    if (name, variant) not in EXPERIMENTS:
+        variants = [v for known, v in EXPERIMENTS if known == name and v]
+        said = f"has the variants {', '.join(variants)}" if variants else "has no variants"
+        raise ValueError(f"{name} {said}, got {variant!r}. Leave out --variant, or name one of these.")
+    return EXPERIMENTS[name, variant]
 
 
 def folder_name(name: str, variant: str = "") -> str:

@@ -15,13 +15,12 @@ is held out; models, data and runs are those of the other experiments, so that r
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from metamd import tasks
 from metamd.comparison.figures import mean_losses
 from metamd.comparison.pace import standings
-from metamd.experiments.declare import COORDINATES, Entry, Family, Geometry, Scale, coordinates
+from metamd.experiments.declare import COORDINATES, PAPERS_STEP, PLAIN, Entry, Family, Geometry, Scale, coordinates
 from metamd.experiments.experiment import Experiment
 from metamd.experiments.paper_tables import ONE_ANGLE, digits, linear, rotated
 from metamd.files.usage import Schedule, Usage
@@ -58,9 +57,7 @@ SCALES = {
 
 
 def _family(scale: Scale, training: str) -> ImageFamily:
-    return tasks.rotated_mnist(
-        angles=ANGLES, hold_out=HELD_OUT, images=scale.images, batch_size=scale.batch_size, steps=scale.steps
-    )
+    return tasks.rotated_mnist(angles=ANGLES, hold_out=HELD_OUT, **scale.data)
 
 
 def _named(scale: Scale, name: str, family: Family) -> Mapping[str, TaskFamily]:
@@ -75,18 +72,15 @@ FOLLOWED = 5
 
 def _gradient(label: str, objective: Objective, estimator: Estimator, tying: TyingName = "parameter") -> Geometry:
     """One diagonal learned by following a gradient."""
-    options = {"estimator": estimator, "method": Method(Adam(lr=0.2), start="curvature")}
-    potential = partial(Diagonal, tying=tying)
-    return Geometry(
-        potential, {label: Entry(Usage())}, objective=objective, options=options, rounds=FOLLOWED, same_tasks=True
-    )
+    options = {"objective": objective, "estimator": estimator, "method": Method(Adam(lr=0.2), start="curvature")}
+    return Geometry(Diagonal(tying=tying), {label: PLAIN}, options=options, rounds=FOLLOWED, same_tasks=True)
 
 
-def _closed(label: str, potential: Any, objective: Objective = REGRET) -> Geometry:
-    return Geometry(potential, {label: Entry(Usage())}, objective=objective, same_tasks=True)
+def _closed(label: str, potential: MaxDiagonal, objective: Objective = REGRET) -> Geometry:
+    return Geometry(potential, {label: PLAIN}, options={"objective": objective}, same_tasks=True)
 
 
-def _used(label: str, potential: Any = COORDINATES, **choices: Any) -> Geometry:
+def _used(label: str, potential: MaxDiagonal = COORDINATES, **choices: Any) -> Geometry:
     """A geometry from runs of Adam, with the best usage among the choices."""
     return replace(coordinates({label: Entry()}, potential, **choices), same_tasks=True)
 
@@ -94,16 +88,8 @@ def _used(label: str, potential: Any = COORDINATES, **choices: Any) -> Geometry:
 def preset(label: str, k: float | FromLipschitz = 7.0, rounds: int = 1) -> Geometry:
     """The paper's method as a geometry, with so many times the outer steps of the scale."""
     options = paper(k, estimator=Reverse())
-    potential, objective = options.pop("potential"), options.pop("objective")
     del options["outer_steps"]
-    return Geometry(
-        partial(MaxDiagonal, potential.pieces, centre=potential.centre),
-        {label: Entry(Usage(), exact=False)},
-        objective=objective,
-        options=options,
-        rounds=rounds,
-        same_tasks=True,
-    )
+    return Geometry(options.pop("potential"), {label: PAPERS_STEP}, options=options, rounds=rounds, same_tasks=True)
 
 
 def _momenta() -> Geometry:
@@ -113,12 +99,12 @@ def _momenta() -> Geometry:
         for said, momentum in {"plain": 0.0, "momentum 0.9": 0.9}.items()
         for schedule, ending in SCHEDULES
     }
-    return Geometry(COORDINATES, entries, objective=REGRET, same_tasks=True)
+    return Geometry(COORDINATES, entries, options={"objective": REGRET}, same_tasks=True)
 
 
 SCHEDULES: tuple[tuple[Schedule, str], ...] = (("constant", ""), ("linear", ", linear decay"))
-POLAR = tuple(Online("polar", beta=beta) for beta in (0.7, 0.9))
-SIGNAL = tuple(rule for rule in RULES if rule.signal)
+POLAR: dict[str, Any] = {"metrics": ("online",), "rules": tuple(Online("polar", beta=beta) for beta in (0.7, 0.9))}
+BY_SIGNAL: dict[str, Any] = {"metrics": ("online",), "rules": tuple(rule for rule in RULES if rule.signal)}
 
 ABLATION = Experiment(
     "ablation",
@@ -132,32 +118,18 @@ ABLATION = Experiment(
         "used-iterates": _used("MetaMD, judged by its iterates", averages=("constant",)),
         "used-learned": _used("Kronecker, best usage of the learned metric", metrics=("learned",)),
         "used-average": _used("Kronecker, rule average", metrics=("online",), rules=(Online(),)),
-        "used-whole": _used(
-            "Kronecker of all directions, rule polar, signal",
-            partial(Kronecker, rank=None),
-            metrics=("online",),
-            rules=SIGNAL,
-        ),
-        "used-few": _used(
-            "Kronecker of 8 directions, rule polar, signal", partial(Kronecker, rank=8), metrics=("online",), rules=SIGNAL
-        ),
-        "used-plain-signal": _used(
-            "one number per tensor, rule polar, signal",
-            partial(Diagonal, tying="tensor"),
-            metrics=("online",),
-            rules=SIGNAL,
-        ),
-        "used-polar": _used("Kronecker, rule polar", metrics=("online",), rules=POLAR),
-        "used-plain-polar": _used(
-            "one number per tensor, rule polar", partial(Diagonal, tying="tensor"), metrics=("online",), rules=POLAR
-        ),
-        "used-diagonal": _used("diagonal, best usage of the learned metric", Diagonal, metrics=("learned",)),
+        "used-whole": _used("Kronecker of all directions, rule polar, signal", Kronecker(rank=None), **BY_SIGNAL),
+        "used-few": _used("Kronecker of 8 directions, rule polar, signal", Kronecker(rank=8), **BY_SIGNAL),
+        "used-plain-signal": _used("one number per tensor, rule polar, signal", Diagonal(tying="tensor"), **BY_SIGNAL),
+        "used-polar": _used("Kronecker, rule polar", **POLAR),
+        "used-plain-polar": _used("one number per tensor, rule polar", Diagonal(tying="tensor"), **POLAR),
+        "used-diagonal": _used("diagonal, best usage of the learned metric", Diagonal(), metrics=("learned",)),
         "kronecker": _momenta(),
-        "diagonal": _closed("diagonal, regret to a reference", Diagonal),
-        "end": _closed("diagonal, regret to the run's end", Diagonal, Regret()),
-        "prior": _closed("diagonal, regret to the run's end, prior 1e-4", Diagonal, Regret(prior=1e-4)),
-        "column": _closed("diagonal by column", partial(Diagonal, tying="column")),
-        "tensor": _closed("diagonal by tensor", partial(Diagonal, tying="tensor")),
+        "diagonal": _closed("diagonal, regret to a reference", Diagonal()),
+        "end": _closed("diagonal, regret to the run's end", Diagonal(), Regret()),
+        "prior": _closed("diagonal, regret to the run's end, prior 1e-4", Diagonal(), Regret(prior=1e-4)),
+        "column": _closed("diagonal by column", Diagonal(tying="column")),
+        "tensor": _closed("diagonal by tensor", Diagonal(tying="tensor")),
         "regret-direct": _gradient("regret, Direct", REGRET, Direct()),
         "regret-reverse": _gradient("regret, Reverse", REGRET, Reverse()),
         "loss-reverse": _gradient("training loss, Reverse", TrainingLoss(), Reverse()),
@@ -166,9 +138,7 @@ ABLATION = Experiment(
         "paper-short": preset("paper's preset, a fifth of the outer steps"),
         "tensor-reverse": _gradient("by tensor, training loss, Reverse", TrainingLoss(), Reverse(), "tensor"),
         "tensor-forward": _gradient("by tensor, training loss, Forward", TrainingLoss(), Forward(), "tensor"),
-        "tensor-evolution": _gradient(
-            "by tensor, training loss, Evolution(2)", TrainingLoss(), Evolution(2), tying="tensor"
-        ),
+        "tensor-evolution": _gradient("by tensor, training loss, Evolution(2)", TrainingLoss(), Evolution(2), "tensor"),
     },
     SCALES,
     sides=_named,

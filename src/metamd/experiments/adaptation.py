@@ -8,14 +8,12 @@ mean of the solutions on the nine angles instead, which the rivals are given too
 from dataclasses import replace
 
 from metamd import tasks
-from metamd.experiments.declare import Entry, Family, Geometry, Scale, coordinates
+from metamd.experiments.declare import Family, Scale, coordinates
 from metamd.experiments.experiment import Experiment
-from metamd.experiments.paper_tables import BOTH, MODERN, SMOKE
+from metamd.experiments.paper_tables import BOTH, DIAGONAL, MODERN, SMOKE
 from metamd.files.learned import LearnedStart
-from metamd.files.usage import Usage
 from metamd.inner.objectives import Reference, Regret
 from metamd.learning.reference import learn_start
-from metamd.potentials import Diagonal
 from metamd.tasks.vision import ADAPTED
 from metamd.tasks.wrapped import SharedStart
 
@@ -24,9 +22,7 @@ LONGER = Reference(lr=2e-3, factor=2)
 
 
 def _family(scale: Scale, hold_out: str) -> SharedStart:
-    return tasks.adapt_rotated_mnist(
-        hold_out=float(hold_out), images=scale.images, batch_size=scale.batch_size, steps=scale.steps
-    )
+    return tasks.adapt_rotated_mnist(hold_out=float(hold_out), **scale.data)
 
 
 def _start(scale: Scale, family: Family) -> LearnedStart:
@@ -37,8 +33,8 @@ GIVEN = Experiment(
     "adaptation",
     _family,
     {
-        "kronecker": coordinates(BOTH, follow=2.0),
-        "diagonal": Geometry(Diagonal, {"MetaMD, diagonal": Entry(Usage())}, objective=Regret(comparator=LONGER)),
+        "kronecker": replace(coordinates(BOTH), longer=2),
+        "diagonal": replace(DIAGONAL, options={"objective": Regret(comparator=LONGER)}),
     },
     {
         "smoke": replace(SMOKE, domains=("0",), images=60, seeds=2, rivals=("sgdm", "adam"), batch_size=20),

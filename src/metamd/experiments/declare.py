@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,10 +14,10 @@ from metamd.files.container import write_atomically
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Average, Usage
-from metamd.inner.objectives import Objective, Reference, Regret
+from metamd.inner.objectives import Reference, Regret
 from metamd.learning.meta import learn_network
 from metamd.learning.reference import tuned_reference
-from metamd.learning.usage import Choices, learn_usage
+from metamd.learning.usage import Choices
 from metamd.potentials import Kronecker, MaxDiagonal
 from metamd.rivals import Schedule
 from metamd.tasks.base import derive_seed
@@ -43,23 +42,21 @@ class Entry:
     instead: str | None = None
 
 
+PLAIN, PAPERS_STEP = Entry(Usage()), Entry(Usage(), exact=False)
+
+
 @dataclass(frozen=True)
 class Geometry:
-    """What is learned for each held-out domain."""
+    """What is learned for each held-out domain: in rounds, or from runs of a reference if a usage is chosen."""
 
-    potential: Callable[[], MaxDiagonal]  # a new one at every call
+    potential: MaxDiagonal
     entries: Mapping[str, Entry]  # how it enters, by label
-    # what is minimised
-    objective: Objective = field(default_factory=lambda: Regret(comparator=Reference(lr=1e-3, factor=1.0)))
-    # metric, momentum, schedule and factor are chosen on training tasks, at a scale that does so, among these `Choices`;
-    # None chooses nothing
+    # learn from runs of a reference optimiser, and choose a usage among these `Choices` at a scale that does so
     choices: Mapping[str, Any] | None = None
-    # learn from runs of a reference optimiser, whose rate is chosen on training tasks, instead of in rounds: runs so many
-    # times longer than those of the comparison, at a rate as many times lower; as many of them as a round has tasks, twice.
-    # 0 for rounds
-    follow: float = 0
-    reference: Reference | None = None  # what is followed, if its rate is not to be chosen
-    # of `meta_train`, beside the closed form's: an estimator, a method
+    # the reference's runs are so many times longer than those of the comparison, at a rate as many times lower
+    longer: float = 1
+    reference: Reference | None = None  # if its rate is not to be chosen on training tasks
+    # of `meta_train` in rounds, beside the closed form's: an objective, an estimator, a method
     options: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 1  # outer steps, as a multiple of the scale's
     # options of a second meta-training, from what the first has learned
@@ -91,15 +88,18 @@ class Scale:
     measuring: Measuring = field(default_factory=Measuring)  # how the runs of the comparison are watched
     test_steps: int | None = None  # of the runs of the comparison, where they are not as long as those that were learned on
 
+    @property
+    def data(self) -> dict[str, Any]:
+        """What families of images have in common."""
+        return {"images": self.images, "batch_size": self.batch_size, "steps": self.steps}
 
-COORDINATES = partial(Kronecker, rank="auto")
+
+COORDINATES = Kronecker(rank="auto")
 
 
-def coordinates(
-    entries: Mapping[str, Entry], potential: Callable[[], MaxDiagonal] = COORDINATES, *, follow: float = 1.0, **choices: Any
-) -> Geometry:
+def coordinates(entries: Mapping[str, Entry], potential: MaxDiagonal = COORDINATES, **choices: Any) -> Geometry:
     """The default for networks: learned coordinates from runs of a reference, with the best usage among the choices."""
-    return Geometry(potential, entries, choices=choices, follow=follow)
+    return Geometry(potential, entries, choices)
 
 
 def learned_file(folder: Path, domain: str, geometry: str) -> Path:
@@ -130,26 +130,18 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
     Finished parts are kept beside the file, so that learning which was stopped continues. What a learned start of the family
     has cost is a part of the cost.
     """
-    began, counted, journal = time.perf_counter(), Counted(family), Journal(path.with_suffix(".run"))
-    reference, choices = geometry.reference, None
-    if geometry.choices is not None and size.usage_tasks > 0:
-        choices = Choices(**{"tasks": size.usage_tasks, **geometry.choices})
-    drawn, warned = derive_seed(seed, "learning", name), list[str]()
-    if geometry.follow not in (0, 1):
-        tuned = reference or tuned_reference(counted, seed=drawn, journal=journal)
-        reference = replace(tuned, lr=tuned.lr / geometry.follow, factor=geometry.follow)
-    costs = [counted.cost(began)]
+    began, counted, drawn = time.perf_counter(), Counted(family), derive_seed(seed, "learning", name)
+    costs, warned = list[Mapping[str, float]](), list[str]()
     learned: LearnedOptimiser | str
-    if geometry.follow:
-        learned = learn_network(
-            family,
-            geometry.potential(),
-            reference=reference,
-            tasks=size.tasks_per_step,
-            choices=choices,
-            seed=drawn,
-            journal=journal,
-        )
+    if geometry.choices is not None:
+        kept: dict[str, Any] = {"seed": drawn, "journal": Journal(path.with_suffix(".run"))}
+        reference = geometry.reference
+        if geometry.longer != 1:
+            tuned = tuned_reference(counted, **kept)
+            reference = replace(tuned, lr=tuned.lr / geometry.longer, factor=geometry.longer)
+            costs.append(counted.cost(began))
+        kept["choices"] = Choices(**{"tasks": size.usage_tasks, **geometry.choices}) if size.usage_tasks > 0 else None
+        learned = learn_network(family, geometry.potential, reference=reference, tasks=size.tasks_per_step, **kept)
     else:
         learned, warned = _meta_train(size, family, geometry, geometry.options, path, drawn)
         if geometry.then is not None and not isinstance(learned, str):
@@ -159,8 +151,6 @@ def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int
             warned = sorted({*warned, *more})
     if isinstance(learned, str):
         return {"failed": learned, "warnings": warned}
-    if choices is not None and not geometry.follow:
-        learned = learn_usage(learned, family, choices, reference=reference, seed=drawn, journal=journal)
     if isinstance(family, SharedStart) and isinstance(family.start, LearnedStart):
         learned = learned.with_start(family.start)
     learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, *costs)))
@@ -188,8 +178,8 @@ def _meta_train(
     size: Scale, family: Family, geometry: Geometry, options: Mapping[str, Any], path: Path, seed: int
 ) -> Training:
     usual = {
-        "potential": geometry.potential(),
-        "objective": geometry.objective,
+        "potential": geometry.potential,
+        "objective": Regret(comparator=Reference(lr=1e-3, factor=1.0)),
         "outer_steps": geometry.rounds * size.outer_steps,
         "tasks_per_step": size.tasks_per_step,
         "journal": Journal(path.with_suffix(".run")),

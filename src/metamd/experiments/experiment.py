@@ -11,9 +11,9 @@ from metamd.comparison.compare import compare
 from metamd.comparison.comparison import Comparison, Target
 from metamd.comparison.entrants import Protocol, entrants, labels, unscheduled
 from metamd.comparison.figures import learning_curves
-from metamd.comparison.pace import last_tenths, pace
+from metamd.comparison.pace import geometric_mean, last_tenths, pace, pace_section, unlearned_section
 from metamd.comparison.parallel import Cell, fill
-from metamd.comparison.sections import Section
+from metamd.comparison.sections import Section, formatted
 from metamd.comparison.training import one_thread
 from metamd.comparison.tuning import SEARCHES
 from metamd.experiments.declare import (
@@ -27,9 +27,8 @@ from metamd.experiments.declare import (
     learned_file,
     settings_of,
 )
-from metamd.experiments.tables import by_domain
 from metamd.files.learned import LearnedStart, load
-from metamd.files.store import Records, Result, read_json
+from metamd.files.store import Records, Result, as_json, read_json
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
@@ -42,6 +41,56 @@ PAPERS = ("sgd", "sgdm", "nesterov", "rmsprop", "adam", "adamw")
 """Rivals that the paper has, and their nearest relatives."""
 
 Sides = Mapping[str, TaskFamily]
+
+
+def by_domain(rows: Sequence[Result]) -> list[Section]:
+    """Test accuracies by domain with the paper's beside them, losses and steps to the target, and the pace of ours."""
+    domains = list(rows[0]["accuracy"])
+    accuracies, standing = [], []
+    for row in rows:
+        values = [row["accuracy"][d] for d in domains]
+        accuracies.append([row["label"], *(f"{x:.2f}" for x in (*values, sum(values) / len(values)))])
+        if row["published"]:
+            paper = [row["published"].get(d) for d in domains]
+            mean = None if None in paper else sum(x for x in paper if x is not None) / len(paper)
+            accuracies.append([f"{row['label']}, in the paper", *(formatted(x, ".2f") for x in (*paper, mean))])
+        steps = row["steps_to_target"]
+        ratio = steps.get("ratio")
+        losses = [formatted(row[m]["value"], missing="diverged") for m in ("mean_loss", "final_loss")]
+        fields = [row["label"], *losses, formatted(steps["value"], missing="never"), f"{steps['arrived']:.0%}"]
+        against = "" if ratio is None else f"ours takes {ratio:.2f} x, {steps['verdict']}"
+        standing.append([*fields, against, f"{row['area']:.3f}"])
+    columns = ["", "mean loss", "final loss", "steps to target", "arrived", "of ours", "area"]
+    return [
+        Section(columns=["test accuracy, %", *domains, "mean"], rows=accuracies),
+        Section(columns=columns, rows=standing),
+        *(pace_section(title, found, rows[0]["share"]) for title, found in rows[0].get("pace", {}).items()),
+        *unlearned_section(rows),
+    ]
+
+
+def accuracy_and_losses(rows: Sequence[Result]) -> list[Section]:
+    """One line for everybody: losses, steps to the target, and test accuracy on the mean of the domains."""
+    found = []
+    for row in rows:
+        losses = [formatted(row[m]["value"], ".3g", "diverged") for m in ("mean_loss", "final_loss")]
+        accuracy = sum(row["accuracy"].values()) / len(row["accuracy"])
+        steps = formatted(row["steps_to_target"]["value"], missing="never")
+        found.append([row["label"], *losses, steps, f"{accuracy:.2f}"])
+    return [Section(columns=["", "mean loss", "final loss", "steps to target", "test accuracy, %"], rows=found)]
+
+
+def by_the_clock(rows: Sequence[Result]) -> list[Section]:
+    """One line for every way to use a file: ratios to the best rival of each domain, geometric means, and accuracy."""
+    found = []
+    for title, each in rows[0]["pace"].items():
+        label = title.partition(", by ")[2] or rows[0]["label"]
+        ratios = [geometric_mean([row[k] for row in each]) for k in ("mean_loss", "steps", "seconds")]
+        ours, theirs = (sum(row[k] for row in each) / len(each) for k in ("accuracy", "best_accuracy"))
+        ways = ["not in all runs" if x is None else f"{x:.2f} x" for x in ratios]
+        found.append([label, *ways, f"{ours:.2f} (best rival {theirs:.2f})"])
+    columns = ["", "mean loss", "steps to the final loss of the best rival", "seconds", "test accuracy, %"]
+    return [Section(columns=columns, rows=found)]
 
 
 @dataclass(frozen=True)
@@ -83,7 +132,7 @@ class Experiment:
                 warnings.simplefilter("ignore", OffFamilyWarning)
             found, failed = self.compared(scale, folder, seed, workers, ray, only)
         size = self.scales[scale]
-        about: Result = {**self._named(scale, seed), "protocol": size.protocol}
+        about = self._named(scale, seed) | {"protocol": size.protocol}
         if self.summarise is not None:
             return about | {"rows": self.summarise(found, folder)}
         joined = Comparison.join(found)
@@ -99,10 +148,6 @@ class Experiment:
         variant = {"variant": self.variant} if self.variant else {}
         return {"experiment": self.name, **variant, "scale": scale, "seed": seed}
 
-    def settings(self, scale: str, seed: int) -> Result:
-        """What the records of a folder depend on."""
-        return self._named(scale, seed) | settings_of(self.scales[scale])
-
     def compared(
         self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
     ) -> tuple[list[Comparison], dict[str, str]]:
@@ -111,19 +156,19 @@ class Experiment:
         A domain whose comparison is there in full is read: what was learned for it need not be. What could not be learned
         has runs that count as failed.
         """
-        size, settings = self.scales[scale], self.settings(scale, seed)
+        size = self.scales[scale]
+        settings = self._named(scale, seed) | settings_of(size)
         if foreign := [d for d in only if d not in size.domains]:
             raise ValueError(f"{self.name} holds out {', '.join(size.domains)} at scale {scale}, but not {foreign[0]!r}.")
         size = replace(size, domains=tuple(d for d in size.domains if d in only)) if only else size
         records = Records(folder, settings)
-        known = {cell: records.cell(cell, dict) for cell in self._cells(size) if records.has(cell)}
+        cells = [_cell(domain, name) for domain in size.domains for name in self.geometries]
+        known = {cell: records.read(cell) for cell in cells if records.has(cell)}
         kept = {d: read for d in size.domains if (read := self._read(size, d, folder, known))}
         families = {domain: self._begun(size, domain, folder) for domain in size.domains if domain not in kept}
-        for domain in families:
-            self._forget(records, domain, folder)
-        cells = self._to_learn(size, families, folder, seed, away=ray is not None)
-        title = f"{self.name}: learning"
-        taught = known | (fill(records, cells, title=title, workers=workers, ray=ray) if families else {})
+        if families:
+            lacking = self._to_learn(records, size, families, seed, away=ray is not None)
+            known |= fill(records, lacking, title=f"{self.name}: learning", workers=workers, ray=ray)
         found = []
         for domain in size.domains:
             if domain in kept:
@@ -143,17 +188,19 @@ class Experiment:
                     schedules=size.schedules,
                     search=SEARCHES[size.search],
                 )
-                ours = self._ours(folder, domain, side, taught)
-                rivals = list(self._rivals(size, families[domain], domain, folder, seed))
+                ours = self._ours(folder, domain, side, known)
+                # some rivals are learned first, on the training side, and kept beside what ours learned
+                rivals = [
+                    r.rival(families[domain], derive_seed(seed, "learning", domain), learned_file(folder, domain, n))
+                    if isinstance(r, Learner)
+                    else r
+                    for n, r in ((n, known_rival(n)) for n in size.rivals)
+                ]
                 trials = Records(here / "tuning", settings) if size.protocol == "paper" else None
                 everybody = entrants(dict(ours), rivals, side, protocol, records=trials, workers=workers, ray=ray)
                 drawn = derive_seed(seed, name) if self.own_tasks else seed
                 found.append(compare(everybody, side, replace(protocol, seed=drawn), folder=here, workers=workers, ray=ray))
-        return found, failures(self.geometries, taught, size.domains)
-
-    def places(self, scale: str, folder: Path, only: Sequence[str]) -> list[Path]:
-        """Where the comparisons of some domains are kept."""
-        return [place for domain in only for place in self._places(self.scales[scale], domain, folder)]
+        return found, failures(self.geometries, known, size.domains)
 
     def held_out_sides(self, size: Scale, domain: str, family: Family) -> Sides:
         """What is compared on after learning with a domain held out, by name."""
@@ -179,33 +226,33 @@ class Experiment:
             seconds = [float(f.costs.get(label, {}).get("seconds", 0.0)) for f in comparison.folds]
             row["learning"] = {"gradients": comparison.learning_gradients(label), "seconds": sum(seconds) / len(seconds)}
             for metric, table in per_metric.items():
-                kept = {k: v for k, v in table[label].items() if k != "label"}
-                row[metric] = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in kept.items()}
+                row[metric] = as_json({k: v for k, v in table[label].items() if k != "label"})
             rows.append(row | {"area": areas[label]})
         return rows
 
     def _paces(self, joined: Comparison, opponents: Mapping[str, list[str]]) -> dict[str, list[Result]]:
         """Of the first of ours, then of those that find directions less often, which seconds are for."""
-        found = {title: pace(joined, who, self.share) for title, who in opponents.items()}
         entries = [pair for g in self.geometries.values() for pair in g.entries.items()]
-        for label in (label for label, entry in entries if entry.refresh is not None):
-            found |= {f"{title}, by {label}": pace(joined, who, self.share, label) for title, who in opponents.items()}
-        return found
+        seldom = {f", by {label}": label for label, entry in entries if entry.refresh is not None}
+        return {
+            title + ending: pace(joined, who, self.share, label)
+            for ending, label in ({"": None} | seldom).items()
+            for title, who in opponents.items()
+        }
 
-    def _places(self, size: Scale, domain: str, folder: Path) -> list[Path]:
-        names = [domain] if self.sides is None else list(self.sides(size, domain, self.family(size, domain)))
-        return [_place(folder, name) for name in names]
-
-    def _cells(self, size: Scale) -> list[str]:
-        return [f"learn-{domain}-{name}" for domain in size.domains for name in self.geometries]
+    def places(self, size: Scale, folder: Path, domains: Sequence[str]) -> list[Path]:
+        """Where the comparisons of some domains are kept."""
+        if self.sides is None:
+            return [_place(folder, domain) for domain in domains]
+        return [_place(folder, name) for domain in domains for name in self.sides(size, domain, self.family(size, domain))]
 
     def _read(self, size: Scale, domain: str, folder: Path, known: Mapping[str, Result]) -> list[Comparison]:
         """The comparisons of a domain, if everybody whom the scale asks for is in them with all settings and seeds.
 
         Others may be in them too: what is no longer tried, such as a potential that was cut, stays in the tables.
         """
-        places = self._places(size, domain, folder)
-        taught = all(f"learn-{domain}-{name}" in known for name in self.geometries)
+        places = self.places(size, folder, [domain])
+        taught = all(_cell(domain, name) in known for name in self.geometries)
         if not (taught and all((place / "comparison.json").exists() for place in places)):
             return []
         ours = [label for g in self.geometries.values() for label in g.entries]
@@ -213,21 +260,13 @@ class Experiment:
         tuned = wanted[len(ours) : -len(size.rivals)]
         budget = 1 if size.protocol == "paper" else size.budget
         found = [Comparison.read(place) for place in places]
-        for c in found:
-            if not {*wanted} <= {*c.labels} or any(f.tasks(ours[0]) != size.seeds for f in c.folds):
-                return []
-            if any(len(f.entrants[label]) != budget for f in c.folds for label in tuned):
-                return []
-        return found
-
-    def _rivals(self, size: Scale, family: Family, domain: str, folder: Path, seed: int) -> Iterator[Rival]:
-        """Those of the scale; some are learned first, on the training side, and kept beside what ours learned."""
-        for name in size.rivals:
-            known = known_rival(name)
-            if isinstance(known, Learner):
-                yield known.rival(family, derive_seed(seed, "learning", domain), learned_file(folder, domain, name))
-            else:
-                yield known
+        whole = all(
+            {*wanted} <= {*c.labels}
+            and all(f.tasks(ours[0]) == size.seeds for f in c.folds)
+            and all(len(f.entrants[label]) == budget for f in c.folds for label in tuned)
+            for c in found
+        )
+        return found if whole else []
 
     def _begun(self, size: Scale, domain: str, folder: Path) -> Family:
         """The family with a domain held out, from the learned start if there is to be one, which a file keeps."""
@@ -242,27 +281,21 @@ class Experiment:
         return SharedStart(family.family if isinstance(family, SharedStart) else family, LearnedStart.load(path))
 
     def _to_learn(
-        self, size: Scale, families: Mapping[str, Family], folder: Path, seed: int, away: bool = False
+        self, records: Records, size: Scale, families: Mapping[str, Family], seed: int, away: bool = False
     ) -> Iterator[Cell]:
         """What is to be learned; away, on a cluster that shares no folder, learning that is lost begins again."""
-        (folder / "learned").mkdir(exist_ok=True)
+        (records.folder / "learned").mkdir(exist_ok=True)
         for domain, family in families.items():
             for name, geometry in self.geometries.items():
-                path = learned_file(folder, domain, name)
+                path, cell = learned_file(records.folder, domain, name), _cell(domain, name)
+                # what was learned into a file that is gone is learned again; what could not be learned is not
+                if not path.exists() and records.has(cell) and "failed" not in records.read(cell):
+                    records.forget(cell)
                 drawn = domain if geometry.same_tasks else path.stem
-                cell = f"learn-{domain}-{name}"
                 if away:
                     yield Cell(cell, partial(learn_away, size, family, geometry, seed, drawn), partial(bring, path))
                 else:
                     yield Cell(cell, partial(learn, size, family, geometry, path, seed, drawn))
-
-    def _forget(self, records: Records, domain: str, folder: Path) -> None:
-        """What was learned into a file that is gone is learned again; what could not be learned is not."""
-        for name in self.geometries:
-            cell = f"learn-{domain}-{name}"
-            gone = not learned_file(folder, domain, name).exists()
-            if gone and records.has(cell) and "failed" not in records.cell(cell, dict):
-                records.forget(cell)
 
     def _ours(
         self, folder: Path, domain: str, side: TaskFamily, taught: Mapping[str, Result]
@@ -270,7 +303,7 @@ class Experiment:
         shapes = {n: tuple(x.shape) for n, x in side.example().items()}
         for name, geometry in self.geometries.items():
             for label, entry in geometry.entries.items():
-                if reason := taught[f"learn-{domain}-{name}"].get("failed"):
+                if reason := taught[_cell(domain, name)].get("failed"):
                     yield label, unlearned(label, f"metamd-{name}", reason)
                     continue
                 learned, used = load(learned_file(folder, domain, name)), name
@@ -313,7 +346,7 @@ def failures(geometries: Mapping[str, Geometry], taught: Mapping[str, Result], d
     """By label what could not be learned on some domain, with the reason."""
     failed: dict[str, str] = {}
     for name, geometry in geometries.items():
-        reasons = [taught.get(f"learn-{domain}-{name}", {}).get("failed", "") for domain in domains]
+        reasons = [taught.get(_cell(domain, name), {}).get("failed", "") for domain in domains]
         if missing := list(filter(None, reasons)):
             reason = f"{missing[0].rstrip('.')} ({len(missing)} of {len(reasons)} trainings)"
             failed |= dict.fromkeys(geometry.entries, reason)
@@ -328,6 +361,10 @@ def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
     papers = [label for name in PAPERS if name in tuned for label in tuned[name]]
     groups = {"the best of the paper's rivals": papers} if papers else {}
     return groups | ({"the best of all": everybody} if set(everybody) != set(papers) else {})
+
+
+def _cell(domain: str, geometry: str) -> str:
+    return f"learn-{domain}-{geometry}"
 
 
 def _place(folder: Path, side: str) -> Path:

@@ -9,7 +9,6 @@ not tune again; and untuned.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,10 @@ from metamd.comparison import figures
 from metamd.comparison.comparison import Candidate, Comparison, Fold
 from metamd.comparison.figures import best_schedules
 from metamd.comparison.sections import Section, formatted
-from metamd.experiments.declare import Entry, Scale, coordinates
+from metamd.experiments.declare import PLAIN, Entry, Scale, coordinates
 from metamd.experiments.experiment import Experiment
 from metamd.experiments.paper_tables import ONE_ANGLE, rotated
 from metamd.files.store import Result
-from metamd.files.usage import Usage
 from metamd.potentials import Diagonal
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.vision import ImageFamily, Training
@@ -138,10 +136,7 @@ EXPERIMENTS = (
         rotated,
         {
             "kronecker": coordinates({"MetaMD": Entry(instead="role")}),
-            "role": coordinates(
-                {"MetaMD, by role": Entry(), "MetaMD, by role, plain": Entry(Usage())},
-                partial(Diagonal, tying="role"),
-            ),
+            "role": coordinates({"MetaMD, by role": Entry(), "MetaMD, by role, plain": PLAIN}, Diagonal(tying="role")),
         },
         SCALES,
         sides=_sides,

@@ -19,7 +19,7 @@ from metamd.comparison.entrants import draw
 from metamd.comparison.pace import standings
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section
-from metamd.experiments.declare import Entry, Geometry, Scale, learned_file, settings_of
+from metamd.experiments.declare import PAPERS_STEP, PLAIN, Entry, Geometry, Scale, learned_file, settings_of
 from metamd.experiments.experiment import Experiment
 from metamd.experiments.paper_tables import ONE_ANGLE, rotated
 from metamd.files.learned import LearnedOptimiser, load
@@ -57,28 +57,25 @@ def _spread(pieces: int, centre: Centre, learned: LearnedOptimiser) -> Mapping[s
 
 
 def _mixture(pieces: int, entries: Mapping[str, Entry], centre: Centre = "start") -> Geometry:
-    return Geometry(Diagonal, entries, then=partial(_spread, pieces, centre), same_tasks=True)
+    return Geometry(Diagonal(), entries, then=partial(_spread, pieces, centre), same_tasks=True)
 
 
-PLAIN = Entry(Usage())
 ALONE = {f"3 pieces, piece {j + 1} alone": Entry(Usage(), piece=j) for j in range(3)}
 
 MIXTURES = {
     f"{n}-pieces": _mixture(
         n,
-        {f"{n} pieces": PLAIN}
-        if n != 3
-        else {"3 pieces": PLAIN, "3 pieces, the paper's step": Entry(Usage(), exact=False), **ALONE},
+        {f"{n} pieces": PLAIN} if n != 3 else {"3 pieces": PLAIN, "3 pieces, the paper's step": PAPERS_STEP, **ALONE},
     )
     for n in range(2, MOST + 1)
 }
 
 GEOMETRIES = {
-    "1-piece": Geometry(Diagonal, {"1 piece": PLAIN}, same_tasks=True),
+    "1-piece": Geometry(Diagonal(), {"1 piece": PLAIN}, same_tasks=True),
     **MIXTURES,
     "3-pieces-origin": _mixture(
         3,
-        {"3 pieces about the origin": PLAIN, "3 pieces about the origin, the paper's step": Entry(Usage(), exact=False)},
+        {"3 pieces about the origin": PLAIN, "3 pieces about the origin, the paper's step": PAPERS_STEP},
         centre="origin",
     ),
 }

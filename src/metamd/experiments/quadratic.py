@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from metamd import tasks
+from metamd.comparison import figures
 from metamd.comparison.parallel import Cell
 from metamd.comparison.sections import Section
 from metamd.comparison.statistics import spread
@@ -286,8 +287,6 @@ def _ratio(found: Result, members: Mapping[str, Result]) -> str:
 
 def draw(results: Mapping[str, Result], folder: Path) -> None:
     """The trajectories on the first test problem, and all iterations."""
-    from metamd.comparison import figures
-
     settings = Records.settings(folder)
     rows, groups = {}, {}
     for row in settings["rows"]:
@@ -303,7 +302,7 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
     figures.strips(groups, folder / "iterations.png", xlabel="iterations until the gradient is below 1e-6")
 
 
-def _panels(results: Mapping[str, Result], row: str, task: Task) -> Iterator[Any]:
+def _panels(results: Mapping[str, Result], row: str, task: Task) -> Iterator[figures.Panel]:
     shown = {label: f"{key}-0" for key, label in OURS.items()} | {label: key for key, label in PAPER.items()}
     shown |= {rival.name: f"tight-{key}-rate" for key, rival in race.RIVALS.items()}
     for label, key in shown.items():

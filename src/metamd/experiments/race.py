@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metamd.comparison.figures import Panel
 from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.sections import Section
 from metamd.files.learned import LearnedOptimiser
@@ -312,9 +313,8 @@ def follow(
     return points, norms
 
 
-def panel(title: str, task: Any, points: Sequence[Sequence[float]]) -> Any:
+def panel(title: str, task: Any, points: Sequence[Sequence[float]]) -> Panel:
     """A run over the contours of the task's loss, for a figure."""
-    from metamd.comparison.figures import Panel
 
     def surface(x: Any, y: Any) -> Any:
         theta = torch.from_numpy(np.stack([x, y], -1).reshape(-1, 2))
@@ -336,8 +336,10 @@ class Synthetic:
     draw: Callable[[Mapping[str, Result], Path], None]  # the figures, from the results of the cells, into the folder
     variant: str = ""
 
-    def run(self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None) -> Result:
-        """Fill the table and draw the figures; what is in the folder already is kept."""
+    def run(
+        self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
+    ) -> Result:
+        """Fill the table and draw the figures; what is in the folder already is kept. No domain is held out."""
         size, about = self.scales[scale], {"experiment": self.name, "scale": scale, "seed": seed}
         records = Records(folder, about | asdict(size))
         results = fill(records, self.cells(size, seed), title=self.name, workers=workers, ray=ray)

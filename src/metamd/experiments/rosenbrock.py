@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from metamd import tasks
+from metamd.comparison import figures
 from metamd.comparison.parallel import Cell
 from metamd.comparison.sections import Section
 from metamd.experiments import race
@@ -159,8 +160,6 @@ def _chosen(row: Result) -> str:
 
 def draw(results: Mapping[str, Result], folder: Path) -> None:
     """The trajectories from every start, and the losses on the way."""
-    from metamd.comparison import figures
-
     rows: dict[str, list[figures.Panel]] = {}
     panels: dict[str, list[figures.Curve]] = {}
     for name, place in STARTS.items():

@@ -14,7 +14,7 @@ from metamd.comparison import figures
 from metamd.comparison.comparison import Candidate, Fold, cell_name
 from metamd.comparison.figures import loss_curves
 from metamd.comparison.page import as_markdown, as_text
-from metamd.comparison.sections import Section, sections
+from metamd.comparison.sections import Section, accuracy, formatted, interval, sections
 from metamd.comparison.statistics import bootstrap
 from metamd.comparison.training import Outcome
 from metamd.rivals import rival
@@ -107,6 +107,13 @@ def test_hostile_records_are_shown_as_text(tmp_path):
     assert "\n# head" not in text
     assert "[x](javascript" not in text
     assert "\x1b" not in as_text(parts)
+
+
+def test_numbers_are_cells():
+    assert Section(rows=[["Adam", 0.25], ["SGD", None]]).cells() == [["Adam", "0.25"], ["SGD", ""]]
+    assert (formatted(0.25, ".2f"), formatted(None, missing="diverged")) == ("0.25", "diverged")
+    assert interval({"value": 0.5, "low": 0.4, "high": None}, missing="diverged") == "0.5 (0.4 to diverged)"
+    assert accuracy({"value": 0.1, "low": 0.09, "high": 0.12}) == "90.00 (88.00 to 91.00)"
 
 
 def test_text_and_markdown_escape_what_they_show():

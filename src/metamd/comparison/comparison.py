@@ -268,15 +268,10 @@ class Comparison:
             rows.append(row)
         return rows
 
-    def curve(self, label: str, metric: str = "mean_loss") -> dict[str, tuple[tuple[int, ...], Array]]:
-        """The training losses over the run by domain: where they were evaluated, and (tasks, places).
-
-        Args:
-            label: of the optimiser.
-            metric: for which its candidate was chosen.
-        """
+    def curve(self, label: str) -> dict[str, tuple[tuple[int, ...], Array]]:
+        """The training losses over the run by domain: where they were evaluated, and (tasks, places)."""
         found = {}
-        for fold, candidate in zip(self.folds, self.chosen(label, metric), strict=True):
+        for fold, candidate in zip(self.folds, self.chosen(label, "mean_loss"), strict=True):
             losses = np.array([o.losses for o in candidate.outcomes], dtype=np.float64)
             found[fold.group] = candidate.outcomes[0].places, losses
         return found

@@ -124,12 +124,7 @@ R = TypeVar("R", bound=Rival | Learner)
 
 
 def unscheduled(label: str) -> str:
-    """The label of a tuned rival without its schedule: its title.
-
-    Example:
-        >>> unscheduled("Adam, linear decay")
-        'Adam'
-    """
+    """The label of a tuned rival without its schedule: its title."""
     for ending in ENDINGS.values():
         label = label.removesuffix(ending)
     return label

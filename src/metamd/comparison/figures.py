@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from metamd.comparison.comparison import Comparison
-from metamd.comparison.entrants import UNTUNED, unscheduled
+from metamd.comparison.entrants import ENDINGS, UNTUNED, unscheduled
 from metamd.comparison.statistics import Array, bootstrap
+from metamd.files.store import as_json
 
 COLOURS = {
     "MetaMD": "#c1272d",
@@ -42,25 +43,22 @@ PALETTE = ("#1f78b4", "#b15928", "#33a02c", "#6a3d9a", "#ff7f00", "#e7298a", "#1
 LEGEND_LINE = 0.2
 """Inches that an entry of a legend beside the panels takes."""
 
-VARIANTS = (", linear decay", ", quadratic decay", ", untuned", " (all)", " (rate)")
-"""Endings of labels that leave an optimiser its colour."""
-
 
 def _colour(label: str) -> str:
     bare = label
-    for ending in VARIANTS:
+    for ending in (*ENDINGS.values(), UNTUNED, " (all)", " (rate)"):  # which leave an optimiser its colour
         bare = bare.removesuffix(ending)
     known = COLOURS.get(label) or COLOURS.get(bare) or COLOURS.get(bare.split(" (")[0])
     return known or (COLOURS["MetaMD"] if bare.startswith("MetaMD") else PALETTE[sum(bare.encode()) % len(PALETTE)])
 
 
 def _style(label: str, dashed: bool) -> str:
-    if label.endswith(", untuned"):
+    if label.endswith(UNTUNED):
         return ":"
-    if dashed or label.endswith(", linear decay"):
+    if dashed or label.endswith(ENDINGS["linear"]):
         return "--"
     # other ways to use what was learned have the colour of the first
-    return "-." if label.endswith(", quadratic decay") or label.startswith("MetaMD,") else "-"
+    return "-." if label.endswith(ENDINGS["quadratic"]) or label.startswith("MetaMD,") else "-"
 
 
 def literal(text: str) -> str:
@@ -278,12 +276,9 @@ def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -
 
 def mean_losses(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
     """Draw `losses.png`: the mean training loss of every run, for many optimisers whose curves would hide each other."""
-    rows = []
-    for label in [*ours, *best_schedules(comparison)]:
-        values = comparison.values(label, "mean_loss").tolist()
-        rows.append(Strip(label, [x if np.isfinite(x) else None for x in values], label in ours))
-    groups = {"a dot per run": rows}
-    strips(groups, folder / "losses.png", xlabel="mean training loss", missed="diverged")
+    losses = {label: comparison.values(label, "mean_loss").tolist() for label in [*ours, *best_schedules(comparison)]}
+    rows = [Strip(label, as_json(values), label in ours) for label, values in losses.items()]
+    strips({"a dot per run": rows}, folder / "losses.png", xlabel="mean training loss", missed="diverged")
 
 
 def best_schedules(comparison: Comparison) -> list[str]:

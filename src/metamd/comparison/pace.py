@@ -130,12 +130,6 @@ def last_tenth(losses: Sequence[float]) -> float | None:
     """The mean loss of the last tenth of a run over that of the tenth before; None where it is no number.
 
     A run has converged where it is at least 0.95: the loss falls by 5 % at most.
-
-    Example:
-        >>> last_tenth([2.3, *[1.0] * 8, 0.5, 0.5])
-        1.0
-        >>> last_tenth([2.3, *[1.0] * 18, 0.5, 0.5])
-        0.5
     """
     tenth = max(1, len(losses) // 10)
     last, before = (sum(part) / tenth for part in (losses[-tenth:], losses[-2 * tenth : -tenth]))

@@ -72,16 +72,7 @@ def _printable(text: str) -> str:
 
 
 def as_markdown(sections: Iterable[Section], *, title: str = "", command: str = "") -> str:
-    """The same page as Markdown, with the captions of its figures. Without a title it is a fragment, its heads bold lines.
-
-    Example:
-        >>> print(as_markdown([Section("Times", columns=["who", "s"], rows=[["a", 1]])]), end="")
-        **Times**
-        <BLANKLINE>
-        | who | s |
-        |---|---|
-        | a | 1 |
-    """
+    """The same page as Markdown, with the captions of its figures; without a title, a fragment whose heads are bold."""
     blocks = [f"# {escaped(title)}"] if title else []
     for section in sections:
         if section.title:
@@ -103,12 +94,7 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 
 def escaped(text: str) -> str:
-    """A text from a record that Markdown shows as it is: no markup, no links, no HTML, one line.
-
-    Example:
-        >>> escaped("a|b <script>")
-        'a\\\\|b &lt;script&gt;'
-    """
+    """A text from a record that Markdown shows as it is: no markup, no links, no HTML, one line."""
     plain = "".join(c if c.isprintable() else " " for c in text)
     plain = plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\\\`*_\[\]|#!])", r"\\\1", plain)

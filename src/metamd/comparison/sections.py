@@ -19,12 +19,7 @@ from metamd.comparison.statistics import smallest_p
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a report: `metamd.comparison.page` writes a list of them as text, Markdown or HTML.
-
-    Example:
-        >>> Section("Times", columns=["", "seconds"], rows=[["Adam", 0.25], ["SGD", None]]).cells()
-        [['Adam', '0.25'], ['SGD', '']]
-    """
+    """One part of a report: `metamd.comparison.page` writes a list of them as text, Markdown or HTML."""
 
     title: str = ""  # empty for a part that continues the one before
     texts: Sequence[str] = ()  # paragraphs, before the table
@@ -38,33 +33,18 @@ class Section:
 
 
 def formatted(value: float | None, spec: str = ".4g", missing: str = "") -> str:
-    """A number as a cell; `missing` stands for None and for what is not finite.
-
-    Example:
-        >>> formatted(0.25, ".2f"), formatted(None, missing="diverged")
-        ('0.25', 'diverged')
-    """
+    """A number as a cell; `missing` stands for None and for what is not finite."""
     return format(value, spec) if value is not None and math.isfinite(value) else missing
 
 
 def interval(found: Mapping[str, float | None], spec: str = ".4g", missing: str = "never") -> str:
-    """An estimate with its interval, from `value`, `low` and `high`.
-
-    Example:
-        >>> interval({"value": 0.5, "low": 0.4, "high": None}, missing="diverged")
-        '0.5 (0.4 to diverged)'
-    """
+    """An estimate with its interval, from `value`, `low` and `high`."""
     value, low, high = (formatted(found[k], spec, missing) for k in ("value", "low", "high"))
     return f"{value} ({low} to {high})"
 
 
 def accuracy(error: Mapping[str, float]) -> str:
-    """The accuracy in per cent with its interval, from those of the error.
-
-    Example:
-        >>> accuracy({"value": 0.1, "low": 0.09, "high": 0.12})
-        '90.00 (88.00 to 91.00)'
-    """
+    """The accuracy in per cent with its interval, from those of the error."""
     value, high, low = (100 * (1 - error[k]) for k in ("value", "low", "high"))
     return interval({"value": value, "low": low, "high": high}, ".2f")
 

@@ -43,10 +43,6 @@ class Measuring:
         if self.every < 1 or self.examples < 1:
             raise ValueError(f"every and examples must be at least 1, got {self.every} and {self.examples}.")
 
-    def places(self, steps: int) -> list[int]:
-        """The numbers of steps after which the loss is evaluated, 0 and the last among them."""
-        return sorted({*range(0, steps + 1, self.every), steps})
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -135,64 +131,46 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
 
     The same task, contender and number of steps give the same outcome, bit for bit: batches and initialisation are in the
     task's config, one thread computes, and torch's global generator is seeded by the config meanwhile.
-
-    Example:
-        >>> from metamd import tasks
-        >>> from metamd.rivals import rival
-        >>> family = tasks.quadratic((1.0, 2.0))
-        >>> task = family.build(family.sample(torch.Generator().manual_seed(0)))
-        >>> outcome = train(task, rival("sgd").with_setting(lr=0.1), steps=50, measuring=Measuring(splits=()))
-        >>> outcome.final_loss < outcome.losses[0]
-        True
     """
     measuring, steps = measuring or Measuring(), task.steps if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
-    places, about = tuple(measuring.places(steps)), contender.describe()
+    places, about = tuple(sorted({*range(0, steps + 1, measuring.every), steps})), contender.describe()
     if why := contender.rival.unlearned:
         return Outcome(task.config, about, places, (math.inf,) * len(places), math.inf, {}, 0, failed=why)
-    losses: list[float] = []
+    losses, total, failed = list[float](), 0.0, ""
     with one_thread(), seeded(derive_seed(config_hash(task.config), "optimiser")):
-        run, monitor = _Run(task, contender, steps), task.monitor(measuring.examples)
+        rule, monitor = _begun(task, contender, steps), task.monitor(measuring.examples)
         for place in places:
-            run.advance(place)
-            if run.failed:
+            done = train_task(task, rule, range(rule.taken, place), until=not_finite)
+            for batch_loss in done.losses:
+                total += batch_loss
+            if failed := done.diverged:
                 break
-            loss = monitor(run.rule.model())
+            loss = monitor(rule.model())
             if has_exploded(losses[0] if losses else loss, loss):
-                run.failed = f"The training loss rose from {losses[0] if losses else loss:g} to {loss:g} by step {place}."
+                failed = f"The training loss rose from {losses[0] if losses else loss:g} to {loss:g} by step {place}."
                 break
             losses.append(loss)
-        end = run.rule.model()
-        ends = {} if run.failed else {s: task.evaluate(end, s) for s in measuring.splits}
+        end = rule.model()
+        ends = {} if failed else {s: task.evaluate(end, s) for s in measuring.splits}
     losses += [math.inf] * (len(places) - len(losses))
     return Outcome(
         task.config,
         about,
         places,
         tuple(shortened(losses, DIGITS)),
-        math.inf if run.failed else shortened(run.total / steps, DIGITS),
+        math.inf if failed else shortened(total / steps, DIGITS),
         {s: (shortened(e.loss, DIGITS), e.accuracy) for s, e in ends.items()},
-        run.rule.taken,
-        run.failed,
+        rule.taken,
+        failed,
     )
 
 
-class _Run:
-    """A training under way."""
-
-    def __init__(self, task: Task, contender: Contender, steps: int) -> None:
-        params = {n: nn.Parameter(x) for n, x in task.init().items()}
-        schedule = None if contender.schedule == "constant" else lambda t: contender.share(t / steps)
-        self.task, self.rule = task, OptimiserSteps(params, contender.start(list(params.items())), schedule)
-        self.total, self.failed = 0.0, ""
-
-    def advance(self, place: int) -> None:
-        """Train until so many steps are taken, or until the run fails."""
-        done = train_task(self.task, self.rule, range(self.rule.taken, place), until=not_finite)
-        self.failed = done.diverged
-        for loss in done.losses:
-            self.total += loss
+def _begun(task: Task, contender: Contender, steps: int) -> OptimiserSteps:
+    params = {n: nn.Parameter(x) for n, x in task.init().items()}
+    schedule = None if contender.schedule == "constant" else lambda t: contender.share(t / steps)
+    return OptimiserSteps(params, contender.start(list(params.items())), schedule)
 
 
 def step_seconds(
@@ -212,20 +190,22 @@ def step_seconds(
     """
     found: dict[str, list[float]] = {label: [] for label in contenders}
     horizon = task.steps if steps is None else steps
-    block, order, runs = min(block, horizon), list(contenders), dict[str, _Run]()
+    block, order, rules = min(block, horizon), list(contenders), dict[str, OptimiserSteps]()
     progress = Progress("timing steps", (rounds + warm_up) * len(order))
     with one_thread(), seeded(derive_seed(config_hash(task.config), "seconds")), progress:
         for turn in range(rounds + warm_up):
             shift = turn % len(order)
             for label in order[shift:] + order[:shift]:
-                if label not in runs or runs[label].failed or runs[label].rule.taken + block > horizon:
-                    runs[label] = _Run(task, contenders[label], horizon)
-                run = runs[label]
-                before, began = run.rule.taken, perf_counter()
-                run.advance(before + block)
-                taken = run.rule.taken - before
+                rule = rules.pop(label, None)
+                if rule is None or rule.taken + block > horizon:
+                    rule = _begun(task, contenders[label], horizon)
+                before, began = rule.taken, perf_counter()
+                done = train_task(task, rule, range(before, before + block), until=not_finite)
+                taken = rule.taken - before
                 if turn >= warm_up and taken:
                     found[label].append((perf_counter() - began) / taken)
+                if not done.diverged:
+                    rules[label] = rule
                 progress.advance(label)
     return {label: median(times) if times else math.nan for label, times in found.items()}
 

@@ -47,9 +47,5 @@ def rival(name: str) -> Rival:
 
 
 def known_rival(name: str) -> Rival | Learner:
-    """A rival by its name, or, of one that is learned first, how.
-
-    Args:
-        name: one of `RIVALS` or `LEARNERS`.
-    """
+    """One of `RIVALS` or `LEARNERS` by its name."""
     return LEARNERS[name] if name in LEARNERS else rival(name)

@@ -51,9 +51,9 @@ class Range:
         """Values at equal distances, the ends among them; a single one lies in the middle."""
         return [self.at(i / (count - 1)) if count > 1 else self.at(0.5) for i in range(count)]
 
-    def at_edge(self, value: float, share: float = 0.02) -> bool:
-        """Whether a value lies in the first or last share of the range, so that a better one may lie beyond."""
-        return not share < self.place(value) < 1 - share
+    def at_edge(self, value: float) -> bool:
+        """Whether a value lies in the first or last fiftieth of the range, so that a better one may lie beyond."""
+        return not 0.02 < self.place(value) < 0.98
 
     def place(self, value: float) -> float:
         """Where a value lies between the ends: 0 is the low one."""
@@ -128,17 +128,11 @@ class Rival:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What the search for a setting cost, and how it went.
+    """What the search for a setting cost, and how it went."""
 
-    Args:
-        gradients: evaluations of all its trials, for each task that they were made on.
-        best_so_far: the best score after each trial.
-        at_edge: hyperparameters whose best value lies at an end of the search space, or grid.
-    """
-
-    gradients: int
-    best_so_far: tuple[float, ...] = ()
-    at_edge: tuple[str, ...] = ()
+    gradients: int  # evaluations of all its trials, for each task that they were made on
+    best_so_far: tuple[float, ...] = ()  # the best score after each trial
+    at_edge: tuple[str, ...] = ()  # hyperparameters whose best value lies at an end of the search space, or grid
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Tuning":

@@ -100,28 +100,12 @@ _PACKAGES = [
     _rival("dadapt", "D-Adaptation", built("pytorch_optimizer.DAdaptAdam"), _FACTOR, lr=1.0, **_ADAM),
 ]
 
-_HYPERGRADIENT = Rival(
-    "hypergradient",
-    "Hypergradient descent",
-    HypergradientSGD,
-    {"lr": Range(1e-3, 10), "beta": Range(1e-6, 1e-1)},
-    {"lr": 1e-3, "beta": 1e-3},
-)
-
-_UNSCHEDULED = ("schedule-free", "schedule-free-sgd", "hypergradient")
-"""Those that have their own way in the place of a schedule."""
+_SPACE, _SETTING = {"lr": Range(1e-3, 10), "beta": Range(1e-6, 1e-1)}, {"lr": 1e-3, "beta": 1e-3}
+_HYPERGRADIENT = Rival("hypergradient", "Hypergradient descent", HypergradientSGD, _SPACE, _SETTING)
 
 
 def averaged(rival: Rival) -> Rival:
-    """The same rival, judged by the tail average of its iterates, as MetaMD may be: it is nobody's privilege.
-
-    Args:
-        rival: one without modes of its own.
-
-    Example:
-        >>> averaged(RIVALS["adam"]).name
-        'adam-averaged'
-    """
+    """The same rival, one without modes of its own, judged by the tail average of its iterates, as MetaMD may be."""
     return replace(
         rival,
         name=f"{rival.name}-averaged",
@@ -133,6 +117,7 @@ def averaged(rival: Rival) -> Rival:
 RIVALS: dict[str, Rival] = {r.name: r for r in (*_TORCH, *_PACKAGES, _HYPERGRADIENT)}
 """Those that need no learning, by name."""
 
-RIVALS |= {name: replace(RIVALS[name], schedules=("constant",)) for name in _UNSCHEDULED}
+for _name in ("schedule-free", "schedule-free-sgd", "hypergradient"):  # their own way takes the place of a schedule
+    RIVALS[_name] = replace(RIVALS[_name], schedules=("constant",))
 
 RIVALS |= {r.name: r for r in (averaged(RIVALS[name]) for name in ("sgdm", "adam", "adamw", "muon", "soap"))}

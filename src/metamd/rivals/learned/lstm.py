@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from metamd.inner.run import Cost, gradient
 from metamd.rivals.base import Named, Setting
@@ -99,17 +98,18 @@ class LearnedRule:
     """The trained LSTM as an optimiser."""
 
     def __init__(self, named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> None:
-        self.named, self.weights = dict(named), dict(tensors)
+        self.named = dict(named)
         self.param_groups: list[dict[str, Any]] = [{"lr": setting["lr"], "params": [p for _, p in named]}]
         with seeded(0):
             self.rule = Rule()
+        self.rule.load_state_dict(dict(tensors))
         self.memory = blank(sum(p.numel() for _, p in named))
 
     @torch.no_grad()
     def step(self) -> None:
         """One step."""
         grads = {n: p.grad for n, p in self.named.items() if p.grad is not None}
-        steps, self.memory = functional_call(self.rule, self.weights, (flat(grads).float(), self.memory))
+        steps, self.memory = self.rule(flat(grads).float(), self.memory)
         for n, x in moved(self.named, self.param_groups[0]["lr"] * steps).items():
             self.named[n].copy_(x)
 

@@ -19,7 +19,7 @@ from metamd.data.loading import load_arrays
 from metamd.tasks.base import Config, Drawn, Shuffle, Split, TaskFamily, check_config, derive_seed, draw_seed
 from metamd.tasks.models import MODELS
 from metamd.tasks.supervised import DatasetFamily, Recipe, SupervisedTask
-from metamd.tasks.wrapped import Late, SharedStart
+from metamd.tasks.wrapped import SharedStart
 
 ANGLES = (0, 15, 30, 45, 60, 75)
 ADAPTED = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
@@ -439,7 +439,7 @@ def leave_one_out(family: Domains) -> Iterator[Domains]:
         raise TypeError(f"leave_one_out needs a family of image domains, got {inner.name!r}.")
     for domain in inner.collection.preparations:
         side = inner._side(domain, held=False)
-        yield SharedStart(side, family._start) if isinstance(family, SharedStart) else side
+        yield family.of(side) if isinstance(family, SharedStart) else side
 
 
 # rotated MNIST at any angle
@@ -575,7 +575,7 @@ def adapt_rotated_mnist(
         "pretraining_steps": pretraining_steps,
         "pretraining": "Adam, rate 0.001 falling linearly to zero, on images that no task has",
     }
-    return SharedStart(family, Late(partial(pretrain, family, pretrained_at, pretraining_steps)))
+    return SharedStart(family, partial(pretrain, family, pretrained_at, pretraining_steps))
 
 
 def pretrain(family: ImageFamily, angle: float, steps: int) -> dict[str, Tensor]:

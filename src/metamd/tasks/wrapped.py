@@ -47,18 +47,6 @@ def starting_at(family: TaskFamily, start: Mapping[str, Tensor] | str | Path) ->
     return SharedStart(inner, {n: given[n].detach().to(x).clone() for n, x in wanted.items()})
 
 
-class Late:
-    """A start that is found when it is first asked for, and then kept."""
-
-    def __init__(self, find: Callable[[], Mapping[str, Tensor]]) -> None:
-        self.find = find
-
-    @cached_property
-    def value(self) -> Mapping[str, Tensor]:
-        """The start."""
-        return self.find()
-
-
 class Wrapped(TaskFamily):
     """A family whose tasks differ in one respect from those of another, and which may have another name."""
 
@@ -90,27 +78,31 @@ class Wrapped(TaskFamily):
 
 
 class SharedStart(Wrapped):
-    """See `starting_at`."""
+    """See `starting_at`; a function finds the start when it is first asked for."""
 
-    def __init__(self, family: TaskFamily, start: Mapping[str, Tensor] | Late) -> None:
+    def __init__(self, family: TaskFamily, start: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]) -> None:
         super().__init__(family)
         self._start = start
 
-    @property
+    @cached_property
     def start(self) -> Mapping[str, Tensor]:
         """theta_1."""
-        return self._start.value if isinstance(self._start, Late) else self._start
+        return self._start() if callable(self._start) else self._start
+
+    def of(self, family: TaskFamily) -> "SharedStart":
+        """Another family from the same start, which is found once for both."""
+        return SharedStart(family, partial(getattr, self, "start"))  # a partial can be pickled
 
     def held_out(self) -> "SharedStart":
         """The held-out side, from the same start."""
         side = getattr(self.family, "held_out", None)
         if side is None:
             raise ValueError(f"{self.name} has no held-out side. Sample tasks that training did not use instead.")
-        return SharedStart(side(), self._start)
+        return self.of(side())
 
     def changed(self, task: Task) -> dict[str, Callable[..., Any]]:
         """The task begins at a copy of the start."""
-        return {"init": partial(_copies, self.start)}  # a partial can be pickled
+        return {"init": partial(_copies, self.start)}
 
     def drawn(self) -> Drawn:
         """What the family draws, except the initialisation."""

@@ -22,6 +22,8 @@ LARGEST = 24
 of the operations of a gradient from b examples; at b = 100 this is a sixth, and of the time about a quarter, since thin
 products are slower."""
 
+NOTHING = Moments({}, {})
+
 DEFAULT = (0.1, 0.001)
 CANDIDATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 1e-1)
 """Shares of X and of Y that `shrinkage="auto"` tries; those of X first, with the default of Y."""
@@ -29,21 +31,13 @@ CANDIDATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 1e-1)
 
 @dataclass(frozen=True)
 class Iterate:
-    """Metrics on the way, and how they did on the tasks they were first tried on.
+    """Metrics on the way, and how they did on the tasks they were first tried on."""
 
-    Args:
-        log_d: logarithms of the metrics by key, (N, ...) each.
-        offsets: b.
-        step: the outer step that tried them; 0 before that.
-        loss: mean training loss over its runs, infinite if some of them diverged.
-        basis: the coordinates in which they are metrics.
-    """
-
-    log_d: dict[str, Tensor]
-    offsets: Tensor
-    step: int = 0
-    loss: float = math.inf
-    basis: Basis = field(default_factory=Basis)
+    log_d: dict[str, Tensor]  # logarithms of the metrics by key, (N, ...) each
+    offsets: Tensor  # b
+    step: int = 0  # the outer step that tried them; 0 before that
+    loss: float = math.inf  # mean training loss over its runs, infinite if some of them diverged
+    basis: Basis = field(default_factory=Basis)  # the coordinates in which they are metrics
 
     @classmethod
     def of(cls, potential: MaxDiagonal) -> "Iterate":
@@ -73,8 +67,8 @@ class Iterate:
             d, vectors = torch.linalg.eigh(geometric_mean(_metric(self, key).matrix, _metric(other, key).matrix))
             middle = Metric(vectors, d)
             # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
-            rank = self.basis.rank_of(f"right/{key}")
-            columns, numbers = _truncated(middle, Metric(vectors, 1 / d).matrix, middle.matrix, rank)
+            inverse, rank = Metric(vectors, 1 / d), self.basis.rank_of(f"right/{key}")
+            columns, numbers = _truncated(middle, inverse.matrix, middle.matrix, rank)
             factors[f"right/{key}"] = columns.float().contiguous()
             log_d[key] = numbers.log().to(self.log_d[key].dtype).unsqueeze(0)
         return self.moved(log_d, offsets, self.basis.with_factors(factors))
@@ -82,15 +76,12 @@ class Iterate:
 
 @dataclass(frozen=True)
 class Turned:
-    """Metrics of the weight matrices in a new basis, by key.
+    """Metrics of the weight matrices in a new basis."""
 
-    With the root mean square change of log D by factor, and the bound of the matrices before and after.
-    """
-
-    log_d: dict[str, Tensor]
+    log_d: dict[str, Tensor]  # by key
     basis: Basis
-    changes: dict[str, float]
-    before: float
+    changes: dict[str, float]  # the root mean square change of log D, by factor
+    before: float  # the bound of the matrices
     after: float
 
 
@@ -170,7 +161,7 @@ def compared(iterate: Iterate) -> list[str]:
     return [k for k in moment_shapes(iterate) if k not in iterate.log_d] if auto else []
 
 
-def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments | None = None) -> Turned:
+def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments = NOTHING) -> Turned:
     """To the minimisers X^-1 # Y of all matrices, in the bases they are diagonal in.
 
     No direction's log D changes by more than `reach`. For `shrinkage="auto"`, `half` is what every other run says.
@@ -184,11 +175,10 @@ def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments | 
         x, y = moments.x[factor], moments.y[factor]
         shares = basis.shrinkage
         if shares == "auto":
-            halved = half is not None and factor in half.x
-            shares = best_shares(x, y, half.x[factor], half.y[factor]) if half is not None and halved else DEFAULT
+            shares = best_shares(x, y, half.x[factor], half.y[factor]) if factor in half.x else DEFAULT
         raised = _raised(x, shares[0]), _raised(y, shares[1])
         known = float(x.trace()) > 0 and float(y.trace()) > 0  # where nothing moved, nothing is said
-        new, changes[factor] = _step(present, *raised, reach) if known else (present, 0.0)
+        new, changes[factor] = towards(present, best_metric(*raised), reach) if known else (present, 0.0)
         columns, numbers = _truncated(new, *raised, basis.rank_of(factor))
         factors[factor] = columns.float().contiguous()
         log_d[key] = numbers.log().to(now.log_d[key].dtype).unsqueeze(0)
@@ -219,12 +209,6 @@ def best_shares(x: Tensor, y: Tensor, x_half: Tensor, y_half: Tensor) -> tuple[f
 def _raised(m: Tensor, share: float) -> Tensor:
     level = max(float(m.diagonal().mean()) * share, torch.finfo(torch.float64).tiny)
     return m + level * torch.eye(len(m), dtype=m.dtype, device=m.device)
-
-
-def _step(now: Metric, x: Tensor, y: Tensor, reach: float) -> tuple[Metric, float]:
-    new, logs = towards((now.vectors, now.d), best_metric(x, y), reach)
-    d, vectors = torch.linalg.eigh(new)
-    return Metric(vectors, d.clamp_min(d.max() * torch.finfo(torch.float64).eps)), float(logs.square().mean().sqrt())
 
 
 def _truncated(metric: Metric, x: Tensor, y: Tensor, rank: Rank) -> tuple[Tensor, Tensor]:
@@ -329,15 +313,15 @@ def symmetric(a: Tensor) -> Tensor:
     return 0.5 * (a + a.mT)
 
 
-def towards(now: tuple[Tensor, Tensor], best: Tensor, reach: float) -> tuple[Tensor, Tensor]:
-    """The way from D = V diag(d) V' to B along the geodesic, and the changes of the logarithms, at most `reach` each.
+def towards(now: Metric, best: Tensor, reach: float) -> tuple[Metric, float]:
+    """The way from D = V diag(d) V' to B along the geodesic, no logarithm changed by more than `reach`, and their change.
 
     With D^-1/2 B D^-1/2 = Q diag(e) Q' the result is D^1/2 Q diag(clamp(log e)) Q' D^1/2; between metrics that commute
-    this limits the change of each log d on its own.
+    this limits the change of each log d on its own. The change is the root mean square.
     """
-    vectors, d = now
-    half, back = vectors * d.sqrt(), vectors / d.sqrt()
+    half, back = now.vectors * now.d.sqrt(), now.vectors / now.d.sqrt()
     values, turned = torch.linalg.eigh(symmetric(back.mT @ best @ back))
     logs = values.clamp_min(torch.finfo(values.dtype).tiny).log().clamp(-reach, reach)
     spanned = half @ turned
-    return symmetric((spanned * logs.exp()) @ spanned.mT), logs
+    d, vectors = torch.linalg.eigh(symmetric((spanned * logs.exp()) @ spanned.mT))
+    return Metric(vectors, d.clamp_min(d.max() * torch.finfo(torch.float64).eps)), float(logs.square().mean().sqrt())

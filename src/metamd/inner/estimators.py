@@ -15,7 +15,7 @@ import copy
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ from metamd.files.learned import Moments
 from metamd.inner.closed_form import minimiser, moments_of
 from metamd.inner.derivatives import Passage, Recursion, dot, hessian_products, named, part, pushed, stays
 from metamd.inner.objectives import Objective, Regret
-from metamd.inner.run import Cost, MirrorDescent, ReferenceRun, Trajectory, gradient, run_inner, train
+from metamd.inner.run import Cost, MirrorDescent, Trajectory, gradient, train
 from metamd.potentials.base import Active, Params, mirror_step
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task
@@ -62,24 +62,10 @@ class Hypergradient:
         return self.trajectory.diverged
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What an estimator runs: a task under a potential, with the step size, kind and number of steps."""
+Descend = Callable[[MaxDiagonal], MirrorDescent]
+"""A run of the task at hand under a potential, not begun yet."""
 
-    task: Task
-    potential: MaxDiagonal
-    lr: float
-    exact: bool
-    steps: int | None
-
-    def run(self, reference: ReferenceRun | Params | None = None, potential: MaxDiagonal | None = None) -> Trajectory:
-        """A run, under another potential if one is given."""
-        phi = potential or self.potential
-        return run_inner(self.task, phi, lr=self.lr, exact=self.exact, steps=self.steps, reference=reference)
-
-    def descent(self) -> MirrorDescent:
-        """A run that has not begun."""
-        return MirrorDescent(self.task, self.potential, lr=self.lr, exact=self.exact, steps=self.steps)
+Random = torch.Generator | None
 
 
 class Estimator(ABC):
@@ -94,7 +80,7 @@ class Estimator(ABC):
         lr: float = 1.0,
         exact: bool = True,
         steps: int | None = None,
-        generator: torch.Generator | None = None,
+        generator: Random = None,
     ) -> Hypergradient:
         """Run the task and differentiate.
 
@@ -107,11 +93,15 @@ class Estimator(ABC):
             steps: T; the task's own if not given.
             generator: where randomness comes from, for the estimators that are random.
         """
-        return self.estimate(Setting(task, potential, lr, exact, steps), objective, generator)
+
+        def descend(phi: MaxDiagonal) -> MirrorDescent:
+            return MirrorDescent(task, phi, lr=lr, exact=exact, steps=steps)
+
+        return self.estimate(descend, potential, objective, generator)
 
     @abstractmethod
-    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
-        """The same from a record."""
+    def estimate(self, descend: Descend, potential: MaxDiagonal, objective: Objective, generator: Random) -> Hypergradient:
+        """The same, from what makes the runs."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +113,14 @@ class Direct(Estimator):
         Direct()
     """
 
-    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+    def estimate(self, descend: Descend, potential: MaxDiagonal, objective: Objective, generator: Random) -> Hypergradient:
         """Run the task and differentiate the record."""
-        run = setting.run(objective.reference)
-        leaf = learnable(setting.potential, run.start)
+        run = descend(potential).run(objective.reference)
+        leaf = learnable(potential, run.start)
         if run.diverged:
             return given_up(run, leaf, run.cost)
         value = objective.value(run, leaf)
-        grads, offsets, _ = differentiate(value, leaf)
+        grads, offsets, _ = differentiate(value, leaf, {})
         return Hypergradient(grads, offsets, float(value.detach()), run, run.cost)
 
 
@@ -147,9 +137,9 @@ class ClosedForm(Estimator):
         ClosedForm()
     """
 
-    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+    def estimate(self, descend: Descend, potential: MaxDiagonal, objective: Objective, generator: Random) -> Hypergradient:
         """The direct gradient."""
-        return Direct().estimate(setting, _regret(objective, setting.potential), generator)
+        return Direct().estimate(descend, potential, _regret(objective, potential), generator)
 
     def minimise(
         self,
@@ -225,12 +215,12 @@ class Evolution(Estimator):
         if not 0 < self.sigma < float("inf"):
             raise ValueError(f"sigma must be positive, got {self.sigma}. 0.01 changes every metric by about one per cent.")
 
-    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+    def estimate(self, descend: Descend, potential: MaxDiagonal, objective: Objective, generator: Random) -> Hypergradient:
         """Run the task 2 x pairs + 1 times."""
         if generator is None:
             raise ValueError("Evolution is random and needs a generator. Pass generator=torch.Generator().manual_seed(0).")
-        centre = setting.run(objective.reference)
-        leaf, cost = learnable(setting.potential, centre.start), centre.cost
+        centre = descend(potential).run(objective.reference)
+        leaf, cost = learnable(potential, centre.start), centre.cost
         if centre.diverged:
             return given_up(centre, leaf, cost)
         held, found = objective.held(centre), torch.zeros(size(leaf), dtype=torch.float64)
@@ -244,7 +234,7 @@ class Evolution(Estimator):
                     for key, logarithm in there.log_d.items():
                         logarithm.add_(logs[key])
                     there.offsets.add_(offsets)
-                run = setting.run(centre.reference, there)
+                run = descend(there).run(centre.reference)
                 cost = cost + run.cost
                 if run.diverged:
                     return given_up(run, leaf, cost)
@@ -275,17 +265,17 @@ class Forward(Estimator):
         if self.tangents is not None and self.tangents < 1:
             raise ValueError(f"tangents must be at least 1, got {self.tangents}. Pass None to carry all at once.")
 
-    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+    def estimate(self, descend: Descend, potential: MaxDiagonal, objective: Objective, generator: Random) -> Hypergradient:
         """Run the task, once for every `tangents` directions."""
-        leaf, cost, found = learnable(setting.potential, setting.task.init()), Cost(), []
-        setting, count = replace(setting, potential=leaf), size(leaf)
+        leaf, cost, found = learnable(potential, descend(potential).start), Cost(), []
+        count = size(leaf)
         if objective.looks_ahead:  # its constants come from the end of a run, which has to be made beforehand
-            run = setting.run()
+            run = descend(leaf).run()
             if run.diverged:
                 return given_up(run, leaf, run.cost)
             objective, cost = objective.held(run), run.cost
         for directions in torch.split(torch.eye(count, dtype=torch.float64), self.tangents or count):
-            along, run, extra = _carry(setting, objective, directions)
+            along, run, extra = _carry(descend(leaf), leaf, objective, directions)
             cost = cost + extra
             if run.diverged:
                 return given_up(run, leaf, cost)
@@ -294,13 +284,15 @@ class Forward(Estimator):
         return Hypergradient(grads, offsets, float(objective.value(run, leaf).detach()), run, cost)
 
 
-def _carry(setting: Setting, objective: Objective, directions: Tensor) -> tuple[Tensor, Trajectory, Cost]:
+def _carry(
+    descent: MirrorDescent, leaf: MaxDiagonal, objective: Objective, directions: Tensor
+) -> tuple[Tensor, Trajectory, Cost]:
     """Run a task and differentiate the objective in the given directions, (k, H): dE . v for each, the run, the cost.
 
     For a direction v in the space of (log_d, offsets), z_t = d theta_t . v obeys z_{t+1} = A_t z_t + B_t v. All tangents of
     one step go through one vmapped Hessian-vector product.
     """
-    began, descent, leaf, task = time.perf_counter(), setting.descent(), setting.potential, setting.task
+    began, task = time.perf_counter(), descent.task
     recursion, (by_key, offsets), count = Recursion(descent, leaf, objective), split(directions, leaf), len(directions)
     logs = {n: slot.spread(by_key[slot.key].reshape(-1, leaf.pieces, *slot.stored)) for n, slot in leaf.slots.items()}
     metrics = {n: recursion.metrics[n] * v for n, v in logs.items()}  # dD = D d log D
@@ -325,9 +317,8 @@ def _carry(setting: Setting, objective: Objective, directions: Tensor) -> tuple[
         z, zw = part(after, "params"), after.get("weights", torch.zeros_like(zw))
     run = descent.finish(objective.reference)
     if not run.diverged:
-        ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
-        by_log, by_offset, by_end = differentiate(objective.final(run, leaf, ends), leaf, *ends.values())
-        along += dot(by_key, by_log) + offsets @ by_offset + dot(z, dict(zip(ends, by_end, strict=True)))
+        by_log, by_offset, by_end = by_final(objective, run, leaf)
+        along += dot(by_key, by_log) + offsets @ by_offset + dot(z, by_end)
     return along, run, replace(run.cost, hvps=count * descent.taken, seconds=time.perf_counter() - began)
 
 
@@ -353,10 +344,10 @@ class Reverse(Estimator):
         if self.checkpoints is not None and self.checkpoints < 1:
             raise ValueError(f"checkpoints must be at least 1, got {self.checkpoints}. 1 keeps the whole tape.")
 
-    def estimate(self, setting: Setting, objective: Objective, generator: torch.Generator | None) -> Hypergradient:
+    def estimate(self, descend: Descend, potential: MaxDiagonal, objective: Objective, generator: Random) -> Hypergradient:
         """Run the task forwards, then go back over it."""
-        began, descent = time.perf_counter(), setting.descent()
-        leaf, steps = learnable(setting.potential, descent.start), descent.steps
+        began, descent = time.perf_counter(), descend(potential)
+        leaf, steps = learnable(potential, descent.start), descent.steps
         segments = min(self.checkpoints or math.ceil(SHARE * math.sqrt(steps)), steps)
         cuts, heads = [i * steps // segments for i in range(segments)], []
 
@@ -378,14 +369,11 @@ class Reverse(Estimator):
         return Hypergradient(adjoint.log_d(), adjoint.offsets, float(objective.value(run, leaf).detach()), run, cost)
 
 
-State = tuple[Params, Active]
-"""What a step starts from: the parameters, and the active pieces there."""
-
 Taken = tuple[Passage, dict[str, Tensor], list[GradientEdge]]
 """A step that was taken: its constants, g_t with its graph, and where that begins."""
 
 
-def _segment(descent: MirrorDescent, steps: range, head: State | None = None) -> list[Taken]:
+def _segment(descent: MirrorDescent, steps: range, head: tuple[Params, Active] | None = None) -> list[Taken]:
     """Steps with the graphs of their gradients: those that the run takes next, or again from the head of a segment."""
     tape: list[Taken] = []
     params, active = head or (descent.params, descent.active)
@@ -425,12 +413,10 @@ class _Adjoint:
 
     def __init__(self, recursion: Recursion, run: Trajectory) -> None:
         self.recursion = recursion
-        ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
-        final = recursion.objective.final(run, recursion.potential, ends)
-        self._final, self.offsets, by_end = differentiate(final, recursion.potential, *ends.values())
+        self._final, self.offsets, by_end = by_final(recursion.objective, run, recursion.potential)
         self._logs = {n: torch.zeros_like(d) for n, d in recursion.metrics.items()}
         numbers = {"weights": torch.zeros_like(self.offsets), "objective": torch.ones((), dtype=torch.float64)}
-        self._after = {**numbers, **named("params", dict(zip(ends, by_end, strict=True)))}
+        self._after = {**numbers, **named("params", by_end)}
 
     def log_d(self) -> dict[str, Tensor]:
         """The gradient by the logarithms of the metrics, by key; tensors that share a key add up."""
@@ -454,12 +440,8 @@ class _Adjoint:
                     list(outputs.values()), list(leaves.values()), given, allow_unused=True, materialize_grads=True
                 )
                 by = dict(zip(leaves, found, strict=True))
-                params, by_loss, by_grads, by_weights = (
-                    part(by, "params"),
-                    float(by["loss"]),
-                    part(by, "grads"),
-                    by["weights"],
-                )
+                params, by_grads = part(by, "params"), part(by, "grads")
+                by_loss, by_weights = float(by["loss"]), by["weights"]
                 self.offsets = self.offsets + by["offsets"]
                 for n, gathered in self._logs.items():
                     gathered.addcmul_(self.recursion.metrics[n], by[f"metrics/{n}"])
@@ -484,15 +466,25 @@ def learnable(potential: MaxDiagonal, start: Params) -> MaxDiagonal:
     return fit
 
 
-def differentiate(value: Tensor, potential: MaxDiagonal, *more: Tensor) -> tuple[dict[str, Tensor], Tensor, list[Tensor]]:
+def by_final(
+    objective: Objective, run: Trajectory, potential: MaxDiagonal
+) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """The derivatives of the term at the end by the metrics' logarithms, by the offsets, and by theta_{T+1}."""
+    ends = {n: x.detach().requires_grad_() for n, x in run.end.items()}
+    return differentiate(objective.final(run, potential, ends), potential, ends)
+
+
+def differentiate(
+    value: Tensor, potential: MaxDiagonal, more: Params
+) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
     """The derivatives of a scalar by the metrics' logarithms, by the offsets, and by further tensors."""
-    keys = list(potential.log_d)
-    leaves = [*potential.log_d.values(), potential.offsets, *more]
+    leaves = [*potential.log_d.values(), potential.offsets, *more.values()]
     if not value.requires_grad:
         found = tuple(torch.zeros_like(x) for x in leaves)
     else:
         found = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-    return dict(zip(keys, found, strict=False)), found[len(keys)], list(found[len(keys) + 1 :])
+    count = len(leaves) - len(more)
+    return dict(zip(potential.log_d, found, strict=False)), found[count - 1], dict(zip(more, found[count:], strict=True))
 
 
 def given_up(run: Trajectory, potential: MaxDiagonal, cost: Cost) -> Hypergradient:

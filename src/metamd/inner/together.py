@@ -36,15 +36,7 @@ def run_many(
 
     It is faster for models of up to `SMALL` parameters. Runs with several pieces are made one after another, because every
     task has active pieces of its own, and so are runs with products, because their sums would be as many as the tasks.
-
-    Args:
-        tasks: the problems.
-        potential: phi; this and the others as for `run_inner`.
-        lr: eta.
-        exact: False takes the paper's step.
-        reference: what finds a point to compare with.
-        products: whether to record what a learned basis is computed from.
-        executor: where runs are computed that are not made under vmap; in this process if not given.
+    The executor computes runs that are not made under vmap. The other arguments are those of `run_inner`.
     """
     if not tasks:
         raise ValueError("there must be at least one task to run, got none.")

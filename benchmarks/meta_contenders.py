@@ -13,7 +13,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import metamd
-from metamd import ClosedForm, Diagonal, Forward, MaxDiagonal, Regret, Reverse, TrainingLoss
+from metamd import Diagonal, Forward, MaxDiagonal, Regret, Reverse, TrainingLoss
+from metamd.files.learned import Moments
+from metamd.inner.closed_form import minimiser, moments_of
 from metamd.inner.derivatives import hessian_products
 from metamd.inner.estimators import Estimator
 from metamd.inner.run import gradient, run_inner
@@ -86,7 +88,8 @@ def plain_training(tasks: list[SupervisedTask]) -> None:
 
 def closed_form(tasks: list[SupervisedTask], tying: str) -> None:
     phi = potential(tasks[0], tying)
-    ClosedForm().minimise([run_inner(t, phi) for t in tasks], phi, Regret())
+    moments = [moments_of(run_inner(t, phi), phi, Regret()) for t in tasks]
+    minimiser(Moments.total(moments, [1.0] * len(tasks)), phi.log_d)
 
 
 # reverse mode: every contender returns the gradient by log D = -log rate, in one list over the tensors

@@ -1,13 +1,17 @@
 """Catalogues that laws run over, slow obvious references, and deliberately broken doubles that laws must reject."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from metamd.files.learned import Moments
+from metamd.inner.closed_form import minimiser, moments_of
+from metamd.inner.objectives import Regret
+from metamd.inner.run import Trajectory
 from metamd.potentials import Diagonal, Euclidean, MaxDiagonal, NegativeEntropy, PNorm, Potential
 from metamd.potentials.base import Params
 from metamd.potentials.basis import Basis
@@ -25,6 +29,12 @@ from metamd.tasks import (
     tabular,
 )
 from metamd.tasks.base import draw_seed
+
+
+def closed_form(runs: Sequence[Trajectory], potential: MaxDiagonal, objective: Regret, weights: Any = None) -> Params:
+    """The logarithms of the best metrics for these runs, by key."""
+    moments = [moments_of(run, potential, objective) for run in runs]
+    return minimiser(Moments.total(moments, weights or [1.0] * len(runs)), potential.log_d)
 
 
 def draws(full: int) -> int:

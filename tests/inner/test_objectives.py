@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from metamd import ClosedForm, Diagonal, LogGap, PaperBound, Regret, TrainingLoss
+from metamd import Diagonal, LogGap, PaperBound, Regret, TrainingLoss
 from metamd.inner.objectives import PRIOR, End, Fixed, FromLipschitz, Point, Reference
 from metamd.inner.run import run_inner
+from tests.helpers import closed_form
 from tests.small_tasks import F64, NoisyCoordinate, Quadratic, Separable, TanhNet, potential_for
 
 ELSEWHERE = Fixed({"a": torch.tensor([1.0, 2.0], dtype=F64), "b": torch.tensor([0.3, -1.0, 2.0], dtype=F64)})
@@ -165,7 +166,7 @@ def rate_of_noise(objective, rounds):
     phi = Diagonal().bind(family[0].init())
     for _ in range(rounds):
         runs = [run_inner(task, phi, reference=objective.reference) for task in family]
-        phi = phi.with_metrics(ClosedForm().minimise(runs, phi, objective)).bind(family[0].init())
+        phi = phi.with_metrics(closed_form(runs, phi, objective)).bind(family[0].init())
     return float((phi.metric("signal") / phi.metric("noise")).detach().sum())
 
 
@@ -178,7 +179,7 @@ def test_coordinates_starve_under_the_end_of_the_run():
 
 def test_the_prior_averages_squared_step_sizes_with_those_of_tensor_and_model(quadratic_run):
     (phi, run), s = quadratic_run, 0.3
-    found = ClosedForm().minimise([run], phi, Regret(prior=s))
+    found = closed_form([run], phi, Regret(prior=s))
     x = {n: (run.end[n] - run.start[n]) ** 2 for n in run.start}
     y = {n: run.squares[n] for n in run.start}
     model = sum(v.sum() for v in x.values()) / sum(v.sum() for v in y.values())
@@ -190,7 +191,7 @@ def test_the_prior_averages_squared_step_sizes_with_those_of_tensor_and_model(qu
 
 def test_the_closed_form_with_a_prior_is_a_stationary_point(quadratic_run):
     phi, run = quadratic_run
-    at = phi.with_metrics(ClosedForm().minimise([run], phi, Regret(prior=0.3))).bind(run.start)
+    at = phi.with_metrics(closed_form([run], phi, Regret(prior=0.3))).bind(run.start)
     value = Regret(prior=0.3).value(run, at)
     for slope in torch.autograd.grad(value, list(at.log_d.values())):
         assert float(slope.abs().max()) < 1e-10 * float(value.detach())
@@ -208,7 +209,7 @@ def test_the_prior_does_not_depend_on_the_units_of_a_single_tensor():
         squares={n: v / 100 for n, v in run.squares.items()},
     )
     phi = Diagonal().bind(run.start)
-    plain, other = (ClosedForm().minimise([r], phi, Regret(prior=0.3))["x"] for r in (run, scaled))
+    plain, other = (closed_form([r], phi, Regret(prior=0.3))["x"] for r in (run, scaled))
     torch.testing.assert_close(other, plain - math.log(100), rtol=1e-10, atol=0)
 
 

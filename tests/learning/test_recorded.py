@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import metamd
-from metamd import ClosedForm, Diagonal, LearnedOptimiser, MetaMD, Recorder, Regret, Run, learn
+from metamd import Diagonal, LearnedOptimiser, MetaMD, Recorder, Regret, Run, learn
 from metamd.cli import main as cli
 from metamd.files import learned as learned_module
 from metamd.files.learned import Moments
@@ -18,7 +18,7 @@ from metamd.inner.run import run_inner
 from metamd.learning.recorded import RECORDED_PRIOR, update
 from metamd.tasks.base import Task
 from tests import processes
-from tests.helpers import small_model, train
+from tests.helpers import closed_form, small_model, train
 from tests.learned_files import Parts, learned, same
 
 VERSION_1 = Path(__file__).parents[1] / "files" / "version-1.safetensors"
@@ -87,9 +87,7 @@ def test_learn_equals_the_closed_form_on_the_same_trajectories(tying, weights, p
     potential = Diagonal(tying=tying).bind(tasks[0].init())
     trajectories = [run_inner(task, potential, lr=0.1) for task in tasks]
     # lr enters the closed form as a factor: learned files fix eta = 1
-    wanted = ClosedForm().minimise(
-        [replace(t, lr=1.0) for t in trajectories], potential, Regret(prior=prior), weights=weights
-    )
+    wanted = closed_form([replace(t, lr=1.0) for t in trajectories], potential, Regret(prior=prior), weights=weights)
     runs = [record_as_run_inner(task, 0.1) for task in tasks]
     found = logs(learn(runs, tying=tying, weights=weights, prior=prior))
     assert found.keys() == wanted.keys()

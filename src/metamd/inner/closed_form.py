@@ -52,7 +52,8 @@ class Iterate:
 
     def moved(self, log_d: dict[str, Tensor], offsets: Tensor | None = None, basis: Basis | None = None) -> "Iterate":
         """Other metrics, not tried yet, with the same offsets and in the same basis unless others are given."""
-        return Iterate(log_d, self.offsets if offsets is None else offsets, basis=basis or self.basis)
+        ordered = {k: log_d[k] for k in self.log_d}
+        return Iterate(ordered, self.offsets if offsets is None else offsets, basis=basis or self.basis)
 
     def shifted(self, by: float) -> "Iterate":
         """All metrics, and the offsets with them, multiplied by exp(by): the same potential times a number."""

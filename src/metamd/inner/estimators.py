@@ -15,7 +15,7 @@ import copy
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from metamd.files.learned import Moments
-from metamd.inner.closed_form import minimiser, moments_of
 from metamd.inner.derivatives import Passage, Recursion, dot, hessian_products, named, part, pushed, stays
 from metamd.inner.objectives import Objective, Regret
 from metamd.inner.run import Cost, MirrorDescent, Trajectory, gradient, train
@@ -130,7 +128,7 @@ class ClosedForm(Estimator):
 
     Tied coordinates enter both sums together. Training the tasks and setting D, in turn, is a fixed-point solver; on a
     separable quadratic with curvatures a_i it converges to D_i = eta a_i, Newton's metric. Called like the other estimators
-    it returns the direct gradient, which is zero at the minimiser; `minimise` gives the minimiser for many runs.
+    it returns the direct gradient, which is zero at the minimiser.
 
     Example:
         >>> ClosedForm()
@@ -140,41 +138,6 @@ class ClosedForm(Estimator):
     def estimate(self, descend: Descend, potential: MaxDiagonal, objective: Objective, generator: Random) -> Hypergradient:
         """The direct gradient."""
         return Direct().estimate(descend, potential, _regret(objective, potential), generator)
-
-    def minimise(
-        self,
-        runs: Sequence[Trajectory],
-        potential: MaxDiagonal,
-        objective: Objective,
-        *,
-        weights: Sequence[float] | None = None,
-    ) -> dict[str, Tensor]:
-        """The logarithms of the best metrics for these runs, by key; runs that diverged are left out.
-
-        Where nothing moved or no gradient arrived the ratio says nothing, and the present metric is kept. A learned basis
-        stays as it is.
-
-        Args:
-            runs: their records.
-            potential: phi, bound, with the metrics to keep where the runs say nothing.
-            objective: `Regret`.
-            weights: of the runs; equal if not given.
-        """
-        regret = _regret(objective, potential)
-        if weights is not None and len(weights) != len(runs):
-            raise ValueError(f"there must be one weight for every run, got {len(weights)} for {len(runs)} runs.")
-        if potential.basis.kind == "both":
-            raise ValueError(
-                "in a basis of both sides the best metric is not known by coordinate. Learn anew from Kronecker()."
-            )
-        shares = [1.0] * len(runs) if weights is None else list(weights)
-        used = [(s, moments_of(r, potential, regret)) for s, r in zip(shares, runs, strict=True) if not r.diverged]
-        if not used:
-            raise ValueError(
-                f"there is no run to learn from: all {len(runs)} diverged. Start from larger metrics or lower lr."
-            )
-        total = Moments.total([m for _, m in used], [s for s, _ in used])
-        return minimiser(total, potential.log_d)
 
 
 def _regret(objective: Objective, potential: MaxDiagonal) -> Regret:

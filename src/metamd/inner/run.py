@@ -58,9 +58,6 @@ class StepRule(Protocol):
     def step(self, loss: Tensor, grads: Params) -> str:
         """Take one step; why it could not be taken, in a sentence, or nothing."""
 
-    def model(self) -> dict[str, Tensor]:
-        """The parameters that a model is judged with: not the point of the gradient where iterates are averaged."""
-
 
 Until = Callable[[int, Sequence[float], Params], str]
 """Why a run is given up, in a sentence, from the step, the losses until then and the gradients; empty if it is not."""
@@ -427,10 +424,6 @@ class MirrorDescent:
         self.taken += 1
         return ""
 
-    def model(self) -> dict[str, Tensor]:
-        """The last point that is finite."""
-        return self.params if all_finite(self.params) else self._before
-
     def run(self, reference: ReferenceRun | Params | None = None) -> Trajectory:
         """All steps, and the record."""
         train(self.task, self, self.steps, until=None)
@@ -438,14 +431,15 @@ class MirrorDescent:
 
     def finish(self, reference: ReferenceRun | Params | None = None) -> Trajectory:
         """The record of the run so far, with what `reference` finds, as `run_inner` has it."""
-        if not self.diverged and not all_finite(self.params):
+        finite = all_finite(self.params)
+        if not self.diverged and not finite:
             self.diverged = "The last step led to parameters that are not finite. Lower lr or start from larger metrics."
         cost = Cost(gradients=len(self._losses), seconds=time.perf_counter() - self._began)
         supports = [tuple(w > 0) for w in (*self._weights, self.active.weights)]
         run = Trajectory(
             losses=torch.tensor(self._losses, dtype=torch.float64),
             start=self.start,
-            end=self.model(),
+            end=self.params if finite else self._before,
             squares=self._sums.squares(),
             lr=self.lr,
             steps=self.steps,

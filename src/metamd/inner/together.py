@@ -119,10 +119,6 @@ class _SideBySide:
         self._step += 1
         return ""
 
-    def model(self) -> dict[str, Tensor]:
-        """The last points before a run diverged."""
-        return self._ends
-
     def _watch(self, grads: Params) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Note losses and norms; which tasks are still going."""
         t, values = self._step, self.task.losses.double().cpu().numpy()

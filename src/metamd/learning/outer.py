@@ -78,8 +78,7 @@ class TrustRegion(Outer):
         fresh = {k: 1 - (now.log_d[k] - v).abs()[0].double() / math.log(2.0) for k, v in log_d.items()}
         fresh |= {k: torch.tensor(1 - v / math.log(2.0), dtype=torch.float64) for k, v in turned.changes.items()}
         carried = {n: v * self.memory * fresh[n[2:]].clamp_min(0) for n, v in kept.items()} if self.memory else {}
-        ordered = {k: turned.log_d[k] if k in turned.log_d else log_d[k] for k in now.log_d}
-        return Update(now.moved(ordered, basis=turned.basis), carried, change)
+        return Update(now.moved(log_d | turned.log_d, basis=turned.basis), carried, change)
 
 
 @dataclass(frozen=True)

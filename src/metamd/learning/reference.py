@@ -243,7 +243,7 @@ def learn_from_reference(
             moments = Moments.total([said for _, _, said in used], [1.0] * len(used))
             turned = learn_factors(now, moments, math.inf)
             log_d = minimiser(moments, {k: v for k, v in now.log_d.items() if k not in turned.log_d}) | turned.log_d
-            found = now.moved({k: log_d[k] for k in now.log_d}, basis=turned.basis).apply(phi)
+            found = now.moved(log_d, basis=turned.basis).apply(phi)
             finite = [first for first, _ in runs if all(math.isfinite(s) for s, _ in first.values())]
             return LearnedOptimiser.from_potential(
                 _steady(found, [task for task, _, _ in used[:CHECKED]], parts).requires_grad_(True),

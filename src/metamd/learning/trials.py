@@ -118,10 +118,6 @@ class _UsageSteps:
         """A tail average is taken of iterates that know nothing of it."""
         return self.z if self.tail else self.x
 
-    def model(self) -> dict[str, Tensor]:
-        """The average."""
-        return self.x
-
     @torch.no_grad()
     def step(self, loss: Tensor, grads: Params) -> str:
         """One step of all tensors."""

@@ -63,10 +63,6 @@ class FixedRates:
             s.addcmul_(grads[n], grads[n])
         return ""
 
-    def model(self) -> dict[str, Tensor]:
-        """The last iterate."""
-        return self.params
-
 
 def _fixed(named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> PerCoordinate:
     rates = {n: (tensors[f"b/{n}"] / tensors[f"G/{n}"]).sqrt() for n, _ in named if f"b/{n}" in tensors}

@@ -70,7 +70,7 @@ def test_a_learned_start_knows_its_tasks_and_its_cost(tmp_path):
     assert set(start.tasks) == used
     assert start.cost["gradient_evaluations"] == len(batches)
     learned = meta_train(starting_at(family, start), Diagonal(), outer_steps=1, tasks_per_step=2)
-    with_it, plain = learned.with_start(start), learned.with_start(dict(start), tasks=["a" * 32])
+    with_it, plain = learned.with_start(start), learned.with_start(LearnedStart(start, tasks=["a" * 32]))
     assert set(with_it.header.task_hashes) == {*learned.header.task_hashes, *start.tasks}
     both = learned.header.cost["gradient_evaluations"] + len(batches)
     assert with_it.header.cost["gradient_evaluations"] == both

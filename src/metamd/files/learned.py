@@ -167,13 +167,12 @@ class LearnedOptimiser:
         moments = self.moments if header.tensors == self.header.tensors else None
         return LearnedOptimiser(header, bound, moments, self.start)
 
-    def with_start(self, start: Mapping[str, Tensor], tasks: Iterable[str] = ()) -> "LearnedOptimiser":
+    def with_start(self, start: Mapping[str, Tensor]) -> "LearnedOptimiser":
         """The same with a start that is kept in the file; docs/shared-start.md says how a model begins there.
 
         Args:
-            start: parameters by name. What `learn_start` finds also knows its tasks, so that none of them is held out
-                later, and its cost, which is added to that of learning.
-            tasks: hashes of the tasks that another start was learned on.
+            start: parameters by name. A `LearnedStart`, which `learn_start` finds, also knows its tasks, so that none of
+                them is held out later, and its cost, which is added to that of learning.
         """
         other = [n for n, x in start.items() if self.header.model.get(n, tuple(x.shape)) != tuple(x.shape)]
         other += [n for n in self.header.model if n not in start]
@@ -185,7 +184,7 @@ class LearnedOptimiser:
         kept = {n: x.detach().cpu().clone() for n, x in start.items()}
         shapes = {n: tuple(x.shape) for n, x in kept.items()}
         known = start if isinstance(start, LearnedStart) else LearnedStart({})
-        hashes = tuple(dict.fromkeys([*self.header.task_hashes, *known.tasks, *tasks]))
+        hashes = tuple(dict.fromkeys([*self.header.task_hashes, *known.tasks]))
         cost = total_cost(self.header.cost, known.cost)
         return replace(self, start=kept, header=replace(self.header, start=shapes, task_hashes=hashes, cost=cost))
 

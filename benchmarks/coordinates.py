@@ -32,7 +32,7 @@ from metamd.files.usage import Usage
 from metamd.inner.objectives import Reference
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, solved
-from metamd.learning.trials import learn_scale
+from metamd.learning.usage import learn_scale
 from metamd.rivals import Contender, rival
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import Counted

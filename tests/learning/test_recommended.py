@@ -30,8 +30,7 @@ from metamd.inner.run import gradient
 from metamd.learning import reference as following
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, solved, tuned_reference
-from metamd.learning.trials import Tally, learn_scale, run_usage
-from metamd.learning.usage import learn_usage, tried_line
+from metamd.learning.usage import Tally, learn_scale, learn_usage, run_usage, tried_line
 from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.tasks import quadratic, tabular
 from metamd.tasks.wrapped import Counted

@@ -14,7 +14,7 @@ from metamd import Kronecker, LearnedOptimiser, Usage, learn_usage, meta_train, 
 from metamd.comparison.training import train as compete
 from metamd.files.header import Header
 from metamd.files.usage import interpolate
-from metamd.learning.trials import SPREAD, learn_knots, run_usage
+from metamd.learning.usage import SPREAD, learn_knots, run_usage
 from metamd.rivals import learned_rival
 from metamd.tasks import tabular
 from tests.certified_runs import Loss

@@ -15,8 +15,7 @@ from metamd.learning import reference as following
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference
 from metamd.learning.rounds import draw_config
-from metamd.learning.trials import run_usage
-from metamd.learning.usage import LEFT, Choices, Trials, learn_usage
+from metamd.learning.usage import LEFT, Choices, Trials, learn_usage, run_usage
 from metamd.tasks import quadratic, tabular
 from metamd.tasks.wrapped import Counted
 
@@ -183,7 +182,7 @@ def test_a_tail_average_is_compared_with_the_iterates_on_some_batches_and_these_
 
 def test_looking_now_and_then_favours_no_average(learned, monkeypatch):
     """An average that is the iterate itself has its score, whatever the losses do between two looks."""
-    monkeypatch.setattr("metamd.learning.trials.tail_share", lambda step: 1.0)
+    monkeypatch.setattr("metamd.learning.usage.tail_share", lambda step: 1.0)
     family = quadratic(steps=200)
     found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2)
     task = family.build(family.sample(torch.Generator().manual_seed(3)))

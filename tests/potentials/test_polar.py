@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, prepare
-from metamd.learning.trials import run_usage as trial
+from metamd.learning.usage import run_usage as trial
 from metamd.potentials.base import Move
 from metamd.potentials.basis import Basis
 from metamd.tasks import tabular

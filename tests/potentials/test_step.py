@@ -8,7 +8,7 @@ from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, NegativeEntropy, PN
 from metamd.inner.derivatives import Passage, Recursion
 from metamd.inner.run import MirrorDescent, gradient, run_inner
 from metamd.inner.together import run_many
-from metamd.learning.trials import run_usage as trial
+from metamd.learning.usage import run_usage as trial
 from metamd.potentials.base import Move
 from tests.helpers import random_basis, randomised
 from tests.small_tasks import Small

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from metamd.files.learned import LearnedOptimiser, LearnedStart, Moments, fingerprint, load, total_cost
 from metamd.files.store import Journal, Result
-from metamd.files.usage import Usage
 from metamd.inner.closed_form import Iterate, learn_factors, minimiser, moments_of
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import PRIOR, Reference, Regret
-from metamd.inner.run import GradientSums, Trajectory, all_finite
+from metamd.inner.run import GradientSums, Trajectory, all_finite, run_inner
 from metamd.learning.parts import Parts, described, parts_of
 from metamd.learning.rounds import (
     affording,
@@ -31,7 +30,6 @@ from metamd.learning.rounds import (
     squares_by_key,
     within_reach,
 )
-from metamd.learning.trials import run_usage, tail_loss
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of
@@ -77,6 +75,12 @@ def solved(tasks: Sequence[Task], reference: Reference, parts: Parts) -> list[tu
 
 def _end(reference: Reference, task: Task) -> dict[str, Tensor]:
     return reference.run(task, task.init(), task.steps)[0]
+
+
+def tail_loss(task: Task, params: Params, batches: int = 10) -> float:
+    """The mean loss of batches that follow the run."""
+    with torch.no_grad():
+        return sum(float(task.loss(params, task.batch(task.steps + i))) for i in range(batches)) / batches
 
 
 def tuned_reference(
@@ -283,7 +287,7 @@ def _steady(potential: MaxDiagonal, tasks: Sequence[Task], parts: Parts) -> MaxD
 
 
 def _finishes(potential: MaxDiagonal, task: Task) -> bool:
-    return math.isfinite(run_usage(task, potential, Usage(factor=MARGIN)).loss)
+    return not run_inner(task, potential, lr=MARGIN).diverged
 
 
 def _follow(potential: MaxDiagonal, reference: Reference, objective: Regret, task: Task) -> _Followed:

@@ -223,7 +223,7 @@ def test_a_task_that_nothing_trains_says_nothing_about_the_others():
 
 
 def test_metrics_that_diverge_whatever_is_done_are_said(monkeypatch):
-    monkeypatch.setattr(following, "run_usage", lambda *_, **__: SimpleNamespace(loss=math.nan))
+    monkeypatch.setattr(following, "run_inner", lambda *_, **__: SimpleNamespace(diverged="always"))
     with pytest.warns(RuntimeWarning, match="diverge although they were doubled 10 times"):
         learn_from_reference(tabular(steps=10), Diagonal(), reference=Reference(lr=0.01), tasks=1)
 

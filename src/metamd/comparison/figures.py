@@ -246,9 +246,8 @@ def loss_curves(
 ) -> dict[str, list[Curve]]:
     """The curves of each panel by its title, as `curves` draws them.
 
-    With several domains that were watched at the same steps the first panel is of all, and its band the 95 % bootstrap
-    interval of the mean over all runs, domains drawn first. A curve ends where one of its runs was given up. With
-    `intervals` the band of a domain is the same interval of its runs; if not, it reaches from the smallest to the largest.
+    The first panel is of all domains, if there are several that were watched at the same steps; its bands are 95 % bootstrap
+    intervals. So are those of each domain with `intervals`; else they reach from the smallest loss to the largest.
     """
     each = {label: comparison.curve(label) for label in labels}
     found: dict[str, list[Curve]] = {}

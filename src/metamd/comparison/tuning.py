@@ -189,7 +189,6 @@ class Tuned:
     """What a search found, with all its trials."""
 
     rival: Rival  # what was tuned
-    metric: str  # what for, a name in `METRICS`
     search: Search  # by which search
     trials: tuple[Trial, ...]  # in the order in which they were made
 
@@ -279,4 +278,4 @@ def tune(
         values = [math.inf if o.failed else METRICS[metric](o) for o in outcomes]
         score = math.fsum(values) / len(values)
         trials.append(Trial(rival.with_setting(schedule, **found["setting"]), outcomes, score))
-    return Tuned(rival, metric, search, tuple(trials))
+    return Tuned(rival, search, tuple(trials))

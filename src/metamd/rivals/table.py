@@ -67,16 +67,14 @@ def _rival(
 
 
 _USUAL, _SMALL, _FACTOR = Range(1e-4, 1), Range(1e-4, 0.1), Range(0.1, 10)
-_ADAM = {"beta1": 0.9, "beta2": 0.999}
+_ADAM, _ADAMW = {"beta1": 0.9, "beta2": 0.999}, built(optim.AdamW, fused=True)
 
 _TORCH = [  # in their fastest form on CPU
     _rival("sgd", "SGD", built(optim.SGD, fused=True), Range(1e-3, 10), PAPER, lr=1e-3),
     _rival("sgdm", "SGD-M", built(optim.SGD, fused=True), _USUAL, PAPER, lr=1e-3, momentum=0.9),
     _rival("nesterov", "Nesterov", built(optim.SGD, nesterov=True, fused=True), _USUAL, PAPER, lr=1e-3, momentum=0.9),
     _rival("adam", "Adam", built(optim.Adam, fused=True), _USUAL, PAPER_ADAM, lr=1e-3, **_ADAM),
-    _rival(
-        "adamw", "AdamW", built(optim.AdamW, fused=True), _USUAL, PAPER_ADAM, DECOUPLED, lr=1e-3, weight_decay=0.01, **_ADAM
-    ),
+    _rival("adamw", "AdamW", _ADAMW, _USUAL, PAPER_ADAM, DECOUPLED, lr=1e-3, weight_decay=0.01, **_ADAM),
     _rival("rmsprop", "RMSprop", built(optim.RMSprop, foreach=True), _USUAL, PAPER, lr=1e-2, alpha=0.99, momentum=0.0),
     _rival("adagrad", "AdaGrad", built(optim.Adagrad, fused=True), _USUAL, PAPER, lr=1e-2),
     _rival("muon", "Muon + AdamW", MuonAndAdamW, _USUAL, None, DECOUPLED, lr=1e-3, weight_decay=0.1, momentum=0.95),

@@ -9,7 +9,6 @@ data. The rates with the smallest loss are kept, and a run that ends higher than
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,15 +53,18 @@ def run(task: Task, logs: Tensor) -> tuple[Tensor, Tensor, Cost]:
     """
     theta = {n: x.detach() for n, x in task.init().items()}
     velocity = {n: torch.zeros_like(x) for n, x in theta.items()}
-    count = len(logs)
+    count, slope = len(logs), grad(task.loss)
     d_theta, d_velocity = ({n: x.new_zeros(count, *x.shape) for n, x in theta.items()} for _ in range(2))
     hvps = 0
     # Not `inner.run.train`: a tangent for each rate is carried along with every step.
     for t in range(task.steps):
         window = t * count // task.steps
         rate, used, batch = float(logs[window].exp()), window + 1, task.batch(t)
-        found = grad(task.loss)(theta, batch)
-        bent = vmap(partial(_curvature, task, theta, batch))({n: x[:used] for n, x in d_theta.items()})
+        found = slope(theta, batch)
+        # H d for each tangent d, forward over reverse
+        bent = vmap(lambda d, b=batch: jvp(lambda p: slope(p, b), (theta,), (d,))[1])(
+            {n: x[:used] for n, x in d_theta.items()}
+        )
         hvps += used
         for n, x in theta.items():
             velocity[n] = MOMENTUM * velocity[n] + found[n]
@@ -72,17 +74,11 @@ def run(task: Task, logs: Tensor) -> tuple[Tensor, Tensor, Cost]:
             theta[n] = x - rate * velocity[n]
     judges = range(task.steps, task.steps + JUDGES)
     loss = torch.stack([task.loss(theta, task.batch(t)) for t in judges]).mean()
-    ends = [grad(task.loss)(theta, task.batch(t)) for t in judges]
+    ends = [slope(theta, task.batch(t)) for t in judges]
     slopes = torch.stack(
         [sum((g[n] * d_theta[n][k]).sum().double() for g in ends for n in theta) / JUDGES for k in range(count)]
     )
     return loss.detach(), slopes, Cost(gradients=task.steps + JUDGES, hvps=hvps)
-
-
-def _curvature(task: Task, theta: Mapping[str, Tensor], batch: Any, d: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """H d, forward over reverse."""
-    found: dict[str, Tensor] = jvp(lambda p: grad(task.loss)(p, batch), (dict(theta),), (dict(d),))[1]
-    return found
 
 
 class Scheduled:

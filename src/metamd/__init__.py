@@ -86,7 +86,7 @@ _ELSEWHERE = {
     "metamd.files.progress": ("showing",),
     "metamd.files.store": ("Journal",),
     "metamd.files.usage": ("Usage",),
-    "metamd.certification.certification": ("Stated",),
+    "metamd.certification.statements": ("Stated",),
     "metamd.inner.executor": ("Executor",),
     "metamd.inner.estimators": ("ClosedForm", "Direct", "Evolution", "Forward", "Reverse"),
     "metamd.inner.objectives": ("LogGap", "PaperBound", "Regret", "TrainingLoss"),

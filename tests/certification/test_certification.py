@@ -10,9 +10,9 @@ from torch import nn
 
 import metamd
 from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, certify, load, meta_train, tasks
-from metamd.certification.certification import Stated, across_domains, run_task, steps_to
+from metamd.certification.certification import across_domains, run_task, steps_to
 from metamd.certification.generalisation import displacements, measure, size_of, training_tasks
-from metamd.certification.statements import HeldOutCertificate
+from metamd.certification.statements import HeldOutCertificate, Stated
 from metamd.cli import main as cli
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference

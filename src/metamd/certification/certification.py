@@ -3,23 +3,12 @@
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-from torch import Tensor
-
-from metamd.certification.generalisation import (
-    DIVERGENCE,
-    REASONS,
-    corrected_bound,
-    displacements,
-    measure,
-    printed_bound,
-    training_tasks,
-)
-from metamd.certification.statements import HeldOutCertificate, Statement, Verdict
+from metamd.certification.generalisation import from_training_tasks, measure, solve
+from metamd.certification.statements import HeldOutCertificate, Stated, Statement, Verdict
 from metamd.certification.statistics import checked, clopper_pearson, mean_below, next_task
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import Usage
@@ -35,34 +24,6 @@ LOOKS = 50
 UNKNOWN = (
     "theta_* of these tasks is not known. Pass comparator=Reference(...), a longer run of another optimiser (--reference-lr)"
 )
-
-
-@dataclass(frozen=True)
-class Stated:
-    """What has to be stated before the held-out tasks are seen; what is left out makes no statement.
-
-    Args:
-        target: the loss to count steps to; the file's `target_loss` if not given.
-        regret_cap: b, for a bound on the mean of min(regret, b) and on the share of tasks above.
-        radius: r, on ||theta_* - theta_1||_2 of every task that can be drawn, for the bound from the training tasks.
-        reach: r on the largest coordinate of theta_* - theta_1 instead, for models with many.
-
-    Example:
-        >>> Stated(target=0.1, regret_cap=2000.0).regret_cap
-        2000.0
-    """
-
-    target: float | None = None
-    regret_cap: float | None = None
-    radius: float | None = None
-    reach: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.target is not None and not math.isfinite(self.target):
-            raise ValueError(f"target must be a finite loss, got {self.target}.")
-        for name, value in (("regret_cap", self.regret_cap), ("radius", self.radius), ("reach", self.reach)):
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}. Leave it out to state none.")
 
 
 def certify(
@@ -126,7 +87,7 @@ def certify(
 
     pieces = {f"task {i}": partial(run, config) for i, config in enumerate(configs, 1)}
     scores = list(executor.all(pieces, "held-out tasks").values())
-    reasons = [s.diverged for s in scores if s.diverged]
+    reasons, lipschitz = [s.diverged for s in scores if s.diverged], max(s.largest_gradient for s in scores)
     return HeldOutCertificate(
         family=family.name,
         fingerprint=learned.fingerprint(),
@@ -140,7 +101,7 @@ def certify(
         statements=(
             *_about_the_next(scores, delta, target, family.steps),
             *_about_the_mean(scores, delta, target, family.steps, stated.regret_cap),
-            *_from_training(learned, family, scores, delta, stated, comparator, executor),
+            *from_training_tasks(learned, family, delta, lipschitz, stated, comparator, executor),
         ),
         assumptions=_assumptions(learned, family),
         across_domains=across_domains(learned, family),
@@ -173,20 +134,18 @@ def run_task(task: Task, learned: LearnedOptimiser, target: float, comparator: R
     while descent.going:
         train(task, descent, range(descent.taken, min(descent.taken + every, descent.steps)), until=None)
         looks.append((descent.taken, look(descent.params)))
-    run, solution = descent.finish(), solve(task, comparator)
-    divergence, end = 0.0, looks[-1][1]
-    if solution is not None:
-        divergence, _, _ = measure(descent.potential, run.start, solution)
-    lost = bool(run.diverged) or math.isnan(end)
-    regret = None if solution is None or lost else run.regret(solution)
-    return Score(
-        steps=math.inf if lost else steps_to(target, looks),
-        loss=math.inf if lost else end,
-        distance=None if solution is None else math.sqrt(2 * max(divergence, 0.0)),
-        regret=regret if solution is None else math.inf if regret is None or math.isnan(regret) else regret,
-        largest_gradient=run.largest_gradient,
-        diverged=run.diverged or ("The loss at the end is not a number." if lost else ""),
-    )
+    run, end = descent.finish(), looks[-1][1]
+    score = Score(steps_to(target, looks), end, None, None, run.largest_gradient, run.diverged)
+    if not run.diverged and math.isnan(end):
+        score = replace(score, diverged="The loss at the end is not a number.")
+    if score.diverged:
+        score = replace(score, steps=math.inf, loss=math.inf)
+    solution = solve(task, comparator)
+    if solution is None:
+        return score
+    divergence, regret = measure(descent.potential, run.start, solution)[0], run.regret(solution)
+    known = math.inf if score.diverged or math.isnan(regret) else regret
+    return replace(score, distance=math.sqrt(2 * max(divergence, 0.0)), regret=known)
 
 
 def steps_to(target: float, looks: Sequence[tuple[int, float]]) -> float:
@@ -200,29 +159,17 @@ def steps_to(target: float, looks: Sequence[tuple[int, float]]) -> float:
     return next(arrived, math.inf)
 
 
-def solve(task: Task, comparator: Reference | None) -> dict[str, Tensor] | None:
-    """theta_*, which does not depend on the geometry: the task's optimum, else the comparator's, else None."""
-    if isinstance(task, SolvedTask):
-        with suppress(RuntimeError):  # a regression whose classes are separable has none
-            return task.optimum()
-    return None if comparator is None else comparator.run(task, task.init(), task.steps)[0]
-
-
 # the statements
 
 
 def _about_the_next(scores: Sequence[Score], delta: float, target: float, steps: int) -> list[Statement]:
-    rows: dict[str, Sequence[float | None]] = {
-        f"steps to a loss of {target:.4g}": [s.steps for s in scores],
-        f"loss after {steps} steps": [s.loss for s in scores],
-        "distance sqrt(2 B(theta_*||theta_1))": [s.distance for s in scores],
-    }
-    found = []
-    for quantity, values in rows.items():
-        known = [v for v in values if v is not None]
-        missing = Statement("next task", quantity, None, "no bound", UNKNOWN, 1 - delta)
-        found.append(next_task(known, delta, quantity) if len(known) == len(values) else missing)
-    return found
+    distances, name = [s.distance for s in scores if s.distance is not None], "distance sqrt(2 B(theta_*||theta_1))"
+    missing = Statement("next task", name, None, "no bound", UNKNOWN, 1 - delta)
+    return [
+        next_task([s.steps for s in scores], delta, f"steps to a loss of {target:.4g}"),
+        next_task([s.loss for s in scores], delta, f"loss after {steps} steps"),
+        next_task(distances, delta, name) if len(distances) == len(scores) else missing,
+    ]
 
 
 def _about_the_mean(scores: Sequence[Score], delta: float, target: float, steps: int, cap: float | None) -> list[Statement]:
@@ -239,36 +186,6 @@ def _about_the_mean(scores: Sequence[Score], delta: float, target: float, steps:
     basis, numbers = f"{above} of {len(regrets)} were above; Clopper-Pearson", {"above": above, "tasks": len(regrets)}
     verdict: Verdict = "holds" if share < 1 else "vacuous"
     return [*found, Statement("share", f"regret above {cap:.4g}", share, verdict, basis, 1 - delta / 2, numbers)]
-
-
-def _from_training(
-    learned: LearnedOptimiser,
-    family: TaskFamily,
-    scores: Sequence[Score],
-    delta: float,
-    stated: Stated,
-    comparator: Reference | None,
-    executor: Executor,
-) -> list[Statement]:
-    """The bounds of the generalisation theorem, corrected and as printed."""
-    found = []
-    try:
-        tasks, share = training_tasks(learned.header, family)
-        pieces = {f"training task {i}": partial(solve, task, comparator) for i, task in enumerate(tasks, 1)}
-        label = "" if comparator is None else "solutions of training tasks"  # optima that are known come at once
-        solutions = list(executor.all(pieces, label).values())
-        seen, size = displacements(learned, [task.init() for task in tasks], solutions)
-        lipschitz = max(s.largest_gradient for s in scores)
-        value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=stated.radius)
-        numbers = {"lipschitz": lipschitz, "max_norm": size.norm, "tasks": seen.tasks}
-        quantity, basis = "regret, the paper's formula", "; ".join(REASONS)
-        verdict: Verdict = "as printed; not a valid bound"
-        found = [Statement("training tasks", quantity, value, verdict, basis, 1 - delta, numbers)]
-        fixed = {"max_norm": learned.header.max_norm, "radius": stated.radius, "reach": stated.reach}
-        corrected = replace(corrected_bound(seen, size, delta=share * delta, **fixed), confidence=1 - delta)
-    except ValueError as error:
-        corrected = Statement("training tasks", DIVERGENCE, None, "does not apply", str(error), 1 - delta)
-    return [corrected, *found]
 
 
 def across_domains(learned: LearnedOptimiser, family: TaskFamily) -> str:

@@ -1,6 +1,7 @@
 """The record of what is guaranteed about new tasks, and how it reads."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from textwrap import fill
@@ -24,26 +25,44 @@ WORDS = {"domain": "domain", "data": "data", "initialisation": "initialisation",
 
 
 @dataclass(frozen=True)
-class Statement:
-    """One guarantee, or why there is none.
+class Stated:
+    """What has to be stated before the held-out tasks are seen; what is left out makes no statement.
 
     Args:
-        about: the next task, the mean over tasks, a share of them, or the mean as the training tasks tell it.
-        quantity: what is bounded.
-        bound: from above; None where nothing is said.
-        verdict: whether it says anything. "vacuous": it is true and says no more than the range that was stated.
-        basis: how it was found, or why there is nothing.
-        confidence: the probability with which it holds.
-        numbers: what it was computed from.
+        target: the loss to count steps to; the file's `target_loss` if not given.
+        regret_cap: b, for a bound on the mean of min(regret, b) and on the share of tasks above.
+        radius: r, on ||theta_* - theta_1||_2 of every task that can be drawn, for the bound from the training tasks.
+        reach: r on the largest coordinate of theta_* - theta_1 instead, for models with many.
+
+    Example:
+        >>> Stated(target=0.1, regret_cap=2000.0).regret_cap
+        2000.0
     """
 
-    about: About
-    quantity: str
-    bound: float | None
-    verdict: Verdict
-    basis: str
-    confidence: float
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    target: float | None = None
+    regret_cap: float | None = None
+    radius: float | None = None
+    reach: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.target is not None and not math.isfinite(self.target):
+            raise ValueError(f"target must be a finite loss, got {self.target}.")
+        for name, value in (("regret_cap", self.regret_cap), ("radius", self.radius), ("reach", self.reach)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}. Leave it out to state none.")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One guarantee, or why there is none."""
+
+    about: About  # the next task, the mean over tasks, a share of them, or the mean as the training tasks tell it
+    quantity: str  # what is bounded
+    bound: float | None  # from above; None where nothing is said
+    verdict: Verdict  # "vacuous": it is true and says no more than the range that was stated
+    basis: str  # how it was found, or why there is nothing
+    confidence: float  # the probability with which it holds
+    numbers: Mapping[str, float] = field(default_factory=dict)  # what it was computed from
 
     def __str__(self) -> str:
         value = "" if self.bound is None else f" <= {self.bound:.5g}"
@@ -108,14 +127,9 @@ class HeldOutCertificate:
         """The record of what `to_dict` gave; a file is not trusted, and what is no certificate is a `ValueError`."""
         try:
             drawn = Drawn(**{**plain["task"], "domains": tuple(plain["task"]["domains"])})
-            found = cls(
-                **{
-                    **plain,
-                    "task": drawn,
-                    "statements": tuple(Statement(**s) for s in plain["statements"]),
-                    "assumptions": tuple(plain["assumptions"]),
-                }
-            )
+            statements = tuple(Statement(**s) for s in plain["statements"])
+            made = {"task": drawn, "statements": statements, "assumptions": tuple(plain["assumptions"])}
+            found = cls(**{**plain, **made})
             str(found)  # numbers are numbers and texts are texts
             if not {s.about for s in found.statements} <= set(HEADINGS):
                 raise ValueError("a statement is about something unknown")

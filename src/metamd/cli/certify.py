@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from metamd.certification.certification import Stated, certify
-from metamd.certification.statements import HeldOutCertificate, certificates
+from metamd.certification.certification import certify
+from metamd.certification.statements import HeldOutCertificate, Stated, certificates
 from metamd.cli.families import build_family, check_place, held_out_side
 from metamd.cli.main import one_line, show
 from metamd.cli.options import Certify

@@ -219,14 +219,12 @@ def _knock(address: str) -> None:
 def _cluster(ray: Any, address: str, workers: int) -> Iterator[None]:
     ours = not ray.is_initialized()
     if ours:
-        options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        if address == "local":
-            options |= {"num_cpus": workers, "_node_ip_address": "127.0.0.1"}
-        else:
-            options = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
+        where: dict[str, Any] = {"include_dashboard": False, "num_cpus": workers, "_node_ip_address": "127.0.0.1"}
+        if address != "local":
+            where = {"address": address}
             _knock(address)
         try:
-            begun = ray.init(**options)
+            begun = ray.init(**where, log_to_driver=False, logging_level="ERROR")
         except ConnectionError as error:
             raise ValueError(f"there is no Ray cluster at {address!r}: {error}") from None
     try:

@@ -1,8 +1,9 @@
 """Many tasks of one shape, trained side by side as one batch of runs."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -70,20 +71,18 @@ class _Stacked:
 
     def batch(self, step: int) -> Any:
         """The batches of a step; they are not stacked again while they are the same tensors."""
-        batches = [t.batch(step) for t in self.tasks]
-        if not self._last or not all(map(_same, batches, self._last)):
-            flat = [tree_flatten(b) for b in batches]
-            columns = zip(*(leaves for leaves, _ in flat), strict=True)
-            self._batch = tree_unflatten([torch.stack(column) for column in columns], flat[0][1])
-        self._last = batches
+        batches, specs = zip(*(tree_flatten(t.batch(step)) for t in self.tasks), strict=True)
+        leaves = [x for batch in batches for x in batch]
+        if not self._last or any(map(is_not, leaves, self._last)):
+            self._batch = tree_unflatten([torch.stack(column) for column in zip(*batches, strict=True)], specs[0])
+        self._last = leaves
         return self._batch
 
     def loss(self, params: Params, batch: Any) -> Tensor:
         """The sum over tasks, which the gradient of each is the same for; `losses` has them one by one."""
         losses = self._loss(params, batch)
         self.losses = losses.detach()
-        total: Tensor = losses.sum()
-        return total
+        return torch.sum(losses)
 
 
 class _SideBySide:
@@ -113,9 +112,8 @@ class _SideBySide:
             square = coordinates.square().sum_to_size(into.shape)
             into += square if bool(going.all()) else torch.where(_spread(going, into), square, 0)
         self.params = mirror_step(self.params, grads, self.potential, self.lr).params
-        stopped = not going.all()
-        old, new = self._ends, self.params
-        self._ends = {n: torch.where(_spread(going, x), x, old[n]) for n, x in new.items()} if stopped else new
+        ends = {n: torch.where(_spread(going, x), x, self._ends[n]) for n, x in self.params.items()}
+        self._ends = self.params if going.all() else ends
         self._step += 1
         return ""
 
@@ -152,12 +150,6 @@ class _SideBySide:
             gaps=np.zeros(taken),
             largest_gradient=float(self._largest[i]),
         )
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Mapping):
-        return all(a[k] is b[k] for k in a)
-    return a is b or (isinstance(a, tuple) and all(x is y for x, y in zip(a, b, strict=True)))
 
 
 def _spread(going: Tensor, x: Tensor) -> Tensor:

@@ -112,8 +112,10 @@ class _SideBySide:
             square = coordinates.square().sum_to_size(into.shape)
             into += square if bool(going.all()) else torch.where(_spread(going, into), square, 0)
         self.params = mirror_step(self.params, grads, self.potential, self.lr).params
-        ends = {n: torch.where(_spread(going, x), x, self._ends[n]) for n, x in self.params.items()}
-        self._ends = self.params if going.all() else ends
+        if going.all():
+            self._ends = self.params
+        else:
+            self._ends = {n: torch.where(_spread(going, x), x, self._ends[n]) for n, x in self.params.items()}
         self._step += 1
         return ""
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from metamd.cli.main import show
-from metamd.cli.options import Data, DataFetch, DataList, DataVerify
+from metamd.cli.options import Data, DataFetch, DataList, DataPath, DataVerify
 from metamd.data import loading, registry
 from metamd.data.registry import DataError, Dataset
 
@@ -13,15 +13,8 @@ Row = dict[str, Any]
 
 def run(options: Data) -> None:
     """Carry out one of the four actions; wrong data end in a sentence and exit code 2."""
-    action = options.action
-    if isinstance(action, DataList):
-        list_datasets(json=action.json)
-    elif isinstance(action, DataFetch):
-        fetch(action.name, split=action.split, force=action.force, json=action.json)
-    elif isinstance(action, DataVerify):
-        verify(action.name, json=action.json)
-    else:
-        path(action.name, split=action.split, json=action.json)
+    actions: dict[type, Any] = {DataList: list_datasets, DataFetch: fetch, DataVerify: verify, DataPath: path}
+    actions[type(options.action)](**vars(options.action))
 
 
 def list_datasets(*, json: bool = False) -> list[Row]:
@@ -30,7 +23,7 @@ def list_datasets(*, json: bool = False) -> list[Row]:
     Counts come from file headers, so this is quick; `verify` reads the bytes.
     """
     rows = [_listed(record, split) for record in registry.datasets().values() for split in record.splits]
-    show({"datasets": rows}, "\n".join(_list_text(rows)), as_json=json)
+    show({"datasets": rows}, _list_text(rows), as_json=json)
     return rows
 
 
@@ -46,12 +39,8 @@ def fetch(name: str, *, split: str | None = None, force: bool = False, json: boo
 def verify(name: str | None = None, *, json: bool = False) -> list[Row]:
     """Read every split at hand and compare it with its recorded checksums; raise when one is wrong."""
     names = [name] if name else list(registry.datasets())
-    rows = []
-    for key in names:
-        for split in registry.dataset(key).splits:
-            path = loading.find(key, split)
-            if path is not None:
-                rows.append(_checked(key, split, path))
+    places = [(key, split, loading.find(key, split)) for key in names for split in registry.dataset(key).splits]
+    rows = [_checked(key, split, path) for key, split, path in places if path is not None]
     bad = [row for row in rows if not row["ok"]]
     show({"verified": rows}, "\n".join(map(_line, rows)), as_json=json)
     if bad:
@@ -63,14 +52,11 @@ def verify(name: str | None = None, *, json: bool = False) -> list[Row]:
 
 def path(name: str | None = None, *, split: str = "train", json: bool = False) -> str:
     """Print the file of a split that is at hand, or without a name the cache folder."""
-    if name is None:
-        found = loading.cache_folder()
-    else:
+    if name is not None:
         registry.split_of(name, split)
-        at_hand = loading.find(name, split)
-        if at_hand is None:
-            raise DataError(f"{name} {split} is not at hand. Run `metamd data fetch {name}` first.")
-        found = at_hand
+    found = loading.cache_folder() if name is None else loading.find(name, split)
+    if found is None:
+        raise DataError(f"{name} {split} is not at hand. Run `metamd data fetch {name}` first.")
     show({"path": str(found)}, str(found), as_json=json)
     return str(found)
 
@@ -98,15 +84,11 @@ def _listed(record: Dataset, split: str) -> Row:
         count = len(loading.stored(found, "labels")[0])
     except DataError as error:
         return row | {"status": "wrong", "note": str(error)}
-    forms = [form for form in known.forms if form.count == count]
-    row["count"] = count
+    forms = {form.count: (form.status, form.note) for form in reversed(known.forms)}
+    status, note = forms.get(count, ("unrecorded", loading.UNRECORDED))
     if row["where"] == "cache" and count == known.count:
-        row |= {"status": "official", "note": ""}
-    elif forms:
-        row |= {"status": forms[0].status, "note": forms[0].note}
-    else:
-        row |= {"status": "unrecorded", "note": loading.UNRECORDED}
-    return row
+        status, note = "official", ""
+    return row | {"count": count, "status": status, "note": note}
 
 
 def _checked(name: str, split: str, path: Path) -> Row:
@@ -123,7 +105,7 @@ def _line(row: Row) -> str:
     return f"{row['name']:<13}{row['split']:<6}{row['count']:>6}  {row['status']:<10}  {row['path']}{note}"
 
 
-def _list_text(rows: list[Row]) -> list[str]:
+def _list_text(rows: list[Row]) -> str:
     lines = [f"{'dataset':<13}{'split':<6}{'images':>15}  {'form':<9}{'where':<12} {'status':<10}  note"]
     for row in rows:
         shape = "x".join(str(side) for side in row["shape"])
@@ -131,4 +113,4 @@ def _list_text(rows: list[Row]) -> list[str]:
         place = f"{row['where']:<12} {row['status']:<10}"
         lines.append(f"{row['name']:<13}{row['split']:<6}{images:>15}  {shape:<9}{place}  {row['note']}".rstrip())
     licences = {row["title"]: row["licence"] for row in rows}
-    return [*lines, "", "licences:", *(f"  {title}: {licence}" for title, licence in licences.items())]
+    return "\n".join([*lines, "", "licences:", *(f"  {title}: {licence}" for title, licence in licences.items())])

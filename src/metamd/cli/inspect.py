@@ -131,17 +131,14 @@ def _header_table(file: str, learned: LearnedOptimiser, found: Card | None) -> T
     shown["tensors"] = f"{len(learned.header.tensors)} (below)"
     shown["factors"] = ", ".join(f"{k} {n} x {r}" for k, (n, r) in learned.header.factors.items()) or "none: the identity"
     shown["model"] = "\n".join(f"{one_line(n)} {s}" for n, s in learned.header.model.items()) or None
-    shown["task_hashes"] = _count(learned.header.task_hashes, "task", "used in learning")
+    if count := len(learned.header.task_hashes):
+        shown["task_hashes"] = f"{count} task{'s' * (count != 1)} used in learning (--json lists them)"
     shown["held_out"] = _held_out(learned.header.held_out)
     if learned.header.usage is not None:
         shown["usage"] = f"{learned.usage}; MetaMD(params, learned, steps=T) does so, MetaMD(params, learned) does not"
     for name, value in shown.items():
         table.add_row(Text(name), Text(_plain(name, value)))
     return table
-
-
-def _count(found: Sequence[Any], what: str, tail: str) -> str | None:
-    return f"{len(found)} {what}{'s' * (len(found) != 1)} {tail} (--json lists them)" if found else None
 
 
 def _held_out(found: Mapping[str, Any]) -> str | None:
@@ -173,7 +170,7 @@ def _step_table(rows: Sequence[Distribution]) -> Table:
     table = Table(title="\nlearned step sizes 1/D", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("layer", overflow="fold")
     for column in ("piece", "count", "min", "median", "max"):
-        table.add_column(column, justify="right", no_wrap=True, min_width={"piece": 5, "count": 8}.get(column, 8))
+        table.add_column(column, justify="right", no_wrap=True, min_width=5 if column == "piece" else 8)
     left, right = f"1e{low:+.0f}", f"1e{high:+.0f}"
     table.add_column(left + right.rjust(BINS - len(left)), no_wrap=True, min_width=BINS)
     for row in rows:
@@ -200,7 +197,8 @@ def draw(rows: Sequence[Distribution], pieces: int, path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("learned step size 1/D")
     # A name is not a formula: parse_math would read "$" in a hostile one.
-    axes.set_yticks(range(len(keys)), [_short(k) for k in keys], parse_math=False)
+    names = [name if len(name) <= 40 else f"{name[:18]}...{name[-18:]}" for name in map(one_line, keys)]
+    axes.set_yticks(range(len(keys)), names, parse_math=False)
     axes.set_ylim(len(keys) - 0.4, -1.0)
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
@@ -229,8 +227,3 @@ def _draw_rows(axes: Any, rows: Sequence[Distribution], keys: list[str]) -> None
         axes.stairs(heights, 10**edges, baseline=place, fill=True, alpha=0.35, color=colour, label=label)
         axes.stairs(heights, 10**edges, baseline=None, color=colour, linewidth=0.8)
     axes.hlines(range(len(keys)), 10**low, 10**high, color="0.7", linewidth=0.6)
-
-
-def _short(key: str) -> str:
-    name = one_line(key)
-    return name if len(name) <= 40 else f"{name[:18]}...{name[-18:]}"

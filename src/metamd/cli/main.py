@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
         words = [word for word in argv if word != "--quiet"]
         options = parse(words)
         with showing("always" if len(words) == len(argv) else "never"):
-            module, function = HOMES[type(options)]
+            module, function = HOMES.get(type(options), (type(options).__name__.lower(), "run"))
             getattr(import_module(f"metamd.cli.{module}"), function)(options)
         sys.stdout.flush()
     except KeyboardInterrupt:

@@ -305,15 +305,5 @@ class Report(Printed):
 
 Options = Certify | Compare | Data | Demo | Inspect | Report | Reproduce | Train | Update
 
-HOMES: dict[type, tuple[str, str]] = {
-    Certify: ("certify", "run"),
-    Compare: ("compare", "run"),
-    Report: ("report", "run"),
-    Data: ("data", "run"),
-    Demo: ("demo", "run"),
-    Inspect: ("inspect", "run"),
-    Update: ("train", "run_update"),
-    Reproduce: ("report", "run_reproduce"),
-    Train: ("train", "run"),
-}
-"""What carries out each command: a module of `metamd.cli`, imported when the command is called, and a function in it."""
+HOMES: dict[type, tuple[str, str]] = {Update: ("train", "run_update"), Reproduce: ("report", "run_reproduce")}
+"""The module of `metamd.cli` and its function that carry out a command, where it is not `run` in the module of its name."""

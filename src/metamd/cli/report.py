@@ -150,8 +150,8 @@ def _write(out: Path, title: str, parts: list[Section], folder: Path) -> None:
 
 def _has_tables_alone(folder: Path) -> bool:
     with records_in(folder) as records:
-        alone = not any((*records.glob("comparison.json"), *records.glob("*/comparison.json")))
-    return alone and (folder / "summary.json").is_file()
+        found = [*records.glob("comparison.json"), *records.glob("*/comparison.json")]
+    return not found and (folder / "summary.json").is_file()
 
 
 def tables(result: Result) -> list[Section]:
@@ -188,14 +188,9 @@ def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison
 
 def summary(comparison: Comparison) -> dict[str, Any]:
     """The tables as one JSON object, None for what is infinite or unknown."""
-    tables = {metric: comparison.table(metric) for metric in comparison.metrics}
-    areas = {label: profile.area for label, profile in comparison.profiles().items()}
-    targets = {f.group: comparison.target(f) for f in comparison.folds}
+    ways = {"tuned each time": True, "tuned once": False}
     pays = {
-        label: {
-            "tuned each time": comparison.tasks_to_pay(label, every_task=True),
-            "tuned once": comparison.tasks_to_pay(label, every_task=False),
-        }
+        label: {way: comparison.tasks_to_pay(label, every_task=each) for way, each in ways.items()}
         for label in comparison.labels[1:]
     }
     trained = {label: comparison.trained_on(label) for label in comparison.labels if comparison.trained_on(label)}
@@ -204,9 +199,9 @@ def summary(comparison: Comparison) -> dict[str, Any]:
         "held_out": {f.group: not f.trained for f in comparison.folds},
         "trained_on": trained,
         "notes": [not_held_out(comparison, label) for label in trained],
-        "targets": targets,
-        "tables": tables,
-        "areas": areas,
+        "targets": {f.group: comparison.target(f) for f in comparison.folds},
+        "tables": {metric: comparison.table(metric) for metric in comparison.metrics},
+        "areas": {label: profile.area for label, profile in comparison.profiles().items()},
         "tasks_to_pay": pays,
     }
     return dict(as_json(found))

@@ -47,22 +47,16 @@ def run(options: Train) -> None:
     except KeyboardInterrupt:
         print(f"Stopped; the same command continues from {one_line(str(folder))}.", file=sys.stderr)
         raise
-    _save(learned, options.out)
+    if not options.out.exists() or load(options.out).fingerprint() != learned.fingerprint():
+        learned.save(options.out)  # the same file may have been certified since
     header = learned.header.to_dict()
     record = {"file": str(options.out), "fingerprint": learned.fingerprint(), "notes": notes, "header": header}
     show(record, _said(options.out, header), as_json=options.json)
 
 
-def _save(learned: LearnedOptimiser, out: Path) -> None:
-    """Write the file, unless the same one is there: it may have been certified since."""
-    if not out.exists() or load(out).fingerprint() != learned.fingerprint():
-        learned.save(out)
-
-
 def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log) -> LearnedOptimiser:
     start = None
-    kept: dict[str, Any] = {"seed": options.seed, "journal": journal}
-    kept["workers"] = Executor(options.workers, options.ray)
+    kept: dict[str, Any] = {"seed": options.seed, "journal": journal, "workers": Executor(options.workers, options.ray)}
     if options.learn_start:
         start = learn_start(family, tasks=options.tasks, **kept)
         family = starting_at(family, start)
@@ -178,7 +172,8 @@ def run_update(options: Update) -> None:
     out = options.out or options.file
     if not out.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {shown(str(out.parent))} to save into. Create it first.")
-    runs = [_named(path) for path in options.runs]
+    found = [(path.name, Run.load(path)) for path in options.runs]
+    runs = [run if run.name else replace(run, name=name) for name, run in found]  # called after its file
     # Two nights that end at once must not both read the old file.
     with locked(out.with_name(f".{out.name}.lock")):
         before = load(options.file)
@@ -194,23 +189,16 @@ def run_update(options: Update) -> None:
     show(record, text, as_json=options.json)
 
 
-def _named(path: Path) -> Run:
-    """A run, called after its file if it has no name of its own."""
-    found = Run.load(path)
-    return found if found.name else replace(found, name=path.name)
-
-
 def summary(before: LearnedOptimiser, after: LearnedOptimiser, out: Path) -> dict[str, Any]:
     """What an update did, in plain types."""
-    rows = (after.header.learned_from or {"runs": []})["runs"]
-    added = len(rows) - len((before.header.learned_from or {"runs": []})["runs"])
+    earlier, rows = ((x.header.learned_from or {"runs": []})["runs"] for x in (before, after))
     old, new = before.potential.log_d, after.potential.log_d
     moved = torch.cat([(new[k] - old[k]).detach().double().abs().flatten() for k in old])
     change = {"median": float(moved.median().exp()), "largest": float(moved.max().exp())} if len(moved) else None
     return {
         "file": str(out),
         "runs": len(rows),
-        "added": added,
+        "added": len(rows) - len(earlier),
         "weight": sum(row["weight"] for row in rows),
         "horizon": after.header.horizon,
         "fingerprint": after.fingerprint(),

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from metamd.comparison import figures
-from metamd.comparison.comparison import Candidate, Comparison, Fold
+from metamd.comparison.comparison import Candidate, Comparison
+from metamd.comparison.entrants import UNTUNED
 from metamd.comparison.figures import best_schedules
 from metamd.comparison.sections import Section, formatted
 from metamd.experiments.declare import PLAIN, Entry, Scale, coordinates
@@ -40,24 +41,16 @@ def _sides(scale: Scale, domain: str, family: ImageFamily | SharedStart) -> Mapp
     """The held-out angle as it was learned for, and changed in one respect at a time."""
     assert isinstance(family, ImageFamily)
 
-    def with_training(name: str, batch_size: int = scale.batch_size, steps: int = scale.steps, width: int = 128) -> Variant:
-        options = {} if width == 128 else {"width": width}
-        training = Training("mlp", batch_size, steps, options)
-        side = ImageFamily(family.name, family.collection, training, family.how, hold_out=domain, held=True)
-        return Variant(side, name)
+    def changed(name: str, options: dict[str, int] | None = None, **training: int) -> Variant:
+        given = {"batch_size": scale.batch_size, "steps": scale.steps} | training
+        how = Training("mlp", given["batch_size"], given["steps"], options or {})
+        return Variant(ImageFamily(family.name, family.collection, how, family.how, hold_out=domain, held=True), name)
 
-    usual, quarter = family.held_out(), scale.batch_size // 4
-    found = [
-        Variant(usual, USUAL),
-        Variant(usual, "initialisation x 0.5", 0.5),
-        Variant(usual, "initialisation x 2", 2.0),
-        with_training(f"batches of {quarter}", batch_size=quarter),
-        with_training(f"batches of {3 * scale.batch_size}", batch_size=3 * scale.batch_size),
-        with_training(f"{scale.steps // 4} steps", steps=scale.steps // 4),
-        with_training(f"{2 * scale.steps} steps", steps=2 * scale.steps),
-        with_training("width 32", width=32),
-        with_training("width 256", width=256),
-    ]
+    usual = family.held_out()
+    found = [Variant(usual, USUAL), *(Variant(usual, f"initialisation x {gain:g}", gain) for gain in (0.5, 2.0))]
+    found += [changed(f"batches of {n}", batch_size=n) for n in (scale.batch_size // 4, 3 * scale.batch_size)]
+    found += [changed(f"{n} steps", steps=n) for n in (scale.steps // 4, 2 * scale.steps)]
+    found += [changed(f"width {n}", {"width": n}) for n in (32, 256)]
     return {variant.name: variant for variant in found}
 
 
@@ -75,31 +68,24 @@ def _summarise(found: list[Comparison], folder: Path) -> list[Result]:
 def _members(comparison: Comparison, usual: Comparison) -> dict[str, Candidate]:
     """By label what is shown: ours, rivals tuned here, rivals tuned where ours was learned, and untuned ones."""
     fold = comparison.folds[0]
-    tuned, untuned = best_schedules(comparison), [label for label in fold.entrants if label.endswith(", untuned")]
-    rivals = {label for label in fold.entrants if label.split(",")[0] in {t.split(",")[0] for t in tuned}}
-    shown = {label: fold.best(label, "mean_loss") for label in fold.entrants if label not in rivals}
-    for label in tuned:
-        name = label.split(",")[0]
-        shown[f"{name} (tuned here)"] = fold.best(label, "mean_loss")
+    names = {label: label.split(",")[0] for label in fold.entrants}
+    best = {label: fold.best(label, "mean_loss", None) for label in names}
+    tuned = best_schedules(comparison)
+    shown = {label: c for label, c in best.items() if names[label] not in {names[t] for t in tuned}}
+    shown |= {f"{names[label]} (tuned here)": best[label] for label in tuned}
     for label in best_schedules(usual):
-        best = usual.folds[0].best(label, "mean_loss").contender
-        shown[f"{label.split(',')[0]} (carried over)"] = _same(fold, label, best)
-    return shown | {f"{label.split(',')[0]} (untuned)": fold.entrants[label][0] for label in untuned}
-
-
-def _same(fold: Fold, label: str, contender: Mapping[str, object]) -> Candidate:
-    return next(c for c in fold.entrants[label] if c.contender == contender)
+        before = usual.folds[0].best(label, "mean_loss", None).contender
+        shown[f"{names[label]} (carried over)"] = next(c for c in fold.entrants[label] if c.contender == before)
+    return shown | {f"{names[label]} (untuned)": best[label] for label in names if label.endswith(UNTUNED)}
 
 
 def _summary(candidate: Candidate) -> Result:
     runs = candidate.outcomes
-    means, ends = [o.mean_loss for o in runs], [o.final_loss for o in runs]
-    finite = bool(np.isfinite(means).all())
+    means, ends = np.array([o.mean_loss for o in runs]), np.array([o.final_loss for o in runs])
+    losses = {"mean_loss": means.mean(), "lowest": means.min(), "highest": means.max(), "final_loss": ends.mean()}
+    finite = np.isfinite(means).all()
     return {
-        "mean_loss": float(np.mean(means)) if finite else None,
-        "lowest": float(np.min(means)) if finite else None,
-        "highest": float(np.max(means)) if finite else None,
-        "final_loss": float(np.mean(ends)) if finite else None,
+        **{name: float(value) if finite else None for name, value in losses.items()},
         "accuracy": 100 * float(np.mean([o.accuracy("test") for o in runs])),
         "diverged": sum(bool(o.failed) for o in runs),
     }

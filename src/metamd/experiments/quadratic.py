@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,24 +80,22 @@ class Scale:
     everything: bool = True  # whether rivals are also tuned in more than the rate
 
 
-SCALES = {
-    "smoke": Scale(
-        ("published",),
-        ("far",),
-        problems=5,
-        limit=2_000,
-        learned_limit=500,
-        trainings=1,
-        outer_steps=2,
-        tasks_per_step=2,
-        published=(("k", 7), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 100)),
-        adam=(("k", 10), ("lr", 0.1), ("outer_steps", 1), ("tasks_per_step", 1), ("T", 100)),
-        grid=7,
-        everything=False,
-    ),
-    "cpu": Scale(),
-    "paper": Scale(),
-}
+SHORT: Numbers = (("outer_steps", 1), ("tasks_per_step", 1), ("T", 100))
+SMOKE = Scale(
+    ("published",),
+    ("far",),
+    problems=5,
+    limit=2_000,
+    learned_limit=500,
+    trainings=1,
+    outer_steps=2,
+    tasks_per_step=2,
+    published=(("k", 7), *SHORT),
+    adam=(("k", 10), ("lr", 0.1), *SHORT),
+    grid=7,
+    everything=False,
+)
+SCALES = {"smoke": SMOKE, "cpu": Scale(), "paper": Scale()}
 """Of the paper's protocol no more is published than `cpu` has."""
 
 
@@ -112,7 +111,7 @@ def _problems(row: str, start: str, count: int, seed: int) -> Problems:
 
 def cells(scale: Scale, seed: int) -> Iterator[Cell]:
     """What there is to compute, the quick ones first."""
-    places = [(row, start) for row in scale.rows for start in scale.starts]
+    places = list(product(scale.rows, scale.starts))
     for row, start in places:
         for name, tolerance in TOLERANCES.items():
             tuned, brute = (partial(f, scale, seed, row, start, tolerance) for f in (_tuned, _brute))
@@ -197,14 +196,11 @@ def _published(scale: Scale, seed: int, row: str, start: str, name: str) -> tupl
 
 def table(results: Mapping[str, Result]) -> list[Result]:
     """One row for every optimiser, family, start and tolerance: the spread of its iterations."""
-    rows = []
-    for row in ROWS:
-        for start in STARTS:
-            for name in TOLERANCES:
-                for label, counts, extra in _members(results, row, start, name):
-                    where = {"row": row, "start": start, "tolerance": TOLERANCES[name], "optimiser": label}
-                    rows.append(where | spread(counts) | extra)
-    return rows
+    return [
+        {"row": row, "start": start, "tolerance": TOLERANCES[name], "optimiser": label} | spread(counts) | extra
+        for row, start, name in product(ROWS, STARTS, TOLERANCES)
+        for label, counts, extra in _members(results, row, start, name)
+    ]
 
 
 def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> Iterator[tuple[str, list[Any], Result]]:
@@ -226,11 +222,10 @@ def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> 
 def sections(rows: Sequence[Result]) -> list[Section]:
     """The tables of the results page."""
     parts: list[Section] = []
-    for row, means in ROWS.items():
-        for start, place in STARTS.items():
-            if here := [r for r in rows if (r["row"], r["start"]) == (row, start)]:
-                title = f"Means {means[0]:g} and {means[1]:g}, start ({place:g}, {place:g})"
-                parts += _tables(title, here, PUBLISHED[row] if start == "far" else {})
+    for (row, means), (start, place) in product(ROWS.items(), STARTS.items()):
+        if here := [r for r in rows if (r["row"], r["start"]) == (row, start)]:
+            title = f"Means {means[0]:g} and {means[1]:g}, start ({place:g}, {place:g})"
+            parts += _tables(title, here, PUBLISHED[row] if start == "far" else {})
     return parts
 
 

@@ -120,14 +120,16 @@ def _outcome(problems: Problems, points: list[list[float]]) -> Result:
 
 def table(results: Mapping[str, Result]) -> list[Result]:
     """One row for every optimiser and start."""
-    rows = []
-    for name in STARTS:
-        for key, label in LABELS.items():
-            found = results.get(f"{name}-{key}")
-            if found is not None:
-                kept: Result = {k: found[k] for k in KEPT if k in found}
-                rows.append({"start": name, "optimiser": label, **kept})
-    return rows
+    return [
+        {"start": name, "optimiser": label, **{k: found[k] for k in KEPT if k in found}}
+        for name in STARTS
+        for label, found in _of(results, name).items()
+    ]
+
+
+def _of(results: Mapping[str, Result], start: str) -> dict[str, Result]:
+    """By label the results from a start."""
+    return {label: results[f"{start}-{key}"] for key, label in LABELS.items() if f"{start}-{key}" in results}
 
 
 def sections(rows: Sequence[Result]) -> list[Section]:
@@ -144,15 +146,11 @@ def _line(row: Result) -> list[str]:
     if row.get("loss") is None:
         what = "the meta-training diverged" if "failed" in row else "diverged"
         return [row["optimiser"], what, "", "no", ""]
-    reached = "yes" if row["reached"] else "no"
-    return [row["optimiser"], f"{row['loss']:.1e}", f"{row['distance']:.1e}", reached, _chosen(row)]
-
-
-def _chosen(row: Result) -> str:
-    """The setting, or the metrics."""
+    chosen = ", ".join(f"{k} {v:.3g}" for k, v in row.get("setting", {}).items())
     if "metrics" in row:
-        return "D = " + "; ".join("(" + ", ".join(f"{d:.3g}" for d in piece) + ")" for piece in row["metrics"])
-    return ", ".join(f"{k} {v:.3g}" for k, v in row.get("setting", {}).items())
+        chosen = "D = " + "; ".join("(" + ", ".join(f"{d:.3g}" for d in piece) + ")" for piece in row["metrics"])
+    reached = "yes" if row["reached"] else "no"
+    return [row["optimiser"], f"{row['loss']:.1e}", f"{row['distance']:.1e}", reached, chosen]
 
 
 # the figures
@@ -163,11 +161,7 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
     rows: dict[str, list[figures.Panel]] = {}
     panels: dict[str, list[figures.Curve]] = {}
     for name, place in STARTS.items():
-        here = {
-            label: results[f"{name}-{key}"]
-            for key, label in LABELS.items()
-            if results.get(f"{name}-{key}", {}).get("losses")
-        }
+        here = {label: found for label, found in _of(results, name).items() if found.get("losses")}
         if not here:
             continue
         title = f"start ({place[0]:g}, {place[1]:g})"

@@ -221,6 +221,7 @@ RESNET18 = Experiment(
 )
 
 # Variants. The paper has a Bayesian search for LeNet and ResNet18 and grids for the MLP, whose trainings take a second here.
+UNPUBLISHED_MLP = replace(ROTATED_MLP, published={})
 ALONE = {"kronecker": coordinates({"MetaMD": Entry()})}
 ONE_ANGLE = replace(SMOKE, domains=("45",), rivals=("adam",), schedules=("linear",))
 BAYESIAN = replace(ONE_ANGLE, budget=7, protocol="paper")  # two more than a Bayesian search draws at random
@@ -228,7 +229,7 @@ LONG = Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20)
 TWO_ANGLES = Scale(("0", "45"), 10_000, outer_steps=2, tasks_per_step=4, screen=3)
 
 ALL_RIVALS = replace(
-    ROTATED_MLP,
+    UNPUBLISHED_MLP,
     variant="all-rivals",
     geometries=ALONE,
     scales={
@@ -236,13 +237,12 @@ ALL_RIVALS = replace(
         "cpu": replace(TWO_ANGLES, rivals=("sgd", *MODERN, *OTHERS)),
         "paper": replace(LONG, rivals=("sgd", *MODERN, *OTHERS)),
     },
-    published={},
     draw=mean_losses,
     sections=accuracy_and_losses,
 )
 
 BAYESIAN_MLP = replace(
-    ROTATED_MLP,
+    UNPUBLISHED_MLP,
     variant="bayesian",
     geometries=ALONE,
     scales={
@@ -250,7 +250,6 @@ BAYESIAN_MLP = replace(
         "cpu": Scale(("0", "45"), 5000, steps=200, outer_steps=2, tasks_per_step=4, protocol="paper", usage_tasks=4),
         "paper": Scale(ANGLES, 10_000, outer_steps=20, seeds=10, protocol="paper"),
     },
-    published={},
 )
 
 BAYESIAN_LENET = replace(
@@ -268,7 +267,7 @@ BAYESIAN_LENET = replace(
 AVERAGED = {"MetaMD": Entry(), "MetaMD, by its iterates": Entry(averaging="constant")}
 AVERAGED_RIVALS = ("adam", "adam-averaged", "soap", "soap-averaged")
 AVERAGES = replace(
-    ROTATED_MLP,
+    UNPUBLISHED_MLP,
     variant="averages",
     geometries={"kronecker": coordinates(AVERAGED)},
     scales={
@@ -276,7 +275,6 @@ AVERAGES = replace(
         "cpu": replace(TWO_ANGLES, rivals=AVERAGED_RIVALS, schedules=("linear",)),
         "paper": replace(LONG, rivals=AVERAGED_RIVALS, schedules=("linear",)),
     },
-    published={},
     draw=lambda comparison, labels, folder: learning_curves(comparison, list(AVERAGED), folder),
     sections=accuracy_and_losses,
 )
@@ -287,7 +285,7 @@ OFTEN = {"MetaMD": Entry(), **{f"MetaMD, refresh {k}": Entry(refresh=k) for k in
 FOURTH = {"MetaMD, learned for refresh 4": Entry(refresh=4)}
 EVERY_FOURTH = tuple(rule for rule in rules_for_refresh(4) if rule.rule == "polar")
 REFRESH = replace(
-    ROTATED_MLP,
+    UNPUBLISHED_MLP,
     variant="refresh",
     geometries={
         "kronecker": coordinates(OFTEN),
@@ -298,7 +296,6 @@ REFRESH = replace(
         "cpu": replace(TWO_ANGLES, domains=ANGLES, rivals=("sgdm", "adam", "adamw"), schedules=("linear",)),
         "paper": replace(LONG, rivals=("sgdm", "adam", "adamw"), schedules=("linear",)),
     },
-    published={},
     draw=lambda comparison, labels, folder: learning_curves(comparison, [*OFTEN, *FOURTH], folder),
     sections=by_the_clock,
 )

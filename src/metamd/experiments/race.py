@@ -128,11 +128,6 @@ class Problems:
         batch = {key: torch.stack([b[key] for b in batches]) for key in batches[0]}
         return cls(tasks, torch.stack([task.init()["theta"] for task in tasks]), batch)
 
-    @property
-    def first(self) -> "Problems":
-        """The first problem alone, which figures show."""
-        return Problems(self.tasks[:1], self.start[:1], {key: value[:1] for key, value in self.batch.items()})
-
     def rows(self, settings: Sequence[Setting]) -> tuple[Tensor, Batch, dict[str, Tensor]]:
         """One row for every setting and problem: the points, the batches and the hyperparameters."""
         h, p = len(settings), len(self.tasks)
@@ -212,7 +207,8 @@ def final_losses(problems: Problems, rival: BatchedRival, settings: Sequence[Set
 def path(problems: Problems, rival: BatchedRival, setting: Setting, total: int) -> list[list[float]]:
     """The points of a run on the first problem that a figure shows, while they are finite."""
     wanted, points = thinned(total), list[list[float]]()
-    for t, theta in enumerate(islice(iterates(problems.first, rival, [setting]), total + 1)):
+    first = Problems(problems.tasks[:1], problems.start[:1], {key: value[:1] for key, value in problems.batch.items()})
+    for t, theta in enumerate(islice(iterates(first, rival, [setting]), total + 1)):
         if not theta.isfinite().all():
             break
         if t in wanted:

@@ -15,6 +15,7 @@ from metamd.comparison.entrants import Protocol, entrants, labels
 from metamd.comparison.tuning import SEARCHES
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.store import Records, write_json
+from metamd.inner.executor import Executor
 from metamd.rivals import Contender, Rival, known_rival, learned_rival
 from metamd.rivals.learned import source
 from metamd.tasks.base import TaskFamily
@@ -24,12 +25,6 @@ from metamd.tasks.wrapped import SharedStart, starting_at
 def run(options: Compare) -> None:
     """Carry out the command."""
     _check(options)
-    learned = load(options.file)
-    known, family = sides(options, learned)
-    ours: dict[str, Contender] = {"MetaMD": _ours(learned, options)}
-    # A file that does not fit the models of the family is refused here, and data that are not at hand are found missing.
-    ours["MetaMD"].start([(n, nn.Parameter(x)) for n, x in family.example().items()])
-    rivals = [_rival(name, known, options) for name in options.rivals]
     protocol = Protocol(
         options.protocol,
         seeds=options.seeds,
@@ -41,6 +36,13 @@ def run(options: Compare) -> None:
         search=SEARCHES[options.search],
     )
     spread: dict[str, Any] = {"workers": options.workers, "ray": options.ray}
+    Executor(**spread)  # refuses too few workers before anything is computed
+    learned = load(options.file)
+    known, family = sides(options, learned)
+    ours: dict[str, Contender] = {"MetaMD": _ours(learned, options)}
+    # A file that does not fit the models of the family is refused here, and data that are not at hand are found missing.
+    ours["MetaMD"].start([(n, nn.Parameter(x)) for n, x in family.example().items()])
+    rivals = [_rival(name, known, options) for name in options.rivals]
     records_of(options.out, family, protocol)
     trials = None
     if options.protocol == "paper":
@@ -74,9 +76,6 @@ def _check(options: Compare) -> None:
         )
     if options.search != Compare.search and options.protocol != "paper":
         raise ValueError("--search would change nothing without --protocol paper. Leave it out, or add that.")
-    for name in ("budget", "seeds", "workers"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}.")
 
 
 def _ours(learned: LearnedOptimiser, options: Compare) -> Contender:

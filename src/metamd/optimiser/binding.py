@@ -105,13 +105,7 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Poten
 
 
 def fit(
-    potential: Potential,
-    named: Params,
-    starts: Params,
-    online: Online | None,
-    *,
-    fused: bool,
-    order: Sequence[str],
+    potential: Potential, named: Params, starts: Params, online: Online | None, *, fused: bool, order: Sequence[str]
 ) -> Potential:
     """The potential with its metrics evaluated for these parameters, on their devices and in their shards."""
     if not isinstance(potential, MaxDiagonal):
@@ -206,16 +200,6 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(
             f"Invalid weight_decay value: it must be finite and not negative, got {group['weight_decay']}. "
             "Pass weight_decay=0.0 for none."
-        )
-
-
-def refuse_unusual(name: str, grad: Tensor) -> None:
-    """Refuse a sparse or complex gradient."""
-    if grad.is_sparse or grad.is_complex():
-        kind = "sparse" if grad.is_sparse else "complex"
-        raise RuntimeError(
-            f"MetaMD needs dense real gradients, but that of {name!r} is {kind}. "
-            "Build the layer without sparse=True, or give this parameter to torch.optim.SparseAdam."
         )
 
 

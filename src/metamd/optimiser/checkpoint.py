@@ -109,17 +109,9 @@ def mend_state(state_dict: Mapping[str, Any], kind: Kind, groups: Sequence[Mappi
 
 @dataclass
 class PieceRecord:
-    """The active piece of every step, kept as runs of equal ones so that a million steps stay small.
+    """The active piece of every step, kept as runs of equal ones so that a million steps stay small."""
 
-    Example:
-        >>> record = PieceRecord()
-        >>> for piece in (0, 0, 2):
-        ...     record.append(piece)
-        >>> record.encode(), record.expand()
-        ('0x2 2x1', tensor([0, 0, 2]))
-    """
-
-    runs: list[list[int]] = field(default_factory=list)
+    runs: list[list[int]] = field(default_factory=list)  # [piece, steps]; "0x2 2x1" is the text for pieces 0, 0, 2
 
     def append(self, piece: int) -> None:
         """Note the piece of one more step."""

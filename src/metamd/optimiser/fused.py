@@ -294,19 +294,15 @@ class FusedDiagonals:
                     f"{tuple(self.start[name].shape)}. Build the optimiser anew after a change of shape."
                 )
         self._layouts = {n: layout(x.shape, self.metrics[n]) for n, x in params.items()}
-        chunks = [c for i, a in enumerate(self._layouts.values()) for c in a.chunks(i)]
-        self._chunks = np.array(chunks, dtype=np.int64).reshape(-1, 3)
-        self._ratios = {}
-        self._rows = np.zeros(len(params), dtype=ROW)
-        for row, (name, a) in zip(self._rows, self._layouts.items(), strict=True):
-            row["centre"] = self.start[name].data_ptr() if self.start else 0
-            row["metric"], row["stride"], row["period"], row["cols"] = (
-                a.metric.data_ptr(),
-                a.metric.shape[1],
-                a.period,
-                a.cols,
-            )
-            row["wide"] = a.metric.dtype == torch.float64
+        layouts, self._ratios = list(self._layouts.values()), {}
+        self._chunks = np.array([c for i, a in enumerate(layouts) for c in a.chunks(i)], dtype=np.int64).reshape(-1, 3)
+        self._rows = rows = np.zeros(len(params), dtype=ROW)
+        rows["centre"] = [self.start[n].data_ptr() if self.start else 0 for n in params]
+        rows["metric"] = [a.metric.data_ptr() for a in layouts]
+        rows["stride"], rows["wide"] = zip(
+            *((a.metric.shape[1], a.metric.dtype == torch.float64) for a in layouts), strict=True
+        )
+        rows["period"], rows["cols"] = zip(*((a.period, a.cols) for a in layouts), strict=True)
 
     def _point_to(self, params: Params, names: Collection[str], moves: Moves) -> list[Tensor]:
         """Note where the tensors of a pass are. The gradients returned must live until it is over."""

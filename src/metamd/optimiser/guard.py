@@ -33,8 +33,6 @@ class FamilyWatch:
 
     def observe(self, step: int, grads: Params, slots: Mapping[str, Slot], *, online: bool = False) -> None:
         """Look at one step, counted from 1; only the first one's gradients are compared, before the steps shape them."""
-        if step == 1:
-            self._compare(grads, slots, online=online)
         if self.horizon is not None and step > _HORIZON_FACTOR * self.horizon and not self._late:
             self._late = True
             _warn(
@@ -42,7 +40,8 @@ class FamilyWatch:
                 "Learn it again with the longer horizon, or lower lr as the run goes on."
             )
 
-    def _compare(self, grads: Params, slots: Mapping[str, Slot], *, online: bool) -> None:
+        if step > 1:
+            return
         logs = []
         for name, grad in grads.items():
             expected = self.gradient_scale.get(slots[name].key, 0.0)

@@ -257,7 +257,12 @@ class MetaMD(Optimizer):
                 if p.grad is None:  # without a gradient a parameter gets no state
                     found.append(Entry(name, p, local(p), None, group, self.state.get(p, {})))
                 else:
-                    binding.refuse_unusual(name, p.grad)
+                    if p.grad.is_sparse or p.grad.is_complex():
+                        kind = "sparse" if p.grad.is_sparse else "complex"
+                        raise RuntimeError(
+                            f"MetaMD needs dense real gradients, but that of {name!r} is {kind}. "
+                            "Build the layer without sparse=True, or give this parameter to torch.optim.SparseAdam."
+                        )
                     found.append(Entry(name, p, local(p), local(p.grad), group, self.state[p]))
         return found
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 Params = Mapping[str, Tensor]
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Centre = Literal["start", "origin"]
+Function = Callable[[Tensor], Tensor]
 
 _MAX_ITERATIONS = 100  # of Newton's method, which needs about ten where it works at all
 _HALVINGS = 60
@@ -264,13 +265,7 @@ def _conjugate_gradients(product: Callable[[Tensor], tuple[Tensor, ...]], b: Ten
     return x
 
 
-def _line_search(
-    objective: Callable[[Tensor], Tensor],
-    gradient_of: Callable[[Tensor], Tensor],
-    x: Tensor,
-    step: Tensor,
-    gradient: Tensor,
-) -> Tensor | None:
+def _line_search(objective: Function, gradient_of: Function, x: Tensor, step: Tensor, gradient: Tensor) -> Tensor | None:
     f, slope = objective(x), gradient @ step
     for k in range(_HALVINGS):
         trial = x + 0.5**k * step

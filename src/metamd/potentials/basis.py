@@ -93,14 +93,6 @@ class Inverse:
     columns: Tensor | None = None  # U, if they are not all
     rest: Tensor | None = None  # c, the number of all other directions, (1, 1)
 
-    @classmethod
-    def of(cls, right: Orthogonal, d: Tensor) -> "Inverse":
-        """From V and d, (1, n)."""
-        if right.full:
-            return cls(right.divide(torch.eye(right.size, dtype=d.dtype, device=d.device), d))
-        rest = d[:, right.rank : right.rank + 1].contiguous()
-        return cls((1 / d[0, : right.rank] - 1 / rest[0])[:, None] * right.columns.mT, right.columns.contiguous(), rest)
-
     def __call__(self, m: Tensor) -> Tensor:
         """M D^-1."""
         if self.columns is None or self.rest is None:
@@ -113,15 +105,8 @@ class Basis:
 
     Without one, the parameters themselves are the coordinates, as in the paper. A learned basis has a V for every weight
     matrix, on the right, the input side; in files of earlier versions on the left as well.
-
-    Args:
-        kind: "identity", "right" or "both".
-        rank: as for `Kronecker`; this, `shrinkage` and `limit` say how factors are learned, not what they are.
-        shrinkage: as for `Kronecker`.
-        limit: as for `Kronecker`.
-        factors: what was learned: "right/key" or "left/key" to orthonormal columns (n, r). A side without one has the
-            identity.
-        whole: names of factors that keep all directions, whatever the rank.
+    `factors` maps "right/key" or "left/key" to orthonormal columns (n, r); a side without one has the identity. `rank`,
+    `shrinkage` and `limit` are those of `Kronecker`: they say how factors are learned. Those in `whole` ignore the rank.
     """
 
     def __init__(
@@ -261,9 +246,7 @@ class Basis:
     @staticmethod
     def _subtract(place: Place, x: Tensor, m: Tensor, inverse: Inverse, lr: float, out: Tensor | None) -> Tensor:
         """x - lr D^-1 m without anything of its size in between, where memory allows it."""
-        base, whole = place.matrix(x), None
-        if out is not None and out.is_contiguous():
-            whole = place.matrix(out)
+        base, whole = place.matrix(x), place.matrix(out) if out is not None and out.is_contiguous() else None
         if inverse.columns is not None and inverse.rest is not None:
             thin = m @ inverse.columns
             base, m = torch.addcdiv(base, m, inverse.rest, value=-lr, out=whole), thin
@@ -288,8 +271,14 @@ class Basis:
             return None
         right = self._at("right", name, m)
         assert right is not None
-        self._inverses[address] = Inverse.of(right, d)
-        return self._inverses[address]
+        if right.full:
+            found = Inverse(right.divide(torch.eye(right.size, dtype=d.dtype, device=d.device), d))
+        else:
+            rest = d[:, right.rank : right.rank + 1].contiguous()
+            thin = (1 / d[0, : right.rank] - 1 / rest[0])[:, None] * right.columns.mT
+            found = Inverse(thin, right.columns.contiguous(), rest)
+        self._inverses[address] = found
+        return found
 
     def _at(self, side: str, name: str, like: Tensor) -> Orthogonal | None:
         """A factor in the type and on the device of a tensor."""

@@ -94,17 +94,11 @@ def find_weights(
         # many small tensors are handled as one: it saves calls, and copies little
         rows, flat = {"": torch.cat(list(rows.values()), 1)}, {"": torch.cat(list(flat.values()))}
     # In chunks that stay in the cache; the sums over chunks, in float64, lose nothing either.
-    parts = {
-        n: [
-            (r, combine(r, weights), s) for r, s in zip(torch.split(d, _CHUNK, 1), torch.split(flat[n], _CHUNK), strict=True)
-        ]
-        for n, d in rows.items()
-    }
+    chunks = {n: zip(torch.split(d, _CHUNK, 1), torch.split(flat[n], _CHUNK), strict=True) for n, d in rows.items()}
+    parts = {n: [(r, combine(r, weights), s) for r, s in pairs] for n, pairs in chunks.items()}
 
     def evaluate(w: Array) -> tuple[Array, Array]:
-        sums = total(
-            {n: torch.stack([_reductions(r, before, s, w) for r, before, s in chunks]).sum(0) for n, chunks in parts.items()}
-        )
+        sums = total({n: torch.stack([_reductions(*part, w) for part in found]).sum(0) for n, found in parts.items()})
         return sums[:pieces], sums[pieces:].reshape(pieces, pieces)
 
     return solve(evaluate, weights, offsets, tolerance=tolerance)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 TyingName = Literal["parameter", "channel", "column", "tensor", "role"]
 Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
 Rename = Mapping[str, str] | Callable[[str], str]
 
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -80,7 +81,7 @@ def tied_shape(tying: TyingName, shape: Shape) -> Shape:
     return stored + shared if tying == "channel" else shared + stored
 
 
-def roles(shapes: Mapping[str, Shape]) -> dict[str, str]:
+def roles(shapes: Shapes) -> dict[str, str]:
     """The role of every tensor: first, hidden or last layer, weight or bias; norm weight or bias; other.
 
     Read off names, shapes and order alone: a matrix or a kernel is a weight; a vector beside one is its bias; a vector
@@ -110,14 +111,7 @@ def roles(shapes: Mapping[str, Shape]) -> dict[str, str]:
     return found
 
 
-def match(
-    tying: TyingName,
-    wanted: Mapping[str, Slot],
-    shapes: Mapping[str, Shape],
-    stored: Mapping[str, Shape],
-    *,
-    lenient: bool,
-) -> None:
+def match(tying: TyingName, wanted: Mapping[str, Slot], shapes: Shapes, stored: Shapes, *, lenient: bool) -> None:
     """Refuse a model that learned metrics do not fit: a tensor without a metric, another shape, a metric without a tensor.
 
     `stored` has the shapes of the metrics for one piece, by key. If `lenient`, tensors and metrics may be alone.
@@ -142,7 +136,7 @@ def match(
         )
 
 
-def _no_metric(name: str, shape: Shape, slot: Slot, stored: Mapping[str, Shape]) -> str:
+def _no_metric(name: str, shape: Shape, slot: Slot, stored: Shapes) -> str:
     if slot.key != name:
         return (
             f"the tensor {name!r} of shape {shape} has the role {slot.key!r}, for which nothing was learned (there are "

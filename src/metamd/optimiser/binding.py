@@ -100,8 +100,7 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Poten
                 "Pass model.named_parameters(), or groups whose params are (name, parameter) pairs."
             )
         pairs += zip(names or [str(len(pairs) + i) for i in range(len(group["params"]))], group["params"], strict=True)
-    rename = potential.rename if isinstance(potential, MaxDiagonal) else None
-    return clean_names(pairs, rename)
+    return clean_names(pairs, potential.rename if isinstance(potential, MaxDiagonal) else None)
 
 
 def fit(

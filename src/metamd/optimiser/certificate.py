@@ -176,9 +176,7 @@ class Sums:
             return
         if self.paper:
             self.uncovered += 1
-            return
-        still = [n for n in self.rows if n not in moved]
-        if still:
+        elif still := [n for n in self.rows if n not in moved]:
             # It was held where it is, and its part of y changed with the weights: that is not a mirror step of phi.
             self.restart(f"the active pieces changed in a step in which {still[0]!r} had no gradient")
 

@@ -299,10 +299,10 @@ class FusedDiagonals:
         self._rows = rows = np.zeros(len(params), dtype=ROW)
         rows["centre"] = [self.start[n].data_ptr() if self.start else 0 for n in params]
         rows["metric"] = [a.metric.data_ptr() for a in layouts]
-        rows["stride"], rows["wide"] = zip(
-            *((a.metric.shape[1], a.metric.dtype == torch.float64) for a in layouts), strict=True
-        )
-        rows["period"], rows["cols"] = zip(*((a.period, a.cols) for a in layouts), strict=True)
+        rows["stride"] = [a.metric.shape[1] for a in layouts]
+        rows["period"] = [a.period for a in layouts]
+        rows["cols"] = [a.cols for a in layouts]
+        rows["wide"] = [a.metric.dtype == torch.float64 for a in layouts]
 
     def _point_to(self, params: Params, names: Collection[str], moves: Moves) -> list[Tensor]:
         """Note where the tensors of a pass are. The gradients returned must live until it is over."""

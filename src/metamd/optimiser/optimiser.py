@@ -127,13 +127,8 @@ class MetaMD(Optimizer):
         self._versions: dict[str, int] = {}
         self._steps, self._training = 0, True
         self._record = PieceRecord()
-        options = {
-            "lr": used.rate_of(used.momentum),
-            "momentum": used.momentum,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, options)
+        rates = {"lr": used.rate_of(used.momentum), "momentum": used.momentum}
+        super().__init__(params, {**rates, "weight_decay": weight_decay, "maximize": maximize})
         self._bind()
 
     # names and geometry

@@ -90,9 +90,7 @@ class NegativeEntropy(Potential):
 
     def strong_convexity(self) -> StrongConvexity:
         """1 in the l1 norm on a simplex [Pinsker]; on the whole orthant there is no positive constant."""
-        if self.domain == "simplex":
-            return StrongConvexity(1.0, "l1 of each row")
-        return StrongConvexity(0.0, "l1")
+        return StrongConvexity(1.0, "l1 of each row") if self.domain == "simplex" else StrongConvexity(0.0, "l1")
 
     def check(self, params: Params) -> None:
         """Entries must be positive, and rows must sum to one on the simplex."""

@@ -139,8 +139,7 @@ class MaxDiagonal(Potential):
         """
         if missing not in get_args(Missing):
             raise ValueError(f'missing must be "error" or "euclidean", got {missing!r}.')
-        pairs = list(named.items() if isinstance(named, Mapping) else named)
-        tensors = clean_names(pairs, rename)
+        tensors = clean_names(list(named.items() if isinstance(named, Mapping) else named), rename)
         new = self.with_metrics(self.log_d, self.offsets)
         shapes = {n: tuple(x.shape) for n, x in tensors.items()}
         new.slots = self.basis.slots(self.tying, shapes)

@@ -92,10 +92,7 @@ def roles(shapes: Shapes) -> dict[str, str]:
         {'0.weight': 'first.weight', '0.bias': 'first.bias', '1.weight': 'norm.weight', '2.weight': 'last.weight'}
     """
     matrices = [n for n, s in shapes.items() if len(s) > 1]
-    place = dict.fromkeys(matrices, "hidden")
-    if matrices:
-        place[matrices[0]] = "first"
-        place[matrices[-1]] = "last"
+    place = dict.fromkeys(matrices, "hidden") | dict.fromkeys(matrices[:1], "first") | dict.fromkeys(matrices[-1:], "last")
     layer_of = {n.rpartition(".")[0]: n for n in matrices}
     found = {}
     for name, shape in shapes.items():
@@ -171,9 +168,7 @@ def clean_name(name: str, rename: Rename | None = None) -> str:
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]
     clean = ".".join(parts)
-    if rename is None:
-        return clean
-    return rename(clean) if callable(rename) else rename.get(clean, clean)
+    return rename(clean) if callable(rename) else (rename or {}).get(clean, clean)
 
 
 def clean_names(named: Sequence[tuple[str, Tensor]], rename: Rename | None = None) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from metamd.cli import report as report_command
 from metamd.cli.families import build_family, held_out_side
 from metamd.cli.main import one_line
 from metamd.cli.options import Compare, Report
-from metamd.comparison.compare import compare, records_of
+from metamd.comparison.compare import compare, settings_of
 from metamd.comparison.comparison import Target
 from metamd.comparison.entrants import Protocol, entrants, labels
 from metamd.comparison.tuning import SEARCHES
@@ -43,7 +43,7 @@ def run(options: Compare) -> None:
     # A file that does not fit the models of the family is refused here, and data that are not at hand are found missing.
     ours["MetaMD"].start([(n, nn.Parameter(x)) for n, x in family.example().items()])
     rivals = [_rival(name, known, options) for name in options.rivals]
-    records_of(options.out, family, protocol)
+    Records(options.out, settings_of(family, protocol))  # refuses the folder of another comparison before a long search
     trials = None
     if options.protocol == "paper":
         about = {"family": family.describe(), "seed": options.seed, "budget": options.budget}

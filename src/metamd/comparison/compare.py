@@ -58,15 +58,16 @@ def compare(
     for label, contenders in entrants.items():
         if not contenders:
             raise ValueError(f"{label!r} has no contender. Give it one, or several.")
-    measuring, steps = protocol.measuring, family.steps if protocol.steps is None else protocol.steps
+    measuring = protocol.measuring
     groups = draw(family, protocol.seeds, protocol.seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
-    records = None if folder is None else records_of(Path(folder), family, protocol)
+    settings = settings_of(family, protocol)
+    records = None if folder is None else Records(Path(folder), settings)
 
     def run(pairs: Iterable[tuple[Contender, str]], title: str) -> Outcomes:
         cells = {
             (c.key(), name): Cell(
-                cell_name(c.describe(), tasks[name].config), partial(_trained, tasks[name], c, steps, measuring)
+                cell_name(c.describe(), tasks[name].config), partial(_trained, tasks[name], c, settings["steps"], measuring)
             )
             for c, name in pairs
         }
@@ -83,18 +84,13 @@ def compare(
         kept = [(c, ns) for ns in names for cs in entrants.values() for c in _best_few(cs, ns[0], outcomes, protocol.screen)]
         outcomes |= run(((c, n) for c, ns in kept for n in ns[1:]), title)
     folds = tuple(_fold(group, configs, entrants, outcomes) for group, configs in groups.items())
-    comparison = Comparison(folds, _settings(family, protocol), protocol=protocol.name)
+    comparison = Comparison(folds, settings, protocol=protocol.name)
     if protocol.aim is not None:
         comparison = comparison.aiming(protocol.aim.baseline, protocol.aim.share)
     return _timed(comparison, entrants, next(iter(tasks.values())), records)
 
 
-def records_of(folder: Path, family: TaskFamily, protocol: Protocol) -> Records:
-    """The records of a comparison; a folder that holds those of another is refused, so look before a long search."""
-    return Records(folder, _settings(family, protocol))
-
-
-def _settings(family: TaskFamily, protocol: Protocol) -> Result:
+def settings_of(family: TaskFamily, protocol: Protocol) -> Result:
     """All that an outcome depends on beside its task and its contender; other optimisers may join later."""
     measuring, steps = protocol.measuring, family.steps if protocol.steps is None else protocol.steps
     watched = {"every": measuring.every, "examples": measuring.examples, "splits": list(measuring.splits)}

@@ -5,6 +5,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
@@ -165,22 +166,19 @@ def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> 
 
 
 def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
-    """The same potential; under `rank="auto"` its basis keeps all directions of the sides that can be afforded.
+    """The same potential; under `rank="auto"` its basis, changed in place, keeps all directions that can be afforded.
 
-    With `LARGEST` directions a side costs two thin products, with all n of them one product of 2n operations for each number
-    of the tensor. The cheapest sides come first, until a quarter of the operations of a gradient is spent. Convolutions,
-    whose kernels are used at many places, leave room for more than matrices do. The potential, bound to the task's
-    parameters, gets a new basis in place.
+    The cheapest sides come first, until a quarter of the operations of a gradient is spent.
     """
     basis = potential.basis
     if basis.rank != "auto":
         return potential
-    thin: dict[str, int] = {}
-    whole: dict[str, int] = {}
+    thin, whole = Counter[str](), Counter[str]()
     for place in map(basis.places.__getitem__, basis.learnable()):
         numbers, factor, n = math.prod(place.shape), f"right/{place.key}", place.sizes["right"]
-        thin[factor] = thin.get(factor, 0) + 4 * numbers * min(LARGEST, n)
-        whole[factor] = whole.get(factor, 0) + 2 * numbers * n
+        # with `LARGEST` directions two thin products, with all of them one product
+        thin[factor] += 4 * numbers * min(LARGEST, n)
+        whole[factor] += 2 * numbers * n
     left = AFFORDED * gradient_operations(task) - sum(thin.values())
     kept = []
     for factor in sorted(whole, key=lambda f: whole[f] - thin[f]):
@@ -249,10 +247,8 @@ class Learner:
     def learn(self, tasks: Mapping[int, Task], iterate: Iterate, purpose: Purpose) -> dict[int, TaskResult]:
         """Run tasks, by number, and what each says; the purpose seeds estimators that are random."""
         if not self.method.closed:
-            pieces = {
-                f"task {i}": partial(self._differentiate, task, iterate, derive_seed(*purpose, i))
-                for i, task in tasks.items()
-            }
+            seeds = {i: derive_seed(*purpose, i) for i in tasks}
+            pieces = {f"task {i}": partial(self._differentiate, task, iterate, seeds[i]) for i, task in tasks.items()}
             return dict(zip(tasks, self.executor.all(pieces).values(), strict=True))
         found = {}
         runs = self.runs(list(tasks.values()), iterate, products=iterate.basis.kind != "identity")

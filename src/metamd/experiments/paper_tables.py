@@ -36,10 +36,18 @@ OTHERS = ("nesterov", "adagrad", "shampoo", "schedule-free-sgd", "dadapt")
 
 ANGLES = ("0", "15", "30", "45", "60", "75")
 DATASETS = ("mnist", "qmnist", "kmnist", "fashionmnist", "usps", "svhn")
+AT_HAND = tuple(d for d in DATASETS if d != "qmnist")  # which the mirror does not have
 BOTH = {"MetaMD": Entry(), "MetaMD, plain": PLAIN}
 DIAGONAL = Geometry(Diagonal(), {"MetaMD, diagonal": PLAIN})
 SMOKE = Scale(
     ("0", "45"), 200, steps=10, outer_steps=1, tasks_per_step=1, seeds=1, budget=2, rivals=("sgd", "adam"), usage_tasks=0
+)
+
+ONE_ANGLE = replace(SMOKE, domains=("45",), rivals=("adam",), schedules=("linear",))
+LONG = Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20)
+TWO_ANGLES = Scale(("0", "45"), 10_000, outer_steps=2, tasks_per_step=4, screen=3)
+CONVERGED = Scale(
+    DATASETS, None, outer_steps=20, rivals=PAPERS, protocol="paper", measuring=Measuring(every=100), test_steps=20_000
 )
 
 # Test accuracies that the paper has, in per cent: a line for each domain, a column for each optimiser.
@@ -121,18 +129,8 @@ ROTATED_MLP = Experiment(
     },
     {
         "smoke": SMOKE,
-        "cpu": Scale(ANGLES, 10_000, outer_steps=2, tasks_per_step=4, rivals=("sgd", *MODERN), screen=3),
-        "paper": Scale(
-            ANGLES,
-            10_000,
-            steps=5000,
-            seeds=10,
-            outer_steps=20,
-            rivals=PAPERS,
-            protocol="paper",
-            search="grid",
-            measuring=Measuring(every=50),
-        ),
+        "cpu": replace(TWO_ANGLES, domains=ANGLES, rivals=("sgd", *MODERN)),
+        "paper": replace(LONG, rivals=PAPERS, protocol="paper", search="grid", measuring=Measuring(every=50)),
     },
     _published(MLP),
 )
@@ -142,25 +140,9 @@ DIVERSE_DIGITS = Experiment(
     digits,
     {"kronecker": coordinates(BOTH), "diagonal": DIAGONAL},
     {
-        "smoke": replace(SMOKE, domains=("usps",), images=100, steps=4, rivals=("adam",), schedules=("linear",)),
-        "cpu": Scale(
-            tuple(d for d in DATASETS if d != "qmnist"),  # which the mirror does not have
-            10_000,
-            outer_steps=2,
-            tasks_per_step=4,
-            rivals=("sgd", *MODERN),
-            usage_tasks=4,
-            screen=3,
-        ),
-        "paper": Scale(
-            DATASETS,
-            None,
-            outer_steps=20,
-            rivals=PAPERS,
-            protocol="paper",
-            measuring=Measuring(every=100),
-            test_steps=20_000,
-        ),
+        "smoke": replace(ONE_ANGLE, domains=("usps",), images=100, steps=4),
+        "cpu": replace(TWO_ANGLES, domains=AT_HAND, rivals=("sgd", *MODERN), usage_tasks=4),
+        "paper": CONVERGED,
     },
     _published(LENET),
 )
@@ -183,14 +165,12 @@ RESNET18 = Experiment(
     },
     {
         "smoke": replace(
-            SMOKE,
+            ONE_ANGLE,
             domains=("cifar10",),
             images=60,
             steps=3,
             outer_steps=6,
             budget=1,
-            rivals=("adam",),
-            schedules=("linear",),
             batch_size=10,
             width=8,
             measuring=Measuring(every=3, examples=20, splits=("test",)),
@@ -207,15 +187,7 @@ RESNET18 = Experiment(
             width=16,
             measuring=Measuring(every=50, examples=500, splits=("test",)),
         ),
-        "paper": Scale(
-            ("cifar10",),
-            None,
-            tasks_per_step=7,
-            rivals=("sgdm", "adam", "adamw"),
-            protocol="paper",
-            measuring=Measuring(every=100),
-            test_steps=20_000,
-        ),
+        "paper": replace(CONVERGED, domains=("cifar10",), outer_steps=6, tasks_per_step=7, rivals=("sgdm", "adam", "adamw")),
     },
     RESNET,
 )
@@ -223,17 +195,14 @@ RESNET18 = Experiment(
 # Variants. The paper has a Bayesian search for LeNet and ResNet18 and grids for the MLP, whose trainings take a second here.
 UNPUBLISHED_MLP = replace(ROTATED_MLP, published={})
 ALONE = {"kronecker": coordinates({"MetaMD": Entry()})}
-ONE_ANGLE = replace(SMOKE, domains=("45",), rivals=("adam",), schedules=("linear",))
 BAYESIAN = replace(ONE_ANGLE, budget=7, protocol="paper")  # two more than a Bayesian search draws at random
-LONG = Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20)
-TWO_ANGLES = Scale(("0", "45"), 10_000, outer_steps=2, tasks_per_step=4, screen=3)
 
 ALL_RIVALS = replace(
     UNPUBLISHED_MLP,
     variant="all-rivals",
     geometries=ALONE,
     scales={
-        "smoke": replace(BAYESIAN, budget=2, rivals=("adam", *OTHERS), protocol="handicap"),
+        "smoke": replace(ONE_ANGLE, rivals=("adam", *OTHERS)),
         "cpu": replace(TWO_ANGLES, rivals=("sgd", *MODERN, *OTHERS)),
         "paper": replace(LONG, rivals=("sgd", *MODERN, *OTHERS)),
     },
@@ -259,7 +228,7 @@ BAYESIAN_LENET = replace(
     scales={
         "smoke": replace(BAYESIAN, domains=("usps",), images=100, steps=4),
         "cpu": Scale(("kmnist",), 10_000, outer_steps=2, tasks_per_step=4, protocol="paper", usage_tasks=4),
-        "paper": DIVERSE_DIGITS.scales["paper"],
+        "paper": CONVERGED,
     },
 )
 

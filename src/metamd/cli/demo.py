@@ -122,13 +122,11 @@ def _compared(
 def _table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Mean and final loss, steps to the target and, where there are classes, test accuracy."""
     titles = {"mean_loss": "mean training loss", "final_loss": "loss at the end", "steps_to_target": "steps to target"}
-    shown = {metric: comparison.table(metric) for metric in (*titles, "test_error") if metric in comparison.metrics}
-    rows = []
-    for number, label in enumerate(comparison.labels):
-        values = {metric: table[number] for metric, table in shown.items()}
-        row = [interval(values[metric]) for metric in titles]
-        rows.append([label, *row, *([accuracy(values["test_error"])] if "test_error" in values else [])])
-    return ["", *titles.values(), *(["test accuracy, %"] if "test_error" in shown else [])], rows
+    titles |= {"test_error": "test accuracy, %"} if "test_error" in comparison.metrics else {}
+    columns = [
+        [(accuracy if metric == "test_error" else interval)(row) for row in comparison.table(metric)] for metric in titles
+    ]
+    return ["", *titles.values()], [list(row) for row in zip(comparison.labels, *columns, strict=True)]
 
 
 def _verdict(comparison: Comparison) -> str:

@@ -62,17 +62,10 @@ def _mixture(pieces: int, entries: Mapping[str, Entry], centre: Centre = "start"
 
 ALONE = {f"3 pieces, piece {j + 1} alone": Entry(Usage(), piece=j) for j in range(3)}
 
-MIXTURES = {
-    f"{n}-pieces": _mixture(
-        n,
-        {f"{n} pieces": PLAIN} if n != 3 else {"3 pieces": PLAIN, "3 pieces, the paper's step": PAPERS_STEP, **ALONE},
-    )
-    for n in range(2, MOST + 1)
-}
-
+MORE_OF_THREE = {"3 pieces, the paper's step": PAPERS_STEP, **ALONE}
 GEOMETRIES = {
     "1-piece": Geometry(Diagonal(), {"1 piece": PLAIN}, same_tasks=True),
-    **MIXTURES,
+    **{f"{n}-pieces": _mixture(n, {f"{n} pieces": PLAIN} | (MORE_OF_THREE if n == 3 else {})) for n in range(2, MOST + 1)},
     "3-pieces-origin": _mixture(
         3,
         {"3 pieces about the origin": PLAIN, "3 pieces about the origin, the paper's step": PAPERS_STEP},

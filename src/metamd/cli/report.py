@@ -106,23 +106,21 @@ def _all(options: Reproduce, folder: Path) -> dict[str, Result]:
 
 
 def write_report(
-    folder: Path,
-    out: Path,
-    target: str | None = None,
-    share: float | None = None,
-    places: Sequence[Path] | None = None,
+    folder: Path, out: Path, target: str | None = None, share: float | None = None, places: Sequence[Path] | None = None
 ) -> tuple[Comparison, list[Section]]:
     """Write `report.html`, `report.md` and the figures that are kept beside them; what they show is given back."""
     comparison, versions = read(folder, places)
     if target is not None or share is not None:
         aim = comparison.aim or Target(comparison.labels[-1])
         comparison = comparison.aiming(target or aim.baseline, aim.share if share is None else share)
-    out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as figures:
         parts = sections(comparison, Path(figures), versions=versions)
         kept = folder / "certificate.json"
         parts += certificate_sections(read_json(kept) if kept.is_file() else None)
-        _write(out, _title(comparison), parts, folder)
+        family = comparison.settings.get("family", {})
+        name = family.get("family", "") if isinstance(family, dict) else ""
+        title = f"{comparison.labels[0]} against {len(comparison.labels) - 1} rivals" + (f" on {name}" if name else "")
+        _write(out, title, parts, folder)
         for path in (path for part in parts for path, _ in part.figures if path.name != CURVES):
             write_atomically(out / path.name, path.read_bytes())
     return comparison, parts
@@ -137,12 +135,12 @@ def write_tables(folder: Path, out: Path) -> list[Section]:
         costs = training_costs(read_cells(records))
     parts += [] if costs is None else [costs]
     parts += [configuration(Records.settings(folder), {})] if (folder / "run.json").is_file() else []
-    out.mkdir(parents=True, exist_ok=True)
     _write(out, folder.resolve().name.capitalize(), parts, folder)
     return parts
 
 
 def _write(out: Path, title: str, parts: list[Section], folder: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
     command = f"metamd report {folder}"
     write_page(out / "report.html", title, parts, command=command)
     write_atomically(out / "report.md", as_markdown(parts, title=title, command=command).encode())
@@ -205,9 +203,3 @@ def summary(comparison: Comparison) -> dict[str, Any]:
         "tasks_to_pay": pays,
     }
     return dict(as_json(found))
-
-
-def _title(comparison: Comparison) -> str:
-    family = comparison.settings.get("family", {})
-    name = family.get("family", "") if isinstance(family, dict) else ""
-    return f"{comparison.labels[0]} against {len(comparison.labels) - 1} rivals" + (f" on {name}" if name else "")

@@ -252,19 +252,14 @@ def measure(potential: MaxDiagonal, start: Params, solution: Params) -> tuple[fl
         return math.inf, math.inf, math.inf
     moved = {n: (solution[n] - start[n]).double() for n in start}
     length = math.sqrt(sum(float(x.square().sum()) for x in moved.values()))
-    reach = length if potential.basis.factors else math.sqrt(_largest_mean_square(potential, moved))
-    return float(potential.divergence(solution, start)), length, reach
-
-
-def _largest_mean_square(potential: MaxDiagonal, moved: Params) -> float:
-    """Over groups of coordinates that share a metric."""
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, float] = {}
+    divergence, sums, counts = float(potential.divergence(solution, start)), dict[str, Tensor](), dict[str, float]()
+    if potential.basis.factors:
+        return divergence, length, length
     for n, slot in potential.slots.items():
         squares = slot.gather(grouped_squares(potential.basis.into(n, moved[n]), slot.shape))
         sums[slot.key] = sums.get(slot.key, 0) + squares
         counts[slot.key] = counts.get(slot.key, 0) + moved[n].numel() / max(squares.numel(), 1)
-    return max(float(s.max()) / counts[k] for k, s in sums.items() if s.numel())
+    return divergence, length, math.sqrt(max(float(s.max()) / counts[k] for k, s in sums.items() if s.numel()))
 
 
 def displacements(

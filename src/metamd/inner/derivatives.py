@@ -39,13 +39,7 @@ class Passage:
 
 
 class Recursion:
-    """The differentiable step of a run, and what it adds to the objective.
-
-    Args:
-        descent: the run, which knows the start, the step size and the kind of step.
-        potential: leaves to differentiate by, bound to the same tensors.
-        objective: E.
-    """
+    """The differentiable step of a run, and what it adds to the objective. The potential has the leaves."""
 
     def __init__(self, descent: MirrorDescent, potential: MaxDiagonal, objective: Objective) -> None:
         self.potential, self.objective = potential, objective

@@ -1,5 +1,6 @@
 """The record of what is guaranteed about new tasks, and how it reads."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -139,6 +140,10 @@ class HeldOutCertificate:
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types: what is not a finite number is null."""
         return dict(as_json(asdict(self)))
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), allow_nan=False)
 
     def paragraphs(self) -> list[str]:
         """What `print` shows, a text for each statement and each assumption, for a page."""

@@ -20,7 +20,6 @@ data are noise around ten means. At the end stands the table of docs/results.md.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -38,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import metamd
+from machine import machine
 from meta_contenders import (
     FORWARD,
     REVERSE,
@@ -240,14 +240,7 @@ def main() -> None:
     print("\n" + markdown(goals))
     args.out.mkdir(parents=True, exist_ok=True)
     record = {
-        "machine": {
-            "processor": platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "load_before_and_after": [before, round(os.getloadavg()[0], 1)],
-        },
+        "machine": machine(before),
         "rounds": args.rounds,
         "steps_of_reverse_mode": STEPS,
         "targets": goals,

@@ -13,7 +13,6 @@ are timed in the middle of a run, hundreds of steps from its start, where all pi
 import argparse
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import metamd
+from machine import machine
 from metamd.tasks.models import LeNet, ResNet18
 
 RESULTS = Path(__file__).parent / "results"
@@ -295,14 +295,7 @@ def main() -> None:
     show(rows)
     args.out.mkdir(parents=True, exist_ok=True)
     record = {
-        "machine": {
-            "processor": platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "load_before_and_after": [before, round(os.getloadavg()[0], 1)],  # above the threads used: do not trust it
-        },
+        "machine": machine(before),
         "rounds": args.rounds,
         "warmup": args.warmup,
         "metrics": {

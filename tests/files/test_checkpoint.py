@@ -65,14 +65,16 @@ def test_kills_hit_while_a_checkpoint_was_written(tmp_path):
     assert list(tmp_path.glob(".*.tmp"))
 
 
+class Stop(Exception):  # noqa: N818
+    """Ends a run after its fifth outer step."""
+
+
+def stop(record, step):
+    if step == 5:
+        raise Stop
+
+
 def test_every_k_steps_loses_at_most_k(tmp_path, whole):
-    class Stop(Exception):  # noqa: N818
-        pass
-
-    def stop(record, step):
-        if step == 5:
-            raise Stop
-
     with pytest.raises(Stop):
         train(tmp_path, stop, every=3)
     assert State.restore(*_parts(tmp_path)).step == 5, "an exception, unlike a kill, leaves time for a checkpoint"
@@ -89,14 +91,6 @@ def test_a_finished_run_is_not_run_again(tmp_path, whole):
 
 def test_resumption_that_forgets_something_would_be_seen(tmp_path, whole):
     """The comparison can fail: without Adam's averages the continued run ends elsewhere."""
-
-    class Stop(Exception):  # noqa: N818
-        pass
-
-    def stop(record, step):
-        if step == 5:
-            raise Stop
-
     with pytest.raises(Stop):
         train(tmp_path, stop)
     restore = State.restore

@@ -220,7 +220,7 @@ def test_the_training_bound_with_everything_stated_beforehand():
     assert found.bound == pytest.approx(sum(found.numbers[k] for k in ("mean", "complexity", "concentration")))
     assert "C = 2.5 stated beforehand" in found.basis
     assert "(l2)" in found.basis
-    assert seen.tasks == len(learned.header.task_hashes)
+    assert len(seen.lengths) == len(learned.header.task_hashes)
     wide = certify(learned, family, held_out_tasks=1, stated=Stated(reach=5.0)).of("training tasks", "B(")
     assert "(l_inf)" in wide.basis
     assert wide.numbers["complexity"] == pytest.approx(found.numbers["complexity"] * math.sqrt(2 * math.log(3)))

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -134,18 +134,15 @@ def run_task(task: Task, learned: LearnedOptimiser, target: float, comparator: R
     while descent.going:
         train(task, descent, range(descent.taken, min(descent.taken + every, descent.steps)), until=None)
         looks.append((descent.taken, look(descent.params)))
-    run, end = descent.finish(), looks[-1][1]
-    score = Score(steps_to(target, looks), end, None, None, run.largest_gradient, run.diverged)
-    if not run.diverged and math.isnan(end):
-        score = replace(score, diverged="The loss at the end is not a number.")
-    if score.diverged:
-        score = replace(score, steps=math.inf, loss=math.inf)
-    solution = solve(task, comparator)
-    if solution is None:
-        return score
-    divergence, regret = measure(descent.potential, run.start, solution)[0], run.regret(solution)
-    known = math.inf if score.diverged or math.isnan(regret) else regret
-    return replace(score, distance=math.sqrt(2 * max(divergence, 0.0)), regret=known)
+    run, loss = descent.finish(), looks[-1][1]
+    failed = run.diverged or ("The loss at the end is not a number." if math.isnan(loss) else "")
+    steps, loss = (math.inf, math.inf) if failed else (steps_to(target, looks), loss)
+    distance = regret = None
+    if (solution := solve(task, comparator)) is not None:
+        distance = math.sqrt(2 * max(measure(descent.potential, run.start, solution)[0], 0.0))
+        regret = run.regret(solution)
+        regret = math.inf if failed or math.isnan(regret) else regret
+    return Score(steps, loss, distance, regret, run.largest_gradient, failed)
 
 
 def steps_to(target: float, looks: Sequence[tuple[int, float]]) -> float:

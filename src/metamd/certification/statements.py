@@ -182,5 +182,17 @@ def certificates(held_out: object) -> dict[str, Any]:
     return {**old, **(found if isinstance(found, Mapping) else {})}
 
 
+def readable(held_out: object) -> tuple[dict[str, HeldOutCertificate], dict[str, Any]]:
+    """The certificates in the `held_out` of a header that can be read, and what else it says."""
+    said = held_out if isinstance(held_out, Mapping) else {"": held_out}
+    found, rest = {}, {k: v for k, v in said.items() if k not in ("certificate", "certificates")}
+    for place, plain in certificates(held_out).items():
+        try:
+            found[place] = HeldOutCertificate.from_dict(plain)
+        except ValueError:
+            rest[place] = plain
+    return found, rest
+
+
 def _wrapped(text: str, indent: str) -> str:
     return fill(text, 120, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from metamd.certification.statements import HeldOutCertificate, certificates
+from metamd.certification.statements import readable
 from metamd.cli.main import one_line, show
 from metamd.cli.options import Inspect
 from metamd.files.learned import LearnedOptimiser, load
@@ -143,13 +143,9 @@ def _header_table(file: str, learned: LearnedOptimiser, found: Card | None) -> T
 
 def _held_out(found: Mapping[str, Any]) -> str | None:
     """The statements of certificates that say something, a line each; anything else as JSON."""
-    lines, rest = [], {k: v for k, v in found.items() if k not in ("certificate", "certificates")}
-    for place, plain in certificates(found).items():
-        try:
-            certificate = HeldOutCertificate.from_dict(plain)
-        except (ValueError, TypeError):
-            rest[place] = plain
-            continue
+    known, rest = readable(found)
+    lines = []
+    for place, certificate in known.items():
         lines.append(f"certificate from {certificate.tasks} tasks of {place} (--json has it whole)")
         holding = [s for s in certificate.statements if s.verdict == "holds" and s.bound is not None]
         lines += [f"{s.about}: {s.quantity} <= {s.bound:.5g}" for s in holding]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from metamd.certification.statements import HeldOutCertificate, certificates
+from metamd.certification.statements import readable
 from metamd.comparison import figures
 from metamd.comparison.comparison import LEAST, TO_TARGET, Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
@@ -261,16 +261,8 @@ def certificate_sections(found: Any) -> list[Section]:
     """
     if found is None:
         return [Section("Certificate", [UNCERTIFIED])]
-    kept = ("certificate", "certificates")
-    rest = {k: v for k, v in found.items() if k not in kept} if isinstance(found, dict) else {"certificate": found}
-    parts = []
-    for name, plain in certificates(found).items():
-        try:
-            texts = HeldOutCertificate.from_dict(plain).paragraphs()
-        except (ValueError, TypeError):
-            rest[name] = plain
-            continue
-        parts.append(Section(f"Certificate of the file: {name}", texts))
+    known, rest = readable(found)
+    parts = [Section(f"Certificate of the file: {name}", c.paragraphs()) for name, c in known.items()]
     if rest:
         texts = ["What else the learned file says about tasks that it was not learned on."]
         parts.append(Section("Certificate", texts, ["", "value"], [[str(k), _plain(v)] for k, v in rest.items()]))

@@ -14,74 +14,81 @@ import pytest
 
 import metamd.data as data
 from metamd.cli import data as commands
+from metamd.cli.options import Data, DataFetch, DataList, DataPath, DataVerify
 from metamd.data import registry
 from metamd.data.registry import DataError
 from metamd.files.progress import showing
 from tests.data_builders import place, put, server, tiny
 
 
-def test_list_says_what_is_partial_and_what_is_absent(tiny, place, capsys):
+@pytest.fixture
+def answer(capsys):
+    """What an action says as JSON."""
+
+    def ask(action, *words, **options):
+        commands.run(Data(action(*words, json=True, **options)))
+        return next(iter(json.loads(capsys.readouterr().out).values()))
+
+    return ask
+
+
+def test_list_says_what_is_partial_and_what_is_absent(tiny, place, capsys, answer):
     put(place / "npz", "mnist", "train", *tiny)
-    rows = commands.list_datasets()
-    assert [(r["split"], r["where"], r["status"]) for r in rows] == [
+    assert [(r["split"], r["where"], r["status"]) for r in answer(DataList)] == [
         ("train", "METAMD_DATA", "partial"),
         ("test", "absent", "absent"),
     ]
+    commands.run(Data(DataList()))
     text = capsys.readouterr().out
     assert re.search(r"mnist +train +10 of 10 +28x28 +METAMD_DATA +partial +the first few", text)
     assert "MNIST: made by a test" in text
-    commands.list_datasets(json=True)
-    assert json.loads(capsys.readouterr().out) == {"datasets": rows}
 
 
-def test_list_calls_a_file_of_unknown_size_unrecorded_and_a_fetched_one_official(tiny, place):
+def test_list_calls_a_file_of_unknown_size_unrecorded_and_a_fetched_one_official(tiny, place, answer):
     put(place / "npz", "mnist", "train", tiny[0][:3], tiny[1][:3])
-    commands.fetch("mnist", split="test")
-    assert [(r["where"], r["status"], r["count"]) for r in commands.list_datasets()] == [
+    answer(DataFetch, "mnist", split="test")
+    assert [(r["where"], r["status"], r["count"]) for r in answer(DataList)] == [
         ("METAMD_DATA", "unrecorded", 3),
         ("cache", "official", 5),
     ]
 
 
-def test_fetch_prints_what_it_fetched_and_fetches_again_when_forced(tiny, server, capsys):
+def test_fetch_prints_what_it_fetched_and_fetches_again_when_forced(tiny, server, capsys, answer):
     with showing("always"):
-        rows = commands.fetch("mnist", json=True)
+        commands.run(Data(DataFetch("mnist")))
     out, err = capsys.readouterr()
-    assert json.loads(out) == {"fetched": rows}
-    assert [row["count"] for row in rows] == [10, 5]
+    assert "mnist        train     10  official" in out
     assert "train-images.gz" in err
     asked = len(server.asked)
-    commands.fetch("mnist")
+    assert [row["count"] for row in answer(DataFetch, "mnist")] == [10, 5]
     assert len(server.asked) == asked
-    commands.fetch("mnist", force=True)
+    answer(DataFetch, "mnist", force=True)
     assert len(server.asked) == 2 * asked
 
 
-def test_verify_names_the_damaged_split(tiny, place, capsys):
+def test_verify_names_the_damaged_split(tiny, place, capsys, answer):
     with pytest.raises(DataError, match="There is nothing to verify"):
-        commands.verify()
-    put(place / "npz", "mnist", "train", *tiny)
-    assert [row["ok"] for row in commands.verify()] == [True]
+        answer(DataVerify)
     capsys.readouterr()
+    put(place / "npz", "mnist", "train", *tiny)
+    assert [row["ok"] for row in answer(DataVerify)] == [True]
     put(place / "npz", "mnist", "train", tiny[0][::-1], tiny[1])
     with pytest.raises(DataError, match=r"1 of 1 splits are wrong; the first: .*none of the recorded arrays"):
-        commands.verify("mnist", json=True)
+        answer(DataVerify, "mnist")
     assert [row["status"] for row in json.loads(capsys.readouterr().out)["verified"]] == ["wrong"]
 
 
-def test_path_is_that_of_the_file_or_of_the_cache(tiny, place, capsys):
-    assert commands.path() == str(place / "cache")
+def test_path_is_that_of_the_file_or_of_the_cache(tiny, place, answer):
+    assert answer(DataPath) == str(place / "cache")
     with pytest.raises(DataError, match=r"mnist train is not at hand. Run `metamd data fetch mnist` first"):
-        commands.path("mnist")
+        answer(DataPath, "mnist")
     put(place / "npz", "mnist", "train", *tiny)
-    capsys.readouterr()
-    assert commands.path("mnist", json=True) == str(place / "npz" / "mnist-train.npz")
-    assert json.loads(capsys.readouterr().out) == {"path": str(place / "npz" / "mnist-train.npz")}
+    assert answer(DataPath, "mnist") == str(place / "npz" / "mnist-train.npz")
 
 
 def test_listing_imports_neither_torch_nor_the_extra_packages(tmp_path):
     script = (
-        "import sys; from metamd.cli import data as commands; commands.list_datasets(json=True); "
+        "import sys; from metamd.cli.main import run; run(['data', 'list', '--json']); "
         "print(sorted({'torch', 'pooch', 'scipy', 'PIL', 'requests'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

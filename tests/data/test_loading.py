@@ -4,12 +4,15 @@
 # ruff: noqa: F401, F811
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 import metamd.data as data
 from metamd.cli import data as commands
+from metamd.cli.options import Data, DataFetch, DataList
 from metamd.data import decoders, registry
 from metamd.data.registry import DataError, Form, Split
 from tests.data_builders import GREY, idx_files, place, put, server, tiny
@@ -82,11 +85,12 @@ def test_arrays_of_another_kind_are_refused(tiny, place, change, sentence):
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing", b"PK\x03\x04 cut short"])
-def test_files_that_are_no_npz_are_refused(tiny, place, content):
+def test_files_that_are_no_npz_are_refused(tiny, place, content, capsys):
     (place / "npz" / "mnist-train.npz").write_bytes(content)
     with pytest.raises(DataError, match=r"must be a readable .npz file with images and labels"):
         data.load("mnist")
-    wrong = commands.list_datasets()[0]
+    commands.run(Data(DataList(json=True)))
+    wrong = json.loads(capsys.readouterr().out)["datasets"][0]
     assert wrong["status"] == "wrong"
     assert "must be a readable .npz file with labels" in wrong["note"]
 
@@ -97,7 +101,7 @@ def test_a_cached_file_is_checked_against_its_checksum(tiny, place):
     path.write_bytes(path.read_bytes().replace(b"images", b"imagez"))
     with pytest.raises(DataError, match=r"must have the sha256 .* Delete both files"):
         data.load("mnist")
-    commands.fetch("mnist", split="train")  # sees that it is damaged and makes it again
+    commands.run(Data(DataFetch("mnist", split="train")))  # sees that it is damaged and makes it again
     assert len(data.load("mnist")[0]) == 10
 
 

@@ -1,5 +1,6 @@
 """`metamd data list | fetch | verify | path`: each prints its result, as one JSON object if that was asked."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +14,56 @@ Row = dict[str, Any]
 
 def run(options: Data) -> None:
     """Carry out one of the four actions; wrong data end in a sentence and exit code 2."""
-    actions: dict[type, Any] = {DataList: list_datasets, DataFetch: fetch, DataVerify: verify, DataPath: path}
-    actions[type(options.action)](**vars(options.action))
+    actions: dict[type, Callable[[Any], None]] = {DataList: _list, DataFetch: _fetch, DataVerify: _verify, DataPath: _path}
+    actions[type(options.action)](options.action)
 
 
-def list_datasets(*, json: bool = False) -> list[Row]:
+def _list(options: DataList) -> None:
     """Say of every split where it is, how much of it, and whether it is official, partial or rebuilt.
 
     Counts come from file headers, so this is quick; `verify` reads the bytes.
     """
     rows = [_listed(record, split) for record in registry.datasets().values() for split in record.splits]
-    show({"datasets": rows}, _list_text(rows), as_json=json)
-    return rows
+    lines = [f"{'dataset':<13}{'split':<6}{'images':>15}  {'form':<9}{'where':<12} {'status':<10}  note"]
+    for row in rows:
+        shape = "x".join(str(side) for side in row["shape"])
+        images = f"{row['count']} of {row['official_count']}"
+        place = f"{row['where']:<12} {row['status']:<10}"
+        lines.append(f"{row['name']:<13}{row['split']:<6}{images:>15}  {shape:<9}{place}  {row['note']}".rstrip())
+    licences = {row["title"]: row["licence"] for row in rows}
+    lines += ["", "licences:", *(f"  {title}: {licence}" for title, licence in licences.items())]
+    show({"datasets": rows}, "\n".join(lines), as_json=options.json)
 
 
-def fetch(name: str, *, split: str | None = None, force: bool = False, json: bool = False) -> list[Row]:
+def _fetch(options: DataFetch) -> None:
     """Download, check, decode and cache a dataset, with a bar on standard error."""
-    wanted = [split] if split else list(registry.dataset(name).splits)
-    paths = loading.fetch(name, wanted, force=force)
-    rows = [_checked(name, key, path) for key, path in zip(wanted, paths, strict=True)]
-    show({"fetched": rows}, "\n".join(map(_line, rows)), as_json=json)
-    return rows
+    wanted = [options.split] if options.split else list(registry.dataset(options.name).splits)
+    paths = loading.fetch(options.name, wanted, force=options.force)
+    rows = [_checked(options.name, split, path) for split, path in zip(wanted, paths, strict=True)]
+    show({"fetched": rows}, _lines(rows), as_json=options.json)
 
 
-def verify(name: str | None = None, *, json: bool = False) -> list[Row]:
+def _verify(options: DataVerify) -> None:
     """Read every split at hand and compare it with its recorded checksums; raise when one is wrong."""
-    names = [name] if name else list(registry.datasets())
-    places = [(key, split, loading.find(key, split)) for key in names for split in registry.dataset(key).splits]
-    rows = [_checked(key, split, path) for key, split, path in places if path is not None]
-    bad = [row for row in rows if not row["ok"]]
-    show({"verified": rows}, "\n".join(map(_line, rows)), as_json=json)
-    if bad:
+    names = [options.name] if options.name else list(registry.datasets())
+    places = [(name, split, loading.find(name, split)) for name in names for split in registry.dataset(name).splits]
+    rows = [_checked(name, split, path) for name, split, path in places if path is not None]
+    show({"verified": rows}, _lines(rows), as_json=options.json)
+    if bad := [row for row in rows if not row["ok"]]:
         raise DataError(f"{len(bad)} of {len(rows)} splits are wrong; the first: {bad[0]['note']}")
     if not rows:
         raise DataError(f"There is nothing to verify: no split of {', '.join(names)} is at hand. Fetch one first.")
-    return rows
 
 
-def path(name: str | None = None, *, split: str = "train", json: bool = False) -> str:
+def _path(options: DataPath) -> None:
     """Print the file of a split that is at hand, or without a name the cache folder."""
+    name, split = options.name, options.split
     if name is not None:
         registry.split_of(name, split)
     found = loading.cache_folder() if name is None else loading.find(name, split)
     if found is None:
         raise DataError(f"{name} {split} is not at hand. Run `metamd data fetch {name}` first.")
-    show({"path": str(found)}, str(found), as_json=json)
-    return str(found)
+    show({"path": str(found)}, str(found), as_json=options.json)
 
 
 def _listed(record: Dataset, split: str) -> Row:
@@ -100,17 +105,7 @@ def _checked(name: str, split: str, path: Path) -> Row:
     return row | {"count": came.count, "status": came.status, "note": came.note}
 
 
-def _line(row: Row) -> str:
-    note = f"  ({row['note']})" if row["note"] else ""
-    return f"{row['name']:<13}{row['split']:<6}{row['count']:>6}  {row['status']:<10}  {row['path']}{note}"
-
-
-def _list_text(rows: list[Row]) -> str:
-    lines = [f"{'dataset':<13}{'split':<6}{'images':>15}  {'form':<9}{'where':<12} {'status':<10}  note"]
-    for row in rows:
-        shape = "x".join(str(side) for side in row["shape"])
-        images = f"{row['count']} of {row['official_count']}"
-        place = f"{row['where']:<12} {row['status']:<10}"
-        lines.append(f"{row['name']:<13}{row['split']:<6}{images:>15}  {shape:<9}{place}  {row['note']}".rstrip())
-    licences = {row["title"]: row["licence"] for row in rows}
-    return "\n".join([*lines, "", "licences:", *(f"  {title}: {licence}" for title, licence in licences.items())])
+def _lines(rows: list[Row]) -> str:
+    notes = [f"  ({row['note']})" if row["note"] else "" for row in rows]
+    starts = [f"{row['name']:<13}{row['split']:<6}{row['count']:>6}  {row['status']:<10}  {row['path']}" for row in rows]
+    return "\n".join(start + note for start, note in zip(starts, notes, strict=True))

@@ -1,9 +1,10 @@
 """`metamd train` learns a file from tasks of a family; `metamd update` learns a file anew with more recorded runs."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 
@@ -31,7 +32,7 @@ def run(options: Train) -> None:
     if not abs(options.seed) < 2**64:
         raise ValueError(f"--seed must lie between -2^64 and 2^64, got {options.seed}.")
     family = build_family(options)
-    _check(options, family)
+    learn, told = _method(options, family)
     check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
     if options.out.exists() and not folder.exists():
@@ -43,7 +44,12 @@ def run(options: Train) -> None:
     try:
         with Progress(f"metamd train {options.family}") as display:
             log = _log(display, notes, tensorboard(folder / "tensorboard") if options.tensorboard else None)
-            learned = _learn(options, family, Journal(folder), log)
+            told |= {"log": log} if learn is meta_train else {}
+            workers = Executor(options.workers, options.ray)
+            kept: dict[str, Any] = {"seed": options.seed, "journal": Journal(folder), "workers": workers}
+            start = learn_start(family, tasks=options.tasks, **kept) if options.learn_start else None
+            learned = learn(family if start is None else starting_at(family, start), **told, **kept)
+            learned = learned if start is None else learned.with_start(start)
     except KeyboardInterrupt:
         print(f"Stopped; the same command continues from {one_line(str(folder))}.", file=sys.stderr)
         raise
@@ -54,62 +60,39 @@ def run(options: Train) -> None:
     show(record, _said(options.out, header), as_json=options.json)
 
 
-def _learn(options: Train, family: TaskFamily, journal: Journal, log: Log) -> LearnedOptimiser:
-    start = None
-    kept: dict[str, Any] = {"seed": options.seed, "journal": journal, "workers": Executor(options.workers, options.ray)}
-    if options.learn_start:
-        start = learn_start(family, tasks=options.tasks, **kept)
-        family = starting_at(family, start)
-    if _from_adam(options, family):
-        choices = Choices(judged_on=cast(JudgedOn, options.judged_on), rules=rules_for_refresh(options.refresh))
-        learned = learn_network(family, _potential(options, family), tasks=options.tasks, choices=choices, **kept)
-    else:
-        rounds = {} if options.outer_steps is None else {"outer_steps": options.outer_steps}
-        if options.preset == "paper":
-            method = paper(options.k)
-        else:
-            method = {"potential": _potential(options, family), "refine": refinement(family)}
-        learned = meta_train(family, **(method | rounds), tasks_per_step=options.tasks, log=log, **kept)
-    return learned if start is None else learned.with_start(start)
-
-
-def _from_adam(options: Train, family: TaskFamily) -> bool:
-    """Whether the default recipe for networks learns: runs of a tuned Adam, and the best usage."""
-    return has_weights(family) and options.preset == "default" and options.outer_steps is None
-
-
-def _check(options: Train, family: TaskFamily) -> None:
-    """Refuse what is unknown, and options that would change nothing beside others, before anything is written."""
+def _method(options: Train, family: TaskFamily) -> tuple[Callable[..., LearnedOptimiser], dict[str, Any]]:
+    """What learns, and what it is told; options that are unknown or would change nothing beside others are refused."""
     if options.preset not in ("default", "paper"):
         raise ValueError(f"--preset must be default or paper, got {options.preset!r}.")
-    if options.judged_on not in get_args(JudgedOn):
-        raise ValueError(f"--judged-on must be {' or '.join(get_args(JudgedOn))}, got {options.judged_on!r}.")
-    if options.refresh < 0:
-        raise ValueError(f"--refresh must be a number of steps, got {options.refresh}. Leave it out for every step.")
-    usual = Train(options.family)
+    published = options.preset == "paper"
+    from_adam = has_weights(family) and not published and options.outer_steps is None  # the default for networks
     for why, names in {
-        "with --preset paper": ("potential", "tying", "rank") if options.preset == "paper" else (),
-        "without --preset paper": ("k",) if options.preset != "paper" else (),
-        "where no usage is chosen": ("judged_on", "refresh") if not _from_adam(options, family) else (),
+        "with --preset paper": ("potential", "tying", "rank") * published,
+        "without --preset paper": ("k",) * (not published),
+        "where no usage is chosen": ("judged_on", "refresh") * (not from_adam),
     }.items():
-        given = [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(usual, n)]
+        given = [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(Train, n)]
         if given:
             raise ValueError(f"{', '.join(given)} would change nothing {why}. Leave it out.")
-    if options.preset == "default":
-        _potential(options, family)
+    if from_adam:
+        choices = Choices(judged_on=cast(JudgedOn, options.judged_on), rules=rules_for_refresh(options.refresh))
+        return learn_network, {"potential": _potential(options, from_adam), "tasks": options.tasks, "choices": choices}
+    told = {"potential": _potential(options, from_adam), "refine": refinement(family)} if not published else paper(options.k)
+    rounds = {} if options.outer_steps is None else {"outer_steps": options.outer_steps}
+    return meta_train, told | rounds | {"tasks_per_step": options.tasks}
 
 
-def _potential(options: Train, family: TaskFamily) -> MaxDiagonal:
+def _potential(options: Train, from_adam: bool) -> MaxDiagonal:
     """What is learned: coordinates for networks, unless a diagonal was asked for."""
     named: dict[str, Any] = {"tying": options.tying} if options.tying is not None else {}
-    chosen = options.potential or ("kronecker" if _from_adam(options, family) else "diagonal")
+    chosen = options.potential or ("kronecker" if from_adam else "diagonal")
     if chosen not in ("diagonal", "kronecker"):
         raise ValueError(f"--potential must be diagonal or kronecker, got {options.potential!r}.")
     if chosen == "diagonal":
         if options.rank != Train.rank:
             raise ValueError("--rank is for --potential kronecker. Leave it out, or choose it.")
         return MaxDiagonal(1, **named)
-    if not _from_adam(options, family):
+    if not from_adam:
         raise ValueError("--potential kronecker is for networks, and not for --outer-steps. Leave one of them out.")
     if not options.rank.isdecimal() and options.rank not in ("all", "auto"):
         raise ValueError(f"--rank must be a number of directions, auto or all; got {options.rank!r}.")

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,10 @@ from metamd.cli.options import Demo
 from metamd.cli.report import summary
 from metamd.comparison.compare import compare
 from metamd.comparison.comparison import Comparison, Target
-from metamd.comparison.entrants import PROTOCOLS, Protocol, entrants
+from metamd.comparison.entrants import Protocol, entrants
 from metamd.comparison.figures import learning_curves
 from metamd.comparison.page import as_text, write_page
-from metamd.comparison.sections import Section, accuracy, interval
+from metamd.comparison.sections import Section, results
 from metamd.comparison.training import Measuring, one_thread
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.progress import Progress
@@ -55,8 +55,18 @@ class Size:
     budget: int = 7  # learning rates per rival and schedule
 
 
-Sides = tuple[TaskFamily, TaskFamily]
-"""The tasks to learn from, and those to test on."""
+PARTS = {
+    "quadratics": ("Quadratics", "Badly scaled quadratics in two dimensions that were not seen while learning."),
+    "digits": (
+        "Rotated digits, every task from a new network",
+        "A small network on 8x8 digits, rotated by an angle that was not learned from.",
+    ),
+    "digits-adapted": (
+        "Rotated digits, every task from the same network",
+        "The same network, trained at one rotation, is adapted to an angle that was not learned from.",
+    ),
+}
+"""The title of each part of the page, and what its tasks are."""
 
 
 def run(options: Demo, size: Size | None = None) -> None:
@@ -72,14 +82,17 @@ def run(options: Demo, size: Size | None = None) -> None:
             comparison, files = _compared(known, unseen, size, options.seed)
             for ending, learned in files.items():
                 learned.save(options.out / f"{name}{ending}.safetensors")
-            text = f"{_TEXTS[name]} {PROTOCOLS['handicap']} What was chosen for MetaMD while learning: {files[''].usage}."
             task = unseen.build(unseen.sample(torch.Generator().manual_seed(derive_seed(options.seed, "certificate"))))
             certified = certificate(task, files["-diagonal"])
             (options.out / name).mkdir(exist_ok=True)
             learning_curves(comparison, list(comparison.labels)[:2], options.out / name)
             figure = [(options.out / name / "curves.png", "Training loss on the tasks that were held out.")]
-            columns, rows = _table(comparison)
-            parts.append(Section(_TITLES[name], [text, _verdict(comparison), _said(certified)], columns, rows, figure))
+            table, (title, about) = results(comparison), PARTS[name]
+            best = min(comparison.labels, key=lambda label: float(comparison.values(label, "mean_loss").mean()))
+            verdict = f"Smallest mean loss over the run: {best}." + " Here learning does not pay." * (best != "MetaMD")
+            usage = f"What was chosen for MetaMD while learning: {files[''].usage}."
+            texts = [about, *table.texts, usage, verdict, _said(certified)]
+            parts.append(replace(table, title=title, texts=texts, figures=figure))
             found[name] = summary(comparison) | {"certificate": certified}
     write_json(options.out / "demo.json", found)
     page = options.out / "report.html"
@@ -87,18 +100,6 @@ def run(options: Demo, size: Size | None = None) -> None:
     where = f"The report is in {page}, and the learned optimisers beside it: `metamd inspect` prints one."
     show({"seed": options.seed, **found, "page": str(page)}, f"{as_text(parts)}\n\n{where}", as_json=options.json)
     print(f"Took {time.perf_counter() - began:.0f} s.", file=sys.stderr)
-
-
-_TITLES = {
-    "quadratics": "Quadratics",
-    "digits": "Rotated digits, every task from a new network",
-    "digits-adapted": "Rotated digits, every task from the same network",
-}
-_TEXTS = {
-    "quadratics": "Badly scaled quadratics in two dimensions that were not seen while learning.",
-    "digits": "A small network on 8x8 digits, rotated by an angle that was not learned from.",
-    "digits-adapted": "The same network, trained at one rotation, is adapted to an angle that was not learned from.",
-}
 
 
 def _compared(
@@ -119,27 +120,19 @@ def _compared(
     return compare(everybody, unseen, protocol), {"": learned, "-diagonal": plain}
 
 
-def _table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Mean and final loss, steps to the target and, where there are classes, test accuracy."""
-    titles = {"mean_loss": "mean training loss", "final_loss": "loss at the end", "steps_to_target": "steps to target"}
-    titles |= {"test_error": "test accuracy, %"} if "test_error" in comparison.metrics else {}
-    columns = [
-        [(accuracy if metric == "test_error" else interval)(row) for row in comparison.table(metric)] for metric in titles
-    ]
-    return ["", *titles.values()], [list(row) for row in zip(comparison.labels, *columns, strict=True)]
-
-
-def _verdict(comparison: Comparison) -> str:
-    best = min(comparison.labels, key=lambda label: float(comparison.values(label, "mean_loss").mean()))
-    return f"Smallest mean loss over the run: {best}." + ("" if best == "MetaMD" else " Here learning does not pay.")
-
-
 # rotated digits
 
 
-def digits(size: Size, seed: int | None = None) -> Sides:
-    """Rotated digits; with a seed, all tasks begin at one network that was trained at another rotation."""
-    pictures, labels = images()
+def digits(size: Size, seed: int | None = None) -> tuple[TaskFamily, TaskFamily]:
+    """Rotated digits to learn from and to test on; with a seed, all begin at one network trained at another rotation."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        raise ValueError(
+            "the digits come with scikit-learn, which is not installed. Run: pip install 'metamd[demo]'"
+        ) from None
+    found = load_digits()
+    pictures, labels = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
 
     def family(angles: Sequence[int]) -> TaskFamily:
         def make() -> nn.Module:
@@ -155,18 +148,6 @@ def digits(size: Size, seed: int | None = None) -> Sides:
     task = first.build(first.sample(torch.Generator().manual_seed(derive_seed(seed, "start"))))
     start, _ = Reference(Adam, lr=3e-3, factor=2.0).run(task, task.init(), size.steps)
     return tasks.starting_at(known, start), tasks.starting_at(unseen, start)
-
-
-def images() -> tuple[Tensor, Tensor]:
-    """The digits, (1797, 1, 8, 8) between 0 and 1, and their labels."""
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError:
-        raise ValueError(
-            "the digits come with scikit-learn, which is not installed. Run: pip install 'metamd[demo]'"
-        ) from None
-    found = load_digits()
-    return torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
 
 
 def rotated(pictures: Tensor, degrees: float) -> Tensor:

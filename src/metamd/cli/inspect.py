@@ -19,6 +19,7 @@ from rich.text import Text
 from metamd.certification.statements import readable
 from metamd.cli.main import one_line, show
 from metamd.cli.options import Inspect
+from metamd.comparison.figures import drawing, literal
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import Card, card, locate, names, outcome_lines
 
@@ -179,47 +180,34 @@ def _step_table(rows: Sequence[Distribution]) -> Table:
 
 def draw(rows: Sequence[Distribution], pieces: int, path: Path) -> None:
     """Draw the distributions of step sizes, layer by layer; the ending of the path chooses the format."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError("--figure needs matplotlib, which is not installed. Run: pip install 'metamd[plot]'") from None
     if not path.parent.is_dir():
         raise ValueError(f"there is no directory {str(path.parent)!r} for the figure. Create it first.")
     shown = rows[: MOST_LAYERS * pieces]
-    keys = list(dict.fromkeys(row.key for row in shown))
-    figure = Figure(figsize=(8, 1.4 + 0.45 * len(keys)), layout="constrained")
-    axes = figure.add_subplot()
-    _draw_rows(axes, shown, keys)
-    axes.set_xscale("log")
-    axes.set_xlabel("learned step size 1/D")
-    # A name is not a formula: parse_math would read "$" in a hostile one.
-    names = [name if len(name) <= 40 else f"{name[:18]}...{name[-18:]}" for name in map(one_line, keys)]
-    axes.set_yticks(range(len(keys)), names, parse_math=False)
-    axes.set_ylim(len(keys) - 0.4, -1.0)
-    axes.grid(axis="x", color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    if len(rows) > len(shown):
-        axes.set_title(f"the first {MOST_LAYERS} of {len(rows) // pieces} layers", fontsize="medium")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=min(pieces, 6), frameon=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a glyph that the font lacks
-        figure.savefig(path, dpi=150)
-
-
-def _draw_rows(axes: Any, rows: Sequence[Distribution], keys: list[str]) -> None:
-    low, high = np.clip(span(rows), -100, 100)  # tick locators overflow near the ends of float64
+    places = {key: place for place, key in enumerate(dict.fromkeys(row.key for row in shown))}
+    low, high = np.clip(span(shown), -100, 100)  # tick locators overflow near the ends of float64
     edges = np.linspace(low, high, 81)
-    places = {key: i for i, key in enumerate(keys)}
-    for row in rows:
-        place, colour, steps = places[row.key], f"C{(row.piece - 1) % 10}", np.clip(row.log_steps, low, high)
-        label = f"piece {row.piece}" if place == 0 else None
-        if steps.size <= FEW:
-            axes.vlines(10**steps, place - 0.5, place, color=colour, alpha=0.8, linewidth=2, label=label)
-            continue
-        counts = np.histogram(steps, edges)[0]
-        heights = place - 0.8 * counts / counts.max()
-        axes.stairs(heights, 10**edges, baseline=place, fill=True, alpha=0.35, color=colour, label=label)
-        axes.stairs(heights, 10**edges, baseline=None, color=colour, linewidth=0.8)
-    axes.hlines(range(len(keys)), 10**low, 10**high, color="0.7", linewidth=0.6)
+    with warnings.catch_warnings(), drawing(path, (8, 1.4 + 0.45 * len(places)), 1, 1) as (figure, grid):
+        warnings.simplefilter("ignore")  # a glyph that the font lacks
+        axes = grid[0, 0]
+        for row in shown:
+            place, colour, steps = places[row.key], f"C{(row.piece - 1) % 10}", np.clip(row.log_steps, low, high)
+            label = f"piece {row.piece}" if place == 0 else None
+            if steps.size <= FEW:
+                axes.vlines(10**steps, place - 0.5, place, color=colour, alpha=0.8, linewidth=2, label=label)
+                continue
+            counts = np.histogram(steps, edges)[0]
+            heights = place - 0.8 * counts / counts.max()
+            axes.stairs(heights, 10**edges, baseline=place, fill=True, alpha=0.35, color=colour, label=label)
+            axes.stairs(heights, 10**edges, baseline=None, color=colour, linewidth=0.8)
+        axes.hlines(range(len(places)), 10**low, 10**high, color="0.7", linewidth=0.6)
+        axes.set_xscale("log")
+        axes.set_xlabel("learned step size 1/D")
+        axes.set_yticks(range(len(places)), map(literal, places))
+        axes.set_ylim(len(places) - 0.4, -1.0)
+        axes.grid(axis="x", color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        if len(rows) > len(shown):
+            axes.set_title(f"the first {MOST_LAYERS} of {len(rows) // pieces} layers", fontsize="medium")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=min(pieces, 6), frameon=False)

@@ -68,7 +68,7 @@ def literal(text: str) -> str:
 
 
 @contextmanager
-def _panels(path: Path, size: tuple[float, float], rows: int, columns: int, *, share_y: bool = False) -> Iterator[Any]:
+def drawing(path: Path, size: tuple[float, float], rows: int, columns: int, *, share_y: bool = False) -> Iterator[Any]:
     """A figure that needs no display, and its panels, (rows, columns); it is written at the end."""
     try:
         from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ class Panel:
 def trajectories(rows: Mapping[str, Sequence[Panel]], path: Path) -> None:
     """Runs over the contours of what they minimise, a column per optimiser; all panels of a row show the same region."""
     columns = max(len(panels) for panels in rows.values())
-    with _panels(path, (2.15 * columns + 0.3, 2.35 * len(rows) + 0.2), len(rows), columns) as (_, grid):
+    with drawing(path, (2.15 * columns + 0.3, 2.35 * len(rows) + 0.2), len(rows), columns) as (_, grid):
         for axes_row, (label, panels) in zip(grid, rows.items(), strict=True):
             box = _box(panels)
             for axes in axes_row[len(panels) :]:
@@ -159,7 +159,7 @@ class Strip:
 def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str, missed: str = "never") -> None:
     """One row of dots per optimiser on a logarithmic axis, a bar at the median; one panel per group."""
     tallest = max(len(s) for s in groups.values())
-    with _panels(path, (4.2 * len(groups) + 0.6, 0.27 * tallest + 1.1), 1, len(groups)) as (_, grid):
+    with drawing(path, (4.2 * len(groups) + 0.6, 0.27 * tallest + 1.1), 1, len(groups)) as (_, grid):
         for axes, (title, members) in zip(grid[0], groups.items(), strict=True):
             labels = []
             least = min([0.8, *(c for s in members for c in s.counts if c)])  # a logarithmic axis has no zero
@@ -218,7 +218,7 @@ def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, yl
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     size = 3.9 * columns + 1.6, max(3.4 * rows, LEGEND_LINE * (max(map(len, panels.values())) + 1))
-    with _panels(path, size, rows, columns, share_y=True) as (figure, grid):
+    with drawing(path, size, rows, columns, share_y=True) as (figure, grid):
         for axes, (title, members) in zip(grid.flatten(), panels.items(), strict=False):
             for curve in members:
                 colour, style = _colour(curve.label), _style(curve.label, curve.dashed)

@@ -75,7 +75,7 @@ SHORT = {metric: head.split(",")[0] for metric, head in HEADS.items()}
 def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] | None = None) -> list[Section]:
     """The parts of the page, with the versions of the libraries as the records have them; figures go into the folder."""
     return [
-        _results(comparison),
+        results(comparison),
         _verdicts(comparison),
         _curves(comparison, folder),
         _profiles(comparison, folder),
@@ -85,7 +85,8 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
     ]
 
 
-def _results(c: Comparison) -> Section:
+def results(c: Comparison) -> Section:
+    """Every quantity of every optimiser with its interval, below the tasks, the protocol and the targets."""
     aim = c.aim or Target(c.labels[-1])
     domains = "Domains" if any(f.trained for f in c.folds) else "Held-out domains"
     drawn = (f"{f.group} (seeds: {f.tasks(c.labels[0])}, steps: {f.steps})" for f in c.folds)

@@ -6,6 +6,7 @@ Every file that MetaMD writes with tensors is a `Kind` of it. A crash while writ
 import json
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as decode
 from safetensors.torch import save as encode
 from torch import Tensor
+
+from metamd.potentials.tying import Shape
 
 HEADER_LIMIT = 8 * 2**20
 """The largest safetensors header that is read, in bytes; metadata and our own header are inside it."""
@@ -84,6 +87,11 @@ def checksum(text: str, tensors: Mapping[str, Tensor], *, described: bool = True
     return digest.hexdigest()
 
 
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """The shape of every tensor, by name."""
+    return {name: tuple(x.shape) for name, x in tensors.items()}
+
+
 def shown(value: object) -> str:
     """An untrusted value for a sentence: its repr, which escapes control characters, cut to a readable length."""
     text = repr(value[:100] if isinstance(value, str) else value)
@@ -93,30 +101,26 @@ def shown(value: object) -> str:
 def strict_json(text: bytes | str, what: str) -> Any:
     """Parse JSON and refuse what parsers disagree on: repeated keys, NaN, half surrogates, very deep nesting."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(k for i, (k, _) in enumerate(pairs) if k in dict(pairs[:i]))
-            raise _RefusedError(f"{what} repeats the key {shown(twice)}; every key may appear once.")
-        return found
+    refused: list[str] = []
 
-    def constant(name: str) -> Any:
-        raise _RefusedError(f"{what} contains {name}, which is no JSON number. Store null instead.")
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        repeated = (key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        refused.extend(f"{what} repeats the key {shown(key)}; every key may appear once." for key in repeated)
+        return dict(pairs)
+
+    def constant(name: str) -> None:
+        refused.append(f"{what} contains {name}, which is no JSON number. Store null instead.")
 
     try:
         value = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
         json.dumps(value, ensure_ascii=False).encode()  # half surrogates fail here
-    except _RefusedError as refused:
-        raise ValueError(str(refused)) from None
     except RecursionError:
         raise ValueError(f"{what} is nested too deeply to be read. {AGAIN}") from None
     except ValueError as error:
         raise ValueError(f"{what} must be JSON in UTF-8, but it does not parse ({shown(str(error))}). {AGAIN}") from None
+    if refused:
+        raise ValueError(refused[0])
     return value
-
-
-class _RefusedError(ValueError):
-    """A sentence raised inside the JSON parser, told apart from the parser's own errors."""
 
 
 def read(path: Path) -> tuple[dict[str, str], Tensors]:
@@ -132,7 +136,21 @@ def read(path: Path) -> tuple[dict[str, str], Tensors]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
-        length = _header_length(prefix, size)
+        if len(prefix) < 8:
+            raise ValueError(f"a safetensors file has at least 8 bytes and this one has {len(prefix)}. {AGAIN}")
+        length = int.from_bytes(prefix, "little")
+        if length > HEADER_LIMIT and (prefix[:4] == b"PK\x03\x04" or prefix[:1] == b"\x80"):
+            raise ValueError(
+                "it must be a safetensors file, but it starts like one of torch.save or pickle, which MetaMD never opens "
+                "because they can run code. Save with learned.save(path)."
+            )
+        if length > HEADER_LIMIT:
+            raise ValueError(
+                f"its header would have {length:,} bytes where at most {HEADER_LIMIT:,} are read, so it is no file of "
+                f"MetaMD, or not a safetensors file at all. {AGAIN}"
+            )
+        if 8 + length > size:
+            raise ValueError(f"the file is truncated: its header needs {8 + length:,} bytes, and it has {size:,}. {AGAIN}")
         header = file.read(length)
         if len(header) < length:
             raise ValueError(f"the file was cut while it was read. {AGAIN}")
@@ -146,25 +164,6 @@ def read(path: Path) -> tuple[dict[str, str], Tensors]:
     if {n: list(t.shape) for n, t in tensors.items()} != shapes:
         raise ValueError(f"its header reads differently in different parsers. {AGAIN}")
     return metadata, tensors
-
-
-def _header_length(prefix: bytes, size: int) -> int:
-    if len(prefix) < 8:
-        raise ValueError(f"a safetensors file has at least 8 bytes and this one has {len(prefix)}. {AGAIN}")
-    length = int.from_bytes(prefix, "little")
-    if length > HEADER_LIMIT and (prefix[:4] == b"PK\x03\x04" or prefix[:1] == b"\x80"):
-        raise ValueError(
-            "it must be a safetensors file, but it starts like one of torch.save or pickle, which MetaMD never opens "
-            "because they can run code. Save with learned.save(path)."
-        )
-    if length > HEADER_LIMIT:
-        raise ValueError(
-            f"its header would have {length:,} bytes where at most {HEADER_LIMIT:,} are read, so it is no file of "
-            f"MetaMD, or not a safetensors file at all. {AGAIN}"
-        )
-    if 8 + length > size:
-        raise ValueError(f"the file is truncated: its header needs {8 + length:,} bytes, and it has {size:,}. {AGAIN}")
-    return length
 
 
 def _parse_header(header: bytes) -> tuple[dict[str, Any], dict[str, str]]:

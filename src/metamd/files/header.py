@@ -104,9 +104,6 @@ class Header:
             object.__setattr__(self, name, check(name, getattr(self, name)))
         needed = [since for name, since in SINCE.items() if getattr(self, name) not in (None, (), {})]
         object.__setattr__(self, "schema_version", max(self.schema_version, *needed, 3 if self.basis != "identity" else 1))
-        self._check_agreement()
-
-    def _check_agreement(self) -> None:
         if not self.tensors:
             raise ValueError("tensors must name at least one metric, got none. Bind the potential to a model first.")
         for key, shape in self.tensors.items():
@@ -118,13 +115,6 @@ class Header:
         for what, scale in scales.items():
             if unknown := sorted(set(scale) - set(self.tensors)):
                 raise ValueError(f"{what} has {shown(unknown[0])}, but the metrics are {some(self.tensors)}.")
-        self._check_basis()
-        empty = {k: torch.empty(s, device="meta") for k, s in self.factors.items()}  # its shapes, without the numbers
-        basis = Basis(self.basis, factors=empty)  # type: ignore[arg-type]
-        stored = {k: s[1:] for k, s in self.tensors.items()}
-        match(self.tying, basis.slots(self.tying, self.model), self.model, stored, lenient=True)
-
-    def _check_basis(self) -> None:
         sides = SIDES[self.basis]
         for name, shape in self.factors.items():
             side, _, key = name.partition("/")
@@ -140,6 +130,10 @@ class Header:
                     f"the metric {shown(key)} of shape {shape} does not fit its basis, for which each piece needs {numbers} "
                     "numbers."
                 )
+        empty = {k: torch.empty(s, device="meta") for k, s in self.factors.items()}  # its shapes, without the numbers
+        basis = Basis(self.basis, factors=empty)  # type: ignore[arg-type]
+        stored = {k: s[1:] for k, s in self.tensors.items()}
+        match(self.tying, basis.slots(self.tying, self.model), self.model, stored, lenient=True)
 
     def to_dict(self) -> dict[str, Any]:
         """The header in plain JSON types, structural fields first."""
@@ -212,12 +206,6 @@ def record(checks: Mapping[str, Check], later: Container[str] = (), copy: Callab
     return check
 
 
-def several(check: Check) -> Check:
-    """The check of a list that is not empty, item by item."""
-    whole = must("be a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
-    return lambda name, value: [check(f"each of {name}", item) for item in whole(name, value)]
-
-
 def _one_of(*options: str) -> Check:
     return must(f"be {' or '.join(map(repr, options))}", lambda value: isinstance(value, str) and value in options)
 
@@ -230,12 +218,12 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def _all(value: Any, holds: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list | tuple) and all(map(holds, value))
+def _list(what: str, holds: Callable[[Any], bool]) -> Check:
+    return must(f"be a list of {what}", lambda value: isinstance(value, list | tuple) and all(map(holds, value)), copy=tuple)
 
 
 def _is_shape(value: Any) -> bool:
-    return _all(value, lambda size: type(size) is int and 0 <= size < 2**63) and len(value) <= 64
+    return isinstance(value, list | tuple) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def _plain(name: str, value: Any) -> dict[str, Any]:
@@ -256,6 +244,7 @@ def _mapping(what: str, holds: Callable[[Any], bool]) -> Check:
 _positive = must("be an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**63)
 _text = must("be a text", lambda value: isinstance(value, str), " Pass repr(...) of an object.")
 _finite = must("be a finite number", _number, copy=float)
+_not_negative = must("be a number >= 0", lambda value: _number(value) and value >= 0)
 _weight = must("be a positive number", lambda value: _number(value) and value > 0, copy=float)
 _numbers = _mapping("numbers", _number)
 _sizes = _mapping("numbers >= 0", lambda value: _number(value) and value >= 0)
@@ -267,7 +256,17 @@ _shapes = must(
 _run = record(
     {"name": _text, "fingerprint": _text, "steps": _positive, "batch_size": _optional(_positive), "weight": _weight}
 )
-_usage = {"metric": _text, "momentum": _finite, "schedule": _text, "factor": _finite, "averaging": _text}
+_filled = must("be a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
+
+
+def _runs(name: str, value: Any) -> list[Any]:
+    return [_run(f"each of {name}", item) for item in _filled(name, value)]
+
+
+_usage = {
+    **{"metric": _text, "momentum": _finite, "schedule": _text, "factor": _finite, "averaging": _text},
+    "knots": _list("finite numbers", _number),
+}
 _online = {
     "rule": _text,
     "beta": _finite,
@@ -276,7 +275,7 @@ _online = {
     "scale": _numbers,
     "signal": _finite,
 }
-texts = must("be a list of texts", lambda value: _all(value, lambda text: isinstance(text, str)), copy=tuple)
+texts = _list("texts", lambda value: isinstance(value, str))
 
 CHECKS: dict[str, Check] = {
     "schema_version": must(
@@ -297,28 +296,17 @@ CHECKS: dict[str, Check] = {
     "gradient_scale": _sizes,
     "objective": _optional(_text),
     "estimator": _optional(_text),
-    "seeds": must(
-        "be a list of integers", lambda value: _all(value, lambda s: type(s) is int and abs(s) < 2**64), copy=tuple
-    ),
-    "task_hashes": must(
-        "be a list of hashes of 32 hexadecimal digits",
-        lambda value: _all(value, lambda h: isinstance(h, str) and re.fullmatch("[0-9a-f]{32}", h) is not None),
-        copy=tuple,
+    "seeds": _list("integers", lambda value: type(value) is int and abs(value) < 2**64),
+    "task_hashes": _list(
+        "hashes of 32 hexadecimal digits",
+        lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None,
     ),
     "versions": _mapping("texts", lambda value: isinstance(value, str)),
     "cost": _numbers,
     "held_out": _plain,
-    "learned_from": _optional(
-        record({"prior": must("be a number >= 0", lambda value: _number(value) and value >= 0), "runs": several(_run)})
-    ),
+    "learned_from": _optional(record({"prior": _not_negative, "runs": _runs})),
     "factors": _shapes,
-    "usage": _optional(
-        record(
-            _usage | {"knots": must("be a list of finite numbers", lambda value: _all(value, _number), copy=tuple)},
-            ("averaging", "knots"),
-            lambda found: Usage(**found).to_dict(),
-        )
-    ),
+    "usage": _optional(record(_usage, ("averaging", "knots"), lambda found: Usage(**found).to_dict())),
     "online": _optional(record(_online, ("signal",), lambda found: Online.from_dict(found).to_dict())),
     "start": _shapes,
     "max_norm": _optional(_weight),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shown, strict_json
+from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shapes, shown, strict_json
 from metamd.files.header import CHECKS, Header, record, texts
 from metamd.files.shipped import locate
 from metamd.files.usage import Usage
@@ -127,17 +127,15 @@ class LearnedOptimiser:
     start: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        held = _structure(self.potential) | _tables(self.potential)
-        for name, value in held.items():
-            said = getattr(self.header, name)
-            if said != value:
+        for name, value in (_structure(self.potential) | _tables(self.potential)).items():
+            if (said := getattr(self.header, name)) != value:
                 raise ValueError(
                     f"the header says {name} = {shown(said)}, but the potential has {shown(value)}. Make both agree with "
                     "LearnedOptimiser.from_potential(potential, ...)."
                 )
         if self.moments is not None and self.header.learned_from is None:
             raise ValueError("moments need a header that says which runs they are of: give it learned_from=.")
-        if self.header.start != {n: tuple(x.shape) for n, x in (self.start or {}).items()}:
+        if self.header.start != shapes(self.start or {}):
             raise ValueError("the header must announce the learned start. Make both agree with learned.with_start(start).")
 
     @classmethod
@@ -148,9 +146,11 @@ class LearnedOptimiser:
             potential: with metrics, bound or not.
             provenance: any other field of `Header`, such as `family`, `horizon` or `gradient_scale`.
         """
-        known = {"model": _model(potential), "versions": versions()}
-        structure = _structure(potential) | _tables(potential)
-        return cls(Header(**{**known, **provenance, **structure}), potential)
+        model = shapes(potential.start)
+        if potential.tying == "parameter":  # then it knows the tensors without a start too
+            model = {n: slot.stored for n, slot in potential.slots.items()}
+        said = {"model": model, "versions": versions(), **provenance}
+        return cls(Header(**said | _structure(potential) | _tables(potential)), potential)
 
     def bind(self, named: Named, *, rename: Rename | None = None, missing: Missing = "error") -> "LearnedOptimiser":
         """The same learned optimiser with its potential bound to the tensors of a model; this one stays as it is.
@@ -162,8 +162,7 @@ class LearnedOptimiser:
                 that the moments are of, which are left out.
         """
         bound = self.potential.bind(named, rename=rename, missing=missing)
-        tables: dict[str, Any] = _tables(bound)
-        header = replace(self.header, **tables)
+        header = replace(self.header, **_tables(bound))
         moments = self.moments if header.tensors == self.header.tensors else None
         return LearnedOptimiser(header, bound, moments, self.start)
 
@@ -182,11 +181,10 @@ class LearnedOptimiser:
                 "is missing or has another shape. Pass what metamd.learn_start(family) gives."
             )
         kept = {n: x.detach().cpu().clone() for n, x in start.items()}
-        shapes = {n: tuple(x.shape) for n, x in kept.items()}
         known = start if isinstance(start, LearnedStart) else LearnedStart({})
         hashes = tuple(dict.fromkeys([*self.header.task_hashes, *known.tasks]))
         cost = total_cost(self.header.cost, known.cost)
-        return replace(self, start=kept, header=replace(self.header, start=shapes, task_hashes=hashes, cost=cost))
+        return replace(self, start=kept, header=replace(self.header, start=shapes(kept), task_hashes=hashes, cost=cost))
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -347,20 +345,9 @@ def _structure(potential: MaxDiagonal) -> dict[str, Any]:
     }
 
 
-def _tables(potential: MaxDiagonal) -> dict[str, dict[str, Shape]]:
+def _tables(potential: MaxDiagonal) -> dict[str, Any]:
     """The shapes of all that was learned."""
-    log_d, factors = potential.log_d, potential.basis.factors
-    return {
-        "tensors": {k: tuple(v.shape) for k, v in log_d.items()},
-        "factors": {k: tuple(v.shape) for k, v in factors.items()},
-    }
-
-
-def _model(potential: MaxDiagonal) -> dict[str, Shape]:
-    """Names and shapes of the tensors a potential is bound to, where it knows them."""
-    if potential.tying == "parameter":
-        return {n: slot.stored for n, slot in potential.slots.items()}
-    return {n: tuple(x.shape) for n, x in potential.start.items()}
+    return {"tensors": shapes(potential.log_d), "factors": shapes(potential.basis.factors)}
 
 
 def _tensors(potential: MaxDiagonal) -> Tensors:

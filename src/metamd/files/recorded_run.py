@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shown, strict_json
+from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shapes, shown, strict_json
 from metamd.files.header import CHECKS, must, record, table
 from metamd.files.learned import check_shapes
 from metamd.files.versions import versions
@@ -71,7 +71,7 @@ class Run:
     @property
     def model(self) -> dict[str, Shape]:
         """Names and shapes of its tensors."""
-        return {n: tuple(x.shape) for n, x in self.start.items()}
+        return shapes(self.start)
 
     @property
     def phases(self) -> int:
@@ -81,11 +81,9 @@ class Run:
     @cached_property
     def diverged(self) -> str:
         """Why nothing can be learned from it, in a sentence; empty if it stayed finite."""
-        for what, tensors in (("gradient", self.squares), ("end", self.end), ("start", self.start)):
-            for name, value in tensors.items():
-                if not bool(value.isfinite().all()):
-                    return f"The {what} of {name!r} is not finite."
-        return ""
+        parts = {"gradient": self.squares, "end": self.end, "start": self.start}
+        found = ((what, name) for what, part in parts.items() for name, x in part.items() if not bool(x.isfinite().all()))
+        return next((f"The {what} of {name!r} is not finite." for what, name in found), "")
 
     def tied_squares(self, tying: TyingName) -> dict[str, Tensor]:
         """The sums in the broadcastable shapes of a tying at least as coarse as the recorded one."""
@@ -94,12 +92,9 @@ class Run:
                 f"{self.label} was recorded with the tying {self.tying!r}, from which {tying!r} cannot be computed. Pass "
                 f"tying={self.tying!r}, or record with Recorder(optimiser, tying={tying!r})."
             )
-        found = {}
-        for name, sums in self.squares.items():
-            shape = self.model[name]
-            whole = sums.reshape(len(sums), *tied_shape(self.tying, shape))
-            found[name] = whole.sum_to_size(len(sums), *tied_shape(tying, shape))
-        return found
+        recorded, wanted = ({n: tied_shape(t, shape) for n, shape in self.model.items()} for t in (self.tying, tying))
+        rows = self.phases
+        return {n: x.reshape(rows, *recorded[n]).sum_to_size(rows, *wanted[n]) for n, x in self.squares.items()}
 
     @property
     def label(self) -> str:
@@ -163,11 +158,9 @@ def _assemble(text: str, tensors: Tensors) -> Run:
     model, phases = said.pop("model"), said.pop("phases")
     if not model:
         raise ValueError(f"model must name one tensor at least, got none. {AGAIN}")
-    wanted: dict[str, Shape] = {RMS: (len(model),)}
-    for name, shape in model.items():
-        wanted |= {f"start/{name}": shape, f"end/{name}": shape}
-        wanted[f"squares/{name}"] = (phases, *stored_shape(said["tying"], shape))
-    check_shapes(wanted, tensors)
+    wanted = {f"{part}{n}": shape for part in PARTS[:2] for n, shape in model.items()}
+    wanted |= {f"squares/{n}": (phases, *stored_shape(said["tying"], shape)) for n, shape in model.items()}
+    check_shapes(wanted | {RMS: (len(model),)}, tensors)
     start, end, squares = ({n: tensors[f"{prefix}{n}"] for n in model} for prefix in PARTS)
     rms = dict(zip(model, tensors[RMS].double().tolist(), strict=True))
     if any(bool((v < 0).any()) for v in (tensors[RMS], *squares.values())):

@@ -158,8 +158,12 @@ class Journal:
             _check_settings(there, identity, Path(self.folder))
             found = tensors, state
         if self.log.exists():
-            kept = [line for line in _lines(self.log) if found is not None and line["step"] <= found[1]["step"]]
-            write_atomically(self.log, "".join(json.dumps(line) + "\n" for line in kept).encode())
+            kept = []
+            for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, KeyError, TypeError):  # the last record may be cut in the middle
+                    if found is not None and json.loads(line)["step"] <= found[1]["step"]:
+                        kept.append(f"{line}\n")
+            write_atomically(self.log, "".join(kept).encode())
         return found
 
     def note(self, record: dict[str, Any], step: int) -> None:
@@ -176,15 +180,6 @@ def _checkpoint(text: str, tensors: Tensors) -> tuple[Tensors, dict[str, Any], d
         return tensors, {"step": int(facts["state"]["step"]), **facts["state"]}, dict(facts["identity"])
     except (KeyError, TypeError):
         raise ValueError("its record must have a version, an identity and a state with its step.") from None
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a log; the last one may be cut in the middle."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield record
 
 
 def read_cells(folder: Path) -> dict[str, Result]:

@@ -1,6 +1,7 @@
 """Families made of random numbers: quadratics, Rosenbrock valleys, logistic regressions and regressions on tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -14,6 +15,7 @@ from metamd.tasks.base import (
     Shuffle,
     SolvedTask,
     Split,
+    Task,
     TaskFamily,
     check_config,
     draw_seed,
@@ -61,7 +63,7 @@ def quadratic(
     if min(means) <= 0:
         raise ValueError(f"means must be positive, got {tuple(means)}. They are the curvatures of a convex function.")
     settings = {"means": list(means), "start": _start(start, len(means)), "spread": spread, "coupling": coupling}
-    return _Quadratic("quadratic", settings, steps, Drawn("a quadratic with Q and b drawn anew", *_WHOLE))
+    return _Quadratic("quadratic", settings, steps, Drawn("a quadratic with Q and b drawn anew", *_WHOLE), _QuadraticTask)
 
 
 def rosenbrock(
@@ -93,7 +95,7 @@ def rosenbrock(
     varied = "a valley with its shift and scale drawn anew"
     drawn = Drawn(varied if shift or scale else "the one function: all tasks are equal", *_WHOLE)
     settings = {"start": _start(start, dimension), "shift": shift, "scale": scale}
-    return _Rosenbrock("rosenbrock", settings, steps, drawn)
+    return _Rosenbrock("rosenbrock", settings, steps, drawn, _RosenbrockTask, ("shift", "scale"))
 
 
 def logistic(
@@ -128,7 +130,7 @@ def logistic(
         raise ValueError(f"l2 must not be negative, got {l2}. Pass l2=1e-3, say.")
     settings = {"dimension": dimension, "examples": examples, "batch_size": batch_size, "decades": decades, "l2": l2}
     drawn = Drawn("a regression with its own truth", "drawn anew", "zero in all tasks", "drawn anew")
-    return _Logistic("logistic", settings, steps, drawn)
+    return _Synthetic("logistic", settings, steps, drawn, _LogisticTask, ("data_seed", "batch_seed"))
 
 
 def tabular(
@@ -157,23 +159,34 @@ def tabular(
     if min(sizes.values()) < 1 or batch_size > examples:
         raise ValueError(f"features, width, examples and batch_size must be positive, batch_size <= examples; got {sizes}.")
     drawn = Drawn("a teacher network drawn anew", "rows drawn anew", "drawn anew", "drawn anew")
-    return _Tabular("tabular", {**sizes, "noise": noise}, steps, drawn)
+    seeds = ("data_seed", "init_seed", "batch_seed")
+    return _Synthetic("tabular", {**sizes, "noise": noise}, steps, drawn, _tabular_task, seeds)
 
 
 class _Synthetic(TaskFamily):
-    """A family whose tasks are a function of its settings and of a few drawn numbers."""
+    """A family whose tasks are a function of its settings and of the `keys` of their configs, which are seeds mostly."""
 
-    seeds: tuple[str, ...] = ()
-
-    def __init__(self, name: str, settings: Mapping[str, Any], steps: int, drawn: Drawn) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        steps: int,
+        drawn: Drawn,
+        task: "Callable[[Config, _Synthetic], Task]",
+        keys: Sequence[str] = (),
+    ) -> None:
         super().__init__(name, steps, shared_loss=True)
-        self.settings, self._drawn = settings, drawn
+        self.settings, self._drawn, self._task, self._keys = settings, drawn, task, keys
 
     def drawn(self) -> Drawn:
         return self._drawn
 
     def sample(self, generator: torch.Generator) -> Config:
-        return {"family": self.name, **{key: draw_seed(generator) for key in self.seeds}}
+        return {"family": self.name, **{key: draw_seed(generator) for key in self._keys}}
+
+    def build(self, config: Config) -> Task:
+        check_config(config, self.name, *self._keys)
+        return self._task(config, self)
 
     def describe(self) -> dict[str, Any]:
         return {"family": self.name, **self.settings, "steps": self.steps}
@@ -182,9 +195,10 @@ class _Synthetic(TaskFamily):
 class _Function(SolvedTask):
     """A function of one vector theta; the batch of every step is the whole function."""
 
-    def __init__(self, config: Config, family: _Synthetic, whole: dict[str, Tensor]) -> None:
+    def __init__(self, config: Config, family: _Synthetic, whole: Mapping[str, Any]) -> None:
         super().__init__(config, family.steps)
-        self.start, self.whole = torch.tensor(family.settings["start"], dtype=torch.float64), whole
+        self.start = torch.tensor(family.settings["start"], dtype=torch.float64)
+        self.whole = {key: torch.as_tensor(x, dtype=torch.float64) for key, x in whole.items()}
 
     def init(self) -> dict[str, Tensor]:
         return {"theta": self.start.clone()}
@@ -203,32 +217,30 @@ class _Quadratic(_Synthetic):
         seed = draw_seed(generator)
         if len(self.settings["means"]) > _STORED:
             return {"family": self.name, "seed": seed}
-        return {"family": self.name, **{key: x.tolist() for key, x in self._draw(seed).items()}}
+        return {"family": self.name, **{key: x.tolist() for key, x in _quadratic_numbers(self.settings, seed).items()}}
 
-    def build(self, config: Config) -> "_QuadraticTask":
-        if "seed" in config:
-            check_config(config, self.name)
-            whole = self._draw(config["seed"])
-        else:
-            check_config(config, self.name, "Q", "b")
-            whole = {key: torch.tensor(config[key], dtype=torch.float64) for key in ("Q", "b")}
-        n, (q, b) = len(self.settings["means"]), whole.values()
-        if q.shape != (n, n) or b.shape != (n,):
-            raise ValueError(
-                f"Q and b must have dimension {n}, got {tuple(q.shape)} and {tuple(b.shape)}. Pass as many means."
-            )
-        return _QuadraticTask(config, self, whole)
 
-    def _draw(self, seed: int) -> dict[str, Tensor]:
-        means = torch.tensor(self.settings["means"], dtype=torch.float64)
-        generator, n = torch.Generator().manual_seed(seed), len(means)
-        noise = torch.randn(n, n, generator=generator, dtype=torch.float64)
-        diagonal = means.sqrt() * (1 + self.settings["spread"] * noise.diagonal())
-        c = torch.diag(diagonal) + self.settings["coupling"] * noise.tril(-1)
-        return {"Q": c @ c.T, "b": 1 + torch.randn(n, generator=generator, dtype=torch.float64)}
+def _quadratic_numbers(settings: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+    means = torch.tensor(settings["means"], dtype=torch.float64)
+    generator, n = torch.Generator().manual_seed(seed), len(means)
+    noise = torch.randn(n, n, generator=generator, dtype=torch.float64)
+    diagonal = means.sqrt() * (1 + settings["spread"] * noise.diagonal())
+    c = torch.diag(diagonal) + settings["coupling"] * noise.tril(-1)
+    return {"Q": c @ c.T, "b": 1 + torch.randn(n, generator=generator, dtype=torch.float64)}
 
 
 class _QuadraticTask(_Function):
+    def __init__(self, config: Config, family: _Synthetic) -> None:
+        if "seed" in config:
+            whole: Mapping[str, Any] = _quadratic_numbers(family.settings, config["seed"])
+        else:
+            check_config(config, family.name, "Q", "b")
+            whole = {"Q": config["Q"], "b": config["b"]}
+        super().__init__(config, family, whole)
+        n, q, b = len(self.start), tuple(self.whole["Q"].shape), tuple(self.whole["b"].shape)
+        if (q, b) != ((n, n), (n,)):
+            raise ValueError(f"Q and b must have dimension {n}, got {q} and {b}. Pass as many means.")
+
     def loss(self, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         theta = params["theta"]
         return theta @ (batch["Q"] @ theta) - batch["b"] @ theta
@@ -244,16 +256,14 @@ class _Rosenbrock(_Synthetic):
         # No shift is 0, never -0, which would be another config.
         return {"family": self.name, "shift": (shift * c + 0.0).tolist(), "scale": (scale * log_s).exp().tolist()}
 
-    def build(self, config: Config) -> "_RosenbrockTask":
-        check_config(config, self.name, "shift", "scale")
-        n, numbers = len(self.settings["start"]), [len(config[key]) for key in ("shift", "scale")]
-        if numbers != [n, n]:
-            raise ValueError(f"shift and scale must have {n} numbers, got {numbers[0]} and {numbers[1]}.")
-        whole = {key: torch.tensor(config[key], dtype=torch.float64) for key in ("shift", "scale")}
-        return _RosenbrockTask(config, self, whole)
-
 
 class _RosenbrockTask(_Function):
+    def __init__(self, config: Config, family: _Synthetic) -> None:
+        n, shift, scale = len(family.settings["start"]), config["shift"], config["scale"]
+        if [len(shift), len(scale)] != [n, n]:
+            raise ValueError(f"shift and scale must have {n} numbers, got {len(shift)} and {len(scale)}.")
+        super().__init__(config, family, {"shift": shift, "scale": scale})
+
     def loss(self, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         x = batch["scale"] * (params["theta"] - batch["shift"])
         here, there = x[:-1], x[1:]
@@ -272,18 +282,10 @@ def _start(start: float | Sequence[float], dimension: int) -> list[float]:
     return [float(x) for x in numbers] * (dimension // len(numbers))
 
 
-class _Logistic(_Synthetic):
-    seeds = ("data_seed", "batch_seed")
-
-    def build(self, config: Config) -> "_LogisticTask":
-        check_config(config, self.name, *self.seeds)
-        return _LogisticTask(config, self)
-
-
 class _LogisticTask(SolvedTask):
     """One regression; parameters `weight` and `bias` start at zero."""
 
-    def __init__(self, config: Config, family: _Logistic) -> None:
+    def __init__(self, config: Config, family: _Synthetic) -> None:
         settings = family.settings
         super().__init__(config, family.steps)
         self.l2, self.dimension, examples = settings["l2"], settings["dimension"], settings["examples"]
@@ -340,23 +342,19 @@ class _LogisticTask(SolvedTask):
         return {"weight": u[:-1], "bias": u[-1]}
 
 
-class _Tabular(_Synthetic):
-    seeds = ("data_seed", "init_seed", "batch_seed")
+def _tabular_task(config: Config, family: _Synthetic) -> SupervisedTask:
+    generator = torch.Generator().manual_seed(config["data_seed"])
+    features, width, noise = (family.settings[key] for key in ("features", "width", "noise"))
+    w = torch.randn(width, features, generator=generator) * (2 / features**0.5)
+    v = torch.randn(width, generator=generator) / width**0.5
+    splits: dict[Split, Arrays] = {}
+    for split in get_args(Split):
+        rows = torch.randn(family.settings["examples"], features, generator=generator)
+        errors = noise * torch.randn(len(rows), generator=generator)
+        splits[split] = rows * torch.logspace(0.5, -0.5, features), torch.tanh(rows @ w.T) @ v + errors
+    recipe = Recipe(partial(_student, features, width), F.mse_loss, family.settings["batch_size"], family.steps)
+    return SupervisedTask(config, recipe, splits)
 
-    def make_model(self) -> nn.Module:
-        features, width = self.settings["features"], self.settings["width"]
-        return nn.Sequential(nn.Linear(features, width), nn.Tanh(), nn.Linear(width, 1), nn.Flatten(0))
 
-    def build(self, config: Config) -> SupervisedTask:
-        check_config(config, self.name, *self.seeds)
-        generator = torch.Generator().manual_seed(config["data_seed"])
-        features, width, noise = (self.settings[key] for key in ("features", "width", "noise"))
-        w = torch.randn(width, features, generator=generator) * (2 / features**0.5)
-        v = torch.randn(width, generator=generator) / width**0.5
-        splits: dict[Split, Arrays] = {}
-        for split in get_args(Split):
-            rows = torch.randn(self.settings["examples"], features, generator=generator)
-            errors = noise * torch.randn(len(rows), generator=generator)
-            splits[split] = rows * torch.logspace(0.5, -0.5, features), torch.tanh(rows @ w.T) @ v + errors
-        recipe = Recipe(self.make_model, F.mse_loss, self.settings["batch_size"], self.steps)
-        return SupervisedTask(config, recipe, splits)
+def _student(features: int, width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(features, width), nn.Tanh(), nn.Linear(width, 1), nn.Flatten(0))

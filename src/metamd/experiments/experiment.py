@@ -278,7 +278,7 @@ class Experiment:
                 found = self.start(size, family)
             path.parent.mkdir(parents=True, exist_ok=True)
             found.save(path)
-        return SharedStart(family.family if isinstance(family, SharedStart) else family, LearnedStart.load(path))
+        return SharedStart(family, LearnedStart.load(path))
 
     def _to_learn(
         self, records: Records, size: Scale, families: Mapping[str, Family], seed: int, away: bool = False
@@ -290,7 +290,7 @@ class Experiment:
                 path, cell = learned_file(records.folder, domain, name), _cell(domain, name)
                 # what was learned into a file that is gone is learned again; what could not be learned is not
                 if not path.exists() and records.has(cell) and "failed" not in records.read(cell):
-                    records.forget(cell)
+                    records.path(cell).unlink(missing_ok=True)
                 drawn = domain if geometry.same_tasks else path.stem
                 if away:
                     yield Cell(cell, partial(learn_away, size, family, geometry, seed, drawn), partial(bring, path))

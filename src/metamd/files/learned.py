@@ -276,7 +276,10 @@ def _assemble(text: str, tensors: Tensors) -> LearnedOptimiser:
 
 
 def _check(header: Header, tensors: Tensors) -> None:
-    """Refuse tensors that the header does not announce, and values that give no step."""
+    """Refuse tensors that the header does not announce, and values that give no step.
+
+    Numbers are finite. D = exp(log D) and 1/D are positive and finite in their own type. A basis is orthonormal.
+    """
     wanted = {"offsets": (header.pieces,)} | {f"log_d/{k}": s for k, s in header.tensors.items()}
     wanted |= {f"basis/{k}": s for k, s in header.factors.items()} | {f"start/{n}": s for n, s in header.start.items()}
     if header.learned_from and any(name.startswith(MOMENTS) for name in tensors):
@@ -285,7 +288,30 @@ def _check(header: Header, tensors: Tensors) -> None:
         wanted |= {f"{prefix}{k}": s[1:] for prefix in MOMENTS for k, s in header.tensors.items()}
     check_shapes(wanted, tensors)
     for name, value in tensors.items():
-        _check_values(name, value)
+        part = name.partition("/")[0]
+        if value.dtype not in DTYPES:
+            raise ValueError(f"{shown(name)} must be float64, float32 or bfloat16, got {value.dtype}. Convert it first.")
+        if part == "offsets" and value.dtype != torch.float64:
+            raise ValueError(f"'offsets' must be float64, got {value.dtype}. Convert them with offsets.double().")
+        if part == "basis":
+            if value.dtype == torch.bfloat16:
+                raise ValueError(f"the basis {shown(name)} must be float32 or float64, got {value.dtype}.")
+            off = (value.mT @ value - torch.eye(value.shape[1], dtype=value.dtype)).abs()
+            if off.numel() and not float(off.max()) <= ORTHONORMAL:  # other columns have other metrics than the file states
+                raise ValueError(f"the columns of the basis {shown(name)} must be orthonormal, but they are not. {AGAIN}")
+        elif value.numel():
+            ends = torch.stack(value.aminmax())  # exp is monotone, and a NaN anywhere shows in both ends
+            if not bool(torch.isfinite(ends).all()):
+                raise ValueError(f"{shown(name)} must be finite, but it contains NaN or infinity.")
+            if part == "moments" and bool(ends[0] < 0):
+                raise ValueError(f"{shown(name)} must hold numbers >= 0, got {float(ends[0]):.4g}.")
+            d = ends.exp()
+            usable = torch.isfinite(d) & (d > 0) & torch.isfinite(1 / d) & (1 / d > 0)
+            if part == "log_d" and not bool(usable.all()):
+                raise ValueError(
+                    f"{shown(name)} holds log D = {float(ends[~usable][0]):.4g}, for which the metric D = exp(log D) or the "
+                    f"step size 1/D is zero or infinite in {DTYPES[value.dtype]}. Metrics must be positive and finite."
+                )
 
 
 def check_shapes(wanted: Mapping[str, Shape], tensors: Tensors) -> None:
@@ -299,34 +325,6 @@ def check_shapes(wanted: Mapping[str, Shape], tensors: Tensors) -> None:
             raise ValueError(
                 f"the tensor {shown(name)} must have the shape {shown(shape)} its header announces, got "
                 f"{shown(tuple(tensors[name].shape))}. {AGAIN}"
-            )
-
-
-def _check_values(name: str, value: Tensor) -> None:
-    """Finite numbers; log D such that D and 1/D are positive and finite in their own type; a basis orthonormal."""
-    part = name.partition("/")[0]
-    if value.dtype not in DTYPES:
-        raise ValueError(f"{shown(name)} must be float64, float32 or bfloat16, got {value.dtype}. Convert it first.")
-    if part == "offsets" and value.dtype != torch.float64:
-        raise ValueError(f"'offsets' must be float64, got {value.dtype}. Convert them with offsets.double().")
-    if part == "basis":
-        if value.dtype == torch.bfloat16:
-            raise ValueError(f"the basis {shown(name)} must be float32 or float64, got {value.dtype}.")
-        off = (value.mT @ value - torch.eye(value.shape[1], dtype=value.dtype)).abs()
-        if off.numel() and not float(off.max()) <= ORTHONORMAL:  # other columns have other metrics than the file states
-            raise ValueError(f"the columns of the basis {shown(name)} must be orthonormal, but they are not. {AGAIN}")
-    elif value.numel():
-        ends = torch.stack(value.aminmax())  # exp is monotone, and a NaN anywhere shows in both ends
-        if not bool(torch.isfinite(ends).all()):
-            raise ValueError(f"{shown(name)} must be finite, but it contains NaN or infinity.")
-        if part == "moments" and bool(ends[0] < 0):
-            raise ValueError(f"{shown(name)} must hold numbers >= 0, got {float(ends[0]):.4g}.")
-        d = ends.exp()
-        usable = torch.isfinite(d) & (d > 0) & torch.isfinite(1 / d) & (1 / d > 0)
-        if part == "log_d" and not bool(usable.all()):
-            raise ValueError(
-                f"{shown(name)} holds log D = {float(ends[~usable][0]):.4g}, for which the metric D = exp(log D) or the "
-                f"step size 1/D is zero or infinite in {DTYPES[value.dtype]}. Metrics must be positive and finite."
             )
 
 

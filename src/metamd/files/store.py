@@ -50,8 +50,7 @@ class Records:
             )
         if not path.exists():
             write_json(path, about)
-        else:
-            _check_settings(read_json(path, "Put it back, or choose another folder (--out)."), about, folder)
+        _check_settings(read_json(path, "Put it back, or choose another folder (--out)."), about, folder)
 
     @staticmethod
     def settings(folder: Path) -> dict[str, Any]:
@@ -78,10 +77,6 @@ class Records:
     def has(self, name: str) -> bool:
         """Whether the cell is there."""
         return self.path(name).exists()
-
-    def forget(self, name: str) -> None:
-        """Have a cell computed again."""
-        self.path(name).unlink(missing_ok=True)
 
     def path(self, name: str) -> Path:
         """Where the cell is kept."""
@@ -218,11 +213,10 @@ def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda pl
     for place in places:
         here = {"folder": place.relative_to(folder).as_posix()}
         lines.append(here | {"run": read_json(place / "run.json")})
-        if place != folder:
-            others = [path for path in sorted(place.glob("*.json")) if path.name != "run.json"]
-            lines += [here | {"file": path.name, "content": read_json(path)} for path in others]
-        cells, few = read_cells(place), screened(place)
-        for name, cell in sorted(cells.items()):
+        others = sorted(place.glob("*.json")) if place != folder else []
+        lines += [here | {"file": p.name, "content": read_json(p)} for p in others if p.name != "run.json"]
+        few = screened(place)
+        for name, cell in sorted(read_cells(place).items()):
             short = {"losses": shortened(cell["losses"], FEWER)} if name in few else {}
             lines.append(here | {"cell": name, "result": cell | short})
     text = "\n".join(json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines) + "\n"

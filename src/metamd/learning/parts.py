@@ -56,7 +56,7 @@ class Parts:
             return read(path)
         found, cost = _measured(self.family, compute)
         found.save(path)
-        self.records.forget(name)
+        self.records.path(name).unlink(missing_ok=True)
         self.records.write(name, cost)
         return found
 

@@ -184,12 +184,7 @@ def config_hash(config: Config) -> str:
 
 
 def domain_of(config: Config) -> str:
-    """The domain or dataset that a config names; without one, its family.
-
-    Example:
-        >>> domain_of({"family": "digits", "domain": "usps"}), domain_of({"family": "quadratic", "seed": 3})
-        ('usps', 'quadratic')
-    """
+    """The domain or dataset that a config names; without one, its family."""
     return str(config.get("domain", config.get("dataset", config.get("family", ""))))
 
 

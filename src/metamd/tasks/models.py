@@ -47,12 +47,7 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self,
-        inputs: int = 784,
-        classes: int = 10,
-        *,
-        width: int = 128,
-        generator: torch.Generator | None = None,
+        self, inputs: int = 784, classes: int = 10, *, width: int = 128, generator: torch.Generator | None = None
     ) -> None:
         super().__init__()
         _positive(width, "width")
@@ -63,8 +58,7 @@ class MLP(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """One logit per class."""
-        hidden = F.relu(self.second(F.relu(self.first(images.flatten(1)))))
-        return self.output(hidden)
+        return self.output(F.relu(self.second(F.relu(self.first(images.flatten(1))))))
 
 
 class LeNet(nn.Module):
@@ -92,8 +86,7 @@ class LeNet(nn.Module):
         """One logit per class."""
         maps = F.relu(_pooled(self.first(channels_last(images))))
         maps = F.relu(_pooled(self.second(maps)))
-        hidden = F.relu(self.fourth(F.relu(self.third(maps.flatten(1)))))
-        return self.output(hidden)
+        return self.output(F.relu(self.fourth(F.relu(self.third(maps.flatten(1))))))
 
 
 class ResNet18(nn.Module):
@@ -125,7 +118,7 @@ class ResNet18(nn.Module):
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         self.stages = nn.Sequential(
             *(
-                nn.Sequential(Block(before, after, stride, norm), Block(after, after, 1, norm))
+                nn.Sequential(_Block(before, after, stride, norm), _Block(after, after, 1, norm))
                 for before, after, stride in zip(widths, widths[1:], (1, 2, 2, 2), strict=False)
             )
         )
@@ -139,7 +132,7 @@ class ResNet18(nn.Module):
         return self.output(maps.mean((2, 3)))
 
 
-class Block(nn.Module):
+class _Block(nn.Module):
     """A residual block of two 3x3 convolutions; the shortcut is a 1x1 convolution where the shape changes."""
 
     def __init__(self, before: int, after: int, stride: int, norm: Norm) -> None:
@@ -153,17 +146,11 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), _norm(norm, after))
 
     def forward(self, maps: Tensor) -> Tensor:
-        """The block's maps."""
         inner = F.relu(self.first_norm(self.first(maps)))
         return F.relu(self.second_norm(self.second(inner)) + self.shortcut(maps))
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "linear": Linear,
-    "mlp": MLP,
-    "lenet": LeNet,
-    "resnet18": ResNet18,
-}
+MODELS: dict[str, Callable[..., nn.Module]] = {"linear": Linear, "mlp": MLP, "lenet": LeNet, "resnet18": ResNet18}
 
 
 def channels_last(images: Tensor) -> Tensor:
@@ -183,14 +170,11 @@ def initialise(model: nn.Module, generator: torch.Generator | None) -> None:
     Weights and biases are uniform on $\\pm 1/\\sqrt{n}$ for $n$ inputs per unit. Without a generator the
     layers keep the weights that torch's global one gave them.
     """
-    if generator is None:
-        return
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear | nn.Conv2d):
-            bound = 1 / math.sqrt(layer.weight[0].numel())
-            for tensor in (layer.weight, layer.bias):
-                if tensor is not None:
-                    nn.init.uniform_(tensor, -bound, bound, generator=generator)
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    for layer in layers if generator is not None else ():
+        bound = 1 / math.sqrt(layer.weight[0].numel())
+        for tensor in layer.parameters():
+            nn.init.uniform_(tensor, -bound, bound, generator=generator)
 
 
 def _pooled(maps: Tensor) -> Tensor:

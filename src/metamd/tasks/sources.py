@@ -23,10 +23,6 @@ Splits = Mapping[Split, Arrays]
 class Rows(Protocol):
     """What a task needs of its inputs or targets: tensors have it, and so has what makes rows when they are asked for."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where row numbers must be."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: Tensor, /) -> Tensor: ...
@@ -132,8 +128,8 @@ def divide(examples: int, shares: tuple[float, float, float], seed: int) -> dict
     """Disjoint sets of examples for training, validation and test, in shares that sum to 1."""
     order = torch.randperm(examples, generator=torch.Generator().manual_seed(derive_seed(seed, "splits", examples)))
     validation, test = round(shares[1] * examples), round(shares[2] * examples)
-    train = examples - validation - test
-    return {"train": order[:train], "validation": order[train : train + validation], "test": order[train + validation :]}
+    parts = order.tensor_split([examples - validation - test, examples - test])
+    return dict(zip(get_args(Split), parts, strict=True))
 
 
 def _tensor(part: Any, name: str) -> Tensor:

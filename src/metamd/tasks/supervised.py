@@ -6,6 +6,7 @@ Initial weights, dropout and batch norms follow from the task and the step alone
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,10 +61,8 @@ class HashedDropout(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Dropout by hash; everything else as it is."""
-        kwargs = kwargs or {}
-        if func not in _SPATIAL:
-            return func(*args, **kwargs)
-        return self._dropout(_SPATIAL[func], *args, **kwargs)
+        change = partial(self._dropout, _SPATIAL[func]) if func in _SPATIAL else func
+        return change(*args, **kwargs or {})
 
     def _dropout(self, spatial: int, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
@@ -71,8 +70,7 @@ class HashedDropout(TorchFunctionMode):
         self.calls += 1
         if p == 1:
             return torch.zeros_like(input)
-        kept = input.dim() - spatial
-        shape = tuple(input.shape[:kept]) + (1,) * spatial  # whole channels are dropped together
+        shape = (*input.shape[: input.dim() - spatial], *(1,) * spatial)  # whole channels are dropped together
         mask = hashed_uniform(self.seed + (self.calls * _GOLDEN) % 2**31, shape, input.device) >= p
         return input * mask.to(input.dtype) / (1 - p)
 
@@ -191,17 +189,6 @@ def inspect(recipe: Recipe, data: Mapping[str, Splits]) -> tuple[bool, bool, tor
 
     Returns whether the model has dropout, whether models differ in the trained parameters alone, and their dtype.
     """
-    model, other = _make_checked(recipe)
-    first = next(iter(trained(model).values()))
-    same = all(torch.equal(a, b) for a, b in zip(_fixed(model), _fixed(other), strict=True))
-    batch = {
-        k: in_dtype(part[:4], first.dtype).to(first.device)
-        for k, part in zip(("inputs", "targets"), next(iter(data.values()))["train"], strict=True)
-    }
-    return _has_dropout(recipe, use_batch_statistics(model), batch, data), same, first.dtype
-
-
-def _make_checked(recipe: Recipe) -> tuple[nn.Module, nn.Module]:
     if isinstance(recipe.make_model, nn.Module):
         raise TypeError("make_model must be a function that makes a new model, got a model. Pass lambda: MyModel(...).")
     model, again, other = recipe.make(0), recipe.make(0), recipe.make(1)
@@ -221,7 +208,12 @@ def _make_checked(recipe: Recipe) -> tuple[nn.Module, nn.Module]:
             "make_model must draw from torch's global generator alone: under one seed it gave two different models. "
             "Do not pass a generator of your own, nor draw from numpy."
         )
-    return model, other
+    first = next(iter(trained(model).values()))
+    fixed = [[*(p for p in m.parameters() if not p.requires_grad), *m.buffers()] for m in (model, other)]
+    same = all(torch.equal(a, b) for a, b in zip(*fixed, strict=True))
+    inputs, targets = (in_dtype(part[:4], first.dtype).to(first.device) for part in next(iter(data.values()))["train"])
+    batch = {"inputs": inputs, "targets": targets}
+    return _has_dropout(recipe, use_batch_statistics(model), batch, data), same, first.dtype
 
 
 @torch.no_grad()
@@ -231,7 +223,14 @@ def _has_dropout(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], 
     mode, name = HashedDropout(torch.tensor(0)), next(iter(data))
     with _explained(batch, name), seeded(1), mode:
         outputs = model(batch["inputs"])
-    _check_labels(recipe, outputs, batch["targets"], data)
+    classified = recipe.loss_fn is F.cross_entropy and not batch["targets"].is_floating_point() and outputs.dim() > 1
+    for key, splits in data.items() if classified else ():
+        largest = max(int(targets.max()) for _, targets in splits.values())
+        if largest >= outputs.shape[1]:
+            raise ValueError(
+                f"The model must have an output for each class: it has {outputs.shape[1]}, and dataset {key!r} has the "
+                f"label {largest}. Make a model with {largest + 1} outputs."
+            )
     with _explained(batch, name):
         loss = recipe.loss_fn(outputs, batch["targets"])
         with seeded(2):
@@ -261,22 +260,6 @@ def _explained(batch: Mapping[str, Tensor], name: str) -> Iterator[None]:
             f"The model and the loss must run on a batch of dataset {name!r} (inputs {tuple(batch['inputs'].shape)}, "
             f"{batch['inputs'].dtype}). Convert the data or change the model; torch says: {e}"
         ) from e
-
-
-def _check_labels(recipe: Recipe, outputs: Any, targets: Tensor, data: Mapping[str, Splits]) -> None:
-    if recipe.loss_fn is not F.cross_entropy or targets.is_floating_point() or outputs.dim() < 2:
-        return
-    for name, splits in data.items():
-        largest = max(int(targets.max()) for _, targets in splits.values())
-        if largest >= outputs.shape[1]:
-            raise ValueError(
-                f"The model must have an output for each class: it has {outputs.shape[1]}, and dataset {name!r} has the "
-                f"label {largest}. Make a model with {largest + 1} outputs."
-            )
-
-
-def _fixed(model: nn.Module) -> list[Tensor]:
-    return [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
 
 
 # families and tasks
@@ -321,11 +304,10 @@ def supervised(
         >>> {name: tuple(p.shape) for name, p in task.init().items()}
         {'weight': (3, 4), 'bias': (3,)}
     """
-    recipe = Recipe(make_model, loss_fn, batch_size, steps)
     data = read_all(datasets, shares, split_seed)
     for key, splits in data.items():
         check_batch_size(batch_size, len(splits["train"][0]), key)
-    return Supervised(name, recipe, data)
+    return Supervised(name, Recipe(make_model, loss_fn, batch_size, steps), data)
 
 
 def check_batch_size(batch_size: int, examples: int, name: str) -> None:
@@ -426,10 +408,11 @@ class SupervisedTask(Task):
     def batch(self, step: int) -> dict[str, Tensor]:
         """Some of the training examples."""
         rows = self.shuffle.indices(step)
-        batch = {k: self._rows(part, rows) for k, part in zip(("inputs", "targets"), self.splits["train"], strict=True)}
-        if self.dropout:
-            batch["seed"] = torch.tensor(derive_seed(self.config["batch_seed"], "dropout", step), dtype=torch.int32)
-        return batch
+        inputs, targets = (self._rows(part, rows) for part in self.splits["train"])
+        if not self.dropout:
+            return {"inputs": inputs, "targets": targets}
+        seed = torch.tensor(derive_seed(self.config["batch_seed"], "dropout", step), dtype=torch.int32)
+        return {"inputs": inputs, "targets": targets, "seed": seed}
 
     def loss(self, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of the model with these parameters."""
@@ -480,9 +463,9 @@ class SupervisedTask(Task):
         return loss
 
     def _rows(self, part: Rows, rows: Tensor) -> Tensor:
-        rows = rows.to(part.device)
         # index_select copies whole rows; indexing goes by elements, and takes five times as long
-        return (part.index_select(0, rows) if isinstance(part, Tensor) else part[rows]).to(self.device)
+        found = part.index_select(0, rows.to(part.device)) if isinstance(part, Tensor) else part[rows]
+        return found.to(self.device)
 
 
 def chunks(examples: int, size: int) -> tuple[Tensor, ...]:

@@ -51,11 +51,8 @@ def rotate(images: Tensor, angle: float) -> Tensor:
     # Maps an output position to the input position it is read from: the inverse rotation, y pointing down.
     inverse = torch.tensor([[cosine, -sine, 0.0], [sine, cosine, 0.0]])
     grid = F.affine_grid(inverse[None], [1, *images.shape[1:]], align_corners=False)
-
-    def turn(block: Tensor) -> Tensor:
-        return F.grid_sample(block, grid.expand(len(block), -1, -1, -1), mode="bilinear", align_corners=False)
-
-    return _by_blocks(images, images.shape[-1], turn)
+    turn = partial(F.grid_sample, mode="bilinear", align_corners=False)
+    return _by_blocks(images, images.shape[-1], lambda block: turn(block, grid.expand(len(block), -1, -1, -1)))
 
 
 def enlarge(images: Tensor, side: int) -> Tensor:
@@ -93,11 +90,6 @@ class Pictures:
     pixels: Tensor
     moments: tuple[Tensor, Tensor]
     channels: int
-
-    @property
-    def device(self) -> torch.device:
-        """Where the pixels are."""
-        return self.pixels.device
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -172,7 +164,11 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
 
     def __getitem__(self, split: Split) -> tuple[Pictures, Tensor]:
         if split not in self._splits:
-            pixels, labels = self._rows(split)
+            official = "test" if split == "test" else "train"  # validation is a part of the official training images
+            labels = self.source.labels[official][self.rows[split]]
+            if self.classes is not None:
+                labels = (labels[:, None] == torch.tensor(self.classes)).int().argmax(1)
+            pixels = self.prepare(self.source.images[official][self.rows[split]])
             # Mean and deviation of the training images alone, as prepared.
             found = moments(pixels) if split == "train" else self["train"][0].moments
             self._splits[split] = Pictures(pixels, found, self.channels), labels
@@ -183,15 +179,6 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
 
     def __len__(self) -> int:
         return len(get_args(Split))
-
-    def _rows(self, split: Split) -> tuple[Tensor, Tensor]:
-        official = "test" if split == "test" else "train"  # validation is a part of the official training images
-        labels = self.source.labels[official][self.rows[split]]
-        if self.classes is not None:
-            numbers = torch.full((max(self.classes) + 1,), -1)
-            numbers[list(self.classes)] = torch.arange(len(self.classes))
-            labels = numbers[labels]
-        return self.prepare(self.source.images[official][self.rows[split]]), labels
 
 
 Preparation = tuple[str, Callable[[Tensor], Tensor]]
@@ -269,12 +256,11 @@ def rotated_mnist(
     """
     preparations: dict[str, Preparation] = {_angle(a): ("mnist", partial(rotate, angle=a)) for a in angles}
     collection = Collection(preparations, (1, 28, 28), images)
-    how = {"preparation": ROTATION}
     held = None if hold_out is None else _angle(hold_out)
     if width is not None and model not in ("mlp", "resnet18"):
         raise ValueError(f"width is for the models 'mlp' and 'resnet18', and {model!r} has none. Leave it out.")
     training = Training(model, batch_size, steps, {} if width is None else {"width": width})
-    return ImageFamily("rotated-mnist", collection, training, how, hold_out=held)
+    return ImageFamily("rotated-mnist", collection, training, {"preparation": ROTATION}, hold_out=held)
 
 
 def diverse_digits(

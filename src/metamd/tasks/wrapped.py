@@ -43,8 +43,7 @@ def starting_at(family: TaskFamily, start: Mapping[str, Tensor] | str | Path) ->
             )
         if not bool(torch.isfinite(given[name]).all()):
             raise ValueError(f"start must be finite, and {name!r} is not. Take an earlier checkpoint.")
-    inner = family.family if isinstance(family, SharedStart) else family
-    return SharedStart(inner, {n: given[n].detach().to(x).clone() for n, x in wanted.items()})
+    return SharedStart(family, {n: given[n].detach().to(x).clone() for n, x in wanted.items()})
 
 
 class Wrapped(TaskFamily):
@@ -78,10 +77,10 @@ class Wrapped(TaskFamily):
 
 
 class SharedStart(Wrapped):
-    """See `starting_at`; a function finds the start when it is first asked for."""
+    """See `starting_at`; a function finds the start when it is first asked for. Another start of the family is dropped."""
 
     def __init__(self, family: TaskFamily, start: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]) -> None:
-        super().__init__(family)
+        super().__init__(family.family if isinstance(family, SharedStart) else family)
         self._start = start
 
     @cached_property

@@ -124,11 +124,7 @@ def strict_json(text: bytes | str, what: str) -> Any:
 
 
 def read(path: Path) -> tuple[dict[str, str], Tensors]:
-    """The metadata and the tensors of a file.
-
-    The length of the header is judged first, from the first eight bytes. Then the header is parsed. Then the tensors are
-    decoded: safetensors refuses sizes and offsets that do not fill the data exactly.
-    """
+    """The metadata and the tensors of a file: the length of its header is judged first, then the header, then the rest."""
     if path.is_dir():
         raise IsADirectoryError("it is a directory. Name the .safetensors file inside it.")
     if path.exists() and not path.is_file():  # before it is opened: a pipe would wait for ever
@@ -157,7 +153,7 @@ def read(path: Path) -> tuple[dict[str, str], Tensors]:
         shapes, metadata = _parse_header(header)
         # One read of one open file: what is decoded is what was checked, whatever happens to the path meanwhile.
         data = file.read(size - 8 - length)
-    try:
+    try:  # safetensors refuses sizes and offsets that do not fill the data exactly
         tensors = decode(b"".join((prefix, header, data)))
     except (SafetensorError, OverflowError, RuntimeError) as error:
         raise ValueError(f"safetensors refuses the file ({shown(str(error))}). {AGAIN}") from None

@@ -34,11 +34,9 @@ def showing(shown: Shown) -> Iterator[None]:
 
 
 class Progress:
-    """How far a piece of work is, on standard error; nothing is shown without a label.
+    """How far a piece of work is, on standard error; nothing is shown without a label."""
 
-    No thread redraws it. So it takes no time from steps that are timed, and no lock of it is held at a fork.
-    """
-
+    # No thread redraws it. So it takes no time from steps that are timed, and no lock of it is held at a fork.
     def __init__(self, label: str, total: float | None = None, *, done: float = 0) -> None:
         self.label, self.total, self.done = label, total, done
         self._first, self._printed = done, 0.0

@@ -33,10 +33,7 @@ Log = Callable[[dict[str, Any], int], None]
 
 
 class Records:
-    """The cells of one run in a folder, a small JSON file each, and the settings that all of them depend on.
-
-    The folder is made if it is not there. A folder with other settings is refused.
-    """
+    """The cells of one run in a folder, a small JSON file each; a folder that was made with other settings is refused."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -204,10 +201,7 @@ FEWER = 3
 
 
 def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda place: ()) -> None:
-    """Move all records of a folder, and of the folders in it, into one file there; learned files stay.
-
-    The losses of cells that are `screened`, because nobody shows them, are shortened.
-    """
+    """Move all records of a folder and of the folders in it into one file; losses of `screened` cells are shortened."""
     places = sorted(p.parent for p in folder.rglob("run.json") if folder / "learned" not in p.parents)
     lines: list[Result] = []
     for place in places:
@@ -314,10 +308,9 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock file `path` exclusively; the system releases it when its holder dies, even by SIGKILL.
+    """Hold the lock file `path`, which the system releases when its holder dies; without `wait` it may be refused.
 
-    The file stays behind: removing it would let two processes hold two files of one name. Without `wait`, a lock that
-    another process holds is a `BlockingIOError`.
+    The file stays behind: removing it would let two processes hold two files of one name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:

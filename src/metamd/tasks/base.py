@@ -203,10 +203,7 @@ def check_config(config: Config, family: str, *keys: str) -> None:
 
 
 class Shuffle:
-    """Batches without replacement: a new permutation of the examples per epoch, the ragged end left out.
-
-    A batch is a pure function of (seed, step): steps can be asked for in any order, and again.
-    """
+    """Batches without replacement, a pure function of (seed, step): a new permutation per epoch, its ragged end left out."""
 
     def __init__(self, examples: int, batch_size: int, seed: int) -> None:
         self.examples, self.batch_size, self.seed = examples, batch_size, seed

@@ -154,22 +154,15 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"linear": Linear, "mlp": MLP, "le
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """The images in the layout in which a CPU convolves fastest; `benchmarks/models.py` measures by how much.
-
-    The parameters keep the ordinary layout, so that optimisers see nothing of it. Inside torch.func, whose vmap knows
-    one layout only, they stay in that.
-    """
+    """The images in the layout in which a CPU convolves fastest; `benchmarks/models.py` measures by how much."""
+    # The parameters keep the ordinary layout, so that optimisers see nothing of it. The vmap of torch.func knows no other.
     if images.device.type != "cpu" or torch._C._functorch.is_functorch_wrapped_tensor(images):
         return images
     return images.to(memory_format=torch.channels_last)  # contiguous() would leave a single channel as it is
 
 
 def initialise(model: nn.Module, generator: torch.Generator | None) -> None:
-    """Draw the weights of every linear and convolutional layer anew, as torch draws them, from one generator.
-
-    Weights and biases are uniform on $\\pm 1/\\sqrt{n}$ for $n$ inputs per unit. Without a generator the
-    layers keep the weights that torch's global one gave them.
-    """
+    """Draw weights and biases as torch draws them, uniform on +-1/sqrt(n) for n inputs; without a generator, keep them."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     for layer in layers if generator is not None else ():
         bound = 1 / math.sqrt(layer.weight[0].numel())
@@ -178,12 +171,10 @@ def initialise(model: nn.Module, generator: torch.Generator | None) -> None:
 
 
 def _pooled(maps: Tensor) -> Tensor:
-    """The largest of every two by two, of maps with an even number of rows and columns.
-
-    Where no gradient is taken slices are compared: the same values, and evaluations of LeNet take half as long on a CPU.
-    """
+    """The largest of every two by two, of maps with an even number of rows and columns."""
     if torch.is_grad_enabled():
         return F.max_pool2d(maps, 2)
+    # The same values; evaluations of LeNet take half as long on a CPU.
     rows = torch.maximum(maps[..., ::2, :], maps[..., 1::2, :])
     return torch.maximum(rows[..., ::2], rows[..., 1::2])
 

@@ -47,12 +47,9 @@ _EVALUATED_AT_ONCE = 250
 
 
 class HashedDropout(TorchFunctionMode):
-    """A mode in which dropout masks are a hash of (seed of the step, which dropout of the forward pass, position).
+    """A mode in which dropout masks are a hash of (seed of the step, which dropout of the forward pass, position)."""
 
-    No generator is involved. The mask of a step is the same at any time and on any device, and `torch.func` sees ordinary
-    arithmetic, even under vmap over seeds.
-    """
-
+    # No generator: a step has one mask on any device, and torch.func sees arithmetic, even under vmap over seeds.
     def __init__(self, seed: Tensor) -> None:
         super().__init__()
         self.seed, self.calls = seed.to(torch.int32), 0
@@ -146,12 +143,9 @@ class Recipe:
 
 
 class Called:
-    """A model as a function of its trained parameters, and of its inputs.
+    """A model as a function of its trained parameters and its inputs: `functional_call` with the places looked up once."""
 
-    It does what `torch.func.functional_call` does, but looks up once where the parameters are, and not at every call. A
-    parameter with several names is given by the first, and found under all.
-    """
-
+    # A parameter with several names is given by the first, and found under all.
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         names = {p: name for name, p in trained(model).items()}
@@ -320,10 +314,7 @@ def check_batch_size(batch_size: int, examples: int, name: str) -> None:
 
 
 class DatasetFamily(TaskFamily):
-    """Tasks that each train a model on one of several named datasets, from an initialisation of their own.
-
-    `splits` gives the data of a dataset by its name.
-    """
+    """Tasks that each train a model on one of several named datasets; `splits` gives the data of a dataset by its name."""
 
     kind = "dataset"
     """What a dataset is called, in configs too."""

@@ -41,15 +41,12 @@ BLOCK = 4096
 
 
 def rotate(images: Tensor, angle: float) -> Tensor:
-    """Rotate uint8 images counter-clockwise about their centre: bilinear, black beyond the border, rounded once.
-
-    The grid is torch's `affine_grid` and the interpolation its `grid_sample`, on pixel centres, so that 0 degrees is
-    the identity and 90 degrees is `torch.rot90`.
-    """
+    """Rotate uint8 images counter-clockwise about their centre: bilinear, black beyond the border, rounded once."""
     radians = math.radians(angle)
     cosine, sine = math.cos(radians), math.sin(radians)
     # Maps an output position to the input position it is read from: the inverse rotation, y pointing down.
     inverse = torch.tensor([[cosine, -sine, 0.0], [sine, cosine, 0.0]])
+    # On pixel centres, so that 0 degrees is the identity and 90 degrees is torch.rot90.
     grid = F.affine_grid(inverse[None], [1, *images.shape[1:]], align_corners=False)
     turn = partial(F.grid_sample, mode="bilinear", align_corners=False)
     return _by_blocks(images, images.shape[-1], lambda block: turn(block, grid.expand(len(block), -1, -1, -1)))
@@ -82,10 +79,7 @@ def moments(images: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images kept as uint8, a quarter of the memory, and read a few at a time as floats of mean 0 and deviation 1.
-
-    Mean and deviation are those of training images, by channel. A grey channel is repeated for a model that takes more.
-    """
+    """Images kept as uint8, a quarter of the memory, and read a few at a time, normalised by the moments of a channel."""
 
     pixels: Tensor
     moments: tuple[Tensor, Tensor]
@@ -97,6 +91,7 @@ class Pictures:
     def __getitem__(self, rows: Tensor) -> Tensor:
         mean, deviation = self.moments
         normal = self.pixels.index_select(0, rows).float().sub_(mean).div_(deviation)
+        # A grey channel is repeated for a model that takes more.
         return normal.expand(-1, self.channels, -1, -1) if normal.shape[1] != self.channels else normal
 
 
@@ -126,11 +121,7 @@ class Source:
 
 
 def choose(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tensor]:
-    """Disjoint indices of training and validation images, a pure function of the arguments.
-
-    Validation is a random tenth, the same whatever `images` is. Training takes the rest, or `images` of it with the classes
-    as balanced as they can be: 1,000 of MNIST have 100 of each digit.
-    """
+    """Indices of training images, at most `images` with balanced classes, and of validation images, a fixed tenth."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     share = max(1, len(labels) // VALIDATION_SHARE)
     validation, rest = order[:share], order[share:]
@@ -186,10 +177,7 @@ Preparation = tuple[str, Callable[[Tensor], Tensor]]
 
 
 class Collection:
-    """Named domains of one shape (channels, height, width), each prepared when first asked for, and then kept in memory.
-
-    A domain with fewer training images than `images` gives all of its own.
-    """
+    """Named domains of one shape (channels, height, width), each prepared when first asked for, and then kept in memory."""
 
     def __init__(self, preparations: Mapping[str, Preparation], shape: tuple[int, int, int], images: int | None) -> None:
         if images is not None and images < 1:

@@ -118,7 +118,7 @@ class ResNet18(nn.Module):
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         self.stages = nn.Sequential(
             *(
-                nn.Sequential(_Block(before, after, stride, norm), _Block(after, after, 1, norm))
+                nn.Sequential(Block(before, after, stride, norm), Block(after, after, 1, norm))
                 for before, after, stride in zip(widths, widths[1:], (1, 2, 2, 2), strict=False)
             )
         )
@@ -132,7 +132,7 @@ class ResNet18(nn.Module):
         return self.output(maps.mean((2, 3)))
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """A residual block of two 3x3 convolutions; the shortcut is a 1x1 convolution where the shape changes."""
 
     def __init__(self, before: int, after: int, stride: int, norm: Norm) -> None:
@@ -146,6 +146,7 @@ class _Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), _norm(norm, after))
 
     def forward(self, maps: Tensor) -> Tensor:
+        """The block's maps."""
         inner = F.relu(self.first_norm(self.first(maps)))
         return F.relu(self.second_norm(self.second(inner)) + self.shortcut(maps))
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from metamd.certification.generalisation import from_training_tasks, measure, solve
-from metamd.certification.statements import HeldOutCertificate, Stated, Statement, Verdict
+from metamd.certification.generalisation import UNKNOWN, from_training_tasks, measure, solve
+from metamd.certification.statements import HeldOutCertificate, Stated, Statement
 from metamd.certification.statistics import checked, clopper_pearson, mean_below, next_task
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.usage import Usage
@@ -20,10 +20,6 @@ from metamd.tasks.base import Config, SolvedTask, Task, TaskFamily, config_hash
 
 LOOKS = 50
 """How often a run is looked at, at equal intervals."""
-
-UNKNOWN = (
-    "theta_* of these tasks is not known. Pass comparator=Reference(...), a longer run of another optimiser (--reference-lr)"
-)
 
 
 def certify(
@@ -99,8 +95,7 @@ def certify(
         target=target,
         task=family.drawn(),
         statements=(
-            *_about_the_next(scores, delta, target, family.steps),
-            *_about_the_mean(scores, delta, target, family.steps, stated.regret_cap),
+            *_statements(scores, delta, target, family.steps, stated.regret_cap),
             *from_training_tasks(learned, family, delta, lipschitz, stated, comparator, executor),
         ),
         assumptions=_assumptions(learned, family),
@@ -159,30 +154,29 @@ def steps_to(target: float, looks: Sequence[tuple[int, float]]) -> float:
 # the statements
 
 
-def _about_the_next(scores: Sequence[Score], delta: float, target: float, steps: int) -> list[Statement]:
-    distances, name = [s.distance for s in scores if s.distance is not None], "distance sqrt(2 B(theta_*||theta_1))"
-    missing = Statement("next task", name, None, "no bound", UNKNOWN, 1 - delta)
-    return [
-        next_task([s.steps for s in scores], delta, f"steps to a loss of {target:.4g}"),
-        next_task([s.loss for s in scores], delta, f"loss after {steps} steps"),
-        next_task(distances, delta, name) if len(distances) == len(scores) else missing,
-    ]
-
-
-def _about_the_mean(scores: Sequence[Score], delta: float, target: float, steps: int, cap: float | None) -> list[Statement]:
-    found = [mean_below([s.steps for s in scores], steps, delta, f"min(steps to a loss of {target:.4g}, {steps})")]
+def _statements(scores: Sequence[Score], delta: float, target: float, steps: int, cap: float | None) -> list[Statement]:
+    """About the next task, the mean over tasks and the share of tasks above the cap."""
+    counts, distances = [s.steps for s in scores], [s.distance for s in scores if s.distance is not None]
     regrets = [s.regret for s in scores if s.regret is not None]
-    if len(regrets) < len(scores) or cap is None:
+    arrival, distance = f"steps to a loss of {target:.4g}", "distance sqrt(2 B(theta_*||theta_1))"
+    solved = len(distances) == len(scores)
+    missing = Statement("next task", distance, None, "no bound", UNKNOWN, 1 - delta)
+    found = [
+        next_task(counts, delta, arrival),
+        next_task([s.loss for s in scores], delta, f"loss after {steps} steps"),
+        next_task(distances, delta, distance) if solved else missing,
+        mean_below(counts, steps, delta, f"min({arrival}, {steps})"),
+    ]
+    if not solved or cap is None:
         unstated = "the regret has no range of its own: state one beforehand with Stated(regret_cap=b) (--regret-cap)"
-        why = unstated if len(regrets) == len(scores) else UNKNOWN
-        return [*found, Statement("mean", "regret", None, "no bound", why, 1 - delta)]
+        return [*found, Statement("mean", "regret", None, "no bound", unstated if solved else UNKNOWN, 1 - delta)]
+    above, tasks = sum(r > cap for r in regrets), len(regrets)
+    share, numbers = clopper_pearson(above, tasks, delta / 2), {"above": above, "tasks": tasks}
+    quantity, basis = f"regret above {cap:.4g}", f"{above} of {tasks} were above; Clopper-Pearson"
     # both together at 1 - delta
     found.append(mean_below(regrets, cap, delta / 2, f"min(regret, {cap:.4g})"))
-    above = sum(r > cap for r in regrets)
-    share = clopper_pearson(above, len(regrets), delta / 2)
-    basis, numbers = f"{above} of {len(regrets)} were above; Clopper-Pearson", {"above": above, "tasks": len(regrets)}
-    verdict: Verdict = "holds" if share < 1 else "vacuous"
-    return [*found, Statement("share", f"regret above {cap:.4g}", share, verdict, basis, 1 - delta / 2, numbers)]
+    found.append(Statement("share", quantity, share, "holds" if share < 1 else "vacuous", basis, 1 - delta / 2, numbers))
+    return found
 
 
 def across_domains(learned: LearnedOptimiser, family: TaskFamily) -> str:

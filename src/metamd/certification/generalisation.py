@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metamd.certification.statements import Stated, Statement, Verdict
+from metamd.certification.statements import Stated, Statement
 from metamd.files.header import Header
 from metamd.files.learned import LearnedOptimiser
 from metamd.inner.executor import Executor
@@ -37,6 +38,10 @@ RATIO = 1.1
 """Neighbours on the grids of C and r."""
 
 DIVERGENCE = "B(theta_*||theta_1)"
+
+UNKNOWN = (
+    "theta_* of these tasks is not known. Pass comparator=Reference(...), a longer run of another optimiser (--reference-lr)"
+)
 
 REASONS = (
     "symmetrisation costs a factor 2 that the third term lacks",
@@ -161,12 +166,11 @@ def _bound(
     if radius is None:
         quantity += f" over displacements up to {r:.4g}"
         basis += f"; at most {100 * beyond:.3g} % of tasks lie beyond"
-    if bound >= trivial:
+    if vacuous := bound >= trivial:
         basis += f"; the radius alone gives {trivial:.4g}"
     numbers = {"mean": mean, "complexity": complexity, "concentration": concentration, "tasks": n}
     numbers |= {"max_norm": c, "radius": r, "beyond": beyond, "trivial": trivial}
-    verdict: Verdict = "vacuous" if bound >= trivial else "holds"
-    return Statement("training tasks", quantity, bound, verdict, basis, 1 - delta, numbers)
+    return Statement("training tasks", quantity, bound, "vacuous" if vacuous else "holds", basis, 1 - delta, numbers)
 
 
 def on_grid(value: float) -> tuple[float, float]:
@@ -202,9 +206,8 @@ def from_training_tasks(
         seen, size = displacements(learned, [task.init() for task in tasks], solutions)
         value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=stated.radius)
         numbers = {"lipschitz": lipschitz, "max_norm": size.norm, "tasks": len(tasks)}
-        quantity, basis = "regret, the paper's formula", "; ".join(REASONS)
-        verdict: Verdict = "as printed; not a valid bound"
-        found = [Statement("training tasks", quantity, value, verdict, basis, 1 - delta, numbers)]
+        what, why = "regret, the paper's formula", "; ".join(REASONS)
+        found = [Statement("training tasks", what, value, "as printed; not a valid bound", why, 1 - delta, numbers)]
         fixed = {"max_norm": learned.header.max_norm, "radius": stated.radius, "reach": stated.reach}
         corrected = replace(corrected_bound(seen, size, delta=share * delta, **fixed), confidence=1 - delta)
     except ValueError as error:
@@ -228,11 +231,9 @@ def training_tasks(header: Header, family: TaskFamily) -> tuple[list[Task], floa
         raise ValueError("the file does not say which tasks it was learned on.")
     if len(known) % steps:
         raise ValueError("its training tasks were not all different, so that they are not a sample of independent tasks.")
-    found: list[Task] = []
-    for step in range(1, steps + 1):
-        for purpose in PURPOSES:
-            configs = [draw_config(family, header.seeds[0], purpose, step, i) for i in range(len(known) // steps)]
-            found += [family.build(config) for config in configs if config_hash(config) in known]
+    places = product(range(1, steps + 1), PURPOSES, range(len(known) // steps))
+    configs = (draw_config(family, header.seeds[0], purpose, step, i) for step, purpose, i in places)
+    found = [family.build(config) for config in configs if config_hash(config) in known]
     if len(found) != len(known):
         raise ValueError(
             "the training tasks were not drawn from this family as it is here, and a bound from them says nothing about it."
@@ -261,14 +262,10 @@ def displacements(
     learned: LearnedOptimiser, starts: Sequence[Params], solutions: Sequence[Params | None]
 ) -> tuple[Displacements, Size]:
     """The displacements of tasks from theta_1 and theta_*, which do not depend on the potential, and its size."""
-    rows = []
-    for start, solution in zip(starts, solutions, strict=True):
-        if solution is None:
-            raise ValueError(
-                "theta_* must not depend on the potential, and the end of a run does. Pass comparator=Reference(...), a "
-                "longer run of another optimiser."
-            )
-        rows.append(measure(learned.potential.bind(start), start, solution))
+    known = [solution for solution in solutions if solution is not None]
+    if len(known) < len(solutions):
+        raise ValueError(UNKNOWN)
+    rows = [measure(learned.potential.bind(start), start, found) for start, found in zip(starts, known, strict=True)]
     if not all(math.isfinite(divergence) for divergence, _, _ in rows):
         raise ValueError("theta_* of some training task is not finite. Give the comparator a lower lr.")
     models = [{n: tuple(x.shape) for n, x in start.items()} for start in starts]

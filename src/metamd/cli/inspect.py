@@ -38,14 +38,11 @@ class Distribution:
     piece: int  # j, from 1
     log_steps: NDArray[np.float64]  # their logarithms to base 10, sorted
 
-    def quantile(self, q: float) -> float | None:
-        """A quantile of the step sizes, or None where a layer has no parameters."""
-        return float(10 ** np.quantile(self.log_steps, q)) if self.log_steps.size else None
-
     def summary(self) -> dict[str, Any]:
-        """The distribution in numbers, for JSON."""
-        ends = {"min": self.quantile(0), "median": self.quantile(0.5), "max": self.quantile(1)}
-        return {"key": self.key, "piece": self.piece, "count": self.log_steps.size, **ends}
+        """The distribution in numbers, which are None where a layer has no parameters."""
+        logs, known = self.log_steps, {"min": 0.0, "median": 0.5, "max": 1.0}
+        found = {name: float(10 ** np.quantile(logs, q)) if logs.size else None for name, q in known.items()}
+        return {"key": self.key, "piece": self.piece, "count": logs.size, **found}
 
 
 def run(options: Inspect) -> None:
@@ -60,10 +57,9 @@ def run(options: Inspect) -> None:
         draw(rows, learned.header.pieces, options.figure)
         print(f"wrote {one_line(str(options.figure))}", file=sys.stderr)
     if options.json:
-        steps = [row.summary() for row in rows]
         record = {"file": options.file, "fingerprint": learned.fingerprint(), "header": learned.header.to_dict()}
         record |= {} if found is None else {"card": asdict(found)}
-        print(json.dumps({**record, "step_sizes": steps}))
+        print(json.dumps({**record, "step_sizes": [row.summary() for row in rows]}))
         return
     width = max(80, get_terminal_size((120, 24)).columns)  # narrower, rich would drop the names of the layers
     console = Console(width=width, markup=False, emoji=False, highlight=False)
@@ -171,9 +167,9 @@ def _step_table(rows: Sequence[Distribution]) -> Table:
     left, right = f"1e{low:+.0f}", f"1e{high:+.0f}"
     table.add_column(left + right.rjust(BINS - len(left)), no_wrap=True, min_width=BINS)
     for row in rows:
-        ends = ["-" if v is None else f"{v:.3g}" for v in (row.quantile(0), row.quantile(0.5), row.quantile(1))]
-        name = one_line(row.key) if row.piece == 1 else ""
-        cells = (name, str(row.piece), f"{row.log_steps.size:,}", *ends, histogram(row.log_steps, low, high))
+        key, piece, count, *numbers = row.summary().values()
+        ends = ["-" if x is None else f"{x:.3g}" for x in numbers]
+        cells = (one_line(key) if piece == 1 else "", str(piece), f"{count:,}", *ends, histogram(row.log_steps, low, high))
         table.add_row(*(Text(cell) for cell in cells))
     return table
 

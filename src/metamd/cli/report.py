@@ -43,18 +43,18 @@ from metamd.files.versions import joined
 def run(options: Report) -> None:
     """Carry out the command."""
     out = options.out or options.folder
-    page = {"page": str(out / "report.html")}
-    if _has_tables_alone(options.folder):
-        if options.target is not None or options.share is not None:
-            raise ValueError(f"{options.folder} compares in a way of its own. Leave out --target and --share.")
-        show(page, _shown(write_tables(options.folder, out)), as_json=options.json)
-        return
-    comparison, parts = write_report(options.folder, out, options.target, options.share)
-    show(summary(comparison) | page, f"{_shown(parts)}\n\nThe report is in {page['page']}.", as_json=options.json)
-
-
-def _shown(parts: Sequence[Section]) -> str:
-    return as_text([p for p in parts if p.title != CONFIGURATION])
+    with records_in(options.folder) as records:
+        compared = any(records.glob("comparison.json")) or any(records.glob("*/comparison.json"))
+    if compared or not (options.folder / "summary.json").is_file():
+        comparison, parts = write_report(options.folder, out, options.target, options.share)
+        found = summary(comparison)
+    elif options.target is not None or options.share is not None:
+        raise ValueError(f"{options.folder} compares in a way of its own. Leave out --target and --share.")
+    else:
+        found, parts = {}, write_tables(options.folder, out)
+    page = str(out / "report.html")
+    text = as_text([part for part in parts if part.title != CONFIGURATION])
+    show(found | {"page": page}, f"{text}\n\nThe report is in {page}.", as_json=options.json)
 
 
 def run_reproduce(options: Reproduce) -> None:
@@ -144,12 +144,6 @@ def _write(out: Path, title: str, parts: list[Section], folder: Path) -> None:
     command = f"metamd report {folder}"
     write_page(out / "report.html", title, parts, command=command)
     write_atomically(out / "report.md", as_markdown(parts, title=title, command=command).encode())
-
-
-def _has_tables_alone(folder: Path) -> bool:
-    with records_in(folder) as records:
-        found = [*records.glob("comparison.json"), *records.glob("*/comparison.json")]
-    return not found and (folder / "summary.json").is_file()
 
 
 def tables(result: Result) -> list[Section]:

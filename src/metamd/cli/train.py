@@ -155,8 +155,8 @@ def run_update(options: Update) -> None:
     out = options.out or options.file
     if not out.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {shown(str(out.parent))} to save into. Create it first.")
-    found = [(path.name, Run.load(path)) for path in options.runs]
-    runs = [run if run.name else replace(run, name=name) for name, run in found]  # called after its file
+    loaded = [(path.name, Run.load(path)) for path in options.runs]
+    runs = [replace(run, name=run.name or file) for file, run in loaded]
     # Two nights that end at once must not both read the old file.
     with locked(out.with_name(f".{out.name}.lock")):
         before = load(options.file)

@@ -432,16 +432,7 @@ def test_broken_indexes_are_sentences(change, tmp_path, capsys):
     assert "comparison.json" in capsys.readouterr().err
 
 
-def test_the_certificate_of_the_file_is_on_the_page(learned, tmp_path):
-    found = load(learned)
-    header = replace(found.header, held_out={"tasks": 12, "what": "an invented bound of 7"})
-    replace(found, header=header).save(tmp_path / "certified.safetensors")
-    out = tmp_path / "out"
-    assert cli.run(["compare", str(tmp_path / "certified.safetensors"), "quadratic", "--out", str(out), *SMALL]) == 0
-    assert "an invented bound of 7" in (out / "report.html").read_text()
-
-
-def test_the_certificate_of_another_file_does_not_stay(learned, tmp_path):
+def test_the_certificate_of_the_file_is_on_the_page_and_that_of_another_does_not_stay(learned, tmp_path):
     found = load(learned)
     header = replace(found.header, held_out={"tasks": 12, "what": "an invented bound of 7"})
     replace(found, header=header).save(tmp_path / "certified.safetensors")

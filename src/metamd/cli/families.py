@@ -20,13 +20,11 @@ def build_family(options: Certify | Compare | Train, recorded: Mapping[str, Any]
     known = inspect.signature(build).parameters
     asked = {name: getattr(options, name) for name in ("steps", "model", "hold_out", "images", "width")}
     given = {name: value for name, value in asked.items() if value is not None}
-    for name in given:
-        if name not in known:
-            raise ValueError(f"the family {options.family!r} has no option --{name.replace('_', '-')}. Leave it out.")
+    if strange := [name.replace("_", "-") for name in given if name not in known]:
+        raise ValueError(f"the family {options.family!r} has no option --{strange[0]}. Leave it out.")
     again = recorded if recorded is not None and recorded.get("name") == options.family else {}
-    reused = {name: value for name, value in again.items() if name in known and value is not None}
-    if reused.get("start") == "shared":  # a model, which the header has the hash of alone
-        del reused["start"]
+    shared = ("start", "shared")  # a model, which the header has the hash of alone
+    reused = {n: value for n, value in again.items() if n in known and value is not None and (n, value) != shared}
     settings = reused | given
     if options.family == "quadratic" and isinstance(options, Train) and options.preset == "paper":
         settings["start"] = 0.1  # from far off the paper's objective has no minimum where steps are stable: docs/results.md

@@ -55,9 +55,14 @@ def run(options: Train) -> None:
         raise
     if not options.out.exists() or load(options.out).fingerprint() != learned.fingerprint():
         learned.save(options.out)  # the same file may have been certified since
-    header = learned.header.to_dict()
+    header, cost = learned.header.to_dict(), learned.header.cost
+    text = (
+        f"Learned {header['pieces']} piece{'s' * (header['pieces'] > 1)} from {len(header['task_hashes'])} tasks in "
+        f"{cost['outer_steps']} outer steps, {cost['gradient_evaluations']:,} gradients, {cost['seconds']:.1f} s.\n"
+        f"Written to {one_line(str(options.out))}: `metamd inspect` prints it, metamd.load reads it."
+    )
     record = {"file": str(options.out), "fingerprint": learned.fingerprint(), "notes": notes, "header": header}
-    show(record, _said(options.out, header), as_json=options.json)
+    show(record, text, as_json=options.json)
 
 
 def _method(options: Train, family: TaskFamily) -> tuple[Callable[..., LearnedOptimiser], dict[str, Any]]:
@@ -134,15 +139,6 @@ def _log(display: Progress, notes: list[str], second: Log | None) -> Log:
     return log
 
 
-def _said(out: Path, header: dict[str, Any]) -> str:
-    cost = header["cost"]
-    return (
-        f"Learned {header['pieces']} piece{'s' * (header['pieces'] > 1)} from {len(header['task_hashes'])} tasks in "
-        f"{cost['outer_steps']} outer steps, {cost['gradient_evaluations']:,} gradients, {cost['seconds']:.1f} s.\n"
-        f"Written to {one_line(str(out))}: `metamd inspect` prints it, metamd.load reads it."
-    )
-
-
 # metamd update
 
 
@@ -162,23 +158,11 @@ def run_update(options: Update) -> None:
         before = load(options.file)
         after = update(before, runs, weights=[options.weight] * len(runs), decay=options.decay)
         after.save(out)
-    record = summary(before, after, out)
-    text = (
-        f"{one_line(str(out))}: {record['added']} added, {record['runs']} runs in all (total weight "
-        f"{record['weight']:.4g}, horizon {record['horizon']})."
-    )
-    if change := record["step_size_change"]:
-        text += f"\nStep sizes changed by a factor of {change['median']:.3g} (median) and {change['largest']:.3g} (largest)."
-    show(record, text, as_json=options.json)
-
-
-def summary(before: LearnedOptimiser, after: LearnedOptimiser, out: Path) -> dict[str, Any]:
-    """What an update did, in plain types."""
     earlier, rows = ((x.header.learned_from or {"runs": []})["runs"] for x in (before, after))
     old, new = before.potential.log_d, after.potential.log_d
     moved = torch.cat([(new[k] - old[k]).detach().double().abs().flatten() for k in old])
     change = {"median": float(moved.median().exp()), "largest": float(moved.max().exp())} if len(moved) else None
-    return {
+    record = {
         "file": str(out),
         "runs": len(rows),
         "added": len(rows) - len(earlier),
@@ -187,3 +171,10 @@ def summary(before: LearnedOptimiser, after: LearnedOptimiser, out: Path) -> dic
         "fingerprint": after.fingerprint(),
         "step_size_change": change,
     }
+    text = (
+        f"{one_line(str(out))}: {record['added']} added, {record['runs']} runs in all (total weight "
+        f"{record['weight']:.4g}, horizon {record['horizon']})."
+    )
+    if change:
+        text += f"\nStep sizes changed by a factor of {change['median']:.3g} (median) and {change['largest']:.3g} (largest)."
+    show(record, text, as_json=options.json)

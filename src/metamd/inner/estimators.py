@@ -11,7 +11,6 @@
 T is the number of steps of a run, H the number of metrics and offsets.
 """
 
-import copy
 import math
 import time
 from abc import ABC, abstractmethod
@@ -38,21 +37,13 @@ SHARE = 2 / 3
 
 @dataclass(frozen=True)
 class Hypergradient:
-    """The gradient of a meta-objective on one task.
+    """The gradient of a meta-objective on one task."""
 
-    Args:
-        grads: dE / d log_d, by key; zero if the run diverged.
-        offsets: dE / d offsets.
-        value: E; infinite if the run diverged, so that no mean over tasks can hide it.
-        trajectory: the run.
-        cost: what it took, the run included.
-    """
-
-    grads: dict[str, Tensor]
-    offsets: Tensor
-    value: float
-    trajectory: Trajectory
-    cost: Cost
+    grads: dict[str, Tensor]  # dE / d log_d, by key; zero if the run diverged
+    offsets: Tensor  # dE / d offsets
+    value: float  # E; infinite if the run diverged, so that no mean over tasks can hide it
+    trajectory: Trajectory  # the run
+    cost: Cost  # what it took, the run included
 
     @property
     def diverged(self) -> str:
@@ -137,19 +128,15 @@ class ClosedForm(Estimator):
 
     def estimate(self, descend: Descend, potential: MaxDiagonal, objective: Objective, generator: Random) -> Hypergradient:
         """The direct gradient."""
-        return Direct().estimate(descend, potential, _regret(objective, potential), generator)
-
-
-def _regret(objective: Objective, potential: MaxDiagonal) -> Regret:
-    if not isinstance(objective, Regret):
-        name = type(objective).__name__
-        raise ValueError(f"ClosedForm minimises Regret, got {name}. Use Forward() or Reverse() for other objectives.")
-    if potential.pieces > 1:
-        raise ValueError(
-            f"ClosedForm has a solution for one piece, got {potential.pieces}: with the active pieces held fixed, a piece "
-            "that is never the largest has no best metric. Pass Diagonal(), or use Forward() or Reverse()."
-        )
-    return objective
+        if not isinstance(objective, Regret):
+            name = type(objective).__name__
+            raise ValueError(f"ClosedForm minimises Regret, got {name}. Use Forward() or Reverse() for other objectives.")
+        if potential.pieces > 1:
+            raise ValueError(
+                f"ClosedForm has a solution for one piece, got {potential.pieces}: with the active pieces held fixed, a "
+                "piece that is never the largest has no best metric. Pass Diagonal(), or use Forward() or Reverse()."
+            )
+        return Direct().estimate(descend, potential, objective, generator)
 
 
 @dataclass(frozen=True)
@@ -191,12 +178,9 @@ class Evolution(Estimator):
             v = torch.randn(len(found), generator=generator, dtype=torch.float64)
             ends = []
             for sign in (1.0, -1.0):
-                there = copy.deepcopy(leaf)
-                logs, offsets = split(sign * self.sigma * v, leaf)
+                there, (logs, offsets) = learnable(leaf, centre.start), split(sign * self.sigma * v, leaf)
                 with torch.no_grad():
-                    for key, logarithm in there.log_d.items():
-                        logarithm.add_(logs[key])
-                    there.offsets.add_(offsets)
+                    torch._foreach_add_([*there.log_d.values(), there.offsets], [*logs.values(), offsets])
                 run = descend(there).run(centre.reference)
                 cost = cost + run.cost
                 if run.diverged:

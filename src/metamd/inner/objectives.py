@@ -83,12 +83,13 @@ class Reference:
 
     def run(self, task: Task, start: Params, steps: int, *, watch: Watch | None = None) -> tuple[dict[str, Tensor], Cost]:
         """Train the task from its start for `factor` times T steps; the batches beyond T are those that follow."""
-        params = {n: x.detach().clone().requires_grad_() for n, x in start.items()}
-        total = max(1, round(self.factor * steps))
-        optimiser = self.optimiser(list(params.values()), lr=self.lr)
-        steps_of = OptimiserSteps(params, optimiser, lambda t: 1 - t / total)
-        done = train(task, steps_of, total, watch=watch, until=None)
-        return steps_of.model(), done.cost
+        params, total = (
+            {n: x.detach().clone().requires_grad_() for n, x in start.items()},
+            max(1, round(self.factor * steps)),
+        )
+        rule = OptimiserSteps(params, self.optimiser(list(params.values()), lr=self.lr), lambda t: 1 - t / total)
+        done = train(task, rule, total, watch=watch, until=None)
+        return rule.model(), done.cost
 
 
 @dataclass(frozen=True)
@@ -113,19 +114,12 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Point:
-    """One step of a run as a differentiable function sees it.
+    """One step of a run as a differentiable function sees it."""
 
-    Args:
-        loss: the loss at theta_t.
-        energy: g_t' D(w_t)^-1 g_t, evaluated when asked for.
-        lr: eta.
-        steps: T.
-    """
-
-    loss: Tensor
-    energy: Callable[[], Tensor]
-    lr: float
-    steps: int
+    loss: Tensor  # at theta_t
+    energy: Callable[[], Tensor]  # g_t' D(w_t)^-1 g_t, evaluated when asked for
+    lr: float  # eta
+    steps: int  # T
 
 
 class Objective:
@@ -196,7 +190,12 @@ class Regret(Objective):
         """B(u||theta_1)/eta, and the prior."""
         u = {n: x.detach() for n, x in self.comparator.of(run).items()}
         bound = potential.divergence(u, run.start) / run.lr
-        return bound + self._penalty(run, potential, u) if self.prior else bound
+        if not self.prior:
+            return bound
+        # sum_i mean_j [D_ji x_i / (2 eta) + eta y_i / (2 D_ji)] with the x and y of `pseudo`
+        pseudo = [(x, y, potential.metric(n).double()) for n, (x, y) in self.pseudo(run, u).items()]
+        terms = [(0.5 / run.lr * x * d + 0.5 * run.lr * y / d).sum() / potential.pieces for x, y, d in pseudo]
+        return bound + torch.stack(terms).sum()
 
     def held(self, run: Trajectory) -> "Regret":
         """With the comparator of this run, and its prior."""
@@ -215,16 +214,7 @@ class Regret(Objective):
         moved = {n: float((u[n] - run.start[n]).square().sum(dtype=torch.float64)) for n in felt}
         model = sum(moved.values()) / max(sum(felt.values()), sys.float_info.min)
         typical = {n: (moved[n] / max(felt[n], sys.float_info.min) + model) / 2 for n in felt}
-        s, y = self.prior, {n: v.double() for n, v in run.squares.items()}
-        return {n: (s * typical[n] * v, s * v) for n, v in y.items()}
-
-    def _penalty(self, run: Trajectory, potential: MaxDiagonal, u: Params) -> Tensor:
-        """sum_i mean_j [D_ji x_i / (2 eta) + eta y_i / (2 D_ji)] with the x and y of `pseudo`."""
-        terms = []
-        for n, (x, y) in self.pseudo(run, u).items():
-            d = potential.metric(n).double()
-            terms.append((0.5 / run.lr * x * d + 0.5 * run.lr * y / d).sum() / potential.pieces)
-        return torch.stack(terms).sum()
+        return {n: (self.prior * typical[n] * v.double(), self.prior * v.double()) for n, v in run.squares.items()}
 
 
 @dataclass(frozen=True)
@@ -267,11 +257,10 @@ class PaperBound(Objective):
 
     def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
         """The whole of it."""
-        k = self._k(run)
         # one amin over everything: smallest entries that tie share the gradient equally across tensors too
         smallest = torch.cat([v.double().reshape(-1) for v in potential.logarithms()]).amin()
         strength = (0.5 * smallest).exp() if self.strong_convexity == "paper" else smallest.exp()
-        return potential.divergence(end, run.start) + k / strength
+        return potential.divergence(end, run.start) + self._k(run) / strength
 
 
 @dataclass(frozen=True)

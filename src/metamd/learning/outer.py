@@ -3,14 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from metamd.files.learned import Moments
-from metamd.files.store import as_json
 from metamd.inner.closed_form import Iterate, learn_factors, minimiser
 from metamd.inner.estimators import ClosedForm, Estimator, Reverse
 from metamd.inner.objectives import PRIOR, Objective, Regret
@@ -283,11 +282,6 @@ class OuterStep:
     hvps: int = 0  # Hessian-vector products
     seconds: float = 0.0  # wall-clock time
     note: str = ""  # why a stage ended, if it did
-
-    def to_dict(self) -> dict[str, Any]:
-        """In JSON's types: what is not a finite number is null."""
-        found: dict[str, Any] = as_json(asdict(self))
-        return found
 
 
 def metric_norms(potential: MaxDiagonal, shapes: Mapping[str, Shape]) -> Tensor:

@@ -15,9 +15,9 @@ from metamd.files.recorded_run import Run
 from metamd.files.versions import versions as library_versions
 from metamd.inner.closed_form import minimiser, moments_of
 from metamd.inner.objectives import Regret
-from metamd.inner.run import Cost, Trajectory
-from metamd.learning.rounds import gradient_scale
-from metamd.potentials.diagonal import Diagonal, MaxDiagonal
+from metamd.inner.run import Trajectory
+from metamd.learning.rounds import gradient_scale, total_squares
+from metamd.potentials.diagonal import Diagonal
 from metamd.potentials.forms import grouped_squares, widen
 from metamd.potentials.sharding import is_sharded
 from metamd.potentials.tying import Shape, TyingName, clean_names, some, stored_shape, tied_shape
@@ -303,20 +303,6 @@ def update(
     return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
 
 
-def as_trajectory(run: Run, tying: TyingName) -> Trajectory:
-    """A recorded run as meta-learning sees one, at eta = 1. Losses, pieces and weights were not recorded."""
-    return Trajectory(
-        losses=torch.zeros(0, dtype=torch.float64),
-        start=run.start,
-        end=run.end,
-        squares={n: s.double().sum(0) for n, s in run.tied_squares(tying).items()},
-        lr=1.0,
-        steps=run.steps,
-        diverged=run.diverged,
-        cost=Cost(gradients=run.steps),
-    )
-
-
 def _solve(
     runs: Sequence[Run],
     shares: Sequence[float],
@@ -327,25 +313,29 @@ def _solve(
 ) -> LearnedOptimiser:
     """The closed form for these runs, and for those of an earlier file; the header says where it comes from."""
     bound = [Diagonal(tying=tying).bind(run.start) for run in runs]
-    weights, regret, model = list(shares), Regret(prior=prior), runs[0].model
-    moments = [moments_of(as_trajectory(run, tying), phi, regret) for run, phi in zip(runs, bound, strict=True)]
-    scales = [_weighted(w, _mean_squares(run, phi)) for w, run, phi in zip(shares, runs, bound, strict=True)]
-    fields = ("name", "fingerprint", "steps", "batch_size", "weight")
-    marks = [(run.name, run.fingerprint(), run.steps, run.batch_size, w) for run, w in zip(runs, shares, strict=True)]
-    rows: list[dict[str, Any]] = [dict(zip(fields, mark, strict=True)) for mark in marks]
+    weights, regret, model, none = list(shares), Regret(prior=prior), runs[0].model, torch.zeros(0)
+    moments, scales = [], []
+    rows: list[dict[str, Any]] = []
+    for run, phi, weight in zip(runs, bound, shares, strict=True):
+        squares = {n: s.double().sum(0) for n, s in run.tied_squares(tying).items()}
+        moments.append(moments_of(Trajectory(none, run.start, run.end, squares, lr=1.0, steps=run.steps), phi, regret))
+        numbers = {n: run.start[n].numel() for n in phi.slots}
+        first = total_squares((phi.slots[n].key, count * run.gradient_rms[n] ** 2, count) for n, count in numbers.items())
+        scales.append({k: (weight * (total / max(count, 1)), weight) for k, (total, count) in first.items()})
+        mark = {"name": run.name, "fingerprint": run.fingerprint(), "steps": run.steps, "batch_size": run.batch_size}
+        rows.append({**mark, "weight": weight})
     cost: Mapping[str, float] = {"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)}
     if earlier is not None and earlier.moments is not None and earlier.header.learned_from is not None:
         header, model = earlier.header, earlier.header.model
         before = [{**row, "weight": row["weight"] * decay} for row in earlier.header.learned_from["runs"]]
         kept = Moments(*({k: v.double() for k, v in part.items()} for part in (earlier.moments.x, earlier.moments.y)))
         moments, weights, bound = [kept, *moments], [decay, *weights], [earlier.potential, *bound]
-        squares = {k: v**2 for k, v in header.gradient_scale.items()}
-        scales = [_weighted(sum(row["weight"] for row in before), squares), *scales]
+        share = sum(row["weight"] for row in before)
+        scales = [{k: (share * v**2, share) for k, v in header.gradient_scale.items()}, *scales]
         rows, cost = before + rows, total_cost(header.cost, cost)
     total = Moments.total(moments, weights)
-    present: dict[str, Tensor] = {}
-    for phi in bound:  # metrics to keep where the runs say nothing, and their types
-        present = {**{k: v.detach() for k, v in phi.log_d.items()}, **present}
+    # metrics to keep where the runs say nothing, and their types: those of the first that has them
+    present = {k: v.detach() for phi in reversed(bound) for k, v in phi.log_d.items()}
     potential = Diagonal(tying=tying).with_metrics(minimiser(total, present))
     sizes = {row["batch_size"] for row in rows}
     about = LearnedOptimiser.from_potential(
@@ -353,7 +343,7 @@ def _solve(
         model=dict(model) if all(run.model == model for run in runs) else {},
         horizon=max(1, round(sum(row["weight"] * row["steps"] for row in rows) / sum(row["weight"] for row in rows))),
         batch_size=sizes.pop() if len(sizes) == 1 else None,
-        gradient_scale={k: s for k, s in gradient_scale(scales).items() if math.isfinite(s)},
+        gradient_scale=gradient_scale(scales),
         objective=repr(regret),
         estimator="ClosedForm()",
         versions=library_versions(),
@@ -363,19 +353,6 @@ def _solve(
     # in the type of the metrics: what a file gives back is what was saved
     x, y = ({k: v.to(present[k].dtype) for k, v in part.items()} for part in (total.x, total.y))
     return LearnedOptimiser(about, potential, Moments(x, y))
-
-
-def _mean_squares(run: Run, bound: MaxDiagonal) -> dict[str, float]:
-    """The mean square of the first gradients by key."""
-    pairs: dict[str, tuple[float, int]] = {}
-    for n, slot in bound.slots.items():
-        count, (total, counted) = run.start[n].numel(), pairs.get(slot.key, (0.0, 0))
-        pairs[slot.key] = total + count * run.gradient_rms[n] ** 2, counted + count
-    return {k: total / max(count, 1) for k, (total, count) in pairs.items()}
-
-
-def _weighted(weight: float, squares: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    return {k: (weight * square, weight) for k, square in squares.items()}
 
 
 # the door

@@ -22,6 +22,7 @@ from metamd.inner.objectives import PRIOR, Reference, Regret
 from metamd.inner.run import GradientSums, Trajectory, all_finite, run_inner
 from metamd.learning.parts import Parts, described, parts_of
 from metamd.learning.rounds import (
+    Squares,
     affording,
     draw_config,
     ends_of,
@@ -113,8 +114,7 @@ def tuned_reference(
 
     with parts_of(journal, "reference", family, {"factor": factor, "tasks": tasks, "seed": seed}, workers) as parts:
         found = parts.all({f"rate-{rate!r}": partial(tried, rate) for rate in rates}, "rates of Adam")
-    losses = {rate: found[f"rate-{rate!r}"]["loss"] for rate in rates}
-    finite = {rate: loss for rate, loss in losses.items() if loss is not None}
+    finite = {rate: loss for rate in rates if (loss := found[f"rate-{rate!r}"]["loss"]) is not None}
     if not finite:
         for task in built:
             first = tail_loss(task, task.init(), 1)
@@ -265,14 +265,15 @@ def learn_from_reference(
         return parts.file("learned", followed, load)
 
 
-_Followed = tuple[dict[str, list[float]], tuple[tuple[float, float], Moments] | None]
+_Followed = tuple[Squares, tuple[tuple[float, float], Moments] | None]
 """What a reference run says: squares of its first gradient by key; if it finished, first and last loss, and moments."""
 
 
 def _steady(potential: MaxDiagonal, tasks: Sequence[Task], parts: Parts) -> MaxDiagonal:
     """The metrics, doubled until plain runs with them finish: that another optimiser's runs did does not say so."""
     for _ in range(DOUBLINGS):
-        if all(parts.runs(partial(_finishes, potential.bind(tasks[0].init())), tasks)):
+        plain = partial(run_inner, potential=potential.bind(tasks[0].init()), lr=MARGIN)
+        if not any(run.diverged for run in parts.runs(plain, tasks)):
             break
         twice = {k: v.detach() + math.log(2) for k, v in potential.log_d.items()}
         potential = Iterate.of(potential).moved(twice).apply(potential)
@@ -286,16 +287,12 @@ def _steady(potential: MaxDiagonal, tasks: Sequence[Task], parts: Parts) -> MaxD
     return potential
 
 
-def _finishes(potential: MaxDiagonal, task: Task) -> bool:
-    return not run_inner(task, potential, lr=MARGIN).diverged
-
-
 def _follow(potential: MaxDiagonal, reference: Reference, objective: Regret, task: Task) -> _Followed:
     """A reference run, recorded as if mirror descent had made it."""
     start = {n: x.detach() for n, x in task.init().items()}
     sums = GradientSums(potential, products=True)
     losses: list[float] = []
-    first: dict[str, list[float]] = {}
+    first: Squares = {}
 
     def watch(step: int, loss: Tensor, grads: Params) -> None:
         if not step:
@@ -304,18 +301,9 @@ def _follow(potential: MaxDiagonal, reference: Reference, objective: Regret, tas
             losses.append(float(loss))
             sums.add(grads)
 
-    end, cost = reference.run(task, start, task.steps, watch=watch)
+    end, _ = reference.run(task, start, task.steps, watch=watch)
     if not all_finite(end) or not all(map(math.isfinite, losses)):
         return first, None
-    run = Trajectory(
-        losses=torch.tensor(losses, dtype=torch.float64),
-        start=start,
-        end=end,
-        squares=sums.squares(),
-        lr=1.0,
-        steps=task.steps,
-        diverged="",
-        cost=cost,
-        products=sums.products,
-    )
+    said = torch.tensor(losses, dtype=torch.float64)
+    run = Trajectory(said, start, end, sums.squares(), lr=1.0, steps=task.steps, products=sums.products)
     return first, (ends_of(run), moments_of(run, potential, objective))

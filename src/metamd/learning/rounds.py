@@ -6,9 +6,9 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from metamd.files.learned import LearnedOptimiser, fingerprint
 from metamd.files.progress import Progress
-from metamd.files.store import Journal, Log
+from metamd.files.store import Journal, Log, as_json
 from metamd.inner.closed_form import LARGEST, Iterate, compared, moment_shapes, moments_of
 from metamd.inner.derivatives import hessian_products
 from metamd.inner.executor import Executor
@@ -44,10 +44,6 @@ AFFORDED = 0.25
 
 RAISES = 12
 """How often the metrics of the first outer step are multiplied by four to find where no task diverges."""
-
-
-Purpose = tuple[int | str, ...]
-"""Words that everything random follows from: a seed, what it is for, and numbers."""
 
 
 def draw_config(family: TaskFamily, *purpose: int | str) -> Config:
@@ -89,40 +85,46 @@ def first_look(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int
         raise ValueError(f"the tasks of {family.name!r} have no parameters. task.init() must return at least one tensor.")
     bound = affording(potential.bind(start), first)
     shapes = {n: tuple(x.shape) for n, x in start.items()}
-    found: list[dict[str, Any]] = []
+    found = []
     for i in range(count):
         try:
             task = draw(family, seed, "train", 1, i)
-            found.append(look(task, bound, shapes) | ({"curvature": largest_curvature(task, seed)} if curvature else {}))
+            found.append((*look(task, bound, shapes), largest_curvature(task, seed) if curvature else math.nan))
         except ValueError as error:
             raise ValueError(f"task {i + 1} of the first {count}: {error}") from error
-    finite = [row for row in found if all(map(math.isfinite, (row["loss"], *(s for s, _ in row["squares"].values()))))]
+    finite = [row for row in found if all(map(math.isfinite, (row[0], *(s for s, _ in row[1].values()))))]
     if not finite:
         raise ValueError(
-            f"the loss or its gradient is not finite (loss {found[0]['loss']}) at the start of all {count} tasks that were "
+            f"the loss or its gradient is not finite (loss {found[0][0]}) at the start of all {count} tasks that were "
             "tried, before any step was taken. Check the data and the initialisation."
         )
-    scale = gradient_scale([row["squares"] for row in finite])
-    bends = [row["curvature"] for row in finite if math.isfinite(row.get("curvature", math.nan))]
+    bends = [bend for _, _, bend in finite if math.isfinite(bend)]
     cost = Cost(gradients=count * (1 + curvature), hvps=POWERS * count * curvature)
-    return Findings(bound, shapes, scale, max(bends, default=None), cost)
+    return Findings(bound, shapes, gradient_scale(squares for _, squares, _ in finite), max(bends, default=None), cost)
 
 
-def squares_by_key(grads: Params, slots: Mapping[str, Slot]) -> dict[str, list[float]]:
-    """The sum and the number of the squares of a gradient, by key of the metric."""
-    squares: dict[str, list[float]] = {}
-    for n, g in grads.items():
-        pair = squares.setdefault(slots[n].key, [0.0, 0.0])
-        pair[0] += float(g.square().sum(dtype=torch.float64))
-        pair[1] += g.numel()
-    return squares
+Squares = dict[str, tuple[float, float]]
+"""By key of the metric, a sum of squares and their number."""
 
 
-def gradient_scale(rows: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """The root mean square of the first gradients, by key of the metric: rows hold sums of squares and their numbers."""
-    keys = dict.fromkeys(k for row in rows for k in row)
-    totals = {k: [sum(row[k][j] for row in rows if k in row) for j in (0, 1)] for k in keys}
-    return {k: math.sqrt(s / n) for k, (s, n) in totals.items() if n}
+def total_squares(rows: Iterable[tuple[str, float, float]]) -> Squares:
+    """The sums over all rows of the same key."""
+    found: Squares = {}
+    for key, square, number in rows:
+        total, count = found.get(key, (0.0, 0))
+        found[key] = total + square, count + number
+    return found
+
+
+def squares_by_key(grads: Params, slots: Mapping[str, Slot]) -> Squares:
+    """The squares of a gradient."""
+    return total_squares((slots[n].key, float(g.square().sum(dtype=torch.float64)), g.numel()) for n, g in grads.items())
+
+
+def gradient_scale(found: Iterable[Squares]) -> dict[str, float]:
+    """The root mean square of the first gradients, by key of the metric, where it is finite."""
+    total = total_squares((k, *pair) for squares in found for k, pair in squares.items())
+    return {k: math.sqrt(s / n) for k, (s, n) in total.items() if n and math.isfinite(s / n)}
 
 
 def largest_curvature(task: Task, seed: int) -> float:
@@ -130,20 +132,22 @@ def largest_curvature(task: Task, seed: int) -> float:
     start = task.init()
     generator = torch.Generator().manual_seed(derive_seed(seed, "curvature"))
     tangents = {n: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for n, x in start.items()}
-    found = 0.0
+    length = _length(tangents)
     for _ in range(POWERS):
-        length = math.sqrt(sum(float(v.square().sum(dtype=torch.float64)) for v in tangents.values()))
         if not 0 < length < math.inf:
             break
         units = {n: (v / length).unsqueeze(0) for n, v in tangents.items()}
-        _, _, products = hessian_products(task, start, task.batch(0), units)
-        tangents = {n: h[0] for n, h in products.items()}
-        found = math.sqrt(sum(float(h.square().sum(dtype=torch.float64)) for h in tangents.values()))
-    return found
+        tangents = {n: h[0] for n, h in hessian_products(task, start, task.batch(0), units)[2].items()}
+        length = _length(tangents)
+    return length
 
 
-def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The loss at the start, and by key the sum and the number of the squares of the first gradient."""
+def _length(tensors: Params) -> float:
+    return math.sqrt(sum(float(x.square().sum(dtype=torch.float64)) for x in tensors.values()))
+
+
+def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> tuple[float, Squares]:
+    """The loss at the start, and the squares of the first gradient."""
     start = {n: x.detach().requires_grad_() for n, x in task.init().items()}
     here = {n: tuple(x.shape) for n, x in start.items()}
     for n in sorted(set(here) | set(shapes)) if bound.tying == "parameter" else ():
@@ -161,8 +165,7 @@ def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> 
             f"the loss ignores {some(ignored)}, so that nothing can be learned about it. Leave such parameters out of "
             "task.init()."
         )
-    squares = squares_by_key(dict(zip(start, grads, strict=True)), slots)
-    return {"loss": float(loss.detach()), "squares": squares}
+    return float(loss.detach()), squares_by_key(dict(zip(start, grads, strict=True)), slots)
 
 
 def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
@@ -173,19 +176,16 @@ def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
     basis = potential.basis
     if basis.rank != "auto":
         return potential
-    thin, whole = Counter[str](), Counter[str]()
+    left, extra, kept = AFFORDED * gradient_operations(task), Counter[str](), []
     for place in map(basis.places.__getitem__, basis.learnable()):
-        numbers, factor, n = math.prod(place.shape), f"right/{place.key}", place.sizes["right"]
         # with `LARGEST` directions two thin products, with all of them one product
-        thin[factor] += 4 * numbers * min(LARGEST, n)
-        whole[factor] += 2 * numbers * n
-    left = AFFORDED * gradient_operations(task) - sum(thin.values())
-    kept = []
-    for factor in sorted(whole, key=lambda f: whole[f] - thin[f]):
-        extra = whole[factor] - thin[factor]
-        if extra <= max(left, 0):
+        numbers, n = math.prod(place.shape), place.sizes["right"]
+        left -= 4 * numbers * min(LARGEST, n)
+        extra[f"right/{place.key}"] += 2 * numbers * n - 4 * numbers * min(LARGEST, n)
+    for factor in sorted(extra, key=extra.__getitem__):
+        if extra[factor] <= max(left, 0):
             kept.append(factor)
-            left -= extra
+            left -= extra[factor]
     potential.basis = basis.with_factors(basis.factors, kept)
     return potential
 
@@ -204,10 +204,9 @@ def gradient_operations(task: Task) -> int:
 class TaskResult:
     """What one task says about the metrics it was trained with."""
 
-    task: str  # the hash of its config
     cost: Cost  # of all this
     diverged: str  # why the run was given up; empty if it was not
-    value: float = math.inf  # the objective
+    objective: float = math.inf  # its value
     bound: float = math.inf  # on the regret against the end of the run, certified if the steps were exact
     loss: float = math.inf  # mean training loss over the run
     ends: tuple[float, float] = (math.inf, math.inf)  # the first training loss, and the mean of the last tenth of them
@@ -222,8 +221,8 @@ class Learner:
     potential: MaxDiagonal  # the structure of the potential, whose metrics are given each time
     method: Method  # objective, estimator, kind of step, and the norm at which the metrics stay
     shapes: Mapping[str, Shape]  # of the tensors over which that norm is taken
-    together: bool = False  # whether one task's loss serves all, so that small ones can run side by side
-    executor: Executor = field(default_factory=Executor)  # where the others run
+    together: bool  # whether one task's loss serves all, so that small ones can run side by side
+    executor: Executor  # where the others run
 
     def fit(self, iterate: Iterate, task: Task) -> MaxDiagonal:
         """The potential with these metrics for the tensors of a task."""
@@ -244,7 +243,7 @@ class Learner:
             sums[n] = sums.get(n, 0.0) + v.detach().double().cpu()
         return sums
 
-    def learn(self, tasks: Mapping[int, Task], iterate: Iterate, purpose: Purpose) -> dict[int, TaskResult]:
+    def learn(self, tasks: Mapping[int, Task], iterate: Iterate, purpose: Sequence[int | str]) -> dict[int, TaskResult]:
         """Run tasks, by number, and what each says; the purpose seeds estimators that are random."""
         if not self.method.closed:
             seeds = {i: derive_seed(*purpose, i) for i in tasks}
@@ -276,34 +275,32 @@ class Learner:
         pieces = {f"task {i}": partial(run_inner, task, fits[i], **options) for i, task in enumerate(tasks)}
         return list(zip(fits, self.executor.all(pieces).values(), strict=True))
 
-    def survives(self, task: Task, iterate: Iterate) -> tuple[bool, Cost]:
-        """Whether a task finishes under these metrics, and what it took to see."""
-        run = run_inner(task, self.fit(iterate, task), exact=self.method.exact)
-        return not run.diverged, run.cost
+    def probe(self, task: Task, iterate: Iterate) -> Trajectory:
+        """One plain run, to see whether a task finishes under these metrics."""
+        return run_inner(task, self.fit(iterate, task), exact=self.method.exact)
 
     def _differentiate(self, task: Task, iterate: Iterate, seed: int) -> TaskResult:
         fit, generator = self.fit(iterate, task), torch.Generator().manual_seed(seed)
         found = self.method.estimator(task, fit, self.method.objective, exact=self.method.exact, generator=generator)
         result = replace(self._result(task, fit, found.trajectory), cost=found.cost)
-        if not result.diverged and not all_finite(found.grads):
-            result = replace(result, diverged="The hypergradient is not finite. Start from larger metrics.")
         if result.diverged:
             return result
+        if not all_finite(found.grads):
+            return replace(result, diverged="The hypergradient is not finite. Start from larger metrics.")
         sums = {f"gradient/log_d/{k}": v.detach() for k, v in found.grads.items()}
-        sums["gradient/offsets"] = found.offsets.detach()
-        sums |= {"value": torch.tensor(result.value, dtype=torch.float64), "tasks": torch.ones(())}
-        return replace(result, sums=sums)
+        sums |= {"value": torch.tensor(result.objective, dtype=torch.float64), "tasks": torch.ones(())}
+        return replace(result, sums=sums | {"gradient/offsets": found.offsets.detach()})
 
     @torch.no_grad()
     def _result(self, task: Task, fit: MaxDiagonal, run: Trajectory) -> TaskResult:
-        result = TaskResult(config_hash(task.config), run.cost, run.diverged)
+        result = TaskResult(run.cost, run.diverged)
         if run.diverged:
             return result
         if isinstance(self.method.objective, PaperBound):
             result = replace(result, unsettled=_unsettled(task, run), cost=run.cost + Cost(gradients=2))
         return replace(
             result,
-            value=float(self.method.objective.value(run, fit)),
+            objective=float(self.method.objective.value(run, fit)),
             bound=float(Regret().value(run, fit)) + float(run.gaps.sum()) / run.lr if self.method.exact else math.nan,
             loss=float(run.losses.mean()),
             ends=ends_of(run),
@@ -330,11 +327,9 @@ def within_reach(ends: Sequence[tuple[float, float]]) -> float:
 
 def _unsettled(task: Task, run: Trajectory) -> float:
     """|g| at the end relative to |g| at the start."""
-    norms = []
-    for params, step in ((run.start, 0), (run.end, run.steps)):
-        _, grads = gradient(task, params, task.batch(step))
-        norms.append(math.sqrt(sum(float(g.square().sum(dtype=torch.float64)) for g in grads.values())))
-    return norms[1] / norms[0] if norms[0] > 0 else 0.0
+    places = ((run.start, 0), (run.end, run.steps))
+    first, last = (_length(gradient(task, params, task.batch(step))[1]) for params, step in places)
+    return last / first if first > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -352,11 +347,6 @@ class Round:
         """The tasks that did not diverge."""
         return [result for result in self.results if not result.diverged]
 
-    @property
-    def diverged(self) -> tuple[str, ...]:
-        """A sentence for each of the others."""
-        return tuple(f"task {i + 1}: {result.diverged}" for i, result in enumerate(self.results) if result.diverged)
-
     def mean(self, field: str) -> float:
         """The mean of a number over the tasks that finished."""
         values = [getattr(result, field) for result in self.finished]
@@ -370,46 +360,45 @@ def run_round(
     good: Iterate | None,
     *,
     retreats: bool,
-    purpose: Purpose,
+    purpose: Sequence[int | str],
 ) -> Round:
     """Run all tasks of an outer step, at a scale where they finish if this is the first: if no metrics are `good` yet.
 
     With `retreats`, it is asked of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
     """
     found: dict[int, TaskResult] = {}
-    cost, too_far = Cost(), 0
+    cost, again = Cost(), []
     if good is None:
         now, found, cost = _find_scale(tasks, learner, now, purpose)
     found |= learner.learn({i: task for i, task in tasks.items() if i not in found}, now, purpose)
     results = [found[i] for i in tasks]
     if good is not None and (retreats or all(result.diverged for result in results)):
         # a task that diverges under the last good metrics too is itself to blame
-        answers = [learner.survives(task, good) for i, task in tasks.items() if found[i].diverged]
-        too_far = sum(fine for fine, _ in answers)
-        cost = sum((extra for _, extra in answers), cost)
-    return Round(now, results, learner.total(results, now), too_far, sum((result.cost for result in results), cost))
+        again = [learner.probe(task, good) for i, task in tasks.items() if found[i].diverged]
+    cost = sum((run.cost for run in again), sum((result.cost for result in results), cost))
+    return Round(now, results, learner.total(results, now), sum(not run.diverged for run in again), cost)
 
 
 def _find_scale(
-    tasks: Mapping[int, Task], learner: Learner, start: Iterate, purpose: Purpose
+    tasks: Mapping[int, Task], learner: Learner, start: Iterate, purpose: Sequence[int | str]
 ) -> tuple[Iterate, dict[int, TaskResult], Cost]:
     """The smallest power of four by which the metrics are multiplied so that every task finishes that can."""
-    powers: dict[int, int | None] = dict.fromkeys(tasks)
+    powers: dict[int, int] = {}
     kept: dict[int, TaskResult] = {}
     total = Cost()
     for power in range(RAISES + 1):
-        left = {i: task for i, task in tasks.items() if powers[i] is None}
+        left = {i: task for i, task in tasks.items() if i not in powers}
         trial = learner.inside(start.shifted(power * math.log(4.0)))
+        runs: Mapping[int, TaskResult | Trajectory]
         if learner.method.closed:
-            kept |= (results := learner.learn(left, trial, purpose))
-            answers = {i: (not result.diverged, result.cost) for i, result in results.items()}
+            kept |= (runs := learner.learn(left, trial, purpose))
         else:
-            answers = {i: learner.survives(task, trial) for i, task in left.items()}
-        total = sum((cost for _, cost in answers.values()), total)
-        powers |= {i: power for i, (fine, _) in answers.items() if fine}
-    largest = max((power for power in powers.values() if power is not None), default=0)
+            runs = {i: learner.probe(task, trial) for i, task in left.items()}
+        total = sum((run.cost for run in runs.values()), total)
+        powers |= {i: power for i, run in runs.items() if not run.diverged}
+    largest = max(powers.values(), default=0)
     # A run that was made at this very scale is not made again, nor that of a task which nothing helps; it is paid for.
-    same = {i: replace(result, cost=Cost()) for i, result in kept.items() if powers[i] in (largest, None)}
+    same = {i: replace(result, cost=Cost()) for i, result in kept.items() if powers.get(i, largest) == largest}
     return learner.inside(start.shifted(largest * math.log(4.0))), same, total
 
 
@@ -423,8 +412,7 @@ def contest(learner: Learner, tasks: Sequence[Task], iterates: list[Iterate]) ->
     by_iterate = [learner.runs(list(tasks), iterate, referred=False) for iterate in iterates]
     found: list[list[float | None]] = []
     cost = Cost()
-    for row, task in enumerate(tasks):
-        entries = [runs[row] for runs in by_iterate]
+    for task, *entries in zip(tasks, *by_iterate, strict=True):
         finished = [run for _, run in entries if not run.diverged]
         objective = learner.method.objective
         if finished and objective.reference is not None:
@@ -540,7 +528,7 @@ class Plan:
             with Progress("outer steps", state.step + self._left(state), done=state.step) as progress:
                 while self._left(state):
                     state, step = self._advance(state)
-                    record = step.to_dict()
+                    record: dict[str, Any] = as_json(asdict(step))  # what is not a finite number is null
                     progress.update(state.step, step_line(record), state.step + self._left(state))
                     if journal is not None:
                         journal.note(record, state.step)
@@ -596,7 +584,7 @@ class Plan:
             potential.requires_grad_(True),
             model=self.found.shapes,
             **described(self.family),
-            gradient_scale={k: v for k, v in self.found.scale.items() if math.isfinite(v)},
+            gradient_scale=self.found.scale,
             objective=repr(self.method.objective),
             estimator=said,
             seeds=(self.seed,),
@@ -612,26 +600,23 @@ class Plan:
 
     def _advance(self, state: State) -> tuple[State, OuterStep]:
         """One outer step."""
-        began = time.perf_counter()
-        stage, _ = self.method.stages[state.stage]
-        new, record = self._judge(state) if stage == "judge" else self._learn(state)
+        began, step = time.perf_counter(), state.step + 1
+        # tasks for one purpose are never those of another
+        purpose, act = ("judge", self._judge) if self.method.stages[state.stage][0] == "judge" else ("train", self._learn)
+        tasks = [draw(self.family, self.seed, purpose, step, i) for i in range(self.tasks_per_step)]
+        new, record = act(state, tasks)
         seconds = time.perf_counter() - began
-        spent = Cost(record.gradients, record.hvps, seconds)
-        return replace(new, step=record.step, cost=state.cost + spent), replace(record, seconds=seconds)
+        cost = state.cost + Cost(record.gradients, record.hvps, seconds)
+        seen = tuple(dict.fromkeys((*state.tasks, *(config_hash(task.config) for task in tasks))))
+        return replace(new, step=step, cost=cost, tasks=seen), replace(record, seconds=seconds)
 
     def _spread_out(self, one: Iterate) -> Iterate:
         """As many pieces as the result shall have, which differ a little: the same ones would have the same gradients."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "pieces"))
-        log_d = {}
-        for k, v in one.log_d.items():
-            copies = v.expand(self.pieces, *v.shape[1:])
-            noise = torch.randn(copies.shape, generator=generator, dtype=torch.float64)
-            log_d[k] = copies + 2 * self.method.spread * noise.to(v)
+        shapes = {k: (self.pieces, *v.shape[1:]) for k, v in one.log_d.items()}
+        noise = {k: torch.randn(shape, generator=generator, dtype=torch.float64) for k, shape in shapes.items()}
+        log_d = {k: v + 2 * self.method.spread * noise[k].to(v) for k, v in one.log_d.items()}
         return one.moved(log_d, one.offsets.expand(self.pieces).clone())
-
-    def _tasks(self, purpose: str, state: State) -> list[Task]:
-        """Tasks for one purpose are never those of another."""
-        return [draw(self.family, self.seed, purpose, state.step + 1, i) for i in range(self.tasks_per_step)]
 
     def _learner(self, stage: int) -> Learner:
         """With the estimator and the objective of the refinement from there on."""
@@ -642,7 +627,7 @@ class Plan:
 
     # learning
 
-    def _learn(self, state: State) -> tuple[State, OuterStep]:
+    def _learn(self, state: State, tasks: list[Task]) -> tuple[State, OuterStep]:
         stage, limit = self.method.stages[state.stage]
         learner, outer, refine = self._learner(state.stage), self.method.rule, self.method.refine
         if stage == "refine" and refine is not None:
@@ -650,8 +635,8 @@ class Plan:
             if len(state.now.offsets) < self.pieces:  # the closed form has learned one
                 pieces = learner.inside(self._spread_out(state.now))
                 state = replace(state, now=pieces, good=pieces)
-        tasks, purpose = dict(enumerate(self._tasks("train", state))), (self.seed, "estimate", state.step + 1)
-        held = run_round(tasks, learner, state.now, state.good, retreats=outer.retreats, purpose=purpose)
+        purpose, numbered = (self.seed, "estimate", state.step + 1), dict(enumerate(tasks))
+        held = run_round(numbered, learner, state.now, state.good, retreats=outer.retreats, purpose=purpose)
         if not held.finished and not held.too_far:
             radius = self.method.max_norm
             kept = "" if radius is None else f" with max_norm = {radius:g}, which may be too small"
@@ -665,12 +650,8 @@ class Plan:
             new, change = replace(state, now=halfway, factor=state.factor / 2, carried={}), math.inf
         else:
             new, change = self._move(state, held, learner, outer)
-        new = replace(
-            new,
-            changes=(*state.changes, change),
-            tasks=tuple(dict.fromkeys((*state.tasks, *(result.task for result in held.results)))),
-            target=within_reach([result.ends for result in held.finished]) if held.finished else state.target,
-        )
+        target = within_reach([result.ends for result in held.finished]) if held.finished else state.target
+        new = replace(new, changes=(*state.changes, change), target=target)
         note, unsettled = self._verdict(new, limit), held.mean("unsettled")
         if isinstance(learner.method.objective, PaperBound) and unsettled > SETTLED:
             warnings.warn(
@@ -680,15 +661,16 @@ class Plan:
                 NotConvergedWarning,
                 stacklevel=5,
             )
+        lost = tuple(f"task {i + 1}: {result.diverged}" for i, result in enumerate(held.results) if result.diverged)
         record = OuterStep(
             step=state.step + 1,
             stage=stage,
-            objective=held.mean("value"),
+            objective=held.mean("objective"),
             bound=held.mean("bound"),
             loss=held.mean("loss"),
             change=change,
             unsettled=unsettled,
-            diverged=held.diverged,
+            diverged=lost,
             gradients=held.cost.gradients,
             hvps=held.cost.hvps,
             note=note,
@@ -696,7 +678,7 @@ class Plan:
         return (self._next(new) if note else new), record
 
     def _move(self, state: State, held: Round, learner: Learner, outer: Outer) -> tuple[State, float]:
-        values = (*state.values, held.mean("value"))
+        values = (*state.values, held.mean("objective"))
         update = outer.update(held.now, held.sums, state.carried, state.factor)
         known = (*state.candidates, replace(held.now, step=state.step + 1, loss=held.mean("loss")))
         places = SHORTLIST + sum(c.loss == ALWAYS for c in known)
@@ -735,13 +717,13 @@ class Plan:
 
     # judging
 
-    def _judge(self, state: State) -> tuple[State, OuterStep]:
+    def _judge(self, state: State, tasks: list[Task]) -> tuple[State, OuterStep]:
         """The last metrics and the best of those before, on fresh tasks and against common comparators.
 
         What diverges least often wins, and of these what has the smallest mean objective. The last metrics give way only to
         others whose mean is lower by two standard errors of the differences by task.
         """
-        entrants, tasks, step = [*state.candidates, state.now], self._tasks("judge", state), state.step + 1
+        entrants, step = [*state.candidates, state.now], state.step + 1
         rows, cost = contest(self._learner(state.stage), tasks, entrants)
         finishable = [row for row in rows if any(v is not None for v in row)]
         if not finishable:
@@ -768,8 +750,7 @@ class Plan:
             note=f"kept the metrics {which}: the objective is {value:.4g} on {self.tasks_per_step} fresh tasks",
         )
         best = replace(best, loss=ALWAYS)
-        seen = tuple(dict.fromkeys((*state.tasks, *(config_hash(task.config) for task in tasks))))
-        return self._next(replace(state, now=best, good=best, candidates=(best,), tasks=seen)), record
+        return self._next(replace(state, now=best, good=best, candidates=(best,))), record
 
 
 def step_line(record: Mapping[str, Any]) -> str:

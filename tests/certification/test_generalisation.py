@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from metamd.certification.generalisation import RATIO, Displacements, Size, corrected_bound, on_grid, printed_bound
+from metamd.certification.statements import Stated
 from tests.certification.test_statistics import above, below
 
 DELTA = 0.05
@@ -37,8 +38,8 @@ def test_the_expectation_is_below_the_bound(pieces, stated):
     hits = []
     for seed in range(2000):
         seen, size, true = simulate(pieces, n=30, kappa=40, seed=seed)
-        fixed = {"max_norm": 1.0, "radius": math.sqrt(40), "reach": 1.0} if stated else {}
-        found = corrected_bound(seen, size, delta=DELTA, **fixed)
+        fixed = Stated(radius=math.sqrt(40), reach=1.0) if stated else Stated()
+        found = corrected_bound(seen, size, fixed, delta=DELTA, max_norm=1.0 if stated else None)
         hits.append(true <= found.bound)
     assert above(hits)
 
@@ -47,29 +48,30 @@ def test_a_bound_without_the_complexity_is_rejected():
     hits = []
     for seed in range(300):
         seen, size, true = simulate(1, n=50, kappa=1000, seed=seed)
-        found = corrected_bound(seen, size, delta=DELTA, max_norm=1.0, radius=math.sqrt(1000), reach=1.0)
+        found = corrected_bound(seen, size, Stated(radius=math.sqrt(1000), reach=1.0), delta=DELTA, max_norm=1.0)
         hits.append(true <= found.numbers["mean"] + found.numbers["concentration"])
     assert below(hits)
 
 
 def test_terms_by_hand():
     seen, size, _ = simulate(1, n=100, kappa=7, seed=0)
-    found = corrected_bound(seen, size, delta=0.1, max_norm=2.0, radius=3.0, reach=1.0)
+    found = corrected_bound(seen, size, Stated(radius=3.0, reach=1.0), delta=0.1, max_norm=2.0)
     assert "r = 1 stated beforehand (l_inf)" in found.basis
     assert found.numbers["complexity"] == pytest.approx(2**2 * 1**2 * math.sqrt(2 * math.log(8) / 100))
     assert found.numbers["concentration"] == pytest.approx(2.0 * math.sqrt(math.log(1 / 0.05) / 200))  # b = C^2 r^2 / 2 = 2
     assert found.bound == pytest.approx(
         seen.divergences.mean() + found.numbers["complexity"] + found.numbers["concentration"]
     )
-    alone = corrected_bound(seen, size, delta=0.1, max_norm=2.0, reach=1.0)
+    alone = corrected_bound(seen, size, Stated(reach=1.0), delta=0.1, max_norm=2.0)
     assert alone.numbers["concentration"] == pytest.approx(2.0 * math.sqrt(math.log(1 / 0.1) / 200))  # all of delta
     assert "r = 1 stated beforehand" in alone.basis
-    wide = corrected_bound(seen, size, delta=0.1, max_norm=2.0, radius=3.0, reach=3.0)
+    both = Stated(radius=3.0, reach=3.0)
+    wide = corrected_bound(seen, size, both, delta=0.1, max_norm=2.0)
     assert "(l2)" in wide.basis
     assert wide.numbers["complexity"] == pytest.approx(2**2 * 3**2 / 10)
-    three = corrected_bound(seen, replace(size, pieces=3), delta=0.1, max_norm=2.0, radius=3.0, reach=3.0)
+    three = corrected_bound(seen, replace(size, pieces=3), both, delta=0.1, max_norm=2.0)
     assert three.numbers["complexity"] == pytest.approx(3 * wide.numbers["complexity"])
-    offsets = corrected_bound(seen, replace(size, pieces=3, offsets=True), delta=0.1, max_norm=2.0, radius=3.0, reach=3.0)
+    offsets = corrected_bound(seen, replace(size, pieces=3, offsets=True), both, delta=0.1, max_norm=2.0)
     assert offsets.numbers["complexity"] == pytest.approx(4 * wide.numbers["complexity"])
 
 
@@ -114,10 +116,10 @@ def test_a_learned_basis_has_the_form_l2_alone():
     assert complexity > 3 * math.sqrt(2 * math.log(kappa + 1) / n)  # the form l_inf is false here
     size = Size(1, kappa, 1.0, 1.0, 0.01, True, False, turned=True)
     seen = Displacements(np.ones(n), np.full(n, 10.0), np.ones(n))
-    assert "(l2)" in corrected_bound(seen, size, delta=DELTA, max_norm=1.0, radius=10.0, reach=1.0).basis
-    assert "(l2)" in corrected_bound(seen, size, delta=DELTA).basis
+    assert "(l2)" in corrected_bound(seen, size, Stated(radius=10.0, reach=1.0), delta=DELTA, max_norm=1.0).basis
+    assert "(l2)" in corrected_bound(seen, size, Stated(), delta=DELTA).basis
     with pytest.raises(ValueError, match="state radius=r, not reach=r"):
-        corrected_bound(seen, size, delta=DELTA, reach=1.0)
+        corrected_bound(seen, size, Stated(reach=1.0), delta=DELTA)
 
 
 def test_the_grid_covers_and_costs_what_it_says():
@@ -138,7 +140,7 @@ def test_a_norm_that_the_data_chose_is_covered_by_the_grid():
         c = 10.0 ** (4 * (0.5 - seen.divergences.mean()))  # luckier tasks, larger metrics
         scaled = replace(seen, divergences=c**2 * seen.divergences)
         large = replace(size, norm=c, largest=c**2)
-        found = corrected_bound(scaled, large, delta=DELTA)
+        found = corrected_bound(scaled, large, Stated(), delta=DELTA)
         hits.append(c**2 * true <= found.bound)
         without.append(c**2 * true <= found.numbers["mean"] + found.numbers["complexity"] / c**2)  # as if C were 1
         assert found.numbers["max_norm"] >= c
@@ -149,7 +151,7 @@ def test_a_norm_that_the_data_chose_is_covered_by_the_grid():
 
 def test_without_a_radius_the_statement_is_about_the_tasks_within_one():
     seen, size, _ = simulate(1, n=200, kappa=4, seed=0)
-    found = corrected_bound(seen, size, delta=DELTA)
+    found = corrected_bound(seen, size, Stated(), delta=DELTA)
     assert "over displacements up to" in found.quantity
     assert found.numbers["radius"] >= (seen.reaches if "(l_inf)" in found.basis else seen.lengths).max()
     assert 0 < found.numbers["beyond"] < 0.1
@@ -158,7 +160,7 @@ def test_without_a_radius_the_statement_is_about_the_tasks_within_one():
     for seed in range(2000):
         far = np.random.default_rng(seed).random(60) < 0.01
         lengths = np.where(far, 50.0, 1.0)
-        got = corrected_bound(Displacements(lengths**2, lengths, lengths), size, delta=DELTA)
+        got = corrected_bound(Displacements(lengths**2, lengths, lengths), size, Stated(), delta=DELTA)
         hits.append(got.numbers["beyond"] >= (0.01 if got.numbers["radius"] < 50 else 0.0))
     assert above(hits)
 
@@ -166,19 +168,19 @@ def test_without_a_radius_the_statement_is_about_the_tasks_within_one():
 def test_vacuous_is_said_when_the_radius_says_as_much():
     few, size, _ = simulate(1, n=4, kappa=10, seed=0)
     many, _, _ = simulate(1, n=2000, kappa=10, seed=0)
-    fixed = {"max_norm": 1.0, "radius": 4.0, "reach": 1.0}
-    assert corrected_bound(few, size, delta=DELTA, **fixed).verdict == "vacuous"
-    assert corrected_bound(many, size, delta=DELTA, **fixed).verdict == "holds"
+    fixed = Stated(radius=4.0, reach=1.0)
+    assert corrected_bound(few, size, fixed, delta=DELTA, max_norm=1.0).verdict == "vacuous"
+    assert corrected_bound(many, size, fixed, delta=DELTA, max_norm=1.0).verdict == "holds"
 
 
 def test_what_does_not_apply_is_a_sentence():
     seen, size, _ = simulate(3, n=10, kappa=4, seed=0)
     with pytest.raises(ValueError, match=r"not centred at the start.*centre=.start."):
-        corrected_bound(seen, replace(size, centred=False), delta=DELTA)
+        corrected_bound(seen, replace(size, centred=False), Stated(), delta=DELTA)
     with pytest.raises(ValueError, match=r"above the C = 0.5 that was stated"):
-        corrected_bound(seen, size, delta=DELTA, max_norm=0.5)
+        corrected_bound(seen, size, Stated(), delta=DELTA, max_norm=0.5)
     with pytest.raises(ValueError, match=r"displacement of .* beyond the r = 0.1"):
-        corrected_bound(seen, size, delta=DELTA, radius=0.1)
+        corrected_bound(seen, size, Stated(radius=0.1), delta=DELTA)
 
 
 def test_an_uncentred_mixture_exceeds_the_range_of_the_theorem():
@@ -204,9 +206,9 @@ def test_the_printed_formula_is_violated(n, seed):
     for _ in range(2000):
         moved = (rng.random(n) < 0.9).astype(float)
         seen = Displacements(0.5 * moved**2, moved, moved)
-        value = printed_bound(seen, size, delta=DELTA, lipschitz=100.0, steps=1, radius=1.0, lr=rate)
+        value = printed_bound(seen, size, Stated(radius=1.0), delta=DELTA, lipschitz=100.0, steps=1, lr=rate)
         printed.append(true <= value)
-        corrected = corrected_bound(seen, size, delta=DELTA, max_norm=1.0, radius=1.0, reach=1.0).bound
+        corrected = corrected_bound(seen, size, Stated(radius=1.0, reach=1.0), delta=DELTA, max_norm=1.0).bound
         ours.append(true <= corrected / rate + rate * 1 * 100.0**2 / (2 * 1.0))
     assert below(printed)
     assert above(ours)
@@ -215,6 +217,6 @@ def test_the_printed_formula_is_violated(n, seed):
 def test_the_printed_formula_term_by_term():
     seen = Displacements(np.array([1.0, 3.0]), np.array([2.0, 5.0]), np.array([2.0, 5.0]))
     size = Size(3, 10, 4.0, 9.0, 0.25, True, False)
-    value = printed_bound(seen, size, delta=0.1, lipschitz=2.0, steps=7, lr=0.5)
+    value = printed_bound(seen, size, Stated(), delta=0.1, lipschitz=2.0, steps=7, lr=0.5)
     terms = 2 / 0.5, 0.5 * 7 * 4 / (2 * 0.5), 3 * 16 * 25 / (2 * math.sqrt(2)), 3 * math.sqrt(4 * 5 * math.log(20) / 16)
     assert value == pytest.approx(sum(terms))

@@ -80,14 +80,7 @@ class Size:
 
 
 def printed_bound(
-    seen: Displacements,
-    size: Size,
-    *,
-    delta: float,
-    lipschitz: float,
-    steps: int,
-    radius: float | None = None,
-    lr: float = 1.0,
+    seen: Displacements, size: Size, stated: Stated, *, delta: float, lipschitz: float, steps: int, lr: float = 1.0
 ) -> float:
     """The generalisation theorem of the paper [GaoMetaMD2022], evaluated as it is printed; it is no bound, see `REASONS`.
 
@@ -95,30 +88,24 @@ def printed_bound(
     The norm of the potential stands for C, and without a radius the largest displacement that was seen for r.
     """
     n, c = len(seen.lengths), size.norm
-    r = float(seen.lengths.max()) if radius is None else radius
+    r = float(seen.lengths.max()) if stated.radius is None else stated.radius
     steepness = lr * steps * lipschitz**2 / (2 * math.sqrt(size.smallest))
     chance = 3 * math.sqrt(c * r * math.log(2 / delta) / (8 * n))
     return float(seen.divergences.mean()) / lr + steepness + size.pieces * c**2 * r**2 / (2 * math.sqrt(n)) + chance
 
 
 def corrected_bound(
-    seen: Displacements,
-    size: Size,
-    *,
-    delta: float,
-    max_norm: float | None = None,
-    radius: float | None = None,
-    reach: float | None = None,
+    seen: Displacements, size: Size, stated: Stated, *, delta: float, max_norm: float | None = None
 ) -> Statement:
     """With probability 1 - delta, E B <= mean B + 2 R_n + C^2 r^2/2 sqrt(ln(1/delta)/(2n)), whatever metrics were chosen.
 
     2 R_n is N C^2 r^2/sqrt(n) with r on the Euclidean length of theta_* - theta_1 ("l2"), and with r on its largest entry
     N C^2 r^2 sqrt(2 ln(kappa + 1)/n) ("l_inf"); learned offsets add (N - 1) C^2 r^2/(2 sqrt n). If both r are stated, or
     none, it is the better of the two, at delta/2 each. A C or r that was not stated beforehand is taken from a grid, at the
-    price of a union bound. `max_norm` is C (`meta_train(max_norm=C)`), `radius` the r of "l2" and `reach` that of "l_inf";
-    an r holds for every task that can be drawn. A `ValueError` says why a bound does not apply.
+    price of a union bound. `max_norm` is C (`meta_train(max_norm=C)`), `stated.radius` the r of "l2" and `stated.reach`
+    that of "l_inf"; an r holds for every task that can be drawn. A `ValueError` says why a bound does not apply.
     """
-    if size.turned and reach is not None and radius is None:
+    if size.turned and stated.reach is not None and stated.radius is None:
         raise ValueError("in a learned basis r is on the length of theta_* - theta_1: state radius=r, not reach=r.")
     if not size.centred:
         raise ValueError(
@@ -127,11 +114,11 @@ def corrected_bound(
         )
     if max_norm is not None and size.norm > max_norm * (1 + 1e-12):
         raise ValueError(f"||m|| is {size.norm:.6g}, above the C = {max_norm:.6g} that was stated beforehand.")
-    forms = [("l2", seen.lengths, radius)]
+    forms = [("l2", seen.lengths, stated.radius)]
     if not size.turned:  # learned coordinates have no largest entry fixed beforehand; the length is the same in all
-        forms.append(("l_inf", seen.reaches, reach))
-    stated = [row for row in forms if row[2] is not None] or forms
-    found = [_bound(form, seen, size, sizes, delta / len(stated), max_norm, r) for form, sizes, r in stated]
+        forms.append(("l_inf", seen.reaches, stated.reach))
+    forms = [row for row in forms if row[2] is not None] or forms
+    found = [_bound(form, seen, size, sizes, delta / len(forms), max_norm, r) for form, sizes, r in forms]
     return replace(min(found, key=lambda s: math.inf if s.bound is None else s.bound), confidence=1 - delta)
 
 
@@ -204,12 +191,12 @@ def from_training_tasks(
         label = "" if comparator is None else "solutions of training tasks"  # optima that are known come at once
         solutions = list(executor.all(pieces, label).values())
         seen, size = displacements(learned, [task.init() for task in tasks], solutions)
-        value = printed_bound(seen, size, delta=delta, lipschitz=lipschitz, steps=family.steps, radius=stated.radius)
+        value = printed_bound(seen, size, stated, delta=delta, lipschitz=lipschitz, steps=family.steps)
         numbers = {"lipschitz": lipschitz, "max_norm": size.norm, "tasks": len(tasks)}
         what, why = "regret, the paper's formula", "; ".join(REASONS)
         found = [Statement("training tasks", what, value, "as printed; not a valid bound", why, 1 - delta, numbers)]
-        fixed = {"max_norm": learned.header.max_norm, "radius": stated.radius, "reach": stated.reach}
-        corrected = replace(corrected_bound(seen, size, delta=share * delta, **fixed), confidence=1 - delta)
+        corrected = corrected_bound(seen, size, stated, delta=share * delta, max_norm=learned.header.max_norm)
+        corrected = replace(corrected, confidence=1 - delta)
     except ValueError as error:
         corrected = Statement("training tasks", DIVERGENCE, None, "does not apply", str(error), 1 - delta)
     return [corrected, *found]

@@ -20,10 +20,8 @@ from metamd.potentials.tying import Shape, TyingName, match, some
 SCHEMA_VERSIONS = (1, 2, 3)
 """The versions of the header that this library reads; it writes the one that was read, or the first that has all fields."""
 
-SINCE = {
-    **{"learned_from": 2, "task_hashes": 2},
-    **{"factors": 3, "max_norm": 3, "online": 3, "start": 3, "target_loss": 3, "usage": 3},
-}
+_THIRD = ("factors", "max_norm", "online", "start", "target_loss", "usage")
+SINCE = {"learned_from": 2, "task_hashes": 2, **dict.fromkeys(_THIRD, 3)}
 """Fields that older versions do not have."""
 
 SIDES: dict[str, tuple[str, ...]] = {"identity": (), "right": ("right",), "both": ("left", "right")}
@@ -236,12 +234,17 @@ def _plain(name: str, value: Any) -> dict[str, Any]:
         raise ValueError(f"{name} must hold only texts, finite numbers, lists and dictionaries ({error}).") from None
 
 
+def _runs(name: str, value: Any) -> list[Any]:
+    return [_run(f"each of {name}", item) for item in _filled(name, value)]
+
+
 def _mapping(what: str, holds: Callable[[Any], bool]) -> Check:
     whole = must(f"map names to {what}", lambda plain: all(map(holds, plain.values())))
     return lambda name, value: whole(name, _plain(name, value))
 
 
 _positive = must("be an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**63)
+_count = _optional(_positive)
 _text = must("be a text", lambda value: isinstance(value, str), " Pass repr(...) of an object.")
 _finite = must("be a finite number", _number, copy=float)
 _not_negative = must("be a number >= 0", lambda value: _number(value) and value >= 0)
@@ -253,28 +256,12 @@ _shapes = must(
     lambda value: isinstance(value, Mapping) and all(isinstance(k, str) and _is_shape(s) for k, s in value.items()),
     copy=lambda value: {k: tuple(s) for k, s in value.items()},
 )
-_run = record(
-    {"name": _text, "fingerprint": _text, "steps": _positive, "batch_size": _optional(_positive), "weight": _weight}
-)
+_run = record({"name": _text, "fingerprint": _text, "steps": _positive, "batch_size": _count, "weight": _weight})
 _filled = must("be a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
-
-
-def _runs(name: str, value: Any) -> list[Any]:
-    return [_run(f"each of {name}", item) for item in _filled(name, value)]
-
-
-_usage = {
-    **{"metric": _text, "momentum": _finite, "schedule": _text, "factor": _finite, "averaging": _text},
-    "knots": _list("finite numbers", _number),
-}
-_online = {
-    "rule": _text,
-    "beta": _finite,
-    "epsilon": _finite,
-    "refresh": must("be an integer", lambda value: type(value) is int),
-    "scale": _numbers,
-    "signal": _finite,
-}
+_knots = _list("finite numbers", _number)
+_usage = {"metric": _text, "momentum": _finite, "schedule": _text, "factor": _finite, "averaging": _text, "knots": _knots}
+_integer = must("be an integer", lambda value: type(value) is int)
+_online = {"rule": _text, "beta": _finite, "epsilon": _finite, "refresh": _integer, "scale": _numbers, "signal": _finite}
 texts = _list("texts", lambda value: isinstance(value, str))
 
 CHECKS: dict[str, Check] = {
@@ -291,8 +278,8 @@ CHECKS: dict[str, Check] = {
     "basis": _one_of(*SIDES),
     "model": _shapes,
     "family": _optional(_plain),
-    "horizon": _optional(_positive),
-    "batch_size": _optional(_positive),
+    "horizon": _count,
+    "batch_size": _count,
     "gradient_scale": _sizes,
     "objective": _optional(_text),
     "estimator": _optional(_text),

@@ -276,10 +276,7 @@ def _assemble(text: str, tensors: Tensors) -> LearnedOptimiser:
 
 
 def _check(header: Header, tensors: Tensors) -> None:
-    """Refuse tensors that the header does not announce, and values that give no step.
-
-    Numbers are finite. D = exp(log D) and 1/D are positive and finite in their own type. A basis is orthonormal.
-    """
+    """Refuse tensors that the header does not announce, and values that are not finite or give no step."""
     wanted = {"offsets": (header.pieces,)} | {f"log_d/{k}": s for k, s in header.tensors.items()}
     wanted |= {f"basis/{k}": s for k, s in header.factors.items()} | {f"start/{n}": s for n, s in header.start.items()}
     if header.learned_from and any(name.startswith(MOMENTS) for name in tensors):

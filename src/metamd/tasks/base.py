@@ -195,8 +195,7 @@ def check_config(config: Config, family: str, *keys: str) -> None:
             f"The config of a task of {family!r} is required, got one of {config.get('family')!r}. "
             f"Build a config with the family that sampled it."
         )
-    missing = [k for k in keys if k not in config]
-    if missing:
+    if missing := [k for k in keys if k not in config]:
         raise ValueError(
             f"A config of {family!r} needs {', '.join(keys)}; {', '.join(missing)} is missing. Sample a new one."
         )

@@ -128,8 +128,7 @@ class ResNet18(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """One logit per class."""
         images = channels_last(images) if isinstance(self.norm, nn.BatchNorm2d) else images
-        maps = self.stages(F.relu(self.norm(self.stem(images))))
-        return self.output(maps.mean((2, 3)))
+        return self.output(self.stages(F.relu(self.norm(self.stem(images)))).mean((2, 3)))
 
 
 class Block(nn.Module):

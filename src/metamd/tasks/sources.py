@@ -35,10 +35,7 @@ _PAIRS = [("inputs", "targets"), ("images", "labels"), ("x", "y"), ("X", "y")]
 
 
 def read_all(datasets: Mapping[str, Source | Mapping[Split, Source]], shares: Shares, seed: int) -> dict[str, Splits]:
-    """Every dataset in memory, split, and checked against the others.
-
-    `shares` are those of training, validation and test in a source without splits; `seed` decides which example goes where.
-    """
+    """Every dataset in memory, checked against the others, and split by shares and a seed where it comes without splits."""
     if not isinstance(datasets, Mapping):
         raise TypeError(
             f"datasets must map names to data, got {type(datasets).__name__}. Pass datasets={{'mine': (inputs, targets)}}."
@@ -112,8 +109,7 @@ def _check_folders(datasets: Mapping[str, Source | Mapping[Split, Source]]) -> N
 
 def _split(source: Source | Mapping[Split, Source], name: str, shares: Shares, seed: int) -> Splits:
     if isinstance(source, Mapping):
-        unknown = set(source) - set(get_args(Split))
-        if unknown or "train" not in source:
+        if not {"train"} <= set(source) <= set(get_args(Split)):
             raise ValueError(
                 f"The splits of dataset {name!r} must be 'train' and, if there are any, 'validation' and 'test', "
                 f"got {sorted(map(str, source))}."

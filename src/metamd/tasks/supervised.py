@@ -415,8 +415,7 @@ class SupervisedTask(Task):
         if split not in self.splits:
             raise ValueError(f"This task has the splits {', '.join(self.splits)}, got {split!r}. Give the dataset one.")
         inputs, targets = self.splits[split]
-        misfits = sorted(set(params) ^ set(trained(self.model)))
-        if misfits:
+        if misfits := sorted(set(params) ^ set(trained(self.model))):
             raise ValueError(f"Parameters by the names of init() are required; too many or missing: {', '.join(misfits)}.")
         # A new model, because the running statistics of this one were taken away.
         model = self.recipe.make(self.config["init_seed"])

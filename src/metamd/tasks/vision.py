@@ -97,14 +97,11 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset as loaded, by official split: uint8 images (number, channels, height, width), int64 labels.
-
-    `origin` is what a table must say of each split, in JSON's types; it has no path, which differs by machine.
-    """
+    """A dataset as loaded, by official split: uint8 images (number, channels, height, width), int64 labels."""
 
     images: Mapping[str, Tensor]
     labels: Mapping[str, Tensor]
-    origin: Mapping[str, Mapping[str, Any]]
+    origin: Mapping[str, Mapping[str, Any]]  # what a table must say of a split; no path, which differs by machine
 
     @classmethod
     def load(cls, name: str) -> "Source":
@@ -200,8 +197,8 @@ class Collection:
             dataset, prepare = self.preparations[name]
             source = self.source(dataset)
             train, validation = choose(source.labels["train"], self.images, SPLIT_SEED)
-            rows: dict[Split, Tensor] = {"train": train, "validation": validation}
-            rows["test"] = torch.arange(len(source.labels["test"]))
+            test = torch.arange(len(source.labels["test"]))
+            rows: dict[Split, Tensor] = {"train": train, "validation": validation, "test": test}
             self._domains[name] = Domain(source, rows, prepare, self.shape[0])
         return self._domains[name]
 
@@ -353,11 +350,7 @@ class Training:
 
 
 class ImageFamily(DatasetFamily):
-    """Tasks that each train a model on one domain of a collection, which has the domains of both sides.
-
-    The training side samples every domain but the held-out one, and refuses to build it; `held_out()` is the other side.
-    `how` is what else `describe` says.
-    """
+    """Tasks on every domain of a collection but the held-out one, or on that one alone; `how` is for `describe`."""
 
     kind = "domain"
 
@@ -381,7 +374,7 @@ class ImageFamily(DatasetFamily):
         domains = (hold_out,) if held and hold_out else tuple(d for d in everything if d != hold_out)
         # The batch has all that tells tasks apart, and the models have no state of their own.
         super().__init__(name, training.recipe(collection.shape, 10), domains, collection.domain, shared_loss=True)
-        self.collection, self.training, self.how, self.hold_out, self.held = collection, training, how, hold_out, held
+        self.collection, self.training, self.how, self.hold_out = collection, training, how, hold_out
 
     def held_out(self, steps: int | None = None) -> "ImageFamily":
         """The held-out side: tasks on the held-out domain, with the same images in memory, and so many steps if given."""
@@ -555,10 +548,9 @@ def adapt_rotated_mnist(
 def pretrain(family: ImageFamily, angle: float, steps: int) -> dict[str, Tensor]:
     """The parameters of a model trained at an angle, on the training images that the family's tasks leave."""
     source, recipe = family.collection.source("mnist"), family.recipe
-    train, validation = choose(source.labels["train"], family.collection.images, SPLIT_SEED)
-    taken = torch.zeros(len(source.labels["train"]), dtype=torch.bool)
-    taken[torch.cat([train, validation])] = True
-    domain = Domain(source, {"train": (~taken).nonzero()[:, 0]}, partial(rotate, angle=angle), family.collection.shape[0])
+    rows = torch.arange(len(source.labels["train"]))
+    left = rows[~torch.isin(rows, torch.cat(choose(source.labels["train"], family.collection.images, SPLIT_SEED)))]
+    domain = Domain(source, {"train": left}, partial(rotate, angle=angle), family.collection.shape[0])
     images, labels = domain["train"]
     model = recipe.make(derive_seed("pretrained"))
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -20,6 +20,7 @@ from metamd.comparison.tuning import QuasiRandom
 from metamd.experiments.declare import Entry, Geometry, Scale
 from metamd.experiments.experiment import Experiment
 from metamd.files.store import Records
+from metamd.inner.executor import Executor
 from metamd.rivals import rival
 from tests import processes
 
@@ -176,7 +177,7 @@ def test_an_address_without_a_cluster_is_refused_at_once(tmp_path):
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ValueError, match=f"there is no Ray cluster at '{address}'.*ray start --head"):
-            fill(Records(tmp_path, {}), [Cell("a", dict)], title="t", ray=address)
+            fill(Records(tmp_path, {}), [Cell("a", dict)], title="t", workers=Executor(ray=address))
 
 
 def test_bad_comparisons_are_sentences():
@@ -221,12 +222,12 @@ def fill_on_ray(folder):
         return {"i": i, "process": os.getpid()}
 
     cells = [Cell(f"c{i}", lambda i=i: compute(i)) for i in range(5)]
-    found = fill(Records(folder / "r", {}), cells, title="t", workers=2, ray="local")
+    found = fill(Records(folder / "r", {}), cells, title="t", workers=Executor(2, "local"))
     assert [r["i"] for r in found.values()] == list(range(5))
     assert os.getpid() not in {r["process"] for r in found.values()}
-    assert fill(Records(folder / "r", {}), cells, title="t", workers=2, ray="local") == found
+    assert fill(Records(folder / "r", {}), cells, title="t", workers=Executor(2, "local")) == found
     with pytest.raises(ValueError, match=r"^nine is too many\.$"):
-        fill(Records(folder / "r", {}), [Cell("c9", lambda: compute(9))], title="t", ray="local")
+        fill(Records(folder / "r", {}), [Cell("c9", lambda: compute(9))], title="t", workers=Executor(ray="local"))
 
 
 def compare_on_ray(folder):
@@ -246,7 +247,7 @@ def experiment_on_ray(folder):
         "x", lambda size, domain: family, {"d": Geometry(Diagonal(), {"MetaMD": Entry()})}, {"t": size}, {}
     )
     experiment = replace(experiment, target="SGD")
-    found = {ray: experiment.compared("t", folder / str(ray), 0, 2, ray)[0][0] for ray in (None, "local")}
+    found = {ray: experiment.compared("t", folder / str(ray), 0, Executor(2, ray))[0][0] for ray in (None, "local")}
     files = [load(folder / where / "learned" / "a-d.safetensors").fingerprint() for where in ("None", "local")]
     assert files[0] == files[1]
     assert [p.name for p in (folder / "local" / "learned").iterdir()] == ["a-d.safetensors"], "nothing else is left here"
@@ -285,7 +286,7 @@ def all_on_ray(folder):
     ray.shutdown()
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = True  # as if it had been imported before
     with pytest.raises(ValueError, match="must be out of reach of other machines"):
-        fill(Records(folder / "open", {}), [Cell("a", dict)], title="t", ray="local")
+        fill(Records(folder / "open", {}), [Cell("a", dict)], title="t", workers=Executor(ray="local"))
 
 
 def test_a_local_ray_cluster(tmp_path):

@@ -8,11 +8,11 @@ import torch
 from metamd.certification.certification import certify
 from metamd.certification.statements import HeldOutCertificate, Stated, certificates
 from metamd.cli.families import build_family, check_place, held_out_side
-from metamd.cli.main import one_line, show
+from metamd.cli.main import show
 from metamd.cli.options import Certify
 from metamd.comparison.page import write_page
 from metamd.comparison.sections import Section
-from metamd.files.container import shown
+from metamd.files.container import one_line, shown
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import FOLDER, locate
 from metamd.files.store import locked

@@ -7,12 +7,12 @@ from torch import nn
 
 from metamd.cli import report as report_command
 from metamd.cli.families import build_family, held_out_side
-from metamd.cli.main import one_line
 from metamd.cli.options import Compare, Report
 from metamd.comparison.compare import compare, settings_of
 from metamd.comparison.comparison import Target
 from metamd.comparison.entrants import Protocol, entrants, labels
 from metamd.comparison.tuning import SEARCHES
+from metamd.files.container import one_line
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.store import Records, write_json
 from metamd.inner.executor import Executor
@@ -35,8 +35,7 @@ def run(options: Compare) -> None:
         schedules=options.schedules,
         search=SEARCHES[options.search],
     )
-    spread: dict[str, Any] = {"workers": options.workers, "ray": options.ray}
-    Executor(**spread)  # refuses too few workers before anything is computed
+    executor = Executor(options.workers, options.ray)  # refuses too few workers before anything is computed
     learned = load(options.file)
     known, family = sides(options, learned)
     ours: dict[str, Contender] = {"MetaMD": _ours(learned, options)}
@@ -49,8 +48,8 @@ def run(options: Compare) -> None:
         about = {"family": family.describe(), "seed": options.seed, "budget": options.budget}
         trials = Records(options.out / "tuning", about)
     try:
-        everybody = entrants(ours, rivals, family, protocol, records=trials, **spread)
-        compare(everybody, family, protocol, folder=options.out, **spread)
+        everybody = entrants(ours, rivals, family, protocol, records=trials, workers=executor)
+        compare(everybody, family, protocol, folder=options.out, workers=options.workers, ray=options.ray)
     except KeyboardInterrupt:
         print(f"Stopped; the same command continues from {one_line(str(options.out))}.", file=sys.stderr)
         raise

@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from metamd.certification.statements import readable
-from metamd.cli.main import one_line, show
+from metamd.cli.main import show
 from metamd.cli.options import Inspect
 from metamd.comparison.figures import drawing, literal
+from metamd.files.container import one_line
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import Card, card, locate, names, outcome_lines
 

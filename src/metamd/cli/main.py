@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from metamd._version import __version__
 from metamd.cli.options import HOMES, Options
+from metamd.files.container import one_line
 from metamd.files.progress import showing
 
 SUCCESS, FAILED_PIPE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -103,13 +104,3 @@ def parse(argv: Sequence[str]) -> Options:
 def show(record: Mapping[str, Any], text: str, *, as_json: bool) -> None:
     """Print the result of a command: its record as one JSON object, or the text."""
     print(json.dumps(record) if as_json else text)
-
-
-def one_line(text: str) -> str:
-    """An untrusted text that is safe to print: control characters, escapes and text-direction marks are spelled out.
-
-    Example:
-        >>> print(one_line("a\\nb\\x1b[31m"))
-        a\\nb\\x1b[31m
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

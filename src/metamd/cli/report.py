@@ -38,6 +38,7 @@ from metamd.files.store import (
     write_json,
 )
 from metamd.files.versions import joined
+from metamd.inner.executor import Executor
 
 
 def run(options: Report) -> None:
@@ -79,7 +80,8 @@ def reproduce(experiment: Experiment | Synthetic, options: Reproduce, folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / ARCHIVE).is_file():
         unarchive(folder)
-    result = experiment.run(options.scale, folder, options.seed, options.workers, options.ray, options.only)
+    executor = Executor(options.workers, options.ray)
+    result = experiment.run(options.scale, folder, options.seed, executor, options.only)
     write_json(folder / "summary.json", result)
     (folder / "tables.md").write_text(as_markdown(tables(result)))
     if isinstance(experiment, Experiment):

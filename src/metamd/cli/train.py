@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 
 from metamd.cli.families import build_family, check_place
-from metamd.cli.main import one_line, show
+from metamd.cli.main import show
 from metamd.cli.options import Train, Update
-from metamd.files.container import shown
+from metamd.files.container import one_line, shown
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.progress import Progress
 from metamd.files.recorded_run import Run

@@ -15,6 +15,7 @@ from metamd.comparison.training import Measuring, Outcome, step_seconds, train
 from metamd.comparison.tuning import METRICS
 from metamd.files.store import Records, Result, as_json, write_json
 from metamd.files.versions import environment, versions
+from metamd.inner.executor import Executor
 from metamd.rivals.base import Contender
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash
 
@@ -58,7 +59,7 @@ def compare(
     for label, contenders in entrants.items():
         if not contenders:
             raise ValueError(f"{label!r} has no contender. Give it one, or several.")
-    measuring = protocol.measuring
+    measuring, executor = protocol.measuring, Executor(workers, ray)
     groups = draw(family, protocol.seeds, protocol.seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
     settings = settings_of(family, protocol)
@@ -73,7 +74,7 @@ def compare(
         }
         if workers > 1 and (records is None or not all(records.has(cell.name) for cell in cells.values())):
             _load(family, groups, measuring)
-        results = fill(records, cells.values(), title=title, workers=workers, ray=ray)
+        results = fill(records, cells.values(), title=title, workers=executor)
         return {key: Outcome.from_json(results[cell.name]) for key, cell in cells.items()}
 
     title, names = f"comparing on {family.name}", [[config_hash(c) for c in configs] for configs in groups.values()]

@@ -15,6 +15,7 @@ from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import Bayesian, Search, tune
 from metamd.files.store import Records, Result, as_json, read_cells
 from metamd.files.usage import Schedule
+from metamd.inner.executor import Executor
 from metamd.rivals.base import Contender, Rival, Tuning
 from metamd.rivals.learned import Learner
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed, domain_of
@@ -167,8 +168,7 @@ def entrants(
     protocol: Protocol,
     *,
     records: Records | None = None,
-    workers: int = 1,
-    ray: str | None = None,
+    workers: int | Executor = 1,
 ) -> Entrants:
     """Everybody who enters a comparison: ours first, then the rivals as the protocol tunes them, then the same untuned.
 
@@ -183,17 +183,12 @@ def entrants(
     else:
         given = {label: c for label, c in ours.items() if not c.rival.unlearned}
         given |= {label: r.with_setting(s) for label, (r, s) in scheduled.items()}
-        found |= _tuned(given, family, protocol, records, workers, ray)
+        found |= _tuned(given, family, protocol, records, Executor.of(workers))
     return found | {r.title + UNTUNED: r.untuned() for r in rivals}
 
 
 def _tuned(
-    given: Mapping[str, Contender],
-    family: TaskFamily,
-    protocol: Protocol,
-    records: Records | None,
-    workers: int,
-    ray: str | None,
+    given: Mapping[str, Contender], family: TaskFamily, protocol: Protocol, records: Records | None, executor: Executor
 ) -> dict[str, Contender]:
     """The same contenders with the best learning rate and weight decay of each; searches run side by side."""
     drawn = draw(family, 1, derive_seed(protocol.seed, "tuning"))
@@ -202,9 +197,9 @@ def _tuned(
     hashes, cells = [config_hash(t.config) for t in tasks], {}
     for label, c in given.items():
         about = map(repr, (search, protocol.steps, c.rival.space, c.rival.grid, hashes))
-        compute = partial(_search, c, tasks, search, protocol.steps, records if ray is None else None)
+        compute = partial(_search, c, tasks, search, protocol.steps, records if executor.ray is None else None)
         cells[label] = Cell(f"search-{c.key()}-{derive_seed(*about):08x}", compute, partial(_bring, records))
-    results = fill(records, cells.values(), title="tuning everybody", workers=workers, ray=ray)
+    results = fill(records, cells.values(), title="tuning everybody", workers=executor)
     found = {label: (c, results[cells[label].name]) for label, c in given.items()}
     return {n: replace(c, setting={**c.setting, **r["setting"]}, tuning=Tuning.from_json(r)) for n, (c, r) in found.items()}
 

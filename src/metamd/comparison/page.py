@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 
 from metamd.comparison.sections import Section
-from metamd.files.container import write_atomically
+from metamd.files.container import one_line, write_atomically
 
 TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -54,21 +54,17 @@ def as_text(sections: Sequence[Section]) -> str:
     for section in sections:
         if not section.rows and not section.texts:
             continue
-        if title := _printable(section.title):
+        if title := one_line(section.title):
             lines += ["", title, "-" * len(title)]
-        lines += [*(fill(_printable(text), 110) for text in section.texts), ""]
+        lines += [*(fill(one_line(text), 110) for text in section.texts), ""]
         if not section.rows:
             continue
-        table = [[_printable(cell) for cell in row] for row in (section.columns, *section.cells())]
+        table = [[one_line(cell) for cell in row] for row in (section.columns, *section.cells())]
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         for row in table:
             first, rest = row[0].ljust(widths[0]), [v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True)]
             lines.append("   ".join([first, *rest]))
     return "\n".join(lines).strip()
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def as_markdown(sections: Iterable[Section], *, title: str = "", command: str = "") -> str:
@@ -106,7 +102,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section], *, command: 
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError:
         raise ValueError("a report page needs jinja2, which is not installed. Run: pip install 'metamd[demo]'") from None
-    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=one_line)
     images = {image: base64.b64encode(image.read_bytes()).decode() for part in sections for image, _ in part.figures}
     page = environment.from_string(TEMPLATE).render(title=title, sections=sections, command=command, images=images)
     write_atomically(path, page.encode())

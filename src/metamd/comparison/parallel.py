@@ -18,14 +18,12 @@ class Cell:
     keep: Callable[[Result], Result] = lambda made: made
 
 
-def fill(
-    records: Records | None, cells: Iterable[Cell], *, title: str, workers: int = 1, ray: str | None = None
-) -> dict[str, Result]:
+def fill(records: Records | None, cells: Iterable[Cell], *, title: str, workers: int | Executor = 1) -> dict[str, Result]:
     """All results by name, in the order of the cells; each is written as soon as it is there, unless records is None."""
     todo = {cell.name: cell for cell in cells}
     found = {} if records is None else {name: records.read(name) for name in todo if records.has(name)}
     missing = {name: cell.compute for name, cell in todo.items() if name not in found}
-    for name, made in Executor(workers, ray).results(missing, title, done=len(found)):
+    for name, made in Executor.of(workers).results(missing, title, done=len(found)):
         found[name] = todo[name].keep(made)
         if records is not None:
             records.write(name, found[name])

@@ -7,8 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from metamd.comparison.entrants import ProtocolName
+from metamd.comparison.entrants import Protocol, ProtocolName
 from metamd.comparison.training import Measuring
+from metamd.comparison.tuning import SEARCHES
 from metamd.experiments.race import Training, train
 from metamd.files.container import write_atomically
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
@@ -92,6 +93,11 @@ class Scale:
     def data(self) -> dict[str, Any]:
         """What families of images have in common."""
         return {"images": self.images, "batch_size": self.batch_size, "steps": self.steps}
+
+    def rules(self, **given: Any) -> Protocol:
+        """The protocol of a comparison at this scale."""
+        shared = {k: getattr(self, k) for k in ("seeds", "measuring", "screen", "budget", "schedules")}
+        return Protocol(self.protocol, search=SEARCHES[self.search], **shared, **given)
 
 
 COORDINATES = Kronecker(rank="auto")

@@ -9,26 +9,16 @@ from typing import NoReturn
 
 from metamd.comparison.compare import compare
 from metamd.comparison.comparison import Comparison, Target
-from metamd.comparison.entrants import Protocol, entrants, labels, unscheduled
+from metamd.comparison.entrants import entrants, labels, unscheduled
 from metamd.comparison.figures import learning_curves
 from metamd.comparison.pace import geometric_mean, last_tenths, pace, pace_section, unlearned_section
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section, formatted
 from metamd.comparison.training import one_thread
-from metamd.comparison.tuning import SEARCHES
-from metamd.experiments.declare import (
-    Family,
-    Geometry,
-    Scale,
-    alone,
-    bring,
-    learn,
-    learn_away,
-    learned_file,
-    settings_of,
-)
+from metamd.experiments.declare import Family, Geometry, Scale, alone, bring, learn, learn_away, learned_file, settings_of
 from metamd.files.learned import LearnedStart, load
 from metamd.files.store import Records, Result, as_json, read_json
+from metamd.inner.executor import Executor
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
@@ -123,14 +113,12 @@ class Experiment:
     more: Callable[[Scale, Path, int, int], list[Result]] | None = None
     sections: Callable[[Sequence[Result]], list[Section]] = by_domain  # the tables, from the rows
 
-    def run(
-        self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
-    ) -> Result:
+    def run(self, scale: str, folder: Path, seed: int, workers: int | Executor = 1, only: Sequence[str] = ()) -> Result:
         """Learn, compare, tabulate and draw; what is in the folder already is kept."""
         with warnings.catch_warnings():
             if self.off_family:
                 warnings.simplefilter("ignore", OffFamilyWarning)
-            found, failed = self.compared(scale, folder, seed, workers, ray, only)
+            found, failed = self.compared(scale, folder, seed, workers, only)
         size = self.scales[scale]
         about = self._named(scale, seed) | {"protocol": size.protocol}
         if self.summarise is not None:
@@ -141,7 +129,7 @@ class Experiment:
         rows[0]["pace"] = self._paces(joined, _opponents(joined, size))
         rows[0] |= {"share": self.share} | ({"failed": failed} if failed else {})
         about |= {"screening": joined.screening} if joined.screening else {}
-        rows += [] if self.more is None else self.more(size, folder, seed, workers)
+        rows += [] if self.more is None else self.more(size, folder, seed, Executor.of(workers).workers)
         return about | {"last_tenth": last_tenths(joined), "rows": rows}
 
     def _named(self, scale: str, seed: int) -> Result:
@@ -149,14 +137,14 @@ class Experiment:
         return {"experiment": self.name, **variant, "scale": scale, "seed": seed}
 
     def compared(
-        self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
+        self, scale: str, folder: Path, seed: int, workers: int | Executor = 1, only: Sequence[str] = ()
     ) -> tuple[list[Comparison], dict[str, str]]:
         """Learn and compare: a comparison for every side, and what could not be learned on some domain, and why.
 
         A domain whose comparison is there in full is read: what was learned for it need not be. What could not be learned
         has runs that count as failed.
         """
-        size = self.scales[scale]
+        size, executor = self.scales[scale], Executor.of(workers)
         settings = self._named(scale, seed) | settings_of(size)
         if foreign := [d for d in only if d not in size.domains]:
             raise ValueError(f"{self.name} holds out {', '.join(size.domains)} at scale {scale}, but not {foreign[0]!r}.")
@@ -167,8 +155,8 @@ class Experiment:
         kept = {d: read for d in size.domains if (read := self._read(size, d, folder, known))}
         families = {domain: self._begun(size, domain, folder) for domain in size.domains if domain not in kept}
         if families:
-            lacking = self._to_learn(records, size, families, seed, away=ray is not None)
-            known |= fill(records, lacking, title=f"{self.name}: learning", workers=workers, ray=ray)
+            lacking = self._to_learn(records, size, families, seed, away=executor.ray is not None)
+            known |= fill(records, lacking, title=f"{self.name}: learning", workers=executor)
         found = []
         for domain in size.domains:
             if domain in kept:
@@ -176,18 +164,7 @@ class Experiment:
                 continue
             for name, side in self.held_out_sides(size, domain, families[domain]).items():
                 here = _place(folder, name)
-                protocol = Protocol(
-                    size.protocol,
-                    seeds=size.seeds,
-                    steps=side.steps,
-                    seed=seed,
-                    measuring=size.measuring,
-                    aim=Target(self.target),
-                    screen=size.screen,
-                    budget=size.budget,
-                    schedules=size.schedules,
-                    search=SEARCHES[size.search],
-                )
+                protocol = size.rules(steps=side.steps, seed=seed, aim=Target(self.target))
                 ours = self._ours(folder, domain, side, known)
                 # some rivals are learned first, on the training side, and kept beside what ours learned
                 rivals = [
@@ -197,9 +174,9 @@ class Experiment:
                     for n, r in ((n, known_rival(n)) for n in size.rivals)
                 ]
                 trials = Records(here / "tuning", settings) if size.protocol == "paper" else None
-                everybody = entrants(dict(ours), rivals, side, protocol, records=trials, workers=workers, ray=ray)
+                everybody = entrants(dict(ours), rivals, side, protocol, records=trials, workers=executor)
                 drawn = derive_seed(seed, name) if self.own_tasks else seed
-                found.append(compare(everybody, side, replace(protocol, seed=drawn), folder=here, workers=workers, ray=ray))
+                found.append(compare(everybody, side, replace(protocol, seed=drawn), folder=here, **vars(executor)))
         return found, failures(self.geometries, known, size.domains)
 
     def held_out_sides(self, size: Scale, domain: str, family: Family) -> Sides:

@@ -23,6 +23,7 @@ from metamd.comparison.sections import Section
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Records, Result
 from metamd.inner import run as engine
+from metamd.inner.executor import Executor
 from metamd.inner.run import OptimiserSteps
 from metamd.learning.meta import meta_train
 from metamd.optimiser.optimiser import MetaMD
@@ -332,12 +333,10 @@ class Synthetic:
     draw: Callable[[Mapping[str, Result], Path], None]  # the figures, from the results of the cells, into the folder
     variant: str = ""
 
-    def run(
-        self, scale: str, folder: Path, seed: int, workers: int = 1, ray: str | None = None, only: Sequence[str] = ()
-    ) -> Result:
+    def run(self, scale: str, folder: Path, seed: int, workers: int | Executor = 1, only: Sequence[str] = ()) -> Result:
         """Fill the table and draw the figures; what is in the folder already is kept. No domain is held out."""
         size, about = self.scales[scale], {"experiment": self.name, "scale": scale, "seed": seed}
         records = Records(folder, about | asdict(size))
-        results = fill(records, self.cells(size, seed), title=self.name, workers=workers, ray=ray)
+        results = fill(records, self.cells(size, seed), title=self.name, workers=workers)
         self.draw(results, folder)
         return about | {"rows": self.table(results)}

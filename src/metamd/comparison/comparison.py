@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Candidate:
     def loss_after(self, share: float) -> float:
         """After a part of the run, on the mean of the runs that did not fail; NaN, which nobody reaches, if all did."""
         runs = [o for o in self.outcomes if not o.failed]
-        return math.fsum(o.loss_after(share) for o in runs) / len(runs) if runs else math.nan
+        return fmean(o.loss_after(share) for o in runs) if runs else math.nan
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,7 @@ class Fold:
         if label in self.tunings:
             return self.tunings[label].gradients
         found = self.entrants[label]
-        if len(found) == 1:
-            return 0
-        return round(sum(sum(o.gradients for o in c.outcomes) / len(c.outcomes) for c in found))
+        return 0 if len(found) == 1 else round(sum(fmean(o.gradients for o in c.outcomes) for c in found))
 
 
 @dataclass(frozen=True)

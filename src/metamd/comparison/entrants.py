@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, TypeVar
@@ -94,8 +94,7 @@ def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
     inner = family.family if isinstance(family, SharedStart) else family
     domains: Sequence[str] = inner.domains if isinstance(inner, DatasetFamily) else [inner.name]
     found: dict[str, list[Config]] = {str(d): [] for d in domains}
-    drawn: set[str] = set()
-    fruitless = 0
+    drawn, fruitless = set[str](), 0
     while any(len(configs) < seeds for configs in found.values()):
         config = family.sample(generator)
         group = found.get(domain_of(config), next(iter(found.values())))
@@ -126,9 +125,7 @@ R = TypeVar("R", bound=Rival | Learner)
 
 def unscheduled(label: str) -> str:
     """The label of a tuned rival without its schedule: its title."""
-    for ending in ENDINGS.values():
-        label = label.removesuffix(ending)
-    return label
+    return reduce(str.removesuffix, ENDINGS.values(), label)
 
 
 def labels(ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Sequence[Schedule]) -> list[str]:
@@ -177,14 +174,12 @@ def entrants(
     if protocol.name not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol.name!r}.")
     scheduled = _scheduled(rivals, protocol.schedules)
-    found: dict[str, Contender | Sequence[Contender]] = dict(ours)
+    untuned = {r.title + UNTUNED: r.untuned() for r in rivals}
     if protocol.name == "handicap":
-        found |= {label: handicap(r, s, budget=protocol.budget) for label, (r, s) in scheduled.items()}
-    else:
-        given = {label: c for label, c in ours.items() if not c.rival.unlearned}
-        given |= {label: r.with_setting(s) for label, (r, s) in scheduled.items()}
-        found |= _tuned(given, family, protocol, records, Executor.of(workers))
-    return found | {r.title + UNTUNED: r.untuned() for r in rivals}
+        return {**ours, **{n: handicap(r, s, budget=protocol.budget) for n, (r, s) in scheduled.items()}, **untuned}
+    given = {label: c for label, c in ours.items() if not c.rival.unlearned}
+    given |= {label: r.with_setting(s) for label, (r, s) in scheduled.items()}
+    return {**ours, **_tuned(given, family, protocol, records, Executor.of(workers)), **untuned}
 
 
 def _tuned(

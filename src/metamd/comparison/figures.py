@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,8 @@ LEGEND_LINE = 0.2
 
 
 def _colour(label: str) -> str:
-    bare = label
-    for ending in (*ENDINGS.values(), UNTUNED, " (all)", " (rate)"):  # which leave an optimiser its colour
-        bare = bare.removesuffix(ending)
+    # endings that leave an optimiser its colour
+    bare = reduce(str.removesuffix, (*ENDINGS.values(), UNTUNED, " (all)", " (rate)"), label)
     known = COLOURS.get(label) or COLOURS.get(bare) or COLOURS.get(bare.split(" (")[0])
     return known or (COLOURS["MetaMD"] if bare.startswith("MetaMD") else PALETTE[sum(bare.encode()) % len(PALETTE)])
 
@@ -114,8 +114,7 @@ def trajectories(rows: Mapping[str, Sequence[Panel]], path: Path) -> None:
                 _contours(axes, panel, box)
                 points = np.asarray(panel.path, dtype=np.float64)
                 colour = _colour(panel.title.split("\n")[0])
-                axes.plot(points[:, 0], points[:, 1], "-", color=colour, linewidth=1.1)
-                axes.plot(points[:, 0], points[:, 1], ".", color=colour, markersize=2.6)
+                axes.plot(*points.T, ".-", color=colour, linewidth=1.1, markersize=2.6)
                 axes.plot(*points[0], "o", color="#2ca02c", markersize=6, markeredgecolor="white")
                 axes.plot(*panel.optimum, "*", color="#ff9900", markersize=11, markeredgecolor="black", markeredgewidth=0.5)
                 axes.set(xlim=box[:2], ylim=box[2:])
@@ -250,19 +249,14 @@ def loss_curves(
     intervals. So are those of each domain with `intervals`; else they reach from the smallest loss to the largest.
     """
     each = {label: comparison.curve(label) for label in labels}
-    found: dict[str, list[Curve]] = {}
-    watched = {places for curve in each.values() for places, _ in curve.values()}
-    if len(comparison.folds) > 1 and len(watched) == 1:
-        found[ALL] = []
-        for label in labels:
-            losses = np.concatenate([losses for _, losses in each[label].values()])
-            found[ALL] += banded(label, next(iter(watched)), losses, comparison.groups, dashed=label in dashed)
-    for fold in comparison.folds:
-        found[fold.group] = []
-        for label in labels:
-            places, losses = each[label][fold.group]
-            groups = [0] * len(losses) if intervals else None
-            found[fold.group] += banded(label, places, losses, groups, dashed=label in dashed)
+    panels = {f.group: ([f.group], [0] * f.tasks(labels[0]) if intervals else None) for f in comparison.folds}
+    if len(panels) > 1 and len({places for places, _ in each[labels[0]].values()}) == 1:
+        panels = {ALL: ([*panels], comparison.groups), **panels}
+    found: dict[str, list[Curve]] = {title: [] for title in panels}
+    for title, (domains, groups) in panels.items():
+        for label, curve in each.items():
+            losses = np.concatenate([curve[domain][1] for domain in domains])
+            found[title] += banded(label, curve[domains[0]][0], losses, groups, dashed=label in dashed)
     return found
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from metamd.comparison.comparison import Candidate, Comparison, Fold
 from metamd.comparison.sections import Section, accuracy, interval
@@ -33,24 +34,24 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
     found = []
     for fold in comparison.folds:
         mine = fold.best(ours, "mean_loss")
-        losses = {label: _mean([o.mean_loss for o in fold.best(label, "mean_loss").outcomes]) for label in (ours, *rivals)}
+        losses = {label: fmean([o.mean_loss for o in fold.best(label, "mean_loss").outcomes]) for label in (ours, *rivals)}
         lowest = min(rivals, key=losses.__getitem__)
         reached = {label: min(fold.finished(label), key=standing) for label in rivals}
         fastest = min(rivals, key=lambda label: standing(reached[label]))
         target = reached[fastest].loss_after(share)
         each, theirs = ([o.steps_to(target) for o in c.outcomes] for c in (mine, reached[fastest]))
         arrived = [sum(map(math.isfinite, counts)) for counts in (each, theirs)]
-        steps, taken = _mean(each), _mean([min(s, fold.steps) for s in theirs])
+        steps, taken = fmean(each), fmean([min(s, fold.steps) for s in theirs])
         # at the setting with which a rival takes fewest steps; infinite if it arrives at none
         clocks = {
-            label: min(_mean([o.steps_to(target) for o in c.outcomes]) for c in fold.finished(label)) * fold.seconds[label]
+            label: min(fmean([o.steps_to(target) for o in c.outcomes]) for c in fold.finished(label)) * fold.seconds[label]
             for label in rivals
             if math.isfinite(fold.seconds.get(label, math.nan))
         }
         clocks[fastest] = min(clocks.get(fastest, math.inf), taken * fold.seconds.get(fastest, math.inf))
         quickest = min(clocks, key=clocks.__getitem__)
         chosen = {label: fold.best(label, "test_error") for label in (ours, *rivals)}
-        accuracies = {label: _mean([o.accuracy("test") for o in c.outcomes]) for label, c in chosen.items()}
+        accuracies = {label: fmean([o.accuracy("test") for o in c.outcomes]) for label, c in chosen.items()}
         best = max(rivals, key=accuracies.__getitem__)
         found.append(
             {
@@ -91,7 +92,7 @@ def pace_section(title: str, rows: Sequence[Result], share: float) -> Section:
         paid = missing if row["paid_after"] is None else f"{row['paid_after']} tasks, {clock}"
         found.append([row["domain"], loss, steps, seconds, right, paid])
     ratios = [_times(geometric_mean([row[k] for row in rows])) for k in ("mean_loss", "steps", "seconds")]
-    mine, best = (_mean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy"))
+    mine, best = (fmean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy"))
     return Section(columns=columns, rows=[*found, ["mean", *ratios, f"{mine:.2f} ({best:.2f})", ""]])
 
 
@@ -100,7 +101,7 @@ def geometric_mean(values: Sequence[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     if len(known) < len(values):
         return None
-    return math.exp(_mean([math.log(v) for v in known])) if all(known) else 0.0
+    return math.exp(fmean([math.log(v) for v in known])) if all(known) else 0.0
 
 
 def _paid_after(
@@ -111,10 +112,6 @@ def _paid_after(
     learning = fold.learning_gradients(ours) * here
     gain = (fold.tuning_gradients(rival) + taken) * there - (fold.tuning_gradients(ours) + steps) * here
     return math.ceil(learning / gain) if learning > 0 and gain > 0 else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _times(ratio: float | None, missing: str = "") -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,16 +199,17 @@ def _choices(c: Comparison, folder: Path) -> Section:
     rows = []
     for label in c.labels:
         for fold, candidate in zip(c.folds, c.chosen(label, "mean_loss"), strict=True):
-            several = fold.entrants[label]
-            ends = [SHORT[m] for m in c.metrics if fold.best(label, m, c.target(fold)) in (several[0], several[-1])]
-            tried, ends = len(several), ends if len(several) > 1 else []
+            several, about = fold.entrants[label], candidate.contender
+            tried, ends = len(several), []
             if label in fold.tunings:
                 tried, ends = len(fold.tunings[label].best_so_far), list(fold.tunings[label].at_edge)
-            found = candidate.contender.get("setting")
+            elif tried > 1:
+                ends = [SHORT[m] for m in c.metrics if fold.best(label, m, c.target(fold)) in (several[0], several[-1])]
+            found = about.get("setting")
             setting = ", ".join(f"{k} {_plain(v)}" for k, v in found.items()) if isinstance(found, dict) else str(found)
             failed = sum(any(o.failed for o in x.outcomes) for x in several)
-            rows.append([f"{label}, {fold.group}", setting, str(candidate.contender.get("schedule", "")), str(tried)])
-            rows[-1] += [str(failed), ", ".join(ends)]
+            counts = [str(about.get("schedule", "")), str(tried), str(failed)]
+            rows.append([f"{label}, {fold.group}", setting, *counts, ", ".join(ends)])
     shown = []
     if curves := _budgets(c):
         path = folder / "budgets.png"
@@ -224,19 +225,15 @@ def _choices(c: Comparison, folder: Path) -> Section:
 
 def _budgets(c: Comparison) -> list[figures.Curve]:
     """The best score after each trial of a search, on the mean over the domains, as far as all of them went."""
-    found = []
-    for label in c.labels:
-        each = [f.tunings[label].best_so_far for f in c.folds if label in f.tunings]
-        best = [sum(scores) / len(scores) for scores in zip(*each, strict=False)]
-        found += [figures.Curve(label, list(range(1, len(best) + 1)), best)] if len(best) > 1 else []
-    return found
+    each = {label: [f.tunings[label].best_so_far for f in c.folds if label in f.tunings] for label in c.labels}
+    means = {label: [sum(x) / len(x) for x in zip(*scores, strict=False)] for label, scores in each.items()}
+    return [figures.Curve(label, range(1, len(best) + 1), best) for label, best in means.items() if len(best) > 1]
 
 
 def configuration(settings: Mapping[str, Any], versions: Mapping[str, Any]) -> Section:
     """What runs were made with, and the versions of the libraries, as the records have it."""
-    rows = [[str(k), _plain(v)] for k, v in settings.items()]
-    rows += [[f"version of {k}", _plain(v)] for k, v in versions.items()]
-    return Section(CONFIGURATION, (), ["", "value"], rows)
+    values = {**settings, **{f"version of {k}": v for k, v in versions.items()}}
+    return Section(CONFIGURATION, (), ["", "value"], [[str(k), _plain(v)] for k, v in values.items()])
 
 
 def training_costs(cells: Mapping[str, Mapping[str, Any]]) -> Section | None:
@@ -264,7 +261,5 @@ def certificate_sections(found: Any) -> list[Section]:
         return [Section("Certificate", [UNCERTIFIED])]
     known, rest = readable(found)
     parts = [Section(f"Certificate of the file: {name}", c.paragraphs()) for name, c in known.items()]
-    if rest:
-        texts = ["What else the learned file says about tasks that it was not learned on."]
-        parts.append(Section("Certificate", texts, ["", "value"], [[str(k), _plain(v)] for k, v in rest.items()]))
-    return parts
+    texts = ["What else the learned file says about tasks that it was not learned on."]
+    return [*parts, replace(configuration(rest, {}), title="Certificate", texts=texts)] if rest else parts

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -62,7 +62,7 @@ class Outcome:
     @property
     def mean_loss(self) -> float:
         """The training loss averaged over the evaluations after the first step."""
-        return math.fsum(self.losses[1:]) / len(self.losses[1:])
+        return fmean(self.losses[1:])
 
     @property
     def final_loss(self) -> float:

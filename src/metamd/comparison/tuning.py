@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -51,10 +52,6 @@ class Search(ABC):
     def propose(self, rival: Rival, history: History) -> dict[str, float] | None:
         """The next setting of a rival; None when there is nothing left to try."""
 
-    def _sobol(self, rival: Rival, history: History) -> dict[str, float]:
-        names = searched(rival, self.names)
-        return _setting(rival, names, sobol(len(names), len(history) + 1, self.seed)[-1])
-
 
 @dataclass(frozen=True)
 class Grid(Search):
@@ -89,11 +86,12 @@ class QuasiRandom(Search):
 
     def propose(self, rival: Rival, history: History) -> dict[str, float] | None:
         """The next Sobol point."""
-        return self._sobol(rival, history)
+        names = searched(rival, self.names)
+        return _setting(rival, names, sobol(len(names), len(history) + 1, self.seed)[-1])
 
 
 @dataclass(frozen=True)
-class Bayesian(Search):
+class Bayesian(QuasiRandom):
     """The paper's search: a Gaussian process with an RBF kernel on the logarithms, and its upper confidence bound.
 
     The next setting maximises mu + sqrt(beta) sigma of the negative score [GaoMetaMD2022], appendix. The first points and
@@ -119,7 +117,7 @@ class Bayesian(Search):
         """A Sobol point first, then the best of the upper confidence bound."""
         finite = [score for _, score in history if math.isfinite(score)]
         if len(history) < self.initial or not finite:
-            return self._sobol(rival, history)
+            return super().propose(rival, history)
         names = searched(rival, self.names)
         places = torch.tensor([[rival.space[n].place(s[n]) for n in names] for s, _ in history], dtype=torch.float64)
         scores = torch.tensor([s if math.isfinite(s) else max(finite) for _, s in history], dtype=torch.float64)
@@ -276,6 +274,5 @@ def tune(
             break
         outcomes = tuple(Outcome.from_json(r) for r in found["runs"])
         values = [math.inf if o.failed else METRICS[metric](o) for o in outcomes]
-        score = math.fsum(values) / len(values)
-        trials.append(Trial(rival.with_setting(schedule, **found["setting"]), outcomes, score))
+        trials.append(Trial(rival.with_setting(schedule, **found["setting"]), outcomes, fmean(values)))
     return Tuned(rival, search, tuple(trials))

@@ -261,7 +261,8 @@ def tune_on_ray(folder):
     for where in (None, "local"):
         records = Records(folder / f"tuning-{where}", {})
         rules = Protocol("paper", budget=3, schedules=["constant"], search=QuasiRandom)
-        tuned[where] = entered({}, [rival("sgd"), rival("adam")], sorting, rules, records=records, workers=Executor(ray=where))["Adam"].setting
+        everybody = entered({}, [rival("sgd"), rival("adam")], sorting, rules, records=records, workers=Executor(ray=where))
+        tuned[where] = everybody["Adam"].setting
     names = [sorted(p.name for p in (folder / f"tuning-{where}" / "cells").iterdir()) for where in (None, "local")]
     assert names[0] == names[1]
     assert len(names[0]) == 2 * 3 + 2

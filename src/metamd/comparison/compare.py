@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -93,8 +93,7 @@ def compare(
 
 def settings_of(family: TaskFamily, protocol: Protocol) -> Result:
     """All that an outcome depends on beside its task and its contender; other optimisers may join later."""
-    measuring, steps = protocol.measuring, family.steps if protocol.steps is None else protocol.steps
-    watched = {"every": measuring.every, "examples": measuring.examples, "splits": list(measuring.splits)}
+    steps, watched = family.steps if protocol.steps is None else protocol.steps, as_json(asdict(protocol.measuring))
     return {"family": family.describe(), "steps": steps, "measuring": watched, "torch": versions()["torch"]}
 
 
@@ -114,9 +113,9 @@ def _load(family: TaskFamily, groups: Mapping[str, Sequence[Config]], measuring:
 def _best_few(contenders: Sequence[Contender], task: str, outcomes: Outcomes, screen: int) -> list[Contender]:
     """Those that are among so many best on one task, by any of the quantities that tables show."""
     found = [outcomes[c.key(), task] for c in contenders]
-    errors = [f"{split}_error" for split, (_, accuracy) in found[0].ends.items() if accuracy is not None]
+    errors = {f"{split}_error" for split, (_, accuracy) in found[0].ends.items() if accuracy is not None}
     kept: set[int] = set()
-    for metric in ("mean_loss", "final_loss", *(error for error in errors if error in METRICS)):
+    for metric in {"mean_loss", "final_loss", *errors} & {*METRICS}:
         values = [math.inf if o.failed else METRICS[metric](o) for o in found]
         kept |= set(sorted(range(len(found)), key=values.__getitem__)[:screen])
     return [contenders[i] for i in sorted(kept)]

@@ -225,10 +225,8 @@ class Comparison:
 
     def values(self, label: str, metric: str) -> Array:
         """One number for every task: of all domains, one after another."""
-        found = []
-        for fold, candidate in zip(self.folds, self.chosen(label, metric), strict=True):
-            found += [fold.value(o, label, metric, self.target(fold)) for o in candidate.outcomes]
-        return np.array(found, dtype=np.float64)
+        shown = zip(self.folds, map(self.target, self.folds), self.chosen(label, metric), strict=True)
+        return np.array([f.value(o, label, metric, target) for f, target, c in shown for o in c.outcomes], dtype=np.float64)
 
     def estimate(self, label: str, metric: str) -> Estimate:
         """The mean of a metric over all tasks, or the median of steps and seconds to the target, with its interval."""
@@ -259,20 +257,16 @@ class Comparison:
         differences = {d.label: d for d in self.differences(metric)}
         rows = []
         for label in self.labels:
-            row: dict[str, Any] = {"label": label, **asdict(self.estimate(label, metric))}
-            row["arrived"] = float(np.isfinite(self.values(label, metric)).mean())
+            arrived = float(np.isfinite(self.values(label, metric)).mean())
+            rows.append({"label": label, **asdict(self.estimate(label, metric)), "arrived": arrived})
             if d := differences.get(label):
-                row |= {"verdict": d.verdict, "ratio": d.ratio, "p": d.p, "wins": d.wins, "losses": d.losses}
-            rows.append(row)
+                rows[-1] |= {k: getattr(d, k) for k in ("verdict", "ratio", "p", "wins", "losses")}
         return rows
 
     def curve(self, label: str) -> dict[str, tuple[tuple[int, ...], Array]]:
         """The training losses over the run by domain: where they were evaluated, and (tasks, places)."""
-        found = {}
-        for fold, candidate in zip(self.folds, self.chosen(label, "mean_loss"), strict=True):
-            losses = np.array([o.losses for o in candidate.outcomes], dtype=np.float64)
-            found[fold.group] = candidate.outcomes[0].places, losses
-        return found
+        runs = {f.group: c.outcomes for f, c in zip(self.folds, self.chosen(label, "mean_loss"), strict=True)}
+        return {d: (each[0].places, np.array([o.losses for o in each], dtype=np.float64)) for d, each in runs.items()}
 
     def learning_gradients(self, label: str) -> float:
         """Gradient evaluations of learning an optimiser, on the mean over the domains."""
@@ -339,8 +333,7 @@ class Comparison:
         for fold in self.folds:
             entrants = {label: [runs(c) for c in found] for label, found in fold.entrants.items()}
             folds.append({**vars(fold), "entrants": entrants, "tunings": {n: asdict(t) for n, t in fold.tunings.items()}})
-        aim = None if self.aim is None else asdict(self.aim)
-        return dict(as_json({"protocol": self.protocol, "aim": aim, "folds": folds}))
+        return dict(as_json({"protocol": self.protocol, "aim": self.aim and asdict(self.aim), "folds": folds}))
 
     @classmethod
     def read(cls, folder: Path | str) -> "Comparison":

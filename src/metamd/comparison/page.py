@@ -51,19 +51,15 @@ code { background: #f4f4f4; padding: .1rem .3rem; }
 def as_text(sections: Sequence[Section]) -> str:
     """The same page for a terminal, without its figures and without what would be empty then; only printable characters."""
     lines: list[str] = []
-    for section in sections:
-        if not section.rows and not section.texts:
-            continue
+    for section in (s for s in sections if s.rows or s.texts):
         if title := one_line(section.title):
             lines += ["", title, "-" * len(title)]
         lines += [*(fill(one_line(text), 110) for text in section.texts), ""]
-        if not section.rows:
-            continue
-        table = [[one_line(cell) for cell in row] for row in (section.columns, *section.cells())]
-        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        table = [[one_line(cell) for cell in row] for row in (section.columns, *section.cells())] if section.rows else []
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         for row in table:
-            first, rest = row[0].ljust(widths[0]), [v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True)]
-            lines.append("   ".join([first, *rest]))
+            rest = [v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True)]
+            lines.append("   ".join([row[0].ljust(widths[0]), *rest]))
     return "\n".join(lines).strip()
 
 

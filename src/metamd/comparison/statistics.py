@@ -131,12 +131,10 @@ def profiles(times: Mapping[str, Array]) -> dict[str, Profile]:
     with np.errstate(invalid="ignore"):
         ratios = np.where(np.isfinite(table), table / best, np.inf)
     tau = np.linspace(1.0, 4.0, 61)
-    found = {}
-    for label, row in zip(times, ratios, strict=True):
-        share = (row[None] <= tau[:, None] + 1e-12).mean(1)
-        area = np.clip(4.0 - row, 0.0, None).mean() / 3.0
-        found[label] = Profile(tuple(tau.tolist()), tuple(share.tolist()), float(area))
-    return found
+    shares = [(row <= tau[:, None] + 1e-12).mean(1) for row in ratios]
+    areas = [float(np.clip(4.0 - row, 0.0, None).mean() / 3.0) for row in ratios]
+    found = zip(times, shares, areas, strict=True)
+    return {label: Profile(tuple(tau.tolist()), tuple(share.tolist()), area) for label, share, area in found}
 
 
 def quantile(x: Any, q: float) -> Any:

@@ -112,9 +112,8 @@ class Outcome:
             "accuracies between 0 and 1": all(a is None or 0 <= a <= 1 for _, a in ends.values()),
             "no negative count": outcome.gradients >= 0,
         }
-        for what, holds in required.items():
-            if not holds:
-                raise ValueError(f"the record of a training must have {what}.")
+        if missing := next((what for what, holds in required.items() if not holds), ""):
+            raise ValueError(f"the record of a training must have {missing}.")
         return outcome
 
 
@@ -152,8 +151,7 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
                 failed = f"The training loss rose from {losses[0] if losses else loss:g} to {loss:g} by step {place}."
                 break
             losses.append(loss)
-        end = rule.model()
-        ends = {} if failed else {s: task.evaluate(end, s) for s in measuring.splits}
+        ends = {} if failed else {s: task.evaluate(rule.model(), s) for s in measuring.splits}
     losses += [math.inf] * (len(places) - len(losses))
     return Outcome(
         task.config,

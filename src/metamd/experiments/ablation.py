@@ -3,9 +3,9 @@
 Rotated MNIST with a 3-layer MLP, at angles that no other experiment has, since the default is chosen by what is seen here:
 37.5 degrees are held out, and what holds there may be claimed of the angles of the other tables. Runs of 100 steps. Every
 geometry is learned three times, with other tasks; intervals are over these trainings and the test runs of each. The closed
-form has the outer steps of the scale;
-gradients are followed for five times as many from the largest curvature, with Adam on log D. The paper's preset is plain
-gradient descent, with `Reverse` for the gradient, which equals the forward mode that it names up to rounding.
+form has the outer steps of the scale; gradients are followed for five times as many from the largest curvature, with Adam on
+log D. The paper's preset is plain gradient descent, with `Reverse` for the gradient, which equals the forward mode that it
+names up to rounding.
 
 The variant `paper-preset` has the paper's own method on the networks of its tables, as it comes [GaoMetaMD2022]: three
 diagonals centred at the origin, the paper's step, its objective, plain gradient descent on M. Its k is not published: once
@@ -18,12 +18,13 @@ from dataclasses import replace
 from typing import Any
 
 from metamd import tasks
+from metamd.comparison.entrants import ENDINGS, Protocol
 from metamd.comparison.figures import mean_losses
 from metamd.comparison.pace import standings
 from metamd.experiments.declare import COORDINATES, PAPERS_STEP, PLAIN, Entry, Family, Geometry, Scale, coordinates
 from metamd.experiments.experiment import Experiment
 from metamd.experiments.paper_tables import ONE_ANGLE, digits, linear, rotated
-from metamd.files.usage import Schedule, Usage
+from metamd.files.usage import Usage
 from metamd.inner.estimators import Direct, Estimator, Evolution, Forward, Reverse
 from metamd.inner.objectives import FromLipschitz, Objective, PaperBound, Reference, Regret, TrainingLoss
 from metamd.learning.meta import paper
@@ -92,17 +93,11 @@ def preset(label: str, k: float | FromLipschitz = 7.0, rounds: int = 1) -> Geome
     return Geometry(options.pop("potential"), {label: PAPERS_STEP}, options=options, rounds=rounds, same_tasks=True)
 
 
-def _momenta() -> Geometry:
-    """Learned coordinates, plainly, without and with momentum, at constant rates and with decay."""
-    entries = {
-        f"Kronecker, {said}{ending}": Entry(Usage(momentum=momentum, schedule=schedule))
-        for said, momentum in {"plain": 0.0, "momentum 0.9": 0.9}.items()
-        for schedule, ending in SCHEDULES
-    }
-    return Geometry(COORDINATES, entries, options={"objective": REGRET}, same_tasks=True)
-
-
-SCHEDULES: tuple[tuple[Schedule, str], ...] = (("constant", ""), ("linear", ", linear decay"))
+MOMENTA = {
+    f"Kronecker, {said}{ENDINGS[schedule]}": Entry(Usage(momentum=momentum, schedule=schedule))
+    for said, momentum in {"plain": 0.0, "momentum 0.9": 0.9}.items()
+    for schedule in Protocol.schedules
+}
 POLAR: dict[str, Any] = {"metrics": ("online",), "rules": tuple(Online("polar", beta=beta) for beta in (0.7, 0.9))}
 BY_SIGNAL: dict[str, Any] = {"metrics": ("online",), "rules": tuple(rule for rule in RULES if rule.signal)}
 
@@ -124,7 +119,7 @@ ABLATION = Experiment(
         "used-polar": _used("Kronecker, rule polar", **POLAR),
         "used-plain-polar": _used("one number per tensor, rule polar", Diagonal(tying="tensor"), **POLAR),
         "used-diagonal": _used("diagonal, best usage of the learned metric", Diagonal(), metrics=("learned",)),
-        "kronecker": _momenta(),
+        "kronecker": Geometry(COORDINATES, MOMENTA, options={"objective": REGRET}, same_tasks=True),
         "diagonal": _closed("diagonal, regret to a reference", Diagonal()),
         "end": _closed("diagonal, regret to the run's end", Diagonal(), Regret()),
         "prior": _closed("diagonal, regret to the run's end, prior 1e-4", Diagonal(), Regret(prior=1e-4)),
@@ -163,10 +158,7 @@ def _of_each_model(scale: Scale, held_out: str) -> Family:
 PAPER_PRESET = Experiment(
     "ablation",
     _of_each_model,
-    {
-        "seven": preset("paper's preset, k = 7"),
-        "theory": preset("paper's preset, k of the theory", FromLipschitz()),
-    },
+    {"seven": preset("paper's preset, k = 7"), "theory": preset("paper's preset, k of the theory", FromLipschitz())},
     {
         "smoke": replace(ONE_ANGLE, domains=("linear 0",), images=1000, steps=5, rivals=("sgd", "adam")),
         "cpu": Scale(HELD_OUT_OF_EACH, 10_000, outer_steps=15, tasks_per_step=2, rivals=RIVALS, screen=3),

@@ -189,22 +189,20 @@ class Experiment:
 
     def rows(self, comparison: Comparison) -> list[Result]:
         """One row for each optimiser: test accuracy on every domain and overall, the paper's beside it, and speed."""
-        rows = []
-        per_metric = {m: {r["label"]: r for r in comparison.table(m)} for m in comparison.metrics}
-        areas = {label: p.area for label, p in comparison.profiles().items()}
+        tables = {m: {r.pop("label"): as_json(r) for r in comparison.table(m)} for m in comparison.metrics}
+        profiles, rows = comparison.profiles(), []
         for label in comparison.labels:
-            accuracies = {}
-            for fold, candidate in zip(comparison.folds, comparison.chosen(label, "test_error"), strict=True):
-                values = [100 * o.accuracy("test") for o in candidate.outcomes]
-                accuracies[fold.group] = sum(values) / len(values)
-            bare = unscheduled(label)
-            published = self.published.get(label if bare in comparison.labels else bare, {})
-            row: Result = {"label": label, "accuracy": accuracies, "published": dict(published)}
+            shown = zip(comparison.folds, comparison.chosen(label, "test_error"), strict=True)
+            right = {f.group: [100 * o.accuracy("test") for o in c.outcomes] for f, c in shown}
             seconds = [float(f.costs.get(label, {}).get("seconds", 0.0)) for f in comparison.folds]
-            row["learning"] = {"gradients": comparison.learning_gradients(label), "seconds": sum(seconds) / len(seconds)}
-            for metric, table in per_metric.items():
-                row[metric] = as_json({k: v for k, v in table[label].items() if k != "label"})
-            rows.append(row | {"area": areas[label]})
+            bare = unscheduled(label)
+            row = {
+                "label": label,
+                "accuracy": {domain: sum(values) / len(values) for domain, values in right.items()},
+                "published": dict(self.published.get(label if bare in comparison.labels else bare, {})),
+                "learning": {"gradients": comparison.learning_gradients(label), "seconds": sum(seconds) / len(seconds)},
+            }
+            rows.append(row | {metric: table[label] for metric, table in tables.items()} | {"area": profiles[label].area})
         return rows
 
     def _paces(self, joined: Comparison, opponents: Mapping[str, list[str]]) -> dict[str, list[Result]]:
@@ -311,12 +309,9 @@ def _cannot_run(named: Named, setting: Setting) -> NoReturn:
 
 def screened(place: Path) -> set[str]:
     """The runs in a folder that no table shows: those of settings that were not run on all tasks."""
-    found: set[str] = set()
-    for fold in read_json(place / "comparison.json")["folds"] if (place / "comparison.json").exists() else ():
-        for candidates in fold["entrants"].values():
-            most = max(len(c["runs"]) for c in candidates)
-            found |= {run for c in candidates if len(c["runs"]) < most for run in c["runs"]}
-    return found
+    folds = read_json(place / "comparison.json")["folds"] if (place / "comparison.json").exists() else ()
+    each = [[c["runs"] for c in candidates] for fold in folds for candidates in fold["entrants"].values()]
+    return {run for settings in each for runs in settings if len(runs) < max(map(len, settings)) for run in runs}
 
 
 def failures(geometries: Mapping[str, Geometry], taught: Mapping[str, Result], domains: Sequence[str]) -> dict[str, str]:
@@ -332,10 +327,9 @@ def failures(geometries: Mapping[str, Geometry], taught: Mapping[str, Result], d
 
 def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
     """The labels of tuned rivals: those that the paper compares with, and all where there are others."""
-    titles = {name: known_rival(name).title for name in size.rivals}
-    tuned = {name: [label for label in comparison.labels if unscheduled(label) == title] for name, title in titles.items()}
+    tuned = {n: [x for x in comparison.labels if unscheduled(x) == known_rival(n).title] for n in size.rivals}
     everybody = [label for members in tuned.values() for label in members]
-    papers = [label for name in PAPERS if name in tuned for label in tuned[name]]
+    papers = [label for name in PAPERS for label in tuned.get(name, ())]
     groups = {"the best of the paper's rivals": papers} if papers else {}
     return groups | ({"the best of all": everybody} if set(everybody) != set(papers) else {})
 

@@ -83,12 +83,7 @@ def _published(table: str) -> dict[str, dict[str, float]]:
 
 def rotated(scale: Scale, hold_out: str, model: str = "mlp") -> ImageFamily:
     """Rotated MNIST with an angle held out."""
-    return tasks.rotated_mnist(
-        angles=[float(a) for a in ANGLES],
-        hold_out=float(hold_out),
-        model=model,
-        **scale.data,
-    )
+    return tasks.rotated_mnist(angles=[float(a) for a in ANGLES], hold_out=float(hold_out), model=model, **scale.data)
 
 
 linear = partial(rotated, model="linear")
@@ -256,10 +251,7 @@ EVERY_FOURTH = tuple(rule for rule in rules_for_refresh(4) if rule.rule == "pola
 REFRESH = replace(
     UNPUBLISHED_MLP,
     variant="refresh",
-    geometries={
-        "kronecker": coordinates(OFTEN),
-        "fourth": coordinates(FOURTH, metrics=("online",), rules=EVERY_FOURTH),
-    },
+    geometries={"kronecker": coordinates(OFTEN), "fourth": coordinates(FOURTH, metrics=("online",), rules=EVERY_FOURTH)},
     scales={
         "smoke": ONE_ANGLE,
         "cpu": replace(TWO_ANGLES, domains=ANGLES, rivals=("sgdm", "adam", "adamw"), schedules=("linear",)),

@@ -5,7 +5,7 @@ from it: it is spread at random into N pieces, which follow the gradient of the 
 of three pieces is active during training, and, in a table that it left out, the accuracy with each piece alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,16 +60,15 @@ def _mixture(pieces: int, entries: Mapping[str, Entry], centre: Centre = "start"
     return Geometry(Diagonal(), entries, then=partial(_spread, pieces, centre), same_tasks=True)
 
 
-ALONE = {f"3 pieces, piece {j + 1} alone": Entry(Usage(), piece=j) for j in range(3)}
-
-MORE_OF_THREE = {"3 pieces, the paper's step": PAPERS_STEP, **ALONE}
+MORE_OF_THREE = {
+    "3 pieces, the paper's step": PAPERS_STEP,
+    **{f"3 pieces, piece {j + 1} alone": Entry(Usage(), piece=j) for j in range(3)},
+}
 GEOMETRIES = {
     "1-piece": Geometry(Diagonal(), {"1 piece": PLAIN}, same_tasks=True),
     **{f"{n}-pieces": _mixture(n, {f"{n} pieces": PLAIN} | (MORE_OF_THREE if n == 3 else {})) for n in range(2, MOST + 1)},
     "3-pieces-origin": _mixture(
-        3,
-        {"3 pieces about the origin": PLAIN, "3 pieces about the origin, the paper's step": PAPERS_STEP},
-        centre="origin",
+        3, {"3 pieces about the origin": PLAIN, "3 pieces about the origin, the paper's step": PAPERS_STEP}, centre="origin"
     ),
 }
 
@@ -86,19 +85,16 @@ def _activity(size: Scale, folder: Path, seed: int, workers: int) -> list[Result
     """Follow the pieces through held-out runs, draw their weights, and summarise them."""
     scale = next(name for name, known in SCALES.items() if known == size)
     about = {"experiment": "pieces, activity", "scale": scale, "seed": seed, **settings_of(size)}
-    found = fill(Records(folder / "activity", about), _cells(size, folder, seed), title="pieces: activity", workers=workers)
+    side = rotated(size, HELD_OUT).held_out()
+    cells = [
+        Cell(f"{name}-{i}", partial(_follow, side, config, learned_file(folder, HELD_OUT, geometry), exact))
+        for name, (geometry, exact) in FOLLOWED.items()
+        for i, config in enumerate(draw(side, size.seeds, seed)[HELD_OUT])
+    ]
+    found = fill(Records(folder / "activity", about), cells, title="pieces: activity", workers=workers)
     activity = {name: [found[f"{name}-{i}"] for i in range(size.seeds)] for name in FOLLOWED}
     _draw(activity, folder / "activity.png")
     return [_summary(name, runs) for name, runs in activity.items()]
-
-
-def _cells(size: Scale, folder: Path, seed: int) -> Iterator[Cell]:
-    side = rotated(size, HELD_OUT).held_out()
-    configs = draw(side, size.seeds, seed)[HELD_OUT]
-    for name, (geometry, exact) in FOLLOWED.items():
-        for i, config in enumerate(configs):
-            path = learned_file(folder, HELD_OUT, geometry)
-            yield Cell(f"{name}-{i}", partial(_follow, side, config, path, exact))
 
 
 def _follow(side: ImageFamily, config: Mapping[str, Any], path: Path, exact: bool) -> Result:
@@ -117,12 +113,10 @@ def _follow(side: ImageFamily, config: Mapping[str, Any], path: Path, exact: boo
 
 
 def _summary(name: str, runs: list[Result]) -> Result:
-    shares = np.mean([np.mean(r["weights"], axis=0) for r in runs], axis=0)
-    late = np.mean([r["weights"][-1] for r in runs], axis=0)
     return {
         "followed": name,
-        "shares": shares.tolist(),
-        "at the end": late.tolist(),
+        "shares": np.mean([np.mean(r["weights"], axis=0) for r in runs], axis=0).tolist(),
+        "at the end": np.mean([r["weights"][-1] for r in runs], axis=0).tolist(),
         "several": float(np.mean([r["several"] for r in runs])),
         "switches": float(np.mean([r["switches"] for r in runs])),
     }
@@ -145,8 +139,8 @@ def _draw(activity: Mapping[str, list[Result]], path: Path) -> None:
 def _sections(rows: Sequence[Result]) -> list[Section]:
     found = []
     for r in (r for r in rows if "followed" in r):
-        shares, late = (" / ".join(f"{x:.2f}" for x in r[k]) for k in ("shares", "at the end"))
-        found.append([r["followed"], shares, late, f"{r['several']:.0%}", f"{r['switches']:.1f}"])
+        weights = [" / ".join(f"{x:.2f}" for x in r[k]) for k in ("shares", "at the end")]
+        found.append([r["followed"], *weights, f"{r['several']:.0%}", f"{r['switches']:.1f}"])
     columns = ["weight of the pieces", "over the run", "in the last steps", "steps on several pieces", "switches"]
     return [*standings([r for r in rows if "followed" not in r]), Section(columns=columns, rows=found)]
 

@@ -214,8 +214,7 @@ def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> 
         if "failed" not in preset:
             yield label, preset["iterations"][name], {"metrics": preset["metrics"], "setting": preset["setting"]}
     for key, label in race.LABELS.items():
-        found = results.get(f"{row}-{start}-{name}-{key}")
-        if found is not None:
+        if found := results.get(f"{row}-{start}-{name}-{key}"):
             yield label, found["iterations"], {"setting": found["setting"]}
 
 
@@ -235,20 +234,13 @@ def _tables(title: str, rows: list[Result], published: Mapping[str, int]) -> Ite
     lines, left = [], dict(published)
     for label, found in tight.items():
         number = left.pop(label.removesuffix(" (rate)"), None)
-        fields = [
-            label,
-            _middle(found),
-            f"{_number(found['low'])} to {_number(found['high'])}",
-            _number(found["mean"], 1),
-            f"{found['arrived']}/{found['count']}",
-            _ratio(found, tight),
-            _middle(loose[label]),
-            _ratio(loose[label], loose),
-            "" if number is None else f"{number:,}",
-        ]
-        lines.append(fields)
-    for label, number in left.items():  # of what was not run, or could not be learned, the paper's number alone
-        lines.append([label, "no result here", *[""] * 6, f"{number:,}"])
+        interval = f"{_number(found['low'])} to {_number(found['high'])}"
+        arrived = f"{found['arrived']}/{found['count']}"
+        here = [_middle(found), interval, _number(found["mean"], 1), arrived, _ratio(found, tight)]
+        there = [_middle(loose[label]), _ratio(loose[label], loose)]
+        lines.append([label, *here, *there, "" if number is None else f"{number:,}"])
+    # of what was not run, or could not be learned, the paper's number alone
+    lines += [[label, "no result here", *[""] * 6, f"{number:,}"] for label, number in left.items()]
     yield Section(title, columns=[*columns, "1e-2: median (quartiles)", "by", "paper"], rows=lines)
     best, ratios = tight["best diagonal"]["mean"], []
     for label in OURS.values():

@@ -134,18 +134,15 @@ def _of(results: Mapping[str, Result], start: str) -> dict[str, Result]:
 
 def sections(rows: Sequence[Result]) -> list[Section]:
     """The tables of the results page."""
-    parts = []
     columns = ["optimiser", "loss after 500", "distance to the minimum", "reached", "chosen"]
-    for name, place in STARTS.items():
-        if lines := [_line(r) for r in rows if r["start"] == name]:
-            parts.append(Section(f"Start ({place[0]:g}, {place[1]:g})", columns=columns, rows=lines))
-    return parts
+    lines = {start: [_line(r) for r in rows if r["start"] == start] for start in STARTS}
+    titles = {start: f"Start ({x:g}, {y:g})" for start, (x, y) in STARTS.items()}
+    return [Section(titles[start], columns=columns, rows=found) for start, found in lines.items() if found]
 
 
 def _line(row: Result) -> list[str]:
     if row.get("loss") is None:
-        what = "the meta-training diverged" if "failed" in row else "diverged"
-        return [row["optimiser"], what, "", "no", ""]
+        return [row["optimiser"], "the meta-training diverged" if "failed" in row else "diverged", "", "no", ""]
     chosen = ", ".join(f"{k} {v:.3g}" for k, v in row.get("setting", {}).items())
     if "metrics" in row:
         chosen = "D = " + "; ".join("(" + ", ".join(f"{d:.3g}" for d in piece) + ")" for piece in row["metrics"])

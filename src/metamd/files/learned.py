@@ -163,8 +163,7 @@ class LearnedOptimiser:
         """
         bound = self.potential.bind(named, rename=rename, missing=missing)
         header = replace(self.header, **_tables(bound))
-        moments = self.moments if header.tensors == self.header.tensors else None
-        return LearnedOptimiser(header, bound, moments, self.start)
+        return LearnedOptimiser(header, bound, self.moments if header.tensors == self.header.tensors else None, self.start)
 
     def with_start(self, start: Mapping[str, Tensor]) -> "LearnedOptimiser":
         """The same with a start that is kept in the file; docs/shared-start.md says how a model begins there.
@@ -173,9 +172,8 @@ class LearnedOptimiser:
             start: parameters by name. A `LearnedStart`, which `learn_start` finds, also knows its tasks, so that none of
                 them is held out later, and its cost, which is added to that of learning.
         """
-        other = [n for n, x in start.items() if self.header.model.get(n, tuple(x.shape)) != tuple(x.shape)]
-        other += [n for n in self.header.model if n not in start]
-        if other:
+        given = shapes(start)
+        if other := [n for n, shape in self.header.model.items() if given.get(n) != shape]:
             raise ValueError(
                 f"the start must have every parameter of the model that this was learned on, in its shape, but {other[0]!r} "
                 "is missing or has another shape. Pass what metamd.learn_start(family) gives."
@@ -184,7 +182,7 @@ class LearnedOptimiser:
         known = start if isinstance(start, LearnedStart) else LearnedStart({})
         hashes = tuple(dict.fromkeys([*self.header.task_hashes, *known.tasks]))
         cost = total_cost(self.header.cost, known.cost)
-        return replace(self, start=kept, header=replace(self.header, start=shapes(kept), task_hashes=hashes, cost=cost))
+        return replace(self, start=kept, header=replace(self.header, start=given, task_hashes=hashes, cost=cost))
 
     @property
     def domains(self) -> tuple[str, ...]:
@@ -313,15 +311,16 @@ def _check(header: Header, tensors: Tensors) -> None:
 
 def check_shapes(wanted: Mapping[str, Shape], tensors: Tensors) -> None:
     """Refuse tensors that are not those which a header announces."""
-    for name in sorted(set(wanted) - set(tensors)):
+    found = shapes(tensors)
+    for name in sorted(set(wanted) - set(found)):
         raise ValueError(f"the tensor {shown(name)}, which its header announces, is missing. {AGAIN}")
-    for name in sorted(set(tensors) - set(wanted)):
+    for name in sorted(set(found) - set(wanted)):
         raise ValueError(f"it holds a tensor {shown(name)} that its header does not announce. {AGAIN}")
     for name, shape in wanted.items():
-        if tuple(tensors[name].shape) != shape:
+        if found[name] != shape:
             raise ValueError(
                 f"the tensor {shown(name)} must have the shape {shown(shape)} its header announces, got "
-                f"{shown(tuple(tensors[name].shape))}. {AGAIN}"
+                f"{shown(found[name])}. {AGAIN}"
             )
 
 

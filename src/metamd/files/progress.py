@@ -105,8 +105,7 @@ class Progress:
         spent, made = self._drawn - self._began, self.done - self._first
         ending = f" in {timedelta(seconds=round(spent))}" if self.done == self.total else ""
         if self.total and not ending and made > 0:
-            left = max(spent / made * (self.total - self.done), 0.0)
-            ending = f", {timedelta(seconds=round(left))} left"
+            ending = f", {timedelta(seconds=round(max(spent / made * (self.total - self.done), 0.0)))} left"
         self.say(f"{self.label}: {self._count()}{ending}")
 
     def _count(self) -> str:

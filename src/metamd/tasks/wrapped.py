@@ -109,10 +109,9 @@ class SharedStart(Wrapped):
 
     def describe(self) -> dict[str, Any]:
         """The family's settings and a hash of the start."""
-        digest = blake2b(digest_size=8)
-        for name, x in sorted(self.start.items()):
-            digest.update(name.encode() + x.double().cpu().numpy().tobytes())
-        return {**self.family.describe(), "start": "shared", "start_hash": digest.hexdigest()}
+        content = b"".join(name.encode() + x.double().cpu().numpy().tobytes() for name, x in sorted(self.start.items()))
+        digest = blake2b(content, digest_size=8).hexdigest()
+        return {**self.family.describe(), "start": "shared", "start_hash": digest}
 
 
 class Variant(Wrapped):

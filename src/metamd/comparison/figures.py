@@ -232,9 +232,8 @@ def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, yl
         for axes in grid.flatten()[len(panels) :]:
             axes.set_axis_off()
         grid[0, 0].set_ylabel(ylabel, fontsize=8)
-        fullest = max(range(len(panels)), key=lambda i: len(list(panels.values())[i]))
-        handles, labels = grid.flatten()[fullest].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+        legends = [axes.get_legend_handles_labels() for axes in grid.flatten()]
+        figure.legend(*max(legends, key=lambda found: len(found[0])), loc="outside right upper", fontsize=8, frameon=False)
 
 
 ALL = "all domains"

@@ -152,17 +152,10 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
                 break
             losses.append(loss)
         ends = {} if failed else {s: task.evaluate(rule.model(), s) for s in measuring.splits}
-    losses += [math.inf] * (len(places) - len(losses))
-    return Outcome(
-        task.config,
-        about,
-        places,
-        tuple(shortened(losses, DIGITS)),
-        math.inf if failed else shortened(total / steps, DIGITS),
-        {s: (shortened(e.loss, DIGITS), e.accuracy) for s, e in ends.items()},
-        rule.taken,
-        failed,
-    )
+    watched = tuple(shortened([*losses, *[math.inf] * (len(places) - len(losses))], DIGITS))
+    mean = math.inf if failed else shortened(total / steps, DIGITS)
+    measured: dict[str, tuple[float, float | None]] = {s: (shortened(e.loss, DIGITS), e.accuracy) for s, e in ends.items()}
+    return Outcome(task.config, about, places, watched, mean, measured, rule.taken, failed)
 
 
 def _begun(task: Task, contender: Contender, steps: int) -> OptimiserSteps:

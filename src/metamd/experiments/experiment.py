@@ -45,11 +45,10 @@ def by_domain(rows: Sequence[Result]) -> list[Section]:
             mean = None if None in paper else sum(x for x in paper if x is not None) / len(paper)
             accuracies.append([f"{row['label']}, in the paper", *(formatted(x, ".2f") for x in (*paper, mean))])
         steps = row["steps_to_target"]
-        ratio = steps.get("ratio")
         losses = [formatted(row[m]["value"], missing="diverged") for m in ("mean_loss", "final_loss")]
-        fields = [row["label"], *losses, formatted(steps["value"], missing="never"), f"{steps['arrived']:.0%}"]
-        against = "" if ratio is None else f"ours takes {ratio:.2f} x, {steps['verdict']}"
-        standing.append([*fields, against, f"{row['area']:.3f}"])
+        against = "" if steps.get("ratio") is None else f"ours takes {steps['ratio']:.2f} x, {steps['verdict']}"
+        there = [formatted(steps["value"], missing="never"), f"{steps['arrived']:.0%}", against]
+        standing.append([row["label"], *losses, *there, f"{row['area']:.3f}"])
     columns = ["", "mean loss", "final loss", "steps to target", "arrived", "of ours", "area"]
     return [
         Section(columns=["test accuracy, %", *domains, "mean"], rows=accuracies),
@@ -316,13 +315,13 @@ def screened(place: Path) -> set[str]:
 
 def failures(geometries: Mapping[str, Geometry], taught: Mapping[str, Result], domains: Sequence[str]) -> dict[str, str]:
     """By label what could not be learned on some domain, with the reason."""
-    failed: dict[str, str] = {}
-    for name, geometry in geometries.items():
-        reasons = [taught.get(_cell(domain, name), {}).get("failed", "") for domain in domains]
-        if missing := list(filter(None, reasons)):
-            reason = f"{missing[0].rstrip('.')} ({len(missing)} of {len(reasons)} trainings)"
-            failed |= dict.fromkeys(geometry.entries, reason)
-    return failed
+    failed = {n: [r for d in domains if (r := taught.get(_cell(d, n), {}).get("failed"))] for n in geometries}
+    return {
+        label: f"{reasons[0].rstrip('.')} ({len(reasons)} of {len(domains)} trainings)"
+        for name, reasons in failed.items()
+        if reasons
+        for label in geometries[name].entries
+    }
 
 
 def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:

@@ -92,15 +92,11 @@ def _summary(candidate: Candidate) -> Result:
 
 
 def _draw(variants: Mapping[str, Mapping[str, Candidate]], path: Path) -> None:
-    panels: dict[str, list[figures.Curve]] = {}
+    panels: dict[str, list[figures.Curve]] = {variant: [] for variant in variants}
     for variant, members in variants.items():
-        panels[variant] = []
-        for label, candidate in members.items():
-            if label.endswith(("(untuned)", "plain")):
-                continue
-            losses = np.array([o.losses for o in candidate.outcomes])
-            dashed = label.endswith(("(carried over)", "by role"))
-            panels[variant] += figures.banded(label, candidate.outcomes[0].places, losses, dashed=dashed)
+        for label in (label for label in members if not label.endswith(("(untuned)", "plain"))):
+            runs, dashed = members[label].outcomes, label.endswith(("(carried over)", "by role"))
+            panels[variant] += figures.banded(label, runs[0].places, np.array([o.losses for o in runs]), dashed=dashed)
     figures.curves(panels, path, xlabel="step", ylabel="training loss")
 
 

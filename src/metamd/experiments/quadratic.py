@@ -242,15 +242,12 @@ def _tables(title: str, rows: list[Result], published: Mapping[str, int]) -> Ite
     # of what was not run, or could not be learned, the paper's number alone
     lines += [[label, "no result here", *[""] * 6, f"{number:,}"] for label, number in left.items()]
     yield Section(title, columns=[*columns, "1e-2: median (quartiles)", "by", "paper"], rows=lines)
-    best, ratios = tight["best diagonal"]["mean"], []
-    for label in OURS.values():
-        means = [t["mean"] for t in tight.get(label, {}).get("trainings", [])]
-        if means and best:
-            each = ", ".join("not all arrived" if m is None else f"{m / best:.2f}" for m in means)
-            ratios.append(f"{label}: {each}")
+    best = tight["best diagonal"]["mean"]
+    means = {label: [t["mean"] for t in tight.get(label, {}).get("trainings", [])] for label in OURS.values() if best}
+    ratios = {n: ["not all arrived" if m is None else f"{m / best:.2f}" for m in each] for n, each in means.items() if each}
     if ratios:
         said = "Mean iterations of each meta-training over those of the best diagonal, at 1e-6."
-        yield Section(texts=[f"{said} {'; '.join(ratios)}."])
+        yield Section(texts=[f"{said} {'; '.join(f'{n}: ' + ', '.join(each) for n, each in ratios.items())}."])
 
 
 def _middle(found: Result) -> str:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import count, islice, product
+from itertools import count, islice, product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -207,14 +207,10 @@ def final_losses(problems: Problems, rival: BatchedRival, settings: Sequence[Set
 
 def path(problems: Problems, rival: BatchedRival, setting: Setting, total: int) -> list[list[float]]:
     """The points of a run on the first problem that a figure shows, while they are finite."""
-    wanted, points = thinned(total), list[list[float]]()
+    wanted = {*thinned(total)}
     first = Problems(problems.tasks[:1], problems.start[:1], {key: value[:1] for key, value in problems.batch.items()})
-    for t, theta in enumerate(islice(iterates(first, rival, [setting]), total + 1)):
-        if not theta.isfinite().all():
-            break
-        if t in wanted:
-            points.append(theta[0].tolist())
-    return points
+    run = takewhile(lambda theta: bool(theta.isfinite().all()), islice(iterates(first, rival, [setting]), total + 1))
+    return [theta[0].tolist() for t, theta in enumerate(run) if t in wanted]
 
 
 def thinned(total: int) -> list[int]:

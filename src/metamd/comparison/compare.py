@@ -68,7 +68,9 @@ def compare(
     def run(pairs: Iterable[tuple[Contender, str]], title: str) -> Outcomes:
         cells = {
             (c.key(), name): Cell(
-                cell_name(c.describe(), tasks[name].config), partial(_trained, tasks[name], c, settings["steps"], measuring)
+                cell_name(c.describe(), tasks[name].config),
+                partial(train, tasks[name], c, steps=settings["steps"], measuring=measuring),
+                Outcome.to_json,
             )
             for c, name in pairs
         }
@@ -95,10 +97,6 @@ def settings_of(family: TaskFamily, protocol: Protocol) -> Result:
     """All that an outcome depends on beside its task and its contender; other optimisers may join later."""
     steps, watched = family.steps if protocol.steps is None else protocol.steps, as_json(asdict(protocol.measuring))
     return {"family": family.describe(), "steps": steps, "measuring": watched, "torch": versions()["torch"]}
-
-
-def _trained(task: Task, contender: Contender, steps: int, measuring: Measuring) -> Result:
-    return train(task, contender, steps=steps, measuring=measuring).to_json()
 
 
 def _load(family: TaskFamily, groups: Mapping[str, Sequence[Config]], measuring: Measuring) -> None:

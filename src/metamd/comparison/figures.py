@@ -261,8 +261,7 @@ def loss_curves(
 
 def learning_curves(comparison: Comparison, ours: Sequence[str], folder: Path) -> None:
     """Draw `curves.png`: the training loss of ours and of tuned rivals with the better of their schedules."""
-    shown = [*ours, *best_schedules(comparison)]
-    found = loss_curves(comparison, shown, dashed=ours[1:])
+    found = loss_curves(comparison, [*ours, *best_schedules(comparison)], dashed=ours[1:])
     curves(found, folder / "curves.png", xlabel="step", ylabel="training loss")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 from warnings import WarningMessage
 
 from metamd.files.store import Records, Result
@@ -13,9 +14,9 @@ class Cell:
     """One result of an experiment."""
 
     name: str  # of its record
-    compute: Callable[[], Result]  # makes it, on another machine perhaps
+    compute: Callable[[], Any]  # makes it, on another machine perhaps
     # puts files that came with it into their places, where the records are, and returns what the record is to hold
-    keep: Callable[[Result], Result] = lambda made: made
+    keep: Callable[[Any], Result] = lambda made: made
 
 
 def fill(records: Records | None, cells: Iterable[Cell], *, title: str, workers: int | Executor = 1) -> dict[str, Result]:

@@ -210,8 +210,12 @@ def _choices(c: Comparison, folder: Path) -> Section:
             failed = sum(any(o.failed for o in x.outcomes) for x in several)
             counts = [str(about.get("schedule", "")), str(tried), str(failed)]
             rows.append([f"{label}, {fold.group}", setting, *counts, ", ".join(ends)])
+    # the best score after each trial of a search, on the mean over the domains, as far as all of them went
+    each = {label: [f.tunings[label].best_so_far for f in c.folds if label in f.tunings] for label in c.labels}
+    means = {label: [sum(x) / len(x) for x in zip(*scores, strict=False)] for label, scores in each.items()}
+    curves = [figures.Curve(label, range(1, len(best) + 1), best) for label, best in means.items() if len(best) > 1]
     shown = []
-    if curves := _budgets(c):
+    if curves:
         path = folder / "budgets.png"
         figures.curves({"": curves}, path, xlabel="settings tried", ylabel="best validation error so far")
         shown = [(path, "The best score after so many trials of the search.")]
@@ -221,13 +225,6 @@ def _choices(c: Comparison, folder: Path) -> Section:
         "hyperparameters of a search, whose best setting lies at an end of its range: a better one may lie beyond."
     ]
     return Section("Settings", texts, heads, rows, shown)
-
-
-def _budgets(c: Comparison) -> list[figures.Curve]:
-    """The best score after each trial of a search, on the mean over the domains, as far as all of them went."""
-    each = {label: [f.tunings[label].best_so_far for f in c.folds if label in f.tunings] for label in c.labels}
-    means = {label: [sum(x) / len(x) for x in zip(*scores, strict=False)] for label, scores in each.items()}
-    return [figures.Curve(label, range(1, len(best) + 1), best) for label, best in means.items() if len(best) > 1]
 
 
 def configuration(settings: Mapping[str, Any], versions: Mapping[str, Any]) -> Section:

@@ -258,17 +258,16 @@ def tune(
     about += [rival.space, rival.grid, schedule, steps, measuring, [config_hash(t.config) for t in chosen]]
     place = f"trial-{rival.name}-{schedule}-{derive_seed(*map(repr, about)):08x}"
     trials: list[Trial] = []
+
+    def compute() -> Result:
+        setting = search.propose(rival, [(t.contender.setting, t.score) for t in trials])
+        if setting is None:
+            return {"setting": None}
+        contender = rival.with_setting(schedule, **setting)
+        runs = [train(t, contender, steps=steps, measuring=measuring) for t in chosen]
+        return {"setting": setting, "runs": [o.to_json() for o in runs]}
+
     for number in range(search.budget):
-        history = [(t.contender.setting, t.score) for t in trials]
-
-        def compute(history: History = history) -> Result:
-            setting = search.propose(rival, history)
-            if setting is None:
-                return {"setting": None}
-            contender = rival.with_setting(schedule, **setting)
-            runs = [train(t, contender, steps=steps, measuring=measuring) for t in chosen]
-            return {"setting": setting, "runs": [o.to_json() for o in runs]}
-
         found = compute() if records is None else records.cell(f"{place}-{number:03d}", compute)
         if found["setting"] is None:  # a grid with fewer points than the budget
             break

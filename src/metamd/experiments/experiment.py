@@ -125,8 +125,8 @@ class Experiment:
         joined = Comparison.join(found)
         self.draw(joined, [next(iter(g.entries)) for g in self.geometries.values()], folder)
         rows = self.rows(joined)
-        rows[0]["pace"] = self._paces(joined, _opponents(joined, size))
-        rows[0] |= {"share": self.share} | ({"failed": failed} if failed else {})
+        rows[0] |= {"pace": self._paces(joined, _opponents(joined, size)), "share": self.share}
+        rows[0] |= {"failed": failed} if failed else {}
         about |= {"screening": joined.screening} if joined.screening else {}
         rows += [] if self.more is None else self.more(size, folder, seed, Executor.of(workers).workers)
         return about | {"last_tenth": last_tenths(joined), "rows": rows}

@@ -56,9 +56,8 @@ def compare(
     if not optimisers:
         raise ValueError("compare needs at least one optimiser, got none.")
     entrants = {label: [c] if isinstance(c, Contender) else list(c) for label, c in optimisers.items()}
-    for label, contenders in entrants.items():
-        if not contenders:
-            raise ValueError(f"{label!r} has no contender. Give it one, or several.")
+    if empty := [label for label, contenders in entrants.items() if not contenders]:
+        raise ValueError(f"{empty[0]!r} has no contender. Give it one, or several.")
     measuring, executor = protocol.measuring, Executor(workers, ray)
     groups = draw(family, protocol.seeds, protocol.seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}

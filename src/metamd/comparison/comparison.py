@@ -138,9 +138,8 @@ class Difference:
     @property
     def verdict(self) -> str:
         """`ahead`, `behind`, or `undecided` if p is above 0.05."""
-        if self.p > 0.05:
-            return "undecided"
-        return "ahead" if self.rank_sum < 0 else "behind"
+        decided = "ahead" if self.rank_sum < 0 else "behind"
+        return "undecided" if self.p > 0.05 else decided
 
 
 @dataclass(frozen=True)

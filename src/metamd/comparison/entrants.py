@@ -179,24 +179,20 @@ def entrants(
         return {**ours, **{n: handicap(r, s, budget=protocol.budget) for n, (r, s) in scheduled.items()}, **untuned}
     given = {label: c for label, c in ours.items() if not c.rival.unlearned}
     given |= {label: r.with_setting(s) for label, (r, s) in scheduled.items()}
-    return {**ours, **_tuned(given, family, protocol, records, Executor.of(workers)), **untuned}
-
-
-def _tuned(
-    given: Mapping[str, Contender], family: TaskFamily, protocol: Protocol, records: Records | None, executor: Executor
-) -> dict[str, Contender]:
-    """The same contenders with the best learning rate and weight decay of each; searches run side by side."""
     drawn = draw(family, 1, derive_seed(protocol.seed, "tuning"))
     tasks = [family.build(c) for configs in drawn.values() for c in configs]
-    search = protocol.search(budget=protocol.budget, seed=protocol.seed)
+    search, here = protocol.search(budget=protocol.budget, seed=protocol.seed), Executor.of(workers).ray is None
     hashes, cells = [config_hash(t.config) for t in tasks], {}
     for label, c in given.items():
         about = map(repr, (search, protocol.steps, c.rival.space, c.rival.grid, hashes))
-        compute = partial(_search, c, tasks, search, protocol.steps, records if executor.ray is None else None)
+        compute = partial(_search, c, tasks, search, protocol.steps, records if here else None)
         cells[label] = Cell(f"search-{c.key()}-{derive_seed(*about):08x}", compute, partial(_bring, records))
-    results = fill(records, cells.values(), title="tuning everybody", workers=executor)
-    found = {label: (c, results[cells[label].name]) for label, c in given.items()}
-    return {n: replace(c, setting={**c.setting, **r["setting"]}, tuning=Tuning.from_json(r)) for n, (c, r) in found.items()}
+    results = fill(records, cells.values(), title="tuning everybody", workers=workers)  # searches run side by side
+    tuned = {}
+    for label, c in given.items():
+        found = results[cells[label].name]
+        tuned[label] = replace(c, setting={**c.setting, **found["setting"]}, tuning=Tuning.from_json(found))
+    return {**ours, **tuned, **untuned}
 
 
 def _search(contender: Contender, tasks: Sequence[Task], search: Search, steps: int | None, kept: Records | None) -> Result:

@@ -112,8 +112,7 @@ def trajectories(rows: Mapping[str, Sequence[Panel]], path: Path) -> None:
                 axes.set_axis_off()
             for axes, panel in zip(axes_row, panels, strict=False):
                 _contours(axes, panel, box)
-                points = np.asarray(panel.path, dtype=np.float64)
-                colour = _colour(panel.title.split("\n")[0])
+                points, colour = np.asarray(panel.path, dtype=np.float64), _colour(panel.title.split("\n")[0])
                 axes.plot(*points.T, ".-", color=colour, linewidth=1.1, markersize=2.6)
                 axes.plot(*points[0], "o", color="#2ca02c", markersize=6, markeredgecolor="white")
                 axes.plot(*panel.optimum, "*", color="#ff9900", markersize=11, markeredgecolor="black", markeredgewidth=0.5)
@@ -164,8 +163,7 @@ def strips(groups: Mapping[str, Sequence[Strip]], path: Path, *, xlabel: str, mi
             least = min([0.8, *(c for s in members for c in s.counts if c)])  # a logarithmic axis has no zero
             for place, strip in enumerate(members):
                 values = np.array([np.nan if c is None else max(c, least) for c in strip.counts], dtype=np.float64)
-                colour = _colour(strip.label)
-                offsets = place + 0.28 * (np.arange(len(values)) % 7 - 3) / 3
+                offsets, colour = place + 0.28 * (np.arange(len(values)) % 7 - 3) / 3, _colour(strip.label)
                 face = colour if strip.filled else "none"
                 axes.scatter(values, offsets, s=9, facecolors=face, edgecolors=colour, linewidths=0.6, alpha=0.7)
                 missing = int(np.isnan(values).sum())

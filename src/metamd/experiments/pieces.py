@@ -94,7 +94,16 @@ def _activity(size: Scale, folder: Path, seed: int, workers: int) -> list[Result
     found = fill(Records(folder / "activity", about), cells, title="pieces: activity", workers=workers)
     activity = {name: [found[f"{name}-{i}"] for i in range(size.seeds)] for name in FOLLOWED}
     _draw(activity, folder / "activity.png")
-    return [_summary(name, runs) for name, runs in activity.items()]
+    return [
+        {
+            "followed": name,
+            "shares": np.mean([np.mean(r["weights"], axis=0) for r in runs], axis=0).tolist(),
+            "at the end": np.mean([r["weights"][-1] for r in runs], axis=0).tolist(),
+            "several": float(np.mean([r["several"] for r in runs])),
+            "switches": float(np.mean([r["switches"] for r in runs])),
+        }
+        for name, runs in activity.items()
+    ]
 
 
 def _follow(side: ImageFamily, config: Mapping[str, Any], path: Path, exact: bool) -> Result:
@@ -112,23 +121,12 @@ def _follow(side: ImageFamily, config: Mapping[str, Any], path: Path, exact: boo
     }
 
 
-def _summary(name: str, runs: list[Result]) -> Result:
-    return {
-        "followed": name,
-        "shares": np.mean([np.mean(r["weights"], axis=0) for r in runs], axis=0).tolist(),
-        "at the end": np.mean([r["weights"][-1] for r in runs], axis=0).tolist(),
-        "several": float(np.mean([r["several"] for r in runs])),
-        "switches": float(np.mean([r["switches"] for r in runs])),
-    }
-
-
 def _draw(activity: Mapping[str, list[Result]], path: Path) -> None:
     """The share of every piece over the run: mean over the seeds, the band from the smallest to the largest."""
     panels = {}
     for name, runs in activity.items():
         fewest = min(len(r["steps"]) for r in runs)
-        weights = np.array([r["weights"][:fewest] for r in runs])
-        x = runs[0]["steps"][:fewest]
+        x, weights = runs[0]["steps"][:fewest], np.array([r["weights"][:fewest] for r in runs])
         panels[name] = [
             figures.Curve(f"piece {j + 1}", x, w.mean(0).tolist(), w.min(0).tolist(), w.max(0).tolist())
             for j, w in enumerate(np.moveaxis(weights, 2, 0))

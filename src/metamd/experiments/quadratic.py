@@ -291,12 +291,11 @@ def _panels(results: Mapping[str, Result], row: str, task: Task) -> Iterator[fig
     shown |= {rival.name: f"tight-{key}-rate" for key, rival in race.RIVALS.items()}
     for label, key in shown.items():
         found = results.get(f"{row}-far-{key}", {"failed": ""})
-        if "failed" in found:
-            continue
-        counts = found["iterations"]
-        count = (counts["tight"] if isinstance(counts, dict) else counts)[0]
-        arrived = "did not arrive" if count is None else f"{count:,} iterations"
-        yield race.panel(f"{label}\n{arrived}", task, found["path"])
+        if "failed" not in found:
+            counts = found["iterations"]
+            count = (counts["tight"] if isinstance(counts, dict) else counts)[0]
+            arrived = "did not arrive" if count is None else f"{count:,} iterations"
+            yield race.panel(f"{label}\n{arrived}", task, found["path"])
 
 
 EXPERIMENTS = (Synthetic("quadratic", SCALES, cells, table, sections, draw),)

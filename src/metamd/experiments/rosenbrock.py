@@ -146,8 +146,8 @@ def _line(row: Result) -> list[str]:
     chosen = ", ".join(f"{k} {v:.3g}" for k, v in row.get("setting", {}).items())
     if "metrics" in row:
         chosen = "D = " + "; ".join("(" + ", ".join(f"{d:.3g}" for d in piece) + ")" for piece in row["metrics"])
-    reached = "yes" if row["reached"] else "no"
-    return [row["optimiser"], f"{row['loss']:.1e}", f"{row['distance']:.1e}", reached, chosen]
+    numbers = [f"{row[k]:.1e}" for k in ("loss", "distance")]
+    return [row["optimiser"], *numbers, "yes" if row["reached"] else "no", chosen]
 
 
 # the figures
@@ -161,8 +161,7 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
         here = {label: found for label, found in _of(results, name).items() if found.get("losses")}
         if not here:
             continue
-        title = f"start ({place[0]:g}, {place[1]:g})"
-        task = Problems.draw(family(name), 1, 0).tasks[0]
+        title, task = f"start ({place[0]:g}, {place[1]:g})", Problems.draw(family(name), 1, 0).tasks[0]
         rows[title] = [
             race.panel(f"{label.removesuffix(' (rate)')}\nloss {found['loss']:.0e}", task, found["path"])
             for label, found in here.items()

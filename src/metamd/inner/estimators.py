@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -82,10 +83,7 @@ class Estimator(ABC):
             steps: T; the task's own if not given.
             generator: where randomness comes from, for the estimators that are random.
         """
-
-        def descend(phi: MaxDiagonal) -> MirrorDescent:
-            return MirrorDescent(task, phi, lr=lr, exact=exact, steps=steps)
-
+        descend = partial(MirrorDescent, task, lr=lr, exact=exact, steps=steps)
         return self.estimate(descend, potential, objective, generator)
 
     @abstractmethod
@@ -188,8 +186,7 @@ class Evolution(Estimator):
                 with torch.no_grad():
                     ends.append(float(held.value(run, there)))
             found += (ends[0] - ends[1]) / (2 * self.sigma * self.pairs) * v
-        grads, offsets = split(found, leaf)
-        return Hypergradient(grads, offsets, float(objective.value(centre, leaf).detach()), centre, cost)
+        return Hypergradient(*split(found, leaf), float(objective.value(centre, leaf).detach()), centre, cost)
 
 
 @dataclass(frozen=True)
@@ -227,8 +224,7 @@ class Forward(Estimator):
             if run.diverged:
                 return given_up(run, leaf, cost)
             found.append(along)
-        grads, offsets = split(torch.cat(found), leaf)
-        return Hypergradient(grads, offsets, float(objective.value(run, leaf).detach()), run, cost)
+        return Hypergradient(*split(torch.cat(found), leaf), float(objective.value(run, leaf).detach()), run, cost)
 
 
 def _carry(

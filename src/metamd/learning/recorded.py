@@ -140,9 +140,8 @@ class Recorder:
         if self.tying == "parameter":
             squares: Iterable[Tensor] = torch._foreach_mul(grads, grads) if grads else ()
         else:
-            shapes = [tuple(g.shape) for g in grads]
-            tied = [grouped_squares(g, tied_shape(self.tying, s)) for g, s in zip(grads, shapes, strict=True)]
-            squares = [t.reshape(stored_shape(self.tying, s)) for t, s in zip(tied, shapes, strict=True)]
+            shapes = [(tied_shape(self.tying, s), stored_shape(self.tying, s)) for s in (tuple(g.shape) for g in grads)]
+            squares = [grouped_squares(g, tied).reshape(to) for g, (tied, to) in zip(grads, shapes, strict=True)]
         scale = getattr(self.optimiser, "grad_scale", None)
         if scale is not None:  # and unscales by itself
             squares = [s / scale.to(s.device, s.dtype).square() for s in squares]

@@ -60,7 +60,7 @@ def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[
     offered = [draw_config(family, seed, "usage", purpose, i) for i in range(OFFERED * count)]
     domains = [domain_of(config) for config in offered]
     turns = [domains[:i].count(domain) for i, domain in enumerate(domains)]
-    chosen = sorted(range(len(offered)), key=lambda i: (turns[i], i))[:count]
+    chosen = sorted(range(len(offered)), key=turns.__getitem__)[:count]
     return [family.build(offered[i]) for i in chosen]
 
 

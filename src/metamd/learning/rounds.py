@@ -350,7 +350,7 @@ class Round:
     def mean(self, field: str) -> float:
         """The mean of a number over the tasks that finished."""
         values = [getattr(result, field) for result in self.finished]
-        return math.fsum(values) / len(values) if values else math.nan
+        return statistics.fmean(values) if values else math.nan
 
 
 def run_round(
@@ -366,12 +366,9 @@ def run_round(
 
     With `retreats`, it is asked of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
     """
-    found: dict[int, TaskResult] = {}
-    cost, again = Cost(), []
-    if good is None:
-        now, found, cost = _find_scale(tasks, learner, now, purpose)
+    now, found, cost = _find_scale(tasks, learner, now, purpose) if good is None else (now, {}, Cost())
     found |= learner.learn({i: task for i, task in tasks.items() if i not in found}, now, purpose)
-    results = [found[i] for i in tasks]
+    results, again = [found[i] for i in tasks], []
     if good is not None and (retreats or all(result.diverged for result in results)):
         # a task that diverges under the last good metrics too is itself to blame
         again = [learner.probe(task, good) for i, task in tasks.items() if found[i].diverged]
@@ -389,11 +386,12 @@ def _find_scale(
     for power in range(RAISES + 1):
         left = {i: task for i, task in tasks.items() if i not in powers}
         trial = learner.inside(start.shifted(power * math.log(4.0)))
-        runs: Mapping[int, TaskResult | Trajectory]
-        if learner.method.closed:
-            kept |= (runs := learner.learn(left, trial, purpose))
-        else:
-            runs = {i: learner.probe(task, trial) for i, task in left.items()}
+        runs: Mapping[int, TaskResult | Trajectory] = (
+            learner.learn(left, trial, purpose)
+            if learner.method.closed
+            else {i: learner.probe(task, trial) for i, task in left.items()}
+        )
+        kept |= {i: run for i, run in runs.items() if isinstance(run, TaskResult)}
         total = sum((run.cost for run in runs.values()), total)
         powers |= {i: power for i, run in runs.items() if not run.diverged}
     largest = max(powers.values(), default=0)
@@ -576,9 +574,7 @@ class Plan:
 
     def _result(self, state: State) -> LearnedOptimiser:
         potential, refine = state.now.apply(self.found.bound), self.method.refine
-        said = repr(self.method.estimator) + (f", then {refine!r}" if refine else "")
-        if potential.pieces != self.pieces:
-            said = f"{said}; kept one piece, of {self.pieces} that were tried"
+        kept = "" if potential.pieces == self.pieces else f"; kept one piece, of {self.pieces} that were tried"
         cost = {"gradient_evaluations": state.cost.gradients, "hessian_vector_products": state.cost.hvps}
         return LearnedOptimiser.from_potential(
             potential.requires_grad_(True),
@@ -586,7 +582,7 @@ class Plan:
             **described(self.family),
             gradient_scale=self.found.scale,
             objective=repr(self.method.objective),
-            estimator=said,
+            estimator=repr(self.method.estimator) + (f", then {refine!r}" if refine else "") + kept,
             seeds=(self.seed,),
             cost={**cost, "outer_steps": state.step, "seconds": state.cost.seconds},
             task_hashes=state.tasks,
@@ -652,7 +648,7 @@ class Plan:
             new, change = self._move(state, held, learner, outer)
         target = within_reach([result.ends for result in held.finished]) if held.finished else state.target
         new = replace(new, changes=(*state.changes, change), target=target)
-        note, unsettled = self._verdict(new, limit), held.mean("unsettled")
+        note, unsettled = self._verdict(new.changes, limit), held.mean("unsettled")
         if isinstance(learner.method.objective, PaperBound) and unsettled > SETTLED:
             warnings.warn(
                 f"under PaperBound the end of a run stands for the solution, but in outer step {state.step + 1} the "
@@ -678,8 +674,14 @@ class Plan:
         return (self._next(new) if note else new), record
 
     def _move(self, state: State, held: Round, learner: Learner, outer: Outer) -> tuple[State, float]:
-        values = (*state.values, held.mean("objective"))
+        values, w = (*state.values, held.mean("objective")), self.method.stopping.window
         update = outer.update(held.now, held.sums, state.carried, state.factor)
+        change = update.change
+        if change is None and len(values) < 2 * w:
+            change = math.inf
+        elif change is None:
+            before, after = statistics.fmean(values[-2 * w : -w]), statistics.fmean(values[-w:])
+            change = abs(after - before) / max(abs(before), sys.float_info.min)
         known = (*state.candidates, replace(held.now, step=state.step + 1, loss=held.mean("loss")))
         places = SHORTLIST + sum(c.loss == ALWAYS for c in known)
         new = replace(
@@ -691,22 +693,14 @@ class Plan:
             candidates=tuple(sorted(known, key=lambda c: c.loss)[:places]),
             values=values,
         )
-        return new, self._drift(values) if update.change is None else update.change
+        return new, change
 
-    def _drift(self, values: tuple[float, ...]) -> float:
-        """The relative change between the means of the last values and of as many before."""
-        w = self.method.stopping.window
-        if len(values) < 2 * w:
-            return math.inf
-        before, after = math.fsum(values[-2 * w : -w]) / w, math.fsum(values[-w:]) / w
-        return abs(after - before) / max(abs(before), sys.float_info.min)
-
-    def _verdict(self, state: State, limit: int) -> str:
+    def _verdict(self, changes: tuple[float, ...], limit: int) -> str:
         """Why the stage ends here, or nothing."""
-        recent, stop = state.changes[-self.method.stopping.window :], self.method.stopping
+        recent, stop = changes[-self.method.stopping.window :], self.method.stopping
         if len(recent) == stop.window and max(abs(c) for c in recent) <= stop.tolerance and stop.tolerance > 0:
             return f"converged: the objective changed by at most {stop.tolerance:g} in {stop.window} outer steps in a row"
-        if len(state.changes) >= limit:
+        if len(changes) >= limit:
             last = f", the objective still changing by {recent[-1]:.2g}" if math.isfinite(recent[-1]) else ""
             return f"stopped at the limit of {limit} outer step{'s' * (limit > 1)}{last}"
         return ""
@@ -728,16 +722,14 @@ class Plan:
         finishable = [row for row in rows if any(v is not None for v in row)]
         if not finishable:
             raise ValueError(f"all {len(tasks)} tasks of outer step {step} diverged, so that nothing can be judged.")
-        scores = []
-        for values in zip(*finishable, strict=True):
-            finished = [v for v in values if v is not None]
-            scores.append((len(values) - len(finished), math.fsum(finished) / len(finished) if finished else math.inf))
-        winner, last = min(range(len(entrants)), key=lambda j: scores[j]), len(entrants) - 1
-        if scores[last][0] == scores[winner][0]:
+        finished = [[v for v in values if v is not None] for values in zip(*finishable, strict=True)]
+        scores = [(-len(values), statistics.fmean(values) if values else math.inf) for values in finished]
+        winner, last = min(range(len(entrants)), key=scores.__getitem__), len(entrants) - 1
+        if len(finished[last]) == len(finished[winner]):
             pairs = [(row[last], row[winner]) for row in finishable]
             gains = [a - b for a, b in pairs if a is not None and b is not None]
             spread = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-            if not gains or not math.fsum(gains) / len(gains) > 2 * spread:
+            if not gains or not statistics.fmean(gains) > 2 * spread:
                 winner = last
         best, value, lost = entrants[winner], scores[winner][1], len(tasks) - len(finishable)
         which = f"of outer step {best.step}" if best.step else "of the last update"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metamd.files.learned import LearnedOptimiser, LearnedStart, Moments, fingerprint, load, total_cost
+from metamd.files.learned import LearnedOptimiser, LearnedStart, Moments, fingerprint, load
 from metamd.files.store import Journal, Result
 from metamd.inner.closed_form import Iterate, learn_factors, minimiser, moments_of
 from metamd.inner.executor import Executor
@@ -49,8 +49,6 @@ MARGIN = 1.4
 """How much longer steps are in these runs: other tasks may be steeper."""
 
 DOUBLINGS = 10
-
-NOTHING_YET = {"gradient_evaluations": 0, "hessian_vector_products": 0, "outer_steps": 0}
 
 
 def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:
@@ -258,15 +256,11 @@ def learn_from_reference(
                 target_loss=within_reach([ends for _, ends, _ in used]),
                 **described(counted),
                 seeds=(seed,),
-                cost=total_cost(NOTHING_YET, counted.cost(began)),
+                cost={"gradient_evaluations": 0, "hessian_vector_products": 0, "outer_steps": 0, **counted.cost(began)},
                 task_hashes=tuple(dict.fromkeys([*reference.chosen_on, *counted.tasks])),
             )
 
         return parts.file("learned", followed, load)
-
-
-_Followed = tuple[Squares, tuple[tuple[float, float], Moments] | None]
-"""What a reference run says: squares of its first gradient by key; if it finished, first and last loss, and moments."""
 
 
 def _steady(potential: MaxDiagonal, tasks: Sequence[Task], parts: Parts) -> MaxDiagonal:
@@ -287,8 +281,10 @@ def _steady(potential: MaxDiagonal, tasks: Sequence[Task], parts: Parts) -> MaxD
     return potential
 
 
-def _follow(potential: MaxDiagonal, reference: Reference, objective: Regret, task: Task) -> _Followed:
-    """A reference run, recorded as if mirror descent had made it."""
+def _follow(
+    potential: MaxDiagonal, reference: Reference, objective: Regret, task: Task
+) -> tuple[Squares, tuple[tuple[float, float], Moments] | None]:
+    """What a reference run says: the squares of its first gradient; if it finished, first and last loss, and moments."""
     start = {n: x.detach() for n, x in task.init().items()}
     sums = GradientSums(potential, products=True)
     losses: list[float] = []
@@ -304,6 +300,7 @@ def _follow(potential: MaxDiagonal, reference: Reference, objective: Regret, tas
     end, _ = reference.run(task, start, task.steps, watch=watch)
     if not all_finite(end) or not all(map(math.isfinite, losses)):
         return first, None
+    # recorded as if mirror descent had made it
     said = torch.tensor(losses, dtype=torch.float64)
     run = Trajectory(said, start, end, sums.squares(), lr=1.0, steps=task.steps, products=sums.products)
     return first, (ends_of(run), moments_of(run, potential, objective))

@@ -25,7 +25,7 @@ from metamd.inner.executor import Executor
 from metamd.inner.objectives import PaperBound, Regret
 from metamd.inner.run import Cost, Trajectory, all_finite, gradient, run_inner, scalar_loss
 from metamd.inner.together import run_many
-from metamd.learning.outer import Method, Outer, OuterStep, project
+from metamd.learning.outer import Method, OuterStep, project
 from metamd.learning.parts import described, identity_of
 from metamd.potentials.base import Params
 from metamd.potentials.basis import Basis
@@ -223,6 +223,7 @@ class Learner:
     shapes: Mapping[str, Shape]  # of the tensors over which that norm is taken
     together: bool  # whether one task's loss serves all, so that small ones can run side by side
     executor: Executor  # where the others run
+    purpose: tuple[int | str, ...]  # words that seed estimators which are random
 
     def fit(self, iterate: Iterate, task: Task) -> MaxDiagonal:
         """The potential with these metrics for the tensors of a task."""
@@ -243,10 +244,10 @@ class Learner:
             sums[n] = sums.get(n, 0.0) + v.detach().double().cpu()
         return sums
 
-    def learn(self, tasks: Mapping[int, Task], iterate: Iterate, purpose: Sequence[int | str]) -> dict[int, TaskResult]:
-        """Run tasks, by number, and what each says; the purpose seeds estimators that are random."""
+    def learn(self, tasks: Mapping[int, Task], iterate: Iterate) -> dict[int, TaskResult]:
+        """Run tasks, by number, and what each says."""
         if not self.method.closed:
-            seeds = {i: derive_seed(*purpose, i) for i in tasks}
+            seeds = {i: derive_seed(*self.purpose, i) for i in tasks}
             pieces = {f"task {i}": partial(self._differentiate, task, iterate, seeds[i]) for i, task in tasks.items()}
             return dict(zip(tasks, self.executor.all(pieces).values(), strict=True))
         found = {}
@@ -293,17 +294,17 @@ class Learner:
 
     @torch.no_grad()
     def _result(self, task: Task, fit: MaxDiagonal, run: Trajectory) -> TaskResult:
-        result = TaskResult(run.cost, run.diverged)
         if run.diverged:
-            return result
-        if isinstance(self.method.objective, PaperBound):
-            result = replace(result, unsettled=_unsettled(task, run), cost=run.cost + Cost(gradients=2))
-        return replace(
-            result,
+            return TaskResult(run.cost, run.diverged)
+        paper = isinstance(self.method.objective, PaperBound)
+        return TaskResult(
+            cost=run.cost + Cost(gradients=2 * paper),
+            diverged="",
             objective=float(self.method.objective.value(run, fit)),
             bound=float(Regret().value(run, fit)) + float(run.gaps.sum()) / run.lr if self.method.exact else math.nan,
             loss=float(run.losses.mean()),
             ends=ends_of(run),
+            unsettled=_unsettled(task, run) if paper else 0.0,
         )
 
 
@@ -353,32 +354,22 @@ class Round:
         return statistics.fmean(values) if values else math.nan
 
 
-def run_round(
-    tasks: Mapping[int, Task],
-    learner: Learner,
-    now: Iterate,
-    good: Iterate | None,
-    *,
-    retreats: bool,
-    purpose: Sequence[int | str],
-) -> Round:
+def run_round(tasks: Mapping[int, Task], learner: Learner, now: Iterate, good: Iterate | None) -> Round:
     """Run all tasks of an outer step, at a scale where they finish if this is the first: if no metrics are `good` yet.
 
-    With `retreats`, it is asked of tasks that diverge if the last step was to blame; if all do, it is asked in any case.
+    If the rule retreats, or if all tasks diverge, those that do are tried again with the good metrics.
     """
-    now, found, cost = _find_scale(tasks, learner, now, purpose) if good is None else (now, {}, Cost())
-    found |= learner.learn({i: task for i, task in tasks.items() if i not in found}, now, purpose)
+    now, found, cost = _find_scale(tasks, learner, now) if good is None else (now, {}, Cost())
+    found |= learner.learn({i: task for i, task in tasks.items() if i not in found}, now)
     results, again = [found[i] for i in tasks], []
-    if good is not None and (retreats or all(result.diverged for result in results)):
+    if good is not None and (learner.method.rule.retreats or all(result.diverged for result in results)):
         # a task that diverges under the last good metrics too is itself to blame
         again = [learner.probe(task, good) for i, task in tasks.items() if found[i].diverged]
     cost = sum((run.cost for run in again), sum((result.cost for result in results), cost))
     return Round(now, results, learner.total(results, now), sum(not run.diverged for run in again), cost)
 
 
-def _find_scale(
-    tasks: Mapping[int, Task], learner: Learner, start: Iterate, purpose: Sequence[int | str]
-) -> tuple[Iterate, dict[int, TaskResult], Cost]:
+def _find_scale(tasks: Mapping[int, Task], learner: Learner, start: Iterate) -> tuple[Iterate, dict[int, TaskResult], Cost]:
     """The smallest power of four by which the metrics are multiplied so that every task finishes that can."""
     powers: dict[int, int] = {}
     kept: dict[int, TaskResult] = {}
@@ -387,7 +378,7 @@ def _find_scale(
         left = {i: task for i, task in tasks.items() if i not in powers}
         trial = learner.inside(start.shifted(power * math.log(4.0)))
         runs: Mapping[int, TaskResult | Trajectory] = (
-            learner.learn(left, trial, purpose)
+            learner.learn(left, trial)
             if learner.method.closed
             else {i: learner.probe(task, trial) for i, task in left.items()}
         )
@@ -553,7 +544,8 @@ class Plan:
             now = now.moved(log_d, torch.zeros(1, dtype=torch.float64))
         elif self.pieces > 1 and all(bool((v == v[:1]).all()) for v in now.log_d.values()):
             now = self._spread_out(now)
-        return State(self._learner(0).inside(now), cost=self.found.cost)
+        state = State(now, cost=self.found.cost)
+        return replace(state, now=self._learner(state).inside(now))
 
     def _identity(self, state: State) -> dict[str, Any]:
         """What two runs must have in common for one to continue the other."""
@@ -614,25 +606,24 @@ class Plan:
         log_d = {k: v + 2 * self.method.spread * noise[k].to(v) for k, v in one.log_d.items()}
         return one.moved(log_d, one.offsets.expand(self.pieces).clone())
 
-    def _learner(self, stage: int) -> Learner:
-        """With the estimator and the objective of the refinement from there on."""
+    def _learner(self, state: State) -> Learner:
+        """What runs the tasks of the next outer step, with the method of the refinement from there on."""
         method, refine = self.method, self.method.refine
-        if refine is not None and "refine" in [name for name, _ in method.stages[: stage + 1]]:
-            method = replace(method, estimator=refine.estimator, objective=refine.objective or method.objective)
-        return Learner(self.found.bound, method, self.found.shapes, self.family.shared_loss, self.executor)
+        if refine is not None and "refine" in [name for name, _ in method.stages[: state.stage + 1]]:
+            objective = refine.objective or method.objective
+            method = replace(method, estimator=refine.estimator, outer=refine.outer, objective=objective)
+        purpose = self.seed, "estimate", state.step + 1
+        return Learner(self.found.bound, method, self.found.shapes, self.family.shared_loss, self.executor, purpose)
 
     # learning
 
     def _learn(self, state: State, tasks: list[Task]) -> tuple[State, OuterStep]:
         stage, limit = self.method.stages[state.stage]
-        learner, outer, refine = self._learner(state.stage), self.method.rule, self.method.refine
-        if stage == "refine" and refine is not None:
-            outer = refine.outer
-            if len(state.now.offsets) < self.pieces:  # the closed form has learned one
-                pieces = learner.inside(self._spread_out(state.now))
-                state = replace(state, now=pieces, good=pieces)
-        purpose, numbered = (self.seed, "estimate", state.step + 1), dict(enumerate(tasks))
-        held = run_round(numbered, learner, state.now, state.good, retreats=outer.retreats, purpose=purpose)
+        learner = self._learner(state)
+        if stage == "refine" and len(state.now.offsets) < self.pieces:  # the closed form has learned one
+            pieces = learner.inside(self._spread_out(state.now))
+            state = replace(state, now=pieces, good=pieces)
+        held = run_round(dict(enumerate(tasks)), learner, state.now, state.good)
         if not held.finished and not held.too_far:
             radius = self.method.max_norm
             kept = "" if radius is None else f" with max_norm = {radius:g}, which may be too small"
@@ -645,7 +636,7 @@ class Plan:
             halfway = learner.inside(held.now.halfway(state.good))
             new, change = replace(state, now=halfway, factor=state.factor / 2, carried={}), math.inf
         else:
-            new, change = self._move(state, held, learner, outer)
+            new, change = self._move(state, held, learner)
         target = within_reach([result.ends for result in held.finished]) if held.finished else state.target
         new = replace(new, changes=(*state.changes, change), target=target)
         note, unsettled = self._verdict(new.changes, limit), held.mean("unsettled")
@@ -673,9 +664,9 @@ class Plan:
         )
         return (self._next(new) if note else new), record
 
-    def _move(self, state: State, held: Round, learner: Learner, outer: Outer) -> tuple[State, float]:
+    def _move(self, state: State, held: Round, learner: Learner) -> tuple[State, float]:
         values, w = (*state.values, held.mean("objective")), self.method.stopping.window
-        update = outer.update(held.now, held.sums, state.carried, state.factor)
+        update = learner.method.rule.update(held.now, held.sums, state.carried, state.factor)
         change = update.change
         if change is None and len(values) < 2 * w:
             change = math.inf
@@ -718,7 +709,7 @@ class Plan:
         others whose mean is lower by two standard errors of the differences by task.
         """
         entrants, step = [*state.candidates, state.now], state.step + 1
-        rows, cost = contest(self._learner(state.stage), tasks, entrants)
+        rows, cost = contest(self._learner(state), tasks, entrants)
         finishable = [row for row in rows if any(v is not None for v in row)]
         if not finishable:
             raise ValueError(f"all {len(tasks)} tasks of outer step {step} diverged, so that nothing can be judged.")

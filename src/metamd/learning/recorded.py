@@ -273,7 +273,7 @@ def learn(
             f'the runs were recorded with the tyings {", ".join(map(repr, recorded))}. Pass one, such as tying="tensor".'
         )
     tying = tying or recorded[0]
-    _check_runs(runs, tying)
+    _check_runs(runs, tying, runs[0].model, set())
     return _solve(runs, shares, tying, prior)
 
 
@@ -297,7 +297,7 @@ def update(
             "them. Learn one from recorded runs with metamd.learn(runs), and keep its moments."
         )
     shares = _weights(runs := list(runs), weights)
-    _check_runs(runs, header.tying, header.model, {row["fingerprint"] for row in earlier["runs"]})
+    _check_runs(runs, header.tying, header.model or runs[0].model, {row["fingerprint"] for row in earlier["runs"]})
     found = _solve(runs, shares, header.tying, earlier["prior"], learned, decay)
     return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
 
@@ -373,11 +373,8 @@ def _weights(runs: Sequence[Run], weights: Sequence[float] | None) -> list[float
     return [float(w) for w in weights]
 
 
-def _check_runs(
-    runs: Sequence[Run], tying: TyingName, model: Mapping[str, Shape] | None = None, seen: set[str] | None = None
-) -> None:
-    """Refuse runs that diverged, that are there already, or that are of another model."""
-    model, seen = model or runs[0].model, set(seen or ())
+def _check_runs(runs: Sequence[Run], tying: TyingName, model: Mapping[str, Shape], seen: set[str]) -> None:
+    """Refuse runs that diverged, that are there already (their fingerprints are `seen`), or that are of another model."""
     for i, run in enumerate(runs):
         called = f"{run.label} ({i + 1} of {len(runs)})"
         if run.diverged:

@@ -276,9 +276,9 @@ class Learner:
         pieces = {f"task {i}": partial(run_inner, task, fits[i], **options) for i, task in enumerate(tasks)}
         return list(zip(fits, self.executor.all(pieces).values(), strict=True))
 
-    def probe(self, task: Task, iterate: Iterate) -> Trajectory:
-        """One plain run, to see whether a task finishes under these metrics."""
-        return run_inner(task, self.fit(iterate, task), exact=self.method.exact)
+    def probe(self, tasks: Mapping[int, Task], iterate: Iterate) -> dict[int, Trajectory]:
+        """Plain runs one by one, to see which tasks finish under these metrics."""
+        return {i: run_inner(task, self.fit(iterate, task), exact=self.method.exact) for i, task in tasks.items()}
 
     def _differentiate(self, task: Task, iterate: Iterate, seed: int) -> TaskResult:
         fit, generator = self.fit(iterate, task), torch.Generator().manual_seed(seed)
@@ -361,12 +361,13 @@ def run_round(tasks: Mapping[int, Task], learner: Learner, now: Iterate, good: I
     """
     now, found, cost = _find_scale(tasks, learner, now) if good is None else (now, {}, Cost())
     found |= learner.learn({i: task for i, task in tasks.items() if i not in found}, now)
-    results, again = [found[i] for i in tasks], []
-    if good is not None and (learner.method.rule.retreats or all(result.diverged for result in results)):
+    results, lost = [found[i] for i in tasks], {i: task for i, task in tasks.items() if found[i].diverged}
+    cost, too_far = sum((result.cost for result in results), cost), 0
+    if good is not None and (learner.method.rule.retreats or len(lost) == len(tasks)):
+        again = learner.probe(lost, good).values()
         # a task that diverges under the last good metrics too is itself to blame
-        again = [learner.probe(task, good) for i, task in tasks.items() if found[i].diverged]
-    cost = sum((run.cost for run in again), sum((result.cost for result in results), cost))
-    return Round(now, results, learner.total(results, now), sum(not run.diverged for run in again), cost)
+        too_far, cost = sum(not run.diverged for run in again), sum((run.cost for run in again), cost)
+    return Round(now, results, learner.total(results, now), too_far, cost)
 
 
 def _find_scale(tasks: Mapping[int, Task], learner: Learner, start: Iterate) -> tuple[Iterate, dict[int, TaskResult], Cost]:
@@ -377,11 +378,8 @@ def _find_scale(tasks: Mapping[int, Task], learner: Learner, start: Iterate) -> 
     for power in range(RAISES + 1):
         left = {i: task for i, task in tasks.items() if i not in powers}
         trial = learner.inside(start.shifted(power * math.log(4.0)))
-        runs: Mapping[int, TaskResult | Trajectory] = (
-            learner.learn(left, trial)
-            if learner.method.closed
-            else {i: learner.probe(task, trial) for i, task in left.items()}
-        )
+        run = learner.learn if learner.method.closed else learner.probe
+        runs: Mapping[int, TaskResult | Trajectory] = run(left, trial)
         kept |= {i: run for i, run in runs.items() if isinstance(run, TaskResult)}
         total = sum((run.cost for run in runs.values()), total)
         powers |= {i: power for i, run in runs.items() if not run.diverged}

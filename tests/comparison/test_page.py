@@ -13,7 +13,7 @@ from metamd.cli.report import read, summary, write_report
 from metamd.comparison import figures
 from metamd.comparison.comparison import Candidate, Fold, cell_name
 from metamd.comparison.figures import loss_curves
-from metamd.comparison.page import as_markdown, as_text
+from metamd.comparison.page import WIDTH, as_markdown, as_text
 from metamd.comparison.sections import Section, accuracy, formatted, interval, sections
 from metamd.comparison.statistics import bootstrap
 from metamd.comparison.training import Outcome
@@ -157,3 +157,13 @@ def test_records_changed_anywhere_give_tables_or_a_sentence(tmp_path):
                 refused += 1
         path.write_text(text)
     assert 20 < refused < 280
+
+
+def test_a_table_wider_than_a_terminal_continues_below():
+    heads = ["", *(f"column {i}" for i in range(5))]
+    rows = [[f"row {i}", *(f"{i}{j}".rjust(40, ".") for j in range(5))] for i in range(2)]
+    lines = as_text([Section("Wide", columns=heads, rows=rows)]).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert [line[:5] for line in lines if line.startswith("row")] == ["row 0", "row 1"] * 3
+    for cell in (cell for row in rows for cell in row[1:]):
+        assert sum(cell in line for line in lines) == 1

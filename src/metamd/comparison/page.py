@@ -9,6 +9,9 @@ from textwrap import fill
 from metamd.comparison.sections import Section
 from metamd.files.container import one_line, write_atomically
 
+WIDTH = 110
+"""Characters in a line of a terminal that text and tables keep to."""
+
 TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
@@ -54,13 +57,22 @@ def as_text(sections: Sequence[Section]) -> str:
     for section in (s for s in sections if s.rows or s.texts):
         if title := one_line(section.title):
             lines += ["", title, "-" * len(title)]
-        lines += [*(fill(one_line(text), 110) for text in section.texts), ""]
+        lines += [*(fill(one_line(text), WIDTH) for text in section.texts), ""]
         table = [[one_line(cell) for cell in row] for row in (section.columns, *section.cells())] if section.rows else []
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for row in table:
-            rest = [v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True)]
-            lines.append("   ".join([row[0].ljust(widths[0]), *rest]))
+        lines += _columns([list(column) for column in zip(*table, strict=True)])
     return "\n".join(lines).strip()
+
+
+def _columns(columns: list[list[str]]) -> list[str]:
+    """The lines of a table; what is wider than a terminal continues below, behind the same first column."""
+    names = [name.ljust(max(map(len, columns[0]))) for name in columns[0]] if columns else []
+    lines, block = list[str](), list(names)
+    for column in columns[1:]:
+        wide = max(map(len, column))
+        if block != names and len(block[0]) + 3 + wide > WIDTH:
+            lines, block = [*lines, *block, ""], list(names)
+        block = [f"{row}   {cell.rjust(wide)}" for row, cell in zip(block, column, strict=True)]
+    return lines + block
 
 
 def as_markdown(sections: Iterable[Section], *, title: str = "", command: str = "") -> str:

@@ -9,6 +9,7 @@ best rival, and under the paper's protocol the test accuracies; `tables.md` in i
 import json
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +38,7 @@ LINES = {
 }
 
 
+@cache
 def shown(name: str) -> str:
     """The tables of an experiment that the page has."""
     result = json.loads((ROOT / "results" / name / "summary.json").read_text())
@@ -90,6 +92,7 @@ COMPARED = {
 """Experiments by what they train."""
 
 
+@cache
 def aims() -> str:
     """MetaMD against each of the paper's rivals under its better schedule: steps to the target, and errors at the end."""
     rivals = ("SGD", "SGD-M", "Adam")
@@ -123,6 +126,7 @@ def _verdict(found: dict[str, Any]) -> str:
     return f"{'it never arrives' if ratio is None else f'{ratio:.2f} x'}, {found['verdict']}"
 
 
+@cache
 def published() -> str:
     """Test accuracies here and in the paper, in the mean over the domains that both have."""
     heads = ["test accuracy, %", "here", "in the paper", "difference", "best of the paper's rivals here", "in the paper"]
@@ -147,6 +151,7 @@ def _mean(values: dict[str, float], domains: list[str]) -> float:
     return sum(values[d] for d in domains) / len(domains)
 
 
+@cache
 def starts() -> str:
     """Mean losses of adaptation from the given model and from the learned start, with geometric means of the ratios."""
     heads = ["mean loss", "MetaMD, given start", "MetaMD, learned start", "best rival, given start"]
@@ -170,6 +175,7 @@ def _mean_losses(fold: Fold) -> tuple[float, str, float]:
     return means["MetaMD"], rival, means[rival]
 
 
+@cache  # archives of thousands of records are unpacked
 def costs() -> str:
     """What the experiments took: medians of a training over the splits, and what learning took by the clock."""
     heads = [

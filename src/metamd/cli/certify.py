@@ -12,10 +12,10 @@ from metamd.cli.main import show
 from metamd.cli.options import Certify
 from metamd.comparison.page import write_page
 from metamd.comparison.sections import Section
-from metamd.files.container import one_line, shown
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import FOLDER, locate
 from metamd.files.store import locked
+from metamd.files.text import one_line, shown
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
 

@@ -12,9 +12,9 @@ from metamd.comparison.compare import compare, settings_of
 from metamd.comparison.comparison import Target
 from metamd.comparison.entrants import Protocol, entrants, labels
 from metamd.comparison.tuning import SEARCHES
-from metamd.files.container import one_line
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.store import Records, write_json
+from metamd.files.text import one_line
 from metamd.inner.executor import Executor
 from metamd.rivals import Contender, Rival, known_rival, learned_rival
 from metamd.rivals.learned import source

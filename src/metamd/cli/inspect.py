@@ -20,9 +20,9 @@ from metamd.certification.statements import readable
 from metamd.cli.main import show
 from metamd.cli.options import Inspect
 from metamd.comparison.figures import drawing, literal
-from metamd.files.container import one_line
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import Card, card, locate, names, outcome_lines
+from metamd.files.text import one_line
 
 BARS = " ▁▂▃▄▅▆▇█"
 BINS = 16

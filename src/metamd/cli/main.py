@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from metamd._version import __version__
 from metamd.cli.options import HOMES, Options
-from metamd.files.container import one_line
 from metamd.files.progress import showing
+from metamd.files.text import one_line
 
 SUCCESS, FAILED_PIPE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 

@@ -11,11 +11,11 @@ import torch
 from metamd.cli.families import build_family, check_place
 from metamd.cli.main import show
 from metamd.cli.options import Train, Update
-from metamd.files.container import one_line, shown
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.progress import Progress
 from metamd.files.recorded_run import Run
 from metamd.files.store import Journal, Log, locked
+from metamd.files.text import one_line, shown
 from metamd.inner.executor import Executor
 from metamd.learning.meta import has_weights, learn_network, meta_train, paper, refinement
 from metamd.learning.recorded import update

@@ -7,7 +7,8 @@ from pathlib import Path
 from textwrap import fill
 
 from metamd.comparison.sections import Section
-from metamd.files.container import one_line, write_atomically
+from metamd.files.container import write_atomically
+from metamd.files.text import one_line
 
 WIDTH = 110
 """Characters in a line of a terminal that text and tables keep to."""

@@ -20,6 +20,7 @@ from safetensors.torch import load as decode
 from safetensors.torch import save as encode
 from torch import Tensor
 
+from metamd.files.text import shown
 from metamd.potentials.tying import Shape
 
 HEADER_LIMIT = 8 * 2**20
@@ -90,22 +91,6 @@ def checksum(text: str, tensors: Mapping[str, Tensor], *, described: bool = True
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     """The shape of every tensor, by name."""
     return {name: tuple(x.shape) for name, x in tensors.items()}
-
-
-def one_line(text: str) -> str:
-    """An untrusted text that is safe to print: control characters, escapes and text-direction marks are spelled out.
-
-    Example:
-        >>> print(one_line("a\\nb\\x1b[31m"))
-        a\\nb\\x1b[31m
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def shown(value: object) -> str:
-    """An untrusted value for a sentence: its repr, which escapes control characters, cut to a readable length."""
-    text = repr(value[:100] if isinstance(value, str) else value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def strict_json(text: bytes | str, what: str) -> Any:

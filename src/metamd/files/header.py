@@ -10,7 +10,8 @@ from typing import Any, get_args
 import torch
 
 from metamd._version import __version__
-from metamd.files.container import shown, strict_json
+from metamd.files.container import strict_json
+from metamd.files.text import shown
 from metamd.files.usage import Usage
 from metamd.potentials.base import Centre
 from metamd.potentials.basis import Basis

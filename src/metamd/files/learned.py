@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shapes, shown, strict_json
+from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shapes, strict_json
 from metamd.files.header import CHECKS, Header, record, texts
 from metamd.files.shipped import locate
+from metamd.files.text import shown
 from metamd.files.usage import Usage
 from metamd.files.versions import versions
 from metamd.potentials.base import Named

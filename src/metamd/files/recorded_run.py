@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shapes, shown, strict_json
+from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shapes, strict_json
 from metamd.files.header import CHECKS, must, record, table
 from metamd.files.learned import check_shapes
+from metamd.files.text import shown
 from metamd.files.versions import versions
 from metamd.potentials.tying import Shape, TyingName, stored_shape, tied_shape
 

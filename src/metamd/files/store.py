@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from metamd.files.container import Kind, Tensors, shown, strict_json, write_atomically
+from metamd.files.container import Kind, Tensors, strict_json, write_atomically
+from metamd.files.text import shown
 
 FORMAT = 1
 ARCHIVE = "records.jsonl.xz"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from metamd.files.container import shown
 from metamd.files.learned import LearnedOptimiser, Moments, total_cost
 from metamd.files.recorded_run import Run
+from metamd.files.text import shown
 from metamd.files.versions import versions as library_versions
 from metamd.inner.closed_form import minimiser, moments_of
 from metamd.inner.objectives import Regret

@@ -1,0 +1,17 @@
+"""Texts that come from elsewhere, made safe to print. It needs no torch, as `metamd --help` does not."""
+
+
+def one_line(text: str) -> str:
+    """An untrusted text that is safe to print: control characters, escapes and text-direction marks are spelled out.
+
+    Example:
+        >>> print(one_line("a\\nb\\x1b[31m"))
+        a\\nb\\x1b[31m
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(value: object) -> str:
+    """An untrusted value for a sentence: its repr, which escapes control characters, cut to a readable length."""
+    text = repr(value[:100] if isinstance(value, str) else value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

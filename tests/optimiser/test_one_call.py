@@ -173,7 +173,7 @@ def test_what_steps_cannot_set_up_is_refused():
         ValueError, match=r"steps=10 sets up what a learned file recommends, but a potential alone .* nothing"
     ):
         MetaMD(model.named_parameters(), metamd.Euclidean(), steps=10)
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got 0"):
         MetaMD(model.named_parameters(), file_of(Usage()), steps=0)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         MetaMD(model.named_parameters(), "./nowhere.safetensors", steps=10)

@@ -432,3 +432,10 @@ def test_learned_optimiser_needs_no_warning_in_ordinary_use():
         model = small_model()
         losses = train(model, metamd.MetaMD(model.named_parameters(), MaxDiagonal(3), lr=0.1), 3)
     assert len(losses) == 3
+
+
+def test_a_rate_that_is_no_number_is_refused_before_the_first_step():
+    x = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=r"lr must be a number or a tensor of one, got '0\.1'"):
+        MetaMD([x], Euclidean(), lr="0.1")
+    assert MetaMD([x], Euclidean(), lr=np.float32(0.1)).param_groups[0]["lr"] == np.float32(0.1)

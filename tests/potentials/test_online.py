@@ -241,7 +241,7 @@ def test_a_frozen_tensor_needs_no_scale_until_it_is_trained():
             lambda: MetaMD(small_model().named_parameters(), Euclidean(), metric=Online()),
             "an online metric needs a potential with coordinates",
         ),
-        (lambda: prepare([], "quadratic", steps=0), "steps must be at least 1, got 0"),
+        (lambda: prepare([], "quadratic", steps=0), "steps must be a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_options_are_refused_with_a_sentence(call, sentence):

@@ -415,9 +415,9 @@ def test_an_unchecked_gradient_that_is_not_finite_leaves_nan_behind_and_no_half_
             MetaMD(model.named_parameters(), potential, metric=online).step()
 
 
-@pytest.mark.parametrize("steps", [0, math.nan, math.inf, "10"])
+@pytest.mark.parametrize("steps", [0, 10.5, math.nan, math.inf, "10"])
 def test_a_run_is_prepared_for_a_number_of_steps(steps):
     model = nn.Linear(2, 1)
     learned = LearnedOptimiser.from_potential(Diagonal().bind(dict(model.named_parameters())))
-    with pytest.raises(ValueError, match="steps must be at least 1"):
+    with pytest.raises(ValueError, match=f"steps must be a whole number of at least 1, got {steps!r}"):
         prepare(model.named_parameters(), learned, steps=steps)

@@ -32,7 +32,7 @@ from metamd.tasks.base import SolvedTask, Task, TaskFamily, config_hash
 Array = NDArray[np.float64]
 
 PURPOSES = ("train", "judge", "pieces", "scale")
-"""What `meta_train` draws tasks for."""
+"""What `meta_train` draws tasks for, or drew in earlier versions."""
 
 RATIO = 1.1
 """Neighbours on the grids of C and r."""

@@ -1,4 +1,4 @@
-"""The options of each `metamd` command, free of torch; the module named beside each computes when it is called."""
+"""The options of each `metamd` command, free of torch; `HOMES` names what carries each out."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training the same tasks with several optimisers, and what can be said of the difference."""
+"""Training the same tasks with several optimisers; what came of it is a `Comparison`."""
 
 import hashlib
 import json

@@ -85,6 +85,8 @@ class Records:
 class Journal:
     """Where a meta-training keeps its checkpoint and its log, so that the same call continues one that was stopped.
 
+    A recipe keeps its finished parts in the same folder, see `learning.parts`.
+
     Tensors and JSON only, written whole or not at all: a kill at any moment loses at most the outer steps since the last
     checkpoint, and a full disk leaves the old one.
 

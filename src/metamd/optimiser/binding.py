@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from os import PathLike
 from typing import Any
 
@@ -73,8 +74,8 @@ def choose(learned: LearnedOptimiser | None, steps: int | None, params: Iterable
     if steps is None:
         about = f"\nThe learned file recommends: {usage}. MetaMD(params, learned, steps=T) uses it so." if recommends else ""
         return Options(**{**plain, **kept, "about": about})
-    if not isinstance(steps, int | float) or not 1 <= steps < math.inf:
-        raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of the run.")
+    if not isinstance(steps, int | float) or not 1 <= steps < math.inf or steps != int(steps):
+        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}: the training steps of the run.")
     if learned is None:
         raise ValueError(
             f"steps={steps} sets up what a learned file recommends, but a potential alone recommends nothing. "
@@ -190,6 +191,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}. Give each group its own lr instead.")
+    if not isinstance(lr, Real | Tensor):
+        raise TypeError(f"lr must be a number or a tensor of one, got {lr!r}. Pass lr=1.0, say.")
     if not 0 <= float(lr) < float("inf"):
         raise ValueError(
             f"Invalid learning rate: lr must be finite and not negative, got {float(lr)}. "

@@ -150,7 +150,7 @@ class MetaMD(Optimizer):
             binding.check_group(group)
             if self._bound is not None:
                 self._bind()
-        except ValueError:
+        except (TypeError, ValueError):
             self.param_groups.pop()  # refused: the optimiser is as it was
             raise
 

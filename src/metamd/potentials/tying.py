@@ -129,7 +129,7 @@ def match(tying: TyingName, wanted: Mapping[str, Slot], shapes: Shapes, stored: 
         raise ValueError(
             f"the metric {unused[0]!r} of shape {stored[unused[0]]} (and {len(unused) - 1} more) has no tensor in this "
             f"model, which has {some(shapes)}. Pass all parameters of the model (frozen ones cost nothing), map names "
-            'with rename=, or ignore such metrics with missing="euclidean".'
+            'with bind(params, rename=...), or ignore such metrics with bind(params, missing="euclidean").'
         )
 
 
@@ -137,13 +137,14 @@ def _no_metric(name: str, shape: Shape, slot: Slot, stored: Shapes) -> str:
     if slot.key != name:
         return (
             f"the tensor {name!r} of shape {shape} has the role {slot.key!r}, for which nothing was learned (there are "
-            f'{some(stored)}). Use missing="euclidean" for plain gradient steps there.'
+            f'{some(stored)}). Use bind(params, missing="euclidean") for plain gradient steps there.'
         )
     fits = [f"{k!r} under the tying {t!r}" for k, s in stored.items() for t in _fitting(s, shape)]
     hint = f" By its shape it could read {' or '.join(fits[:3])}." if fits else ""
     return (
-        f"the tensor {name!r} of shape {shape} has no metric; there are {some(stored)}.{hint} Map names with rename=, or "
-        'take plain gradient steps there with missing="euclidean".'
+        f"the tensor {name!r} of shape {shape} has no metric; there are {some(stored)}.{hint} Map names with "
+        'bind(params, rename=...) of the potential or of metamd.load(file). Or pass bind missing="euclidean", for plain '
+        "gradient steps there."
     )
 
 

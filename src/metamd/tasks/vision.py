@@ -325,7 +325,7 @@ def _digits() -> tuple[list[str], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Training:
-    """How the tasks of an image family train: cross-entropy of a model of `metamd.models.MODELS` with these options."""
+    """How the tasks of an image family train: cross-entropy of one of `metamd.tasks.models.MODELS`."""
 
     model: str
     batch_size: int

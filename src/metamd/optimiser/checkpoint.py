@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -10,8 +9,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from metamd.files.text import shown
 from metamd.files.usage import Average
 from metamd.optimiser.certificate import SUM
+from metamd.potentials.forms import Array
 from metamd.potentials.online import KEPT, Online
 
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
@@ -40,9 +41,90 @@ def metric_code(online: Online | None) -> str:
     return f"{online.rule}{'-signal' if online.signal else ''} {numbers}"
 
 
-def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:
-    """Refuse the state_dict of another optimiser, of other pieces or averages; warn of one of another geometry or metric."""
-    saved = state_dict["param_groups"][0] if state_dict.get("param_groups") else {}
+@dataclass(frozen=True)
+class Saved:
+    """A state_dict that can be continued: the dict itself, and what it says of the whole model."""
+
+    state_dict: dict[str, Any]
+    steps: int
+    training: bool
+    record: "PieceRecord"
+    weights: Array
+    safeguard: list[float]
+    other: list[str]  # in which respects it is of another run, as sentences
+
+
+def read_state(state_dict: Mapping[str, Any], kind: Kind, param_groups: Sequence[Mapping[str, Any]]) -> Saved:
+    """Read a state_dict that is to be continued with these groups, or refuse it; nothing is changed by that.
+
+    The parameters keep the names that they have: metrics are found by them.
+    """
+    groups, state = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups) or not isinstance(state, dict):
+        raise ValueError(
+            "this is not a state_dict of an optimiser: it must have a dict under 'state' and a list of dicts under "
+            "'param_groups'. Pass what opt.state_dict() gave."
+        )
+    saved: dict[str, Any] = groups[0] if groups else {}
+    other = refuse_foreign(saved, kind)
+    try:
+        found = Saved(
+            {**state_dict, "param_groups": _named_as_here(groups, param_groups)},
+            steps=int(saved["step"]),
+            training=bool(saved.get("training", True)),
+            record=PieceRecord.decode(saved["pieces"]),
+            weights=saved["weights"].reshape(kind.pieces).cpu().double().numpy(),
+            safeguard=[float(x) for x in saved["safeguard"].reshape(2)],
+            other=other,
+        )
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"the state of the whole model must be as `state_dict` wrote it, but it cannot be read ({shown(str(error))}). "
+            "Load another checkpoint, or start a new run from the parameters."
+        ) from None
+    pairs = [(g, h) for g, h in zip(groups, param_groups, strict=False) if len(g["params"]) == len(h["params"])]
+    _check_order(pairs)
+    for theirs, ours in pairs:
+        names = ours.get("param_names") or [str(i) for i in range(len(ours["params"]))]
+        for i, name, p in zip(theirs["params"], names, ours["params"], strict=True):
+            _check_tensors(state.get(i, {}), name, p)
+    return found
+
+
+def _named_as_here(groups: list[dict[str, Any]], param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    names = [{"param_names": g["param_names"]} if "param_names" in g else {} for g in param_groups]
+    return [{**g, **name} for g, name in zip(groups, names, strict=False)] + groups[len(names) :]
+
+
+def _check_order(pairs: list[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+    """Refuse the same names in another order: torch goes by place, and would give a state to the wrong parameter."""
+    if any(isinstance(i, str) for theirs, _ in pairs for i in theirs["params"]):
+        return  # torch.distributed.checkpoint has gone by names already
+    theirs, ours = ([name for pair in pairs for name in pair[side].get("param_names", ())] for side in (0, 1))
+    if theirs != ours and sorted(theirs) == sorted(ours):
+        first = next(i for i, name in enumerate(ours) if theirs[i] != name)
+        raise ValueError(
+            f"this state_dict lists the same parameters in another order: it has {theirs[first]!r} where this optimiser has "
+            f"{ours[first]!r}, and torch loads by place. Build MetaMD with the parameters in the order of the run, or load "
+            "by name in a hook of opt.register_load_state_dict_pre_hook."
+        )
+
+
+def _check_tensors(store: Any, name: str, param: Tensor) -> None:
+    """Refuse a state that cannot be one of this parameter."""
+    for key in ("z", "mean", "start"):
+        value = store.get(key, param) if isinstance(store, dict) else None
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{key!r} in the state of {name!r} must be a tensor, got {shown(value)}.")
+        if value.shape != param.shape:
+            raise ValueError(
+                f"the parameter {name!r} has the shape {tuple(param.shape)}, but {key!r} in its state has "
+                f"{tuple(value.shape)}. Build the model and the optimiser as those of the run."
+            )
+
+
+def refuse_foreign(saved: Mapping[str, Any], kind: Kind) -> list[str]:
+    """Refuse the state of another optimiser, of other pieces or averages; say where it is of another geometry or metric."""
     missing = [key for key in SHARED if key not in saved]
     if missing:
         raise ValueError(
@@ -53,10 +135,11 @@ def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:
     theirs, ours = (
         f"a schedule of {n} steps inside" if n is not None else "no schedule inside" for n in (steps, kind.steps)
     )
+    pieces = saved["weights"].numel() if isinstance(saved["weights"], Tensor) else kind.pieces
     refused = (
         (
-            len(saved["weights"]) != kind.pieces,
-            f"{len(saved['weights'])} pieces, but this optimiser's geometry has {kind.pieces}. Build MetaMD with the "
+            pieces != kind.pieces,
+            f"{pieces} pieces, but this optimiser's geometry has {kind.pieces}. Build MetaMD with the "
             "geometry that the run used.",
         ),
         (
@@ -78,15 +161,15 @@ def refuse_foreign(state_dict: Mapping[str, Any], kind: Kind) -> None:
     for wrong, sentence in refused:
         if wrong:
             raise ValueError(f"this state_dict is of a run with {sentence}")
+    other = []
     if steps != kind.steps:
-        warnings.warn(f"this state_dict is of a run with {theirs}, and will be continued with {ours}.", stacklevel=3)
-    for what in ("geometry", "metric"):
-        if saved.get(what, getattr(kind, what)) != getattr(kind, what):
-            warnings.warn(
-                f"this state_dict is of a run in another {what}: the continued run will not be the one that was "
-                f"interrupted. Build MetaMD with the {what} that the run used, if that was meant.",
-                stacklevel=3,
-            )
+        other.append(f"this state_dict is of a run with {theirs}, and will be continued with {ours}.")
+    return other + [
+        f"this state_dict is of a run in another {what}: the continued run will not be the one that was "
+        f"interrupted. Build MetaMD with the {what} that the run used, if that was meant."
+        for what in ("geometry", "metric")
+        if saved.get(what, getattr(kind, what)) != getattr(kind, what)
+    ]
 
 
 def mend_state(state_dict: Mapping[str, Any], kind: Kind, groups: Sequence[Mapping[str, Any]], state: Any) -> None:

@@ -1,6 +1,7 @@
 """`MetaMD`, mirror descent in a learned geometry as a `torch.optim.Optimizer`."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -17,7 +18,7 @@ from metamd.files.usage import Average, Metric
 from metamd.optimiser import averaging as average
 from metamd.optimiser import binding
 from metamd.optimiser.certificate import Certificate, CertifiedRun, Reference, Sums
-from metamd.optimiser.checkpoint import Kind, PieceRecord, mend_state, metric_code, refuse_foreign
+from metamd.optimiser.checkpoint import Kind, PieceRecord, Saved, mend_state, metric_code, read_state
 from metamd.optimiser.guard import FamilyWatch, Safeguard, energy
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
@@ -83,6 +84,8 @@ class MetaMD(Optimizer):
         Parameter containing:
         tensor([ 0.8000, -0.8000], requires_grad=True)
     """
+
+    _loading: tuple[Saved, Sums | None] | None = None  # while a state_dict is loaded
 
     def __init__(
         self,
@@ -384,24 +387,39 @@ class MetaMD(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where a state_dict was taken, in the same geometry."""
-        refuse_foreign(state_dict, self._kind())
-        saved = state_dict["param_groups"][0]
-        sums = None if self._sums is None else self._sums.resumed(saved.get("certificate"), int(saved["step"]))
-        super().load_state_dict(state_dict)
-        mend_state(state_dict, self._kind(), self.param_groups, self.state)
-        group = self.param_groups[0]
+        """Continue where a state_dict was taken, in the same geometry.
+
+        Parameters keep their names. A state_dict that cannot be continued is refused, and nothing is changed.
+        """
+        # A load hook may return another state_dict: a hook behind all others sees the one that is loaded.
+        last = self.register_load_state_dict_pre_hook(lambda _, loaded: self._accept(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            loaded, self._loading = self._loading, None
+        for sentence in () if loaded is None else loaded[0].other:
+            warnings.warn(sentence, stacklevel=2)
+
+    def _accept(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a state_dict that cannot be continued, before anything is changed."""
+        saved = read_state(state_dict, self._kind(), self.param_groups)
+        certificate = saved.state_dict["param_groups"][0].get("certificate")
+        self._loading = saved, None if self._sums is None else self._sums.resumed(certificate, saved.steps)
+        return saved.state_dict
+
+    def _resume(self, saved: Saved, sums: Sums | None) -> None:
+        """Take over what torch does not: it has put groups and state in their places, and rounded the state."""
+        mend_state(saved.state_dict, self._kind(), self.param_groups, self.state)
+        for group in self.param_groups:
+            group.pop("certificate", None)  # or a run that goes on without would save it again
         self._sums = sums
-        for each in self.param_groups:
-            each.pop("certificate", None)  # or a run that goes on without would save it again
-        self._steps, self._training = int(group["step"]), bool(group.get("training", True))
-        self._record = PieceRecord.decode(group["pieces"])
-        weights = group["weights"].cpu().double().numpy()
+        self._steps, self._training, self._record = saved.steps, saved.training, saved.record
         # The forms are found again at the next step: the versions say that nothing is known of the parameters.
-        self._active = Active(weights, np.zeros_like(weights)) if weights.any() else None
+        self._active = Active(saved.weights, np.zeros_like(saved.weights)) if saved.weights.any() else None
         self._versions = {}
         if self._safeguard is not None:
-            self._safeguard = Safeguard(*group["safeguard"].tolist())
+            self._safeguard = Safeguard(*saved.safeguard)
         self._bind()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -410,11 +428,14 @@ class MetaMD(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("momentum", 0.0)  # taken before there was any
+            for option, without in _FIRST.items():
+                group.setdefault(option, without)
         if "_potential" in state:
             self._versions = {}
             self._bound = None
             self._bind()
+        elif self._loading is not None:
+            self._resume(*self._loading)
 
     def _kind(self) -> Kind:
         phi = self._potential
@@ -423,6 +444,9 @@ class MetaMD(Optimizer):
         pieces = phi.pieces if isinstance(phi, MaxDiagonal) else 0
         return Kind(pieces, self._hash, metric_code(self._online), self.averaging, self._used.steps)
 
+
+_FIRST = {"weight_decay": 0.0, "maximize": False, "momentum": 0.0}
+"""What the options of a group mean where they are missing: the state was taken before there were any."""
 
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (

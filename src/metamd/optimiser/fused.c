@@ -49,8 +49,11 @@ typedef struct {
     int64_t width;                /* how many numbers the pass adds up */
 } Job;
 
-typedef enum { CHECK, ADVANCE, EVALUATE, RESCALE } Kind; /* CHECK: ADVANCE without the Hessian */
+/* What a pass writes and adds up: the step and the forms; the step, the forms and the Hessian; the point of other weights,
+   its forms and its Hessian; nothing, and those; nothing, and the forms where theta is. */
+typedef enum { CHECK, ADVANCE, RESCALE, EVALUATE, FORMS } Kind;
 
+#define HAS_HESSIAN(kind) ((kind) != CHECK && (kind) != FORMS)
 #define INLINE static inline __attribute__((always_inline))
 static const double zeros[CHUNK]; /* the origin, in either type */
 
@@ -94,15 +97,18 @@ static void run(const Job *job, Pass *narrow, Pass *wide, double *partial, doubl
 /* theta <- keep theta - lr g / D_j. Yields sum D_k d^2 for the move d: for k = j, and upper bounds for the others. */
 void follow(const Job *job, double *partial, double *out) { run(job, follow_float, follow_double, partial, out); }
 
-/* theta <- keep theta - lr g / D(w). Yields sum D_k x^2, then sum D_k D_l x^2 / D(w), after the step, and what `follow`
-   does if w is a vertex. */
+/* theta <- keep theta - lr g / D(w). Yields sum D_k x^2 after the step, then sum D_k D_l x^2 / D(w) over what moved, and, if
+   w is a vertex, what `follow` does instead. */
 void advance(const Job *job, double *partial, double *out) { run(job, advance_float, advance_double, partial, out); }
 
 /* Yields sum D_k x^2, then sum D_k D_l x^2 / D(w+), at x = D(w)/D(w+) (theta - c). */
 void evaluate(const Job *job, double *partial, double *out) { run(job, evaluate_float, evaluate_double, partial, out); }
 
-/* theta <- D(w)/D(w+) (theta - c) + c. */
+/* theta <- D(w)/D(w+) (theta - c) + c. Yields what `evaluate` does, of theta as it was rounded. */
 void rescale(const Job *job, double *partial, double *out) { run(job, rescale_float, rescale_double, partial, out); }
+
+/* Yields sum D_k x^2 where theta is. */
+void forms(const Job *job, double *partial, double *out) { run(job, forms_float, forms_double, partial, out); }
 
 /* Fills kappa and rho for piece j. */
 void ratios(const Job *job, double *partial, double *out) { run(job, ratios_float, ratios_double, partial, out); }
@@ -157,10 +163,13 @@ INLINE void NAME(store)(REAL *to, V v, int64_t count) {
             if (l < count) to[l] = v[l];
 }
 
+/* The sum of the lanes, in double; by halves, which the compiler keeps in registers. */
 static double NAME(total)(V v) {
-    double sum[4] = {0};
-    for (int l = 0; l < LANES; l++) sum[l % 4] += (double)v[l];
-    return sum[0] + sum[1] + (sum[2] + sum[3]);
+    double sum[LANES];
+    for (int l = 0; l < LANES; l++) sum[l] = (double)v[l];
+    for (int half = LANES / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) sum[l] += sum[l + half];
+    return sum[0];
 }
 
 /* The step over one vector, and the energy e = D(w) d^2 of the move d as it was rounded. */
@@ -184,16 +193,20 @@ INLINE void NAME(each)(Kind kind, const Segment *s, int64_t i, int64_t count, co
         dv += after[k] * d[k];
     }
     if (kind <= ADVANCE) x = NAME(move)(s, i, count, dw, energy) - c;
-    else x = dw / dv * (NAME(load)(s->theta + i, count, 0) - c);
+    else x = NAME(load)(s->theta + i, count, 0) - c;
+    if (kind == RESCALE || kind == EVALUATE) {
+        x *= dw / dv;
+        dw = dv;
+    }
     if (kind == RESCALE) {
         NAME(store)(s->theta + i, x + c, count);
-        return;
+        x = x + c - c;
     }
-    V square = x * x, over = square / (kind <= ADVANCE ? dw : dv);
+    V square = x * x, over = square / dw;
     for (int k = 0, at = 0; k < n; k++) {
         V product = d[k] * over;
         forms[k] += d[k] * square;
-        for (int l = 0; l <= k && kind != CHECK; l++, at++) hessian[at] += product * d[l];
+        for (int l = 0; l <= k && HAS_HESSIAN(kind); l++, at++) hessian[at] += product * d[l];
     }
 }
 
@@ -207,9 +220,9 @@ INLINE void NAME(own)(Kind kind, const Segment *s, const double *before, const d
     for (; i + LANES <= s->length; i += LANES) NAME(each)(kind, s, i, LANES, w, after, n, &sums, forms, hessian);
     if (i < s->length) NAME(each)(kind, s, i, s->length - i, w, after, n, &sums, forms, hessian);
     *energy = sums;
-    for (int k = 0, at = 0; k < n && kind != RESCALE; k++) {
+    for (int k = 0, at = 0; k < n; k++) {
         out[k] += NAME(total)(forms[k]);
-        for (int l = 0; l <= k && kind != CHECK; l++, at++) {
+        for (int l = 0; l <= k && HAS_HESSIAN(kind); l++, at++) {
             double value = NAME(total)(hessian[at]);
             out[n + k * n + l] += value;
             if (l < k) out[n + l * n + k] += value;
@@ -227,17 +240,21 @@ INLINE void NAME(row)(Kind kind, const Segment *s, const double *before, const d
         int64_t count = s->length - i;
         V x, c = NAME(load)(s->centre + i, count, 0);
         if (kind <= ADVANCE) x = NAME(move)(s, i, count, dw - (V){0}, &sums) - c;
-        else x = dw / dv * (NAME(load)(s->theta + i, count, 0) - c);
-        if (kind == RESCALE) NAME(store)(s->theta + i, x + c, count);
+        else x = NAME(load)(s->theta + i, count, 0) - c;
+        if (kind == RESCALE || kind == EVALUATE) x *= dw / dv;
+        if (kind == RESCALE) {
+            NAME(store)(s->theta + i, x + c, count);
+            x = x + c - c;
+        }
         squares += x * x;
     }
     *energy = sums;
-    if (kind == RESCALE) return;
     double total = NAME(total)(squares);
     for (int k = 0; k < n; k++) {
         double dk = (double)s->metric[k * s->stride] * total;
         out[k] += dk;
-        for (int l = 0; l < n; l++) out[n + k * n + l] += dk * (double)s->metric[l * s->stride] / (kind <= ADVANCE ? dw : dv);
+        for (int l = 0; l < n && HAS_HESSIAN(kind); l++)
+            out[n + k * n + l] += dk * (double)s->metric[l * s->stride] / (kind <= ADVANCE ? dw : dv);
     }
 }
 
@@ -267,14 +284,18 @@ INLINE void NAME(pass)(Kind kind, const Job *job, const Tensor *t, int64_t chunk
     }
 }
 
-static void NAME(evaluate)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
-    NAME(pass)(EVALUATE, job, t, chunk, out);
+static void NAME(forms)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
+    NAME(pass)(FORMS, job, t, chunk, out);
 }
 
 static void NAME(advance)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
     if (t->grad && job->piece >= 0) NAME(pass)(CHECK, job, t, chunk, out);
     else if (t->grad) NAME(pass)(ADVANCE, job, t, chunk, out);
-    else NAME(evaluate)(job, t, chunk, out); /* w+ = w: the forms of what stays */
+    else NAME(forms)(job, t, chunk, out); /* what stays */
+}
+
+static void NAME(evaluate)(const Job *job, const Tensor *t, int64_t chunk, double *out) {
+    NAME(pass)(EVALUATE, job, t, chunk, out);
 }
 
 static void NAME(rescale)(const Job *job, const Tensor *t, int64_t chunk, double *out) {

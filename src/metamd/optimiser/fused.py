@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metamd.potentials.base import Moves, Params
-from metamd.potentials.forms import Array, Evaluate
+from metamd.potentials.forms import Array, Solution, solve
 
 AHEAD = 1.25  # how much longer than the last move the next one is expected to be at most
 MARGINS = {torch.float32: 1e-5, torch.float64: 1e-12}  # what rounding of the forms can hide, relative to their size
@@ -194,7 +194,7 @@ class FusedDiagonals:
         self._margin = max((MARGINS[d.dtype] for d in metrics.values()), default=0.0)
         self._lengths = np.full(self.pieces, np.inf)  # |d|_k of the last move, to guess whether laziness will do
         self.lazy_steps = self.full_steps = 0  # how often the bounds sufficed, and how often forms were computed
-        self._known: tuple[Array, Array, Array] | None = None  # what `evaluate` would find at the weights of the trial
+        self._trial: tuple[Array, Array] | None = None  # forms and Hessian after a trial step, where both were added up
         self._library = build()
         self._layouts: dict[str, Layout] = {}
         self._rows = np.zeros(0, dtype=ROW)
@@ -206,7 +206,7 @@ class FusedDiagonals:
     def advance(self, params: Params, moves: Moves, weights: Array, forms: Array) -> Array:
         """Write the trial step into the parameters that have a move; return the forms after it, or bounds that decide."""
         n, b, piece = self.pieces, self._offsets, int(np.argmax(weights)) if weights.max() == 1 else -1
-        self._known = None
+        self._trial = None
         if piece >= 0 and decided(drift(forms, b, piece, AHEAD * self._lengths), piece, self._margin):
             self._lengths = np.sqrt(self.follow(params, moves, piece))
             bounds = drift(forms, b, piece, self._lengths)
@@ -216,13 +216,13 @@ class FusedDiagonals:
             self.full_steps += 1
             return self.forms(params, params)
         self.full_steps += 1
-        # sum D_k x^2 and sum D_k D_l x^2 / D(w) after the step, and what `follow` returns, or zeros off a vertex
+        # sum D_k x^2 and sum D_k D_l x^2 / D(w) after the step; at a vertex, what `follow` returns instead of the latter
         sums = self._pass("advance", 2 * n + n * n, params, params, weights, weights, moves, piece)
-        half, hessian, lengths = sums[:n] / 2, sums[n : n + n * n].reshape(n, n), sums[n + n * n :]
-        self._lengths = np.sqrt(lengths) if piece >= 0 else np.full(n, np.inf)
-        if len(moves) == len(params):
-            self._known = weights, half, hessian
-        return half + b
+        found = sums[:n] / 2 + b
+        if piece < 0:
+            self._trial = found, sums[n : n + n * n].reshape(n, n)
+        self._lengths = np.sqrt(sums[n + n * n :]) if piece >= 0 else np.full(n, np.inf)
+        return found
 
     def follow(self, params: Params, moves: Moves, piece: int) -> Array:
         """theta <- (1 - decay) theta - lr g / D_j, in place; upper bounds of sum D_k d^2 for the move d, by piece."""
@@ -231,26 +231,42 @@ class FusedDiagonals:
 
     def forms(self, params: Params, names: Collection[str]) -> Array:
         """1/2 sum D_k (theta - c)^2 + b_k over the named tensors, computed exactly."""
-        any_weights, self._known = np.eye(self.pieces)[0], None
-        return self.evaluate(params, names, any_weights)(any_weights)[0] + self._offsets
+        vertex = np.eye(self.pieces)[0]
+        return self._pass("forms", self.pieces, params, names, vertex, vertex) / 2 + self._offsets
 
-    def evaluate(self, params: Params, names: Collection[str], weights: Array) -> Evaluate:
-        """The reductions that `solve` needs, from the trial point that the given weights led to."""
-        known, n = self._known, self.pieces
+    def settle(self, params: Params, moving: Collection[str], weights: Array, *, tolerance: float) -> Solution:
+        """Take the trial step that the given weights led to on to the weights that are right, in place.
 
-        def reductions(w: Array) -> tuple[Array, Array]:
-            if known is not None and (known[0] == w).all():
-                return known[1], known[2]
-            # sum D_k x^2 and sum D_k D_l x^2 / D(w+) over the named tensors, x = D(w)/D(w+) (theta - c)
-            sums = self._pass("evaluate", n + n * n, params, names, weights, w)
-            return sums[:n] / 2, sums[n:].reshape(n, n)
+        The first point that the solver looks at is written at once: it is the right one almost always, and then no other
+        pass is needed.
+        """
+        held = [n for n in params if n not in moving]
+        offsets = self.forms(params, held) if held else self._offsets  # with the forms of what does not move
+        trial, here = self._trial, weights
 
-        return reductions
+        def evaluate(w: Array) -> tuple[Array, Array]:
+            nonlocal here
+            if (w == weights).all():
+                return self.rescale(params, moving, w, w, write=False) if trial is None else (trial[0] - offsets, trial[1])
+            first, before = here is weights, here
+            here = w if first else here
+            return self.rescale(params, moving, before, w, write=first)
 
-    def rescale(self, params: Params, names: Collection[str], before: Array, after: Array) -> None:
-        """theta <- D(before)/D(after) (theta - c) + c for the named tensors, in place."""
-        self._pass("rescale", 0, params, names, before, after)
-        torch.autograd.graph.increment_version([params[name] for name in names])
+        found = solve(evaluate, weights, offsets, tolerance=tolerance)
+        if (here != found.weights).any():
+            self.rescale(params, moving, here, found.weights)
+        return found
+
+    def rescale(
+        self, params: Params, names: Collection[str], before: Array, after: Array, *, write: bool = True
+    ) -> tuple[Array, Array]:
+        """theta <- D(before)/D(after) (theta - c) + c for the named tensors, in place; what `solve` needs to know there."""
+        n = self.pieces
+        # sum D_k x^2 and sum D_k D_l x^2 / D(after)
+        sums = self._pass("rescale" if write else "evaluate", n + n * n, params, names, before, after)
+        if write:
+            torch.autograd.graph.increment_version([params[name] for name in names])
+        return sums[:n] / 2, sums[n:].reshape(n, n)
 
     # passes over memory
 

@@ -12,7 +12,7 @@ from metamd.potentials.base import ALONE, Active, Centre, Moves, Named, Params, 
 from metamd.potentials.basis import LIMIT, Basis, Rank, Shrinkage
 from metamd.potentials.forms import (
     Array,
-    Evaluate,
+    Solution,
     Total,
     combine,
     find_weights,
@@ -20,7 +20,6 @@ from metamd.potentials.forms import (
     grouped_squares,
     half_forms,
     local_total,
-    solve,
     widen,
 )
 from metamd.potentials.tying import Rename, Slot, TyingName, clean_names, match, some
@@ -37,14 +36,8 @@ class FusedPass(Protocol):
         At a vertex the forms, given and returned, may be bounds. They are returned only where the active piece stays.
         """
 
-    def forms(self, params: Params, names: Collection[str]) -> Array:
-        """The forms of the named tensors alone, exact, with offsets."""
-
-    def evaluate(self, params: Params, names: Collection[str], weights: Array) -> Evaluate:
-        """What `solve` needs from the named tensors, at the trial point that the weights led to."""
-
-    def rescale(self, params: Params, names: Collection[str], before: Array, after: Array) -> None:
-        """theta <- D(before)/D(after) (theta - c) + c for the named tensors, in place."""
+    def settle(self, params: Params, moving: Collection[str], weights: Array, *, tolerance: float) -> Solution:
+        """Take the trial step that the weights led to on to the weights w+ that are right, in place."""
 
 
 class MaxDiagonal(Potential):
@@ -269,18 +262,17 @@ class MaxDiagonal(Potential):
 
     def _settle(self, trial: dict[str, Tensor], weights: Array, moving: Collection[str], into: Params | None) -> Step:
         """Find the right weights w+ for the dual point that the trial stands for, and rescale it by D(w)/D(w+)."""
-        fused, tolerance = self._fused if into is not None else None, _tolerance(trial)
+        tolerance = _tolerance(trial)
+        if self._fused is not None and into is not None:
+            found = self._fused.settle(trial, moving, weights, tolerance=tolerance)
+            return Step(trial, Active(found.weights, found.forms), found.iterations, max(found.gap, 0.0))
         with torch.no_grad():
             held = {n: x for n, x in trial.items() if n not in moving}
-            offsets = self._offsets() if not held else self._forms(held) if fused is None else fused.forms(trial, held)
-            if fused is not None:
-                found = solve(fused.evaluate(trial, moving, weights), weights, offsets, tolerance=tolerance)
-                fused.rescale(trial, moving, weights, found.weights)
-            else:
-                squares = {n: self._squares(n, self._shifted(n, trial[n])) for n in moving}
-                metrics = {n: self.metric(n) for n in moving}
-                found = find_weights(squares, metrics, weights, offsets, total=self.add_up, tolerance=tolerance)
-        for n in moving if fused is None else ():  # differentiable, where nobody writes in place
+            offsets = self._forms(held) if held else self._offsets()
+            squares = {n: self._squares(n, self._shifted(n, trial[n])) for n in moving}
+            metrics = {n: self.metric(n) for n in moving}
+            found = find_weights(squares, metrics, weights, offsets, total=self.add_up, tolerance=tolerance)
+        for n in moving:  # differentiable, where nobody writes in place
             d = self.metric(n)
             ratio = combine(d, weights) / combine(d, found.weights)
             moved = self._from_centre(n, self._rotated(n, ratio, self._shifted(n, trial[n])))

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from metamd import MetaMD, Online
+from metamd.optimiser.checkpoint import digests
 from tests.helpers import random_basis, random_geometry, small_model
 
 STEPS = 30
@@ -198,6 +199,29 @@ def checkpoint_online(rank, world, folder):
         kept = [[s["squares"].full_tensor() for s in o.state.values()] for o in (optimiser, resumed)]
         found[rule] = {"params": whole(model), "resumed": whole(other), "squares": kept}
     return found
+
+
+def checkpoint_edited(rank, world, folder):
+    """A layer is reset after a distributed checkpoint was loaded; a run without a checkpoint is edited at the same step."""
+    found = {}
+    for edited in (False, True):
+        for resumed in (False, True):
+            _, model, optimiser = sharded(momentum=0.8)
+            fit(model, optimiser, rank, world, range(5))
+            if resumed:
+                saved = dict(zip(("model", "optimiser"), get_state_dict(model, optimiser), strict=True))
+                dcp.save(saved, checkpoint_id=str(folder / f"dcp-{edited}"))
+                _, model, optimiser = sharded(momentum=0.8)
+                template = dict(zip(("model", "optimiser"), get_state_dict(model, optimiser), strict=True))
+                dcp.load(template, checkpoint_id=str(folder / f"dcp-{edited}"))
+                set_state_dict(model, optimiser, model_state_dict=template["model"], optim_state_dict=template["optimiser"])
+            if edited:
+                with torch.no_grad():
+                    model[2].weight.fill_(3.0)
+            fit(model, optimiser, rank, world, range(5, 10))
+            found[f"edited={edited} resumed={resumed}"] = whole(model)
+    shards = dict(model.named_parameters())
+    return {**found, "digests": (digests(shards), digests(whole(model)))}
 
 
 def image_model():

@@ -27,6 +27,7 @@ MODES = {
         "fsdp_refused",
         "checkpoint",
         "checkpoint_online",
+        "checkpoint_edited",
         "certified",
     ),
 }
@@ -181,3 +182,12 @@ def test_the_two_ranks_see_different_data():
 def test_a_basis_that_shards_would_cut_is_refused(ranks):
     for found in ranks("fsdp_refused"):
         assert "needs whole tensors on one process, but its dimensions [0] are sharded" in found["error"]
+
+
+def test_an_edit_after_a_distributed_checkpoint_is_noticed(ranks):
+    for found in ranks("checkpoint_edited"):
+        for edited in (False, True):
+            assert equal(found[f"edited={edited} resumed=False"], found[f"edited={edited} resumed=True"])
+        assert not equal(found["edited=False resumed=False"], found["edited=True resumed=False"])
+        shards, wholes = found["digests"]
+        assert shards == wholes

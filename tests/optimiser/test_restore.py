@@ -2,12 +2,14 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from metamd import Kronecker, MetaMD, Online
+from metamd.optimiser.checkpoint import EDITED, differs, digests
 from tests.helpers import equal_parameters, random_geometry, small_model, train
 
 KINDS = {
@@ -235,3 +237,165 @@ def test_unnamed_parameters_take_the_names_of_the_state():
     resumed = MetaMD(model.parameters(), Kronecker(), lr=0.05)
     resumed.load_state_dict(switched_off(optimiser))
     assert resumed.param_groups[0]["param_names"] == [n for n, _ in model.named_parameters()]
+
+
+# parameters that somebody changes between loading or copying and the next step
+
+
+def loaded(model, kind, state):
+    other = copy.deepcopy(model)
+    optimiser = optimiser_of(other, kind)
+    optimiser.load_state_dict(state)
+    return other, optimiser
+
+
+def model_after(model, kind, state):
+    """The parameters are loaded after the optimiser, as many training scripts do."""
+    other = square_model(seed=5)
+    optimiser = optimiser_of(other, kind)
+    optimiser.load_state_dict(state)
+    other.load_state_dict(model.state_dict())
+    return other, optimiser
+
+
+WAYS = {
+    "running": lambda model, optimiser, kind: (model, optimiser),
+    "loaded": lambda model, optimiser, kind: loaded(model, kind, switched_off(optimiser)),
+    "model loaded last": lambda model, optimiser, kind: model_after(model, kind, switched_off(optimiser)),
+    "loaded twice": lambda model, optimiser, kind: loaded(
+        model, kind, switched_off(loaded(model, kind, switched_off(optimiser))[1])
+    ),
+    "copied": lambda model, optimiser, kind: copy.deepcopy((model, optimiser)),
+    "pickled": lambda model, optimiser, kind: pickle.loads(pickle.dumps((model, optimiser))),
+    "copied after loading": lambda model, optimiser, kind: copy.deepcopy(loaded(model, kind, switched_off(optimiser))),
+}
+EDITS = {
+    "reset": lambda p: p.fill_(100.0),
+    "one number": lambda p: p.view(-1)[:1].add_(1.0),
+    "turned over": lambda p: p.copy_(p.flip(0)),
+}
+
+
+def run_by(way, kind, edit=None, *, evaluated=False):
+    """Five steps, then the run goes on in some way, is edited there, and takes five more."""
+    model = square_model()
+    optimiser = optimiser_of(model, kind)
+    train(model, optimiser, 5)
+    model, optimiser = WAYS[way](model, optimiser, kind)
+    with torch.no_grad():
+        if edit is not None:
+            EDITS[edit](model[2].weight)
+    if evaluated:
+        optimiser.eval()
+        optimiser.train()
+    train(model, optimiser, 5, first=5)
+    optimiser.eval()
+    return model
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_edit_is_noticed_as_in_an_ordinary_run(way, kind, edit):
+    assert equal_parameters(run_by(way, kind, edit), run_by("running", kind, edit))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_without_an_edit_the_run_goes_on(way, kind):
+    assert equal_parameters(run_by(way, kind), run_by("running", kind))
+    assert not equal_parameters(run_by(way, kind), run_by("running", kind, "reset"))
+
+
+@pytest.mark.parametrize("edit", [None, "reset"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_edit_before_a_change_of_mode_is_noticed(way, edit):
+    assert equal_parameters(run_by(way, "tail", edit, evaluated=True), run_by("running", "tail", edit, evaluated=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_that_was_reset_stays_where_it_was_put(way):
+    model = square_model()
+    optimiser = optimiser_of(model, "momentum")
+    train(model, optimiser, 5)
+    model, optimiser = WAYS[way](model, optimiser, "momentum")
+    with torch.no_grad():
+        model[2].weight.fill_(100.0)
+    for _ in range(20):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimiser.step()
+    assert (model[2].weight == 100.0).all()
+
+
+def test_an_edit_before_a_copy_is_noticed_by_the_copy():
+    ends = []
+    for copied in (False, True):
+        model = square_model()
+        optimiser = optimiser_of(model, "momentum")
+        train(model, optimiser, 5)
+        with torch.no_grad():
+            model[2].weight.fill_(100.0)
+        model, optimiser = copy.deepcopy((model, optimiser)) if copied else (model, optimiser)
+        train(model, optimiser, 5, first=5)
+        ends.append(model)
+    assert equal_parameters(*ends)
+
+
+def test_an_edit_before_a_state_was_taken_is_noticed_when_it_is_loaded():
+    ends = []
+    for saved in (False, True):
+        model = square_model()
+        optimiser = optimiser_of(model, "momentum")
+        train(model, optimiser, 5)
+        with torch.no_grad():
+            model[2].weight.fill_(100.0)
+        if saved:
+            model, optimiser = loaded(model, "momentum", switched_off(optimiser))
+        train(model, optimiser, 5, first=5)
+        ends.append(model)
+    assert equal_parameters(*ends)
+
+
+def test_parameters_of_another_precision_are_no_edit():
+    """A run that goes on in bfloat16 keeps its average: rounding is not somebody's change."""
+    model = square_model()
+    optimiser = optimiser_of(model, "momentum")
+    train(model, optimiser, 5)
+    state, other = switched_off(optimiser), copy.deepcopy(model).bfloat16()
+    resumed = optimiser_of(other, "momentum")
+    resumed.load_state_dict(state)
+    kept = [s["z"].clone() for s in resumed.state.values()]
+    for p in other.parameters():
+        p.grad = torch.zeros_like(p)
+    resumed.step()
+    assert all(torch.equal(s["z"], z) for s, z in zip(resumed.state.values(), kept, strict=True))
+
+
+def test_a_digest_is_of_the_bits_their_places_and_their_type():
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    others = {
+        "one bit": x.view(torch.int32)
+        .bitwise_xor(torch.tensor([[0, 0, 0], [0, 1, 0]], dtype=torch.int32))
+        .view(torch.float32),
+        "rows": x.flip(0),
+        "columns": x.flip(1),
+        "turned": x.flip(0).flip(1),
+        "the sign of nothing": torch.where(x == 1, -0.0, x),
+        "double": x.double(),
+    }
+    found = digests({"x": x, "same": x.t().contiguous().t(), **others})
+    assert found.pop("same") == found["x"]
+    assert len(set(found.values())) == len(found)
+    assert all(0 <= d < 2**63 for d in found.values())
+    assert differs(EDITED, found["x"])
+    assert not differs(found["double"], found["x"])
+    assert digests({"scalar": torch.tensor(1.0)}) != digests({"scalar": torch.tensor(2.0)})
+    assert len(digests({"empty": torch.zeros(0, 3)})) == 1
+
+
+def test_a_digest_is_the_same_in_chunks(monkeypatch):
+    x = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
+    one = digests({"x": x})
+    monkeypatch.setattr("metamd.optimiser.checkpoint._CHUNK", 30)
+    assert digests({"x": x}) == one

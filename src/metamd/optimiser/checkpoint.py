@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -12,8 +13,10 @@ from torch import Tensor
 from metamd.files.text import shown
 from metamd.files.usage import Average
 from metamd.optimiser.certificate import SUM
+from metamd.potentials.base import Params
 from metamd.potentials.forms import Array
 from metamd.potentials.online import KEPT, Online
+from metamd.potentials.sharding import local, local_metric, sum_shards
 
 SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
 """Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
@@ -112,11 +115,13 @@ def _check_order(pairs: list[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
 
 def _check_tensors(store: Any, name: str, param: Tensor) -> None:
     """Refuse a state that cannot be one of this parameter."""
-    for key in ("z", "mean", "start"):
-        value = store.get(key, param) if isinstance(store, dict) else None
+    if not isinstance(store, dict):
+        raise ValueError(f"the state of {name!r} must be a dict, got {shown(store)}.")
+    for key in ("z", "mean", "start", SEEN):
+        value = store.get(key, param)
         if not isinstance(value, Tensor):
             raise ValueError(f"{key!r} in the state of {name!r} must be a tensor, got {shown(value)}.")
-        if value.shape != param.shape:
+        if value.shape != (param.shape if key != SEEN or value is param else ()):
             raise ValueError(
                 f"the parameter {name!r} has the shape {tuple(param.shape)}, but {key!r} in its state has "
                 f"{tuple(value.shape)}. Build the model and the optimiser as those of the run."
@@ -172,6 +177,47 @@ def refuse_foreign(saved: Mapping[str, Any], kind: Kind) -> list[str]:
     ]
 
 
+SEEN = "seen"
+"""The key of a parameter's digest in its state: what it was when the state was taken."""
+
+EDITED = -1
+"""The digest of a parameter that somebody had changed before the state was taken: it is that of no parameter."""
+
+_CHUNK, _MIX, _ROW = 2**20, 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51
+
+
+def digests(named: Params) -> dict[str, int]:
+    """A number for the type and the bits of every parameter; the same whether it is whole or cut over processes.
+
+    Integers are added, so that the order does not matter; each is multiplied by a number that belongs to its place.
+    """
+    sums = {}
+    for name, p in named.items():
+        x = local(p.detach())
+        bits = (
+            x.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]).reshape(x.shape or (1,))
+        )
+        total = torch.zeros((), dtype=torch.int64, device=x.device)
+        places = []
+        for i, n in enumerate(p.shape):
+            along = torch.arange(n).reshape([1] + [n if j == i else 1 for j in range(p.ndim)])
+            places.append(local_metric(along, p)[0] * (_ROW >> i))
+        rows = max(1, _CHUNK // max(1, bits[:1].numel()))
+        for low in range(0, len(bits), rows):  # in chunks: whole tensors of integers would need twice the memory
+            v = bits[low : low + rows].to(torch.int64) * _MIX
+            v = (v ^ (v >> 29)) * _MIX
+            place = sum((at[low : low + rows] if i == 0 else at for i, at in enumerate(places)), torch.ones_like(total))
+            total += (v * (2 * place + 1)).sum()
+        sums[name] = total.cpu()
+    whole = sum_shards(sums, named)
+    return {n: (zlib.crc32(str(p.dtype).encode()) % 2**7 << 56) | int(whole[n]) % 2**56 for n, p in named.items()}
+
+
+def differs(was: int, now: int) -> bool:
+    """Whether a parameter has been changed. Of one that has another type by now nobody knows."""
+    return was == EDITED or (was >> 56 == now >> 56 and was != now)
+
+
 def mend_state(state_dict: Mapping[str, Any], kind: Kind, groups: Sequence[Mapping[str, Any]], state: Any) -> None:
     """Undo what loading does to sums of half-precision parameters: torch rounds all state to the parameter's dtype.
 
@@ -182,9 +228,9 @@ def mend_state(state_dict: Mapping[str, Any], kind: Kind, groups: Sequence[Mappi
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
         saved = state_dict["state"].get(i, {})
-        for key in (SUM, "mean", *KEPT):
+        for key in (SUM, SEEN, "mean", *KEPT):
             if key in saved:
-                dtype = saved[key].dtype if key == SUM else torch.promote_types(p.dtype, torch.float32)
+                dtype = saved[key].dtype if key in (SUM, SEEN) else torch.promote_types(p.dtype, torch.float32)
                 state[p][key] = saved[key].detach().clone().to(p.device, dtype)
         for key in forgotten:
             state.get(p, {}).pop(key, None)

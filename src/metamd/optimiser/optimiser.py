@@ -18,12 +18,23 @@ from metamd.files.usage import Average, Metric
 from metamd.optimiser import averaging as average
 from metamd.optimiser import binding
 from metamd.optimiser.certificate import Certificate, CertifiedRun, Reference, Sums
-from metamd.optimiser.checkpoint import Kind, PieceRecord, Saved, mend_state, metric_code, read_state
+from metamd.optimiser.checkpoint import (
+    EDITED,
+    SEEN,
+    Kind,
+    PieceRecord,
+    Saved,
+    differs,
+    digests,
+    mend_state,
+    metric_code,
+    read_state,
+)
 from metamd.optimiser.guard import FamilyWatch, Safeguard, energy
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.online import Online
-from metamd.potentials.sharding import local
+from metamd.potentials.sharding import local, version
 
 
 @dataclass(slots=True)
@@ -127,7 +138,8 @@ class MetaMD(Optimizer):
         # By id, which the parameter itself keeps from being given to another; a weak reference would forbid swap_tensors.
         self._places: dict[int, tuple[str, Tensor, torch.device]] = {}
         self._active: Active | None = None
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, int] = {}  # of every parameter after the last step; none where nothing is known
+        self._awaited: dict[str, int] = {}  # after loading, the digests of the parameters that belong to the state
         self._steps, self._training = 0, True
         self._record = PieceRecord()
         rates = {"lr": used.rate_of(used.momentum), "momentum": used.momentum}
@@ -238,7 +250,7 @@ class MetaMD(Optimizer):
         if step.active is not None:
             self._active = step.active
             self._record.append(step.active.piece)
-        self._versions = {e.name: e.x._version for e in entries}
+        self._versions = {e.name: version(e.param) for e in entries}
         return loss
 
     def _entries(self) -> list[Entry]:
@@ -279,7 +291,9 @@ class MetaMD(Optimizer):
 
     def _notice_edits(self, entries: list[Entry]) -> None:
         """After somebody else changed or added a parameter, pieces begin again at the new point, and its averages."""
-        changed = [e for e in entries if self._edited(e.name, e.x)]
+        edited = self._edited({e.name: e.param for e in entries})
+        self._awaited = {}
+        changed = [e for e in entries if e.name in edited]
         for e in changed:
             self._versions = {}
             e.state.pop("z", None)
@@ -287,9 +301,19 @@ class MetaMD(Optimizer):
         if changed and self._sums is not None:
             self._sums.restart("a parameter was changed or added from outside")
 
-    def _edited(self, name: str, x: Tensor) -> bool:
-        """Whether somebody else has changed or added a parameter since the last step or change of mode."""
-        return bool(self._versions) and x._version != self._versions.get(name)
+    def _edited(self, named: Params) -> set[str]:
+        """Which parameters somebody else has changed or added since the last step, change of mode, load or copy."""
+        if self._awaited:
+            now = digests({n: p for n, p in named.items() if n in self._awaited})
+            return {n for n, digest in now.items() if differs(self._awaited[n], digest)}
+        return {n for n, p in named.items() if self._versions and version(p) != self._versions.get(n)}
+
+    def _see(self, named: Params, edited: Iterable[str]) -> None:
+        """Take the parameters as they are now, except those whose edit the next step is to notice."""
+        if self._awaited:
+            self._awaited = digests({n: named[n] for n in self._awaited}) | dict.fromkeys(edited, EDITED)
+        elif self._versions:
+            self._versions = {n: version(p) for n, p in named.items()} | dict.fromkeys(edited, -1)
 
     def _open(self, moving: list[Entry], grads: Params, loss: float | None) -> None:
         """What a step needs before it is taken: iterates, starts, the watch over the family, damping."""
@@ -323,15 +347,13 @@ class MetaMD(Optimizer):
         if self.averaging != "tail" or self._training == training:
             return
         named = {n: p for n, p, _ in self._places.values()}
-        edited = [n for n, p in named.items() if self._edited(n, local(p))]
+        edited = self._edited(named)
         for p, store in self.state.items():
             if "mean" in store:
                 (average.to_iterate if training else average.to_average)(p, store)
         self._training = training
-        if self._versions:
-            # an edit is noticed by the next step, unless going back to the iterate has dealt with it
-            noticed = (n for n in edited if not training or "mean" not in self.state[named[n]])
-            self._versions = {n: local(p)._version for n, p in named.items()} | dict.fromkeys(noticed, -1)
+        # an edit is noticed by the next step, unless going back to the iterate has dealt with it
+        self._see(named, [n for n in edited if not training or "mean" not in self.state[named[n]]])
 
     # what can be read off it
 
@@ -359,8 +381,9 @@ class MetaMD(Optimizer):
             raise ValueError("this run has no certificate. Build MetaMD with certify=True before training.")
         named = binding.named_parameters(self.param_groups, self._potential)
         stores = {n: self.state.get(p, {}) for n, p in named.items()}
-        for n, p in named.items():
-            if "z" not in stores[n] and self._edited(n, local(p)):
+        edited = self._edited(named)
+        for n in named:
+            if n in edited and "z" not in stores[n]:
                 raise ValueError(
                     f"the parameter {n!r} was changed after the last step, so that the end of the run is lost. Ask for the "
                     "certificate before loading or changing parameters; the reference may be any state_dict."
@@ -384,6 +407,15 @@ class MetaMD(Optimizer):
         }
         for group in self.param_groups:
             group.update(shared)
+        # Where something is kept that an edit makes wrong, the state says what the parameter was.
+        named = {
+            n: p
+            for n, p, _ in self._places.values()
+            if self._sums is not None or self.state.get(p, {}).keys() & {"z", "mean"}
+        }
+        edited = self._edited(named)
+        for n, digest in digests(named).items():
+            self.state[named[n]][SEEN] = torch.tensor(EDITED if n in edited else digest)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -421,12 +453,17 @@ class MetaMD(Optimizer):
         if self._safeguard is not None:
             self._safeguard = Safeguard(*saved.safeguard)
         self._bind()
+        # The parameters may be loaded before or after this: the next step compares them with what they were.
+        stores = {n: self.state.get(p, {}) for n, p, _ in self._places.values()}
+        self._awaited = {n: int(store[SEEN]) for n, store in stores.items() if SEEN in store}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{k: v for k, v in self.__dict__.items() if k in _COPIED}}
+        edited = self._edited({n: p for n, p, _ in self._places.values()}) if self._versions else None
+        return {**super().__getstate__(), **{k: v for k, v in self.__dict__.items() if k in _COPIED}, "edited": edited}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        edited = state.get("edited")
+        super().__setstate__({k: v for k, v in state.items() if k != "edited"})
         for group in self.param_groups:
             for option, without in _FIRST.items():
                 group.setdefault(option, without)
@@ -434,6 +471,9 @@ class MetaMD(Optimizer):
             self._versions = {}
             self._bound = None
             self._bind()
+            if edited is not None:  # a copy of parameters has versions of its own
+                named = {n: p for n, p, _ in self._places.values()}
+                self._versions = {n: -1 if n in edited else version(p) for n, p in named.items()}
         elif self._loading is not None:
             self._resume(*self._loading)
 
@@ -450,7 +490,7 @@ _FIRST = {"weight_decay": 0.0, "maximize": False, "momentum": 0.0}
 
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
-    *("_active", "_hash", "_potential", "_record", "_safeguard", "_steps", "_sums", "_training", "_watch"),
+    *("_active", "_awaited", "_hash", "_potential", "_record", "_safeguard", "_steps", "_sums", "_training", "_watch"),
     *("_online", "_order", "_used", "averaging", "check_finite", "exact", "fused"),
 )
 

@@ -32,6 +32,11 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
+def version(x: Tensor) -> int:
+    """How often a tensor was written to; a DTensor and its part on this process count apart."""
+    return x._version + local(x)._version if is_sharded(x) else x._version
+
+
 def local_metric(d: Tensor, like: Tensor) -> Tensor:
     """The part of a metric (N, ...) that belongs to this process's part of the tensor it is for, on its device."""
     d = d.to(like.device)

@@ -44,6 +44,14 @@ def hardly_timed() -> None:
     step_seconds.__kwdefaults__.update({"rounds": 2, "warm_up": 1})
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws from torch's own generator does not depend on the tests that ran before it in the same worker."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
     """`once(name, make)`: a folder that `make` fills in the first test worker that asks; the others wait and share it."""

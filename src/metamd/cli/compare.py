@@ -90,7 +90,6 @@ def _rival(name: str, family: TaskFamily, options: Compare) -> Rival:
     known = known_rival(name)
     if isinstance(known, Rival):
         return known
-    print(f"Learning {known.title} on {family.name}.", file=sys.stderr)
     (options.out / "learned").mkdir(parents=True, exist_ok=True)
     path = options.out / "learned" / f"{name}-{source(family, options.seed)}.safetensors"
     return known.rival(family, options.seed, path)

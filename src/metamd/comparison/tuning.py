@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from metamd.comparison.training import Measuring, Outcome, one_thread, train
+from metamd.files.progress import Progress
 from metamd.files.store import Records, Result
 from metamd.files.usage import Schedule
 from metamd.rivals.base import Contender, Rival, Setting, searched
@@ -267,11 +268,13 @@ def tune(
         runs = [train(t, contender, steps=steps, measuring=measuring) for t in chosen]
         return {"setting": setting, "runs": [o.to_json() for o in runs]}
 
-    for number in range(search.budget):
-        found = compute() if records is None else records.cell(f"{place}-{number:03d}", compute)
-        if found["setting"] is None:  # a grid with fewer points than the budget
-            break
-        outcomes = tuple(Outcome.from_json(r) for r in found["runs"])
-        values = [math.inf if o.failed else METRICS[metric](o) for o in outcomes]
-        trials.append(Trial(rival.with_setting(schedule, **found["setting"]), outcomes, fmean(values)))
+    with Progress(f"tuning {rival.title}", search.budget) as progress:
+        for number in range(search.budget):
+            found = compute() if records is None else records.cell(f"{place}-{number:03d}", compute)
+            if found["setting"] is None:  # a grid with fewer points than the budget
+                break
+            outcomes = tuple(Outcome.from_json(r) for r in found["runs"])
+            values = [math.inf if o.failed else METRICS[metric](o) for o in outcomes]
+            trials.append(Trial(rival.with_setting(schedule, **found["setting"]), outcomes, fmean(values)))
+            progress.advance()
     return Tuned(rival, search, tuple(trials))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.container import Kind, strict_json
+from metamd.files.progress import Progress
 from metamd.files.usage import SCHEDULES, Schedule
 from metamd.inner.run import Cost, Stepper
 from metamd.learning.parts import identity_of
@@ -108,7 +109,9 @@ class PerCoordinate:
 
 
 def sampled(family: TaskFamily, count: int, seed: int, purpose: str) -> Iterator[Task]:
-    """Tasks to learn from, one after another; every learner has its own, by its purpose."""
+    """Tasks to learn from, one after another, with progress; every learner has its own, by its purpose."""
     generator = torch.Generator().manual_seed(derive_seed(seed, purpose))
-    for _ in range(count):
-        yield family.build(family.sample(generator))
+    with Progress(f"learning {purpose} on {family.name}", count) as progress:
+        for _ in range(count):
+            yield family.build(family.sample(generator))
+            progress.advance()

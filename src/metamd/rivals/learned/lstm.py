@@ -16,8 +16,9 @@ from metamd.rivals.base import Named, Setting
 from metamd.rivals.learned import Learner, sampled
 from metamd.tasks.base import TaskFamily, derive_seed, seeded
 
-UNITS, WINDOW, WINDOWS, TASKS = 8, 10, 10, 15
-OUTER_RATE, OUTPUT, SHARPNESS = 3e-3, 0.1, 10.0
+UNITS, WINDOW, WINDOWS, TASKS = 8, 10, 10, 15  # ours, smaller than the paper's: see above
+OUTER_RATE, OUTPUT = 3e-3, 0.1  # ours; steps are small before anything is learned
+SHARPNESS = 10.0  # p of the paper's appendix A
 
 Memory = tuple[Tensor, Tensor]
 

@@ -13,8 +13,8 @@ from metamd.inner.run import Cost, gradient
 from metamd.rivals.learned import Learner, PerCoordinate, sampled
 from metamd.tasks.base import Task, TaskFamily
 
-TASKS, WINDOW, WINDOWS = 12, 5, 20
-FIRST_RATE, OUTER_RATE = 0.05, 0.03
+TASKS, WINDOW, WINDOWS = 12, 5, 20  # ours: the paper's runs have a few steps in all
+FIRST_RATE, OUTER_RATE = 0.05, 0.03  # ours; the outer rate is Adam's, on the logarithms
 
 
 def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:

@@ -21,6 +21,7 @@ from metamd.rivals.learned import Learner, sampled
 from metamd.tasks.base import Task, TaskFamily
 
 WINDOWS, MOMENTUM = 10, 0.9
+# Ours. A step of 0.7 doubles or halves a rate: eight of them can reach any between 0.01 / 256 and 0.01 * 256.
 OUTER_STEPS, FIRST_RATE, FIRST_SIZE, JUDGES = 8, 0.01, 0.7, 4
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from metamd import Kronecker, Measuring, Online, learn_from_reference, learned_rival, load, tasks
-from metamd.comparison.training import Outcome, step_seconds, train
+from metamd.comparison.training import Outcome, step_seconds, train_contender
 from metamd.files.usage import Usage
 from metamd.inner.objectives import Reference
 from metamd.learning.parts import Parts
@@ -122,7 +122,7 @@ def measured(family: TaskFamily, rounds: int, folder: Path) -> list[dict[str, An
 def _runs(side: TaskFamily, contender: Contender) -> list[Outcome]:
     """Three held-out ones."""
     generator = torch.Generator().manual_seed(1)
-    return [train(side.build(side.sample(generator)), contender, measuring=Measuring(splits=())) for _ in range(3)]
+    return [train_contender(side.build(side.sample(generator)), contender, measuring=Measuring(splits=())) for _ in range(3)]
 
 
 def _against(runs: Sequence[Outcome], whole: Sequence[Outcome]) -> dict[str, float]:

@@ -11,7 +11,7 @@ coordinate. Where all have come down, M is the same everywhere. Runs converge wh
 import torch
 
 from metamd.experiments.quadratic import STARTS, family
-from metamd.experiments.race import Problems
+from metamd.experiments.synthetic import Problems
 from metamd.tasks.base import derive_seed
 
 MANY, TESTED, TOLERANCE, LIMIT = 4000, 50, 1e-6, 2000

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from metamd.cli.report import read, tables
+from metamd.cli.report import read_comparison, tables
 from metamd.comparison.comparison import Fold
 from metamd.comparison.pace import geometric_mean
 from metamd.comparison.page import as_markdown, markdown_table
@@ -156,7 +156,7 @@ def starts() -> str:
     """Mean losses of adaptation from the given model and from the learned start, with geometric means of the ratios."""
     heads = ["mean loss", "MetaMD, given start", "MetaMD, learned start", "best rival, given start"]
     heads += ["best rival, learned start", "learned against given", "learned against learned"]
-    pairs = zip(*(read(ROOT / "results" / name)[0].folds for name in list(COMPARED)[4:]), strict=True)
+    pairs = zip(*(read_comparison(ROOT / "results" / name)[0].folds for name in list(COMPARED)[4:]), strict=True)
     lines, ratios = [], []
     for fold, other in pairs:
         (given, there, theirs), (learned, here, after) = _mean_losses(fold), _mean_losses(other)
@@ -191,7 +191,7 @@ def costs() -> str:
 
 
 def _cost(name: str) -> list[str]:
-    comparison, _ = read(ROOT / "results" / name)
+    comparison, _ = read_comparison(ROOT / "results" / name)
     folds, labels = comparison.folds, [x for x in comparison.labels if not x.endswith("untuned")]
     trainings = sum(len(c.outcomes) for f in folds for candidates in f.entrants.values() for c in candidates)
     trainings += sum(len(tuning.best_so_far) for f in folds for tuning in f.tunings.values())

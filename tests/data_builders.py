@@ -65,7 +65,7 @@ def usps_files(split):
     stored = ((values + 1) / 2 * 255).astype(np.uint8).reshape(-1, 16, 16)
     return (
         {f"usps-{split}.bz2": bz2.compress(libsvm_bytes(values, labels + 1))},
-        decoders.enlarge(stored),
+        decoders.enlarge_to_28(stored),
         labels,
     )
 

@@ -16,7 +16,7 @@ from metamd.certification.statements import HeldOutCertificate, Stated
 from metamd.cli import main as cli
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
-from metamd.learning.rounds import draw
+from metamd.learning.rounds import draw_task
 from metamd.tasks import FAMILIES, Drawn, config_hash
 from tests.meta_families import poisoned
 
@@ -34,7 +34,7 @@ def certificate(learned):
 
 
 def held_out(family, count, seed=0):
-    return [draw(family, seed, "certify", i) for i in range(count)]
+    return [draw_task(family, seed, "certify", i) for i in range(count)]
 
 
 def test_statements_are_those_of_the_runs(learned, certificate):
@@ -82,7 +82,7 @@ def test_what_it_says(certificate):
 
 
 def test_target_comes_from_the_training_tasks_and_must_come_from_somewhere(learned):
-    first = [draw(FAMILY, 0, "train", 4, i) for i in range(4)]
+    first = [draw_task(FAMILY, 0, "train", 4, i) for i in range(4)]
     starts = sorted(float(t.loss(t.init(), t.batch(0))) for t in first)
     assert learned.header.target_loss < starts[0]
     nothing = replace(learned, header=replace(learned.header, target_loss=None))
@@ -110,7 +110,7 @@ def test_all_tasks_of_meta_training_are_in_the_header_and_can_be_drawn_again():
 @pytest.mark.parametrize("purpose", ["train", "judge"])
 def test_a_task_that_was_used_is_refused(learned, purpose):
     step = 1 if purpose == "train" else int(learned.header.cost["outer_steps"])
-    used = draw(FAMILY, 0, purpose, step, 2).config
+    used = draw_task(FAMILY, 0, purpose, step, 2).config
 
     class Repeating(type(FAMILY)):
         def __init__(self):

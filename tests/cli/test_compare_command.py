@@ -15,10 +15,10 @@ import torch
 
 from metamd import Comparison, Measuring, Protocol, compare, load, rivals, tasks
 from metamd.cli import main as cli
-from metamd.cli.compare import _ours
+from metamd.cli.compare import _our_contender
 from metamd.cli.options import Compare
-from metamd.cli.report import read, summary, write_report
-from metamd.comparison.entrants import draw
+from metamd.cli.report import read_comparison, summary, write_report
+from metamd.comparison.entrants import draw_configs
 from metamd.files.store import Records
 from metamd.files.usage import Usage
 from metamd.files.versions import environment
@@ -99,7 +99,7 @@ def test_help_names_every_rival(capsys, monkeypatch):
 def test_a_momentum_takes_the_place_of_the_tail_average_and_help_says_so(learned, capsys, monkeypatch):
     made = load(learned)
     made = replace(made, header=replace(made.header, usage=asdict(Usage(averaging="tail"))))
-    entered = {m: _ours(made, Compare("x", "quadratic", momentum=m)).rival.identity for m in (None, 0.0, 0.5)}
+    entered = {m: _our_contender(made, Compare("x", "quadratic", momentum=m)).rival.identity for m in (None, 0.0, 0.5)}
     assert ['"averaging": "tail"' in identity for identity in entered.values()] == [True, True, False]
     assert "One above 0 takes the place of a tail average" in help_of("compare", capsys, monkeypatch)
 
@@ -199,7 +199,7 @@ def test_a_domain_that_the_file_was_trained_on_is_called_so_everywhere(learned, 
 
 def test_a_comparison_knows_tasks_and_domains_that_were_learned_on():
     """Also without the command line: by domain, or by a task whose hash the file has."""
-    configs = draw(QUADRATIC, 2, 0)["quadratic"]
+    configs = draw_configs(QUADRATIC, 2, 0)["quadratic"]
     one = rival("sgd")
     both = {
         "by task": replace(one, tasks=(tasks.config_hash(configs[1]),)).untuned(),
@@ -282,7 +282,7 @@ def test_a_page_of_several_folders_has_all_versions_that_differ(compared, tmp_pa
         found["folds"][0]["group"] = domain
         found["versions"] = {k: v for k, v in (found["versions"] | {"botorch": "0.1"} | changed).items() if v is not None}
         path.write_text(json.dumps(found))
-    assert read(tmp_path)[1]["python"] == platform.python_version(), "what is the same is said once"
+    assert read_comparison(tmp_path)[1]["python"] == platform.python_version(), "what is the same is said once"
     write_report(tmp_path, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| version of torch | 1.0 (a, c); 2.0 (b) |" in text

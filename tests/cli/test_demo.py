@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from metamd import Diagonal, LearnedOptimiser
-from metamd.cli.demo import Size, certificate, digits, rotated, run
+from metamd.cli.demo import DemoSize, certificate, rotated, rotated_digits, run
 from metamd.cli.options import Demo
 from metamd.comparison.page import write_page
 from metamd.comparison.sections import Section
@@ -16,7 +16,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-SMALL = Size(angles=(15, 60), steps=8, hidden=4, outer_steps=1, tasks_per_step=1, seeds=2, budget=2)
+SMALL = DemoSize(angles=(15, 60), steps=8, hidden=4, outer_steps=1, tasks_per_step=1, seeds=2, budget=2)
 
 
 def test_the_demo_prints_tables_and_writes_a_page_and_the_seed_decides(tmp_path, capsys):
@@ -52,7 +52,7 @@ def test_rotations():
 
 
 def test_the_certificate_holds():
-    known, unseen = digits(SMALL)
+    known, unseen = rotated_digits(SMALL)
     assert set(known.describe()["datasets"]) == {"15 degrees", "60 degrees"}
     task = unseen.build(unseen.sample(torch.Generator().manual_seed(0)))
     metrics = {n: torch.full((1, *x.shape), 2.0) for n, x in task.init().items()}

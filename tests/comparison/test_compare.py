@@ -13,11 +13,11 @@ import torch
 
 from metamd import Comparison, Diagonal, Measuring, Protocol, compare, handicap, learned_rival, load, meta_train, tasks
 from metamd.cli import main as cli
-from metamd.comparison.entrants import draw
+from metamd.comparison.entrants import draw_configs
 from metamd.comparison.entrants import entrants as entered
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.tuning import QuasiRandom
-from metamd.experiments.declare import Entry, Geometry, Scale
+from metamd.experiments.declare import Entrant, Geometry, Scale
 from metamd.experiments.experiment import Experiment
 from metamd.files.store import Records
 from metamd.inner.executor import Executor
@@ -121,7 +121,7 @@ def test_a_rival_under_two_schedules_is_timed_once():
 def test_every_domain_has_its_seeds():
     data = {n: (torch.randn(30, 4), torch.arange(30) % 3) for n in "xyz"}
     family = tasks.supervised(lambda: torch.nn.Linear(4, 3), data, batch_size=5, steps=10)
-    groups = draw(family, 2, 0)
+    groups = draw_configs(family, 2, 0)
     assert {g: len(configs) for g, configs in groups.items()} == {"x": 2, "y": 2, "z": 2}
     assert all(c["dataset"] == g for g, configs in groups.items() for c in configs)
     found = compare({"a": rival("sgd").untuned()}, family, Protocol(seeds=2))
@@ -132,14 +132,14 @@ def test_every_domain_has_its_seeds():
 
 def test_tasks_that_are_drawn_are_different_ones():
     """One problem that counts twelve times would be a verdict of twelve pairs."""
-    configs = draw(tasks.rosenbrock(shift=0.1), 12, 0)["rosenbrock"]
+    configs = draw_configs(tasks.rosenbrock(shift=0.1), 12, 0)["rosenbrock"]
     assert len({json.dumps(c) for c in configs}) == 12
     plain = tasks.rosenbrock()
-    assert len(draw(plain, 1, 0)["rosenbrock"]) == 1
+    assert len(draw_configs(plain, 1, 0)["rosenbrock"]) == 1
     generator = torch.Generator().manual_seed(0)
     assert len({json.dumps(plain.sample(generator)) for _ in range(20)}) == 1, "no -0 beside 0"
     with pytest.raises(ValueError, match=r"2 different tasks are required.* no other than the 1 that are there. Ask for 1"):
-        draw(plain, 2, 0)
+        draw_configs(plain, 2, 0)
 
 
 def test_an_optimiser_that_diverges_at_once_is_timed_and_hides_nobodys_seconds():
@@ -244,7 +244,7 @@ def experiment_on_ray(folder):
     family.held_out = lambda: tasks.quadratic((0.5, 1.0), steps=20)
     size = Scale(("a",), None, 20, 1, 2, 1, 2, ("sgd",), ("constant",), usage_tasks=0, measuring=Measuring(splits=()))
     experiment = Experiment(
-        "x", lambda size, domain: family, {"d": Geometry(Diagonal(), {"MetaMD": Entry()})}, {"t": size}, {}
+        "x", lambda size, domain: family, {"d": Geometry(Diagonal(), {"MetaMD": Entrant()})}, {"t": size}, {}
     )
     experiment = replace(experiment, target="SGD")
     found = {ray: experiment.compared("t", folder / str(ray), 0, Executor(2, ray))[0][0] for ray in (None, "local")}

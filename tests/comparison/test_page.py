@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from metamd import Comparison, Measuring, Protocol, compare, tasks
-from metamd.cli.report import read, summary, write_report
+from metamd.cli.report import read_comparison, summary, write_report
 from metamd.comparison import figures
 from metamd.comparison.comparison import Candidate, Fold, cell_name
 from metamd.comparison.figures import loss_curves
@@ -152,7 +152,7 @@ def test_records_changed_anywhere_give_tables_or_a_sentence(tmp_path):
                 inner[last] = draw.choice(values)
             path.write_text(json.dumps(changed).replace('"1e999"', "1e999"))
             try:
-                summary(read(tmp_path)[0])
+                summary(read_comparison(tmp_path)[0])
             except (ValueError, OSError):
                 refused += 1
         path.write_text(text)

@@ -10,7 +10,7 @@ from metamd import (
     Measuring,
     tasks,
 )
-from metamd.comparison.training import Outcome, step_seconds, train
+from metamd.comparison.training import Outcome, step_seconds, train_contender
 from metamd.files.progress import Progress
 from metamd.rivals import Range, Rival, rival
 from tests.small_images import FAMILY, task_of
@@ -20,13 +20,13 @@ BARE = Measuring(splits=())
 
 def test_the_loss_is_measured_on_fixed_examples_at_fixed_places():
     task = task_of()
-    found = train(task, rival("sgd").with_setting(lr=1e-3), steps=23, measuring=Measuring(every=10, examples=30))
+    found = train_contender(task, rival("sgd").with_setting(lr=1e-3), steps=23, measuring=Measuring(every=10, examples=30))
     assert found.places == (0, 10, 20, 23)
     assert found.losses[0] == pytest.approx(task.monitor(30)(task.init()), rel=1e-6)
     assert found.mean_loss == pytest.approx(sum(found.losses[1:]) / 3)
     assert set(found.ends) == {"validation", "test"}
     assert 0 <= found.accuracy("test") <= 1
-    assert train(task, rival("sgd").with_setting(lr=1e-3), steps=23, measuring=BARE).ends == {}
+    assert train_contender(task, rival("sgd").with_setting(lr=1e-3), steps=23, measuring=BARE).ends == {}
 
 
 def test_monitors_of_tasks_on_the_same_data_look_at_the_same_examples():
@@ -42,7 +42,7 @@ def test_monitors_of_tasks_on_the_same_data_look_at_the_same_examples():
 
 def test_watching_a_run_does_not_change_it():
     task, contender = task_of(), rival("adam").with_setting(lr=0.01)
-    often, seldom = (train(task, contender, measuring=Measuring(every=k)) for k in (1, 20))
+    often, seldom = (train_contender(task, contender, measuring=Measuring(every=k)) for k in (1, 20))
     assert often.final_loss == seldom.final_loss
     assert often.batch_loss == seldom.batch_loss
 
@@ -50,13 +50,13 @@ def test_watching_a_run_does_not_change_it():
 def test_threads_and_the_global_generator_stay_as_they_were():
     torch.manual_seed(5)
     wanted, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    train(task_of(), rival("adam").untuned(), steps=2)
+    train_contender(task_of(), rival("adam").untuned(), steps=2)
     assert torch.equal(torch.random.get_rng_state(), wanted)
     assert torch.get_num_threads() == threads
 
 
 def test_divergence_is_an_outcome():
-    found = train(task_of(tasks.quadratic()), rival("sgd").with_setting(lr=10.0), steps=200, measuring=BARE)
+    found = train_contender(task_of(tasks.quadratic()), rival("sgd").with_setting(lr=10.0), steps=200, measuring=BARE)
     assert "rose from" in found.failed
     assert found.final_loss == found.mean_loss == found.batch_loss == math.inf
     assert math.isfinite(found.losses[0])
@@ -78,10 +78,10 @@ class Explodes:
 
 def test_a_decomposition_that_fails_is_an_outcome_and_a_bug_is_not():
     broken = Rival("explodes", "Explodes", Explodes, {"lr": Range(0.1, 1)}, {"lr": 1.0})
-    assert "gave up at step 0" in train(task_of(), broken.untuned(), steps=3).failed
+    assert "gave up at step 0" in train_contender(task_of(), broken.untuned(), steps=3).failed
     wrong = Rival("wrong", "Wrong", lambda named, setting: torch.optim.SGD([], lr=1.0), {"lr": Range(0.1, 1)}, {"lr": 1.0})
     with pytest.raises(ValueError, match="empty parameter list"):
-        train(task_of(), wrong.untuned(), steps=3)
+        train_contender(task_of(), wrong.untuned(), steps=3)
 
 
 def outcome(losses, every=10):
@@ -141,7 +141,7 @@ class Slow:
     ids=str,
 )
 def test_records_that_do_not_hold_together_are_refused(change):
-    good = train(task_of(), rival("sgd").untuned(), steps=20).to_json()
+    good = train_contender(task_of(), rival("sgd").untuned(), steps=20).to_json()
     Outcome.from_json(good)
     with pytest.raises(ValueError, match="record of a training"):
         Outcome.from_json(good | change)

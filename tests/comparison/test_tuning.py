@@ -14,7 +14,7 @@ from metamd import (
     tasks,
     tune,
 )
-from metamd.comparison.training import train
+from metamd.comparison.training import train_contender
 from metamd.comparison.tuning import sobol
 from metamd.files.store import Records
 from metamd.rivals import RIVALS, Range, Rival, rival
@@ -162,4 +162,4 @@ def test_bad_searches_are_sentences():
     with pytest.raises(ValueError, match="every and examples"):
         Measuring(every=0)
     with pytest.raises(ValueError, match="steps must be at least 1"):
-        train(task_of(), rival("adam").untuned(), steps=0)
+        train_contender(task_of(), rival("adam").untuned(), steps=0)

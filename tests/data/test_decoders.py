@@ -299,16 +299,16 @@ def test_enlarging_agrees_with_a_slow_obvious_loop():
                 for i, wx in ((left, 1 - (u - left)), (left + 1, u - left)):
                     slow[:, y, x] += wy * wx * images[:, min(max(j, 0), 15), min(max(i, 0), 15)]
     # A value that is exactly a half may round either way in floating point.
-    difference = np.abs(decoders.enlarge(images) - slow)
+    difference = np.abs(decoders.enlarge_to_28(images) - slow)
     assert difference.max() <= 0.5 + 1e-9
 
 
 def test_enlarging_keeps_flat_images_and_symmetry():
     flat = np.full((1, 16, 16), 200, np.uint8)
-    assert (decoders.enlarge(flat) == 200).all()
+    assert (decoders.enlarge_to_28(flat) == 200).all()
     images, _ = pictures(1500, 16, 16)  # more than one block of the loop
-    assert np.array_equal(decoders.enlarge(images)[:, ::-1], decoders.enlarge(images[:, ::-1]))
-    assert np.array_equal(decoders.enlarge(images)[1400:], decoders.enlarge(images[1400:]))
+    assert np.array_equal(decoders.enlarge_to_28(images)[:, ::-1], decoders.enlarge_to_28(images[:, ::-1]))
+    assert np.array_equal(decoders.enlarge_to_28(images)[1400:], decoders.enlarge_to_28(images[1400:]))
 
 
 def test_shrinking_stl_is_the_mean_of_nine_to_one_grey_level():

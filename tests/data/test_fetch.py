@@ -152,7 +152,7 @@ def test_a_crash_between_a_file_and_its_checksum_leaves_no_wrong_pair(tiny, plac
     with pytest.raises(KeyboardInterrupt):
         loading.write_npz(path, tiny[0][::-1], tiny[1])
     assert path.exists()
-    assert loading.find("mnist", "train") is None  # absent, rather than beside a checksum that is another file's
+    assert loading.find_split("mnist", "train") is None  # absent, rather than beside a checksum that is another file's
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_sentence(place, server, monkeypatch):

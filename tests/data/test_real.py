@@ -44,7 +44,7 @@ STATUS = {"usps-train": "rebuilt", "svhn": "rebuilt", "cifar10-train": "partial"
 
 
 def at_hand(name: str, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if loading.find(name, split) is None:
+    if loading.find_split(name, split) is None:
         pytest.skip(f"{name}-{split}.npz is not in METAMD_DATA")
     return data.load(name, split, download=False)
 
@@ -117,7 +117,7 @@ def test_stl_labels_are_the_content_of_the_official_files(split, sha256):
 
 @needs_data
 def test_qmnist_is_not_among_the_data():
-    if loading.find("qmnist", "train") is not None:
+    if loading.find_split("qmnist", "train") is not None:
         pytest.skip("QMNIST was fetched on this machine")
     assert "qmnist" not in data.available()
     with pytest.raises(data.DataError, match="MNIST is not a substitute"):
@@ -148,7 +148,7 @@ def test_official_files_go_the_whole_way_with_the_real_checksums(name, split, tm
         splits = {**record.splits, split: here}
         monkeypatch.setattr(registry, "datasets", lambda: {name: replace(record, splits=splits)})
         (path,) = loading.fetch(name, [split])
-    (_, labels), came = loading.read(path, name, split)
+    (_, labels), came = loading.read_split(path, name, split)
     assert (came.status, came.note) == ("official", "")  # equal to the recorded arrays, byte for byte
     assert np.bincount(labels).tolist() == HISTOGRAMS[name, split]
 

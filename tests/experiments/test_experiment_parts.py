@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from metamd import Diagonal, LearnedOptimiser, MaxDiagonal, MetaMD, compare, learn_start, tasks
-from metamd.cli.report import read, write_report
+from metamd.cli.report import read_comparison, write_report
 from metamd.cli.report import tables as tables_of
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.entrants import Protocol, entrants, handicap
@@ -23,7 +23,7 @@ from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import SEARCHES
 from metamd.experiments import EXPERIMENTS, find, folder_name, out_of_distribution, pieces
 from metamd.experiments import experiment as leave_one_out
-from metamd.experiments.declare import Entry, Geometry, Scale, alone, learn, learned_file, settings_of
+from metamd.experiments.declare import Entrant, Geometry, Scale, alone, learn_geometry, learned_file, learning_settings
 from metamd.experiments.experiment import Experiment, failures, screened, unlearned
 from metamd.files.learned import load
 from metamd.files.store import Records, archive, read_json, records_in, unarchive
@@ -75,7 +75,7 @@ def test_the_pieces_that_are_followed_are_those_of_the_optimiser(tmp_path, exact
     monkeypatch.setattr(pieces, "WINDOWS", 30)
     mixture().save(tmp_path / "two.safetensors")
     config = FLAT.sample(torch.Generator().manual_seed(3))
-    found = pieces._follow(FLAT, config, tmp_path / "two.safetensors", exact)
+    found = pieces._piece_weights(FLAT, config, tmp_path / "two.safetensors", exact)
     task = FLAT.build(config)
     theta = torch.nn.Parameter(task.init()["theta"])
     optimiser = MetaMD([("theta", theta)], mixture(), exact=exact)
@@ -120,7 +120,7 @@ def compared(family):
 
 def test_a_rival_is_carried_over_with_the_rate_that_was_best_where_ours_was_learned():
     usual, other = compared(FLAT), compared(STEEP)
-    shown = out_of_distribution._members(other, usual)
+    shown = out_of_distribution._shown_candidates(other, usual)
     assert list(shown) == ["MetaMD", "SGD (tuned here)", "SGD (carried over)", "SGD (untuned)"]
     (label,) = best_schedules(usual)
     best = usual.folds[0].best(label, "mean_loss")
@@ -128,7 +128,7 @@ def test_a_rival_is_carried_over_with_the_rate_that_was_best_where_ours_was_lear
     assert carried.contender == best.contender != here.contender
     mean = [sum(o.mean_loss for o in c.outcomes) for c in (here, carried)]
     assert mean[0] < mean[1]
-    assert out_of_distribution._members(usual, usual)["SGD (tuned here)"] == best
+    assert out_of_distribution._shown_candidates(usual, usual)["SGD (tuned here)"] == best
 
 
 def test_the_better_schedule_is_shown_and_drawn(tmp_path):
@@ -186,7 +186,7 @@ def test_learning_that_was_stopped_continues_to_the_same_result(tmp_path):
         geometry = Geometry(Diagonal(), {}, choices)
         folder.mkdir(exist_ok=True)
         try:
-            found = learn(size, known, geometry, folder / "a.safetensors", 0, "x")
+            found = learn_geometry(size, known, geometry, folder / "a.safetensors", 0, "x")
         except KeyboardInterrupt:
             return None, drawn
         return {**found, "cost": found["cost"]["gradient_evaluations"]}, drawn
@@ -206,8 +206,8 @@ def test_a_second_training_goes_on_from_the_first_and_both_are_paid_for(tmp_path
         seen.append(learned)
         return {"potential": Diagonal().with_metrics(dict(learned.potential.log_d)), "outer_steps": 1}
 
-    once = learn(SIZE, FLAT, Geometry(Diagonal(), {}), tmp_path / "once.safetensors", 0, "x")
-    twice = learn(SIZE, FLAT, Geometry(Diagonal(), {}, then=then), tmp_path / "twice.safetensors", 0, "x")
+    once = learn_geometry(SIZE, FLAT, Geometry(Diagonal(), {}), tmp_path / "once.safetensors", 0, "x")
+    twice = learn_geometry(SIZE, FLAT, Geometry(Diagonal(), {}, then=then), tmp_path / "twice.safetensors", 0, "x")
     assert seen[0].fingerprint() == once["fingerprint"]
     assert twice["cost"]["gradient_evaluations"] > once["cost"]["gradient_evaluations"]
 
@@ -229,7 +229,7 @@ def test_a_learned_start_is_kept_and_paid_for(tmp_path):
     assert family.describe() == again.describe() != shared(SIZE, "a").describe()
     plain = SharedStart(family.family, dict(family.start))
     paid, free = (
-        learn(SIZE, f, Geometry(Diagonal(), {}), tmp_path / f"{n}.safetensors", 0, "x")
+        learn_geometry(SIZE, f, Geometry(Diagonal(), {}), tmp_path / f"{n}.safetensors", 0, "x")
         for n, f in {"paid": family, "free": plain}.items()
     )
     assert paid["fingerprint"] == free["fingerprint"]
@@ -240,15 +240,15 @@ def test_a_learned_start_is_kept_and_paid_for(tmp_path):
     assert set(family.start.tasks) <= set(learned.header.task_hashes)
 
 
-BAD = Geometry(Diagonal(), {"bad": Entry()}, options={"objective": PaperBound()})
+BAD = Geometry(Diagonal(), {"bad": Entrant()}, options={"objective": PaperBound()})
 """The closed form refuses it."""
 
 
 def test_what_cannot_be_learned_is_said(tmp_path):
-    result = learn(SIZE, FLAT, BAD, tmp_path / "bad.safetensors", 0, "x")
+    result = learn_geometry(SIZE, FLAT, BAD, tmp_path / "bad.safetensors", 0, "x")
     assert "ClosedForm minimises Regret" in result["failed"]
     taught = {"learn-a-good": {}, "learn-a-bad": result, "learn-b-good": {}, "learn-b-bad": {}}
-    geometries = {"good": Geometry(Diagonal(), {"good": Entry()}), "bad": BAD}
+    geometries = {"good": Geometry(Diagonal(), {"good": Entrant()}), "bad": BAD}
     assert failures(geometries, taught, ["a", "b"]) == {"bad": f"{result['failed'].rstrip('.')} (1 of 2 trainings)"}
 
 
@@ -258,10 +258,10 @@ def test_runs_of_what_cannot_be_learned_count_as_failed(tmp_path, monkeypatch):
 
     def lesson(size, family, geometry, path, seed, name):
         lessons.append(path.name)
-        return learn(size, family, geometry if path.name != "b-sometimes.safetensors" else BAD, path, seed, name)
+        return learn_geometry(size, family, geometry if path.name != "b-sometimes.safetensors" else BAD, path, seed, name)
 
     monkeypatch.setattr(leave_one_out, "learn", lesson)
-    some = Geometry(Diagonal(), {"sometimes": Entry()}, same_tasks=True)
+    some = Geometry(Diagonal(), {"sometimes": Entrant()}, same_tasks=True)
     experiment = with_rivals("sgd", geometries={**DIAGONAL, "sometimes": some, "bad": BAD}, domains=("a", "b"))
     (first, second), failed = experiment.compared("tiny", tmp_path, 0)
     assert failed.keys() == {"bad", "sometimes"}
@@ -288,8 +288,8 @@ def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
     other = LearnedOptimiser.from_potential(Diagonal(tying="role").bind({"theta": torch.zeros(2)}))
     other.save(learned_file(tmp_path, "a", "role"))
     geometries = {
-        "narrow": Geometry(Diagonal(), {"MetaMD": Entry(instead="role")}),
-        "role": Geometry(Diagonal(), {"role": Entry()}),
+        "narrow": Geometry(Diagonal(), {"MetaMD": Entrant(instead="role")}),
+        "role": Geometry(Diagonal(), {"role": Entrant()}),
     }
     experiment = Experiment("x", small, geometries, {}, {})
     taught = {"learn-a-narrow": {}, "learn-a-role": {}}
@@ -301,16 +301,16 @@ def test_a_geometry_that_does_not_fit_is_replaced(tmp_path):
 
 
 def test_settings_name_a_batch_size_and_a_width_only_where_they_are_unusual():
-    assert "batch_size" not in settings_of(SIZE)
-    assert settings_of(Scale(("a",), None, batch_size=25, width=16))["width"] == 16
+    assert "batch_size" not in learning_settings(SIZE)
+    assert learning_settings(Scale(("a",), None, batch_size=25, width=16))["width"] == 16
 
 
 def test_the_search_of_a_scale_is_the_papers_and_committed_folders_do_not_have_it():
-    assert "search" not in settings_of(SIZE)
+    assert "search" not in learning_settings(SIZE)
     papers = {name: find(name).scales["paper"] for name, variant in EXPERIMENTS if not variant}
     grids = {n for n, s in papers.items() if getattr(s, "search", "") == "grid"}
     assert grids == {"rotated-mnist-linear", "rotated-mnist-mlp", "pieces", "ablation"}
-    assert settings_of(papers["rotated-mnist-mlp"])["search"] == "grid"
+    assert learning_settings(papers["rotated-mnist-mlp"])["search"] == "grid"
     assert {papers[n].search for n in ("diverse-digits-lenet", "resnet18-cifar10")} == {"bayes"}
     for title in ("sgd", "sgdm", "rmsprop", "adam"):
         grid = rival(title).settings(("lr", "weight_decay"), papers["rotated-mnist-mlp"].budget)
@@ -349,7 +349,7 @@ def test_runs_of_a_comparison_may_be_longer_than_those_that_were_learned_on(tiny
 
 # adding to a comparison that is there
 
-DIAGONAL = {"diagonal": Geometry(Diagonal(), {"MetaMD": Entry()})}
+DIAGONAL = {"diagonal": Geometry(Diagonal(), {"MetaMD": Entrant()})}
 
 
 def halves(size, domain):
@@ -498,7 +498,7 @@ def test_committed_records_are_all_that_their_scale_asks_for(committed, tmp_path
 
 def test_the_mlp_of_the_scale_cpu_has_not_converged_and_the_papers_scale_is_longer():
     """The claim of the experiment's docstring, from its committed records."""
-    shares = last_tenths(read(ROOT / "results" / "rotated-mnist-mlp")[0])
+    shares = last_tenths(read_comparison(ROOT / "results" / "rotated-mnist-mlp")[0])
     tuned = {label: share for label, share in shares.items() if label.endswith(", linear decay") and "MetaMD" not in label}
     assert {"Adam, linear decay", "SGD-M, linear decay"} <= set(tuned)
     assert max(tuned.values()) < 0.94, "a run that has converged falls by 5 % at most in its last tenth"

@@ -16,9 +16,9 @@ from metamd.cli import report
 from metamd.comparison.page import as_markdown
 from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.statistics import spread
-from metamd.experiments import EXPERIMENTS, MOVED, find, folder_name, quadratic, race, rosenbrock
+from metamd.experiments import EXPERIMENTS, MOVED, find, folder_name, quadratic, rosenbrock, synthetic
 from metamd.experiments import experiment as leave_one_out
-from metamd.experiments.race import DIAGONAL, NEVER, RIVALS, Problems
+from metamd.experiments.synthetic import BATCHED_RIVALS, NEVER, ONE_DIAGONAL, Problems
 from metamd.files.store import Records, read_cells, read_json, records_in, write_json
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.tasks import quadratic as quadratics
@@ -43,7 +43,7 @@ def namesake(key, theta, setting):
 
 
 def one_by_one(task, key, setting, tolerance, limit):
-    """The slow obvious race: torch.optim on one problem."""
+    """The slow obvious run: torch.optim on one problem."""
     theta = torch.nn.Parameter(task.init()["theta"])
     optimiser = namesake(key, theta, setting)
     for t in range(limit + 1):
@@ -68,10 +68,10 @@ def test_gradients_by_hand_are_those_of_the_tasks(name):
         torch.testing.assert_close(g, wanted, rtol=1e-12, atol=1e-10)
 
 
-@pytest.mark.parametrize("key", RIVALS)
+@pytest.mark.parametrize("key", BATCHED_RIVALS)
 def test_a_rival_takes_the_steps_of_its_namesake(key):
-    problems, rival = Problems.draw(FAMILIES["quadratic"], 3, 0), RIVALS[key]
-    theta = next(islice(race.iterates(problems, rival, SETTINGS[key]), 30, None))
+    problems, rival = Problems.draw(FAMILIES["quadratic"], 3, 0), BATCHED_RIVALS[key]
+    theta = next(islice(synthetic.iterates(problems, rival, SETTINGS[key]), 30, None))
     for row, (setting, task) in enumerate((s, task) for s in SETTINGS[key] for task in problems.tasks):
         x = torch.nn.Parameter(task.init()["theta"])
         optimiser = namesake(key, x, setting)
@@ -83,32 +83,32 @@ def test_a_rival_takes_the_steps_of_its_namesake(key):
 
 def test_the_law_of_namesakes_rejects_adam_without_bias_correction():
     def lazy(grad, state, setting, steps):
-        return RIVALS["adam"].rule(grad, state, setting, 10**6)
+        return BATCHED_RIVALS["adam"].rule(grad, state, setting, 10**6)
 
     problems = Problems.draw(FAMILIES["quadratic"], 1, 0)
     theta, batch, options = problems.rows(SETTINGS["adam"][:1])
-    right = RIVALS["adam"].rule(problems.gradient(theta, batch), {}, options, 0)
+    right = BATCHED_RIVALS["adam"].rule(problems.gradient(theta, batch), {}, options, 0)
     assert not torch.allclose(right, lazy(problems.gradient(theta, batch), {}, options, 0))
 
 
-@pytest.mark.parametrize("key", RIVALS)
+@pytest.mark.parametrize("key", BATCHED_RIVALS)
 def test_races_count_as_a_loop_does_and_the_best_setting_is_the_best(key):
-    problems, rival = Problems.draw(FAMILIES["quadratic"], 3, 0), RIVALS[key]
+    problems, rival = Problems.draw(FAMILIES["quadratic"], 3, 0), BATCHED_RIVALS[key]
     settings = rival.grid(RATES, everything=False)
     wanted = torch.tensor([[one_by_one(task, key, s, 1e-3, 300) for task in problems.tasks] for s in settings])
-    means = race.means(wanted, 300)
-    counts = race.iterations(problems, rival, settings, 1e-3, 300)
+    means = synthetic.means(wanted, 300)
+    counts = synthetic.iterations(problems, rival, settings, 1e-3, 300)
     finished = (counts != NEVER).all(1)
     assert torch.equal(counts[finished], wanted[finished])
-    assert float(race.means(counts, 300).min()) == float(means.min())
+    assert float(synthetic.means(counts, 300).min()) == float(means.min())
     best = int(means.argmin())
     assert counts[best].tolist() == wanted[best].tolist(), "the best setting is not given up"
     total = 300 if counts[best, 0] == NEVER else int(counts[best, 0])
-    assert len(race.path(problems, rival, settings[best], total)) == len(race.thinned(total))
+    assert len(synthetic.path(problems, rival, settings[best], total)) == len(synthetic.thinned(total))
 
 
 def test_grids_hold_the_default_first_and_every_combination():
-    adam = RIVALS["adam"]
+    adam = BATCHED_RIVALS["adam"]
     assert len(adam.grid(RATES, everything=False)) == 7
     assert {(s["beta1"], s["beta2"]) for s in adam.grid(RATES, everything=False)} == {(0.9, 0.999)}
     assert len(adam.grid(RATES, everything=True)) == 7 * 25
@@ -116,8 +116,10 @@ def test_grids_hold_the_default_first_and_every_combination():
 
 def test_divergence_counts_as_never():
     problems = Problems.draw(FAMILIES["quadratic"], 2, 0)
-    assert race.iterations(problems, RIVALS["sgd"], [{"lr": 10.0}], 1e-6, 2000).tolist() == [[NEVER, NEVER]]
-    assert len(race.path(problems, RIVALS["sgd"], {"lr": 1e300}, 50)) < 5, "a path ends where it is no longer finite"
+    assert synthetic.iterations(problems, BATCHED_RIVALS["sgd"], [{"lr": 10.0}], 1e-6, 2000).tolist() == [[NEVER, NEVER]]
+    assert len(synthetic.path(problems, BATCHED_RIVALS["sgd"], {"lr": 1e300}, 50)) < 5, (
+        "a path ends where it is no longer finite"
+    )
 
 
 # the best diagonal
@@ -127,17 +129,17 @@ def searched(problems):
     """The best diagonal by the mean number of iterations, as the experiment searches it."""
 
     def score(rival, settings):
-        return race.means(race.iterations(problems, rival, settings, 1e-6, 500), 500)
+        return synthetic.means(synthetic.iterations(problems, rival, settings, 1e-6, 500), 500)
 
     centre = (2 * problems.batch["Q"]).mean(0).diagonal().log10().tolist()
-    return score, race.best_diagonal(score, centre, 1.3, points=25, rounds=4, shrink=0.25)
+    return score, synthetic.best_diagonal(score, centre, 1.3, points=25, rounds=4, shrink=0.25)
 
 
 def test_the_best_diagonal_of_one_separable_quadratic_is_newtons():
     family = quadratics((0.5, 4.0), coupling=0.0, spread=0.0)
     score, best = searched(Problems.draw(family, 1, 0))
     # D = 2Q arrives in one step; the grid comes within a fraction of a per cent of it
-    assert float(score(DIAGONAL, [best])) <= 4
+    assert float(score(ONE_DIAGONAL, [best])) <= 4
     assert best["d0"] == pytest.approx(1.0, rel=0.05)
     assert best["d1"] == pytest.approx(8.0, rel=0.05)
 
@@ -147,7 +149,7 @@ def test_no_diagonal_nearby_beats_the_best_one():
     generator = torch.Generator().manual_seed(0)
     factors = (0.5 * torch.randn(300, 2, generator=generator, dtype=torch.float64)).exp()
     others = [{"d0": best["d0"] * float(a), "d1": best["d1"] * float(b)} for a, b in factors]
-    assert float(score(DIAGONAL, [best])) <= float(score(DIAGONAL, others).min()) + 0.3
+    assert float(score(ONE_DIAGONAL, [best])) <= float(score(ONE_DIAGONAL, others).min()) + 0.3
 
 
 def test_a_learned_geometry_runs_as_the_diagonal_it_is():
@@ -155,8 +157,8 @@ def test_a_learned_geometry_runs_as_the_diagonal_it_is():
     metrics = torch.tensor([[1.1, 9.0]], dtype=torch.float64)
     geometry = LearnedOptimiser.from_potential(Diagonal().with_metrics({"theta": metrics.log()}))
     scale = replace(quadratic.SCALES["smoke"], learned_limit=500)
-    counts = quadratic._raced(scale, problems, (geometry, []))["iterations"]
-    wanted = race.iterations(problems, DIAGONAL, [{"d0": 1.1, "d1": 9.0}], 1e-6, 500)[0]
+    counts = quadratic._measured_iterations(scale, problems, (geometry, []))["iterations"]
+    wanted = synthetic.iterations(problems, ONE_DIAGONAL, [{"d0": 1.1, "d1": 9.0}], 1e-6, 500)[0]
     assert counts["tight"] == wanted.tolist()
     assert all(a < b for a, b in zip(counts["loose"], counts["tight"], strict=True))
 
@@ -263,7 +265,7 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
         raise AssertionError("computed again")
 
     for computing in ("iterations", "final_losses", "train"):
-        monkeypatch.setattr(race, computing, forbidden)
+        monkeypatch.setattr(synthetic, computing, forbidden)
     assert cli.run(args) == 0
     assert json.loads(capsys.readouterr().out) == first
     assert cli.run([*args, "--seed", "1"]) == 2
@@ -337,7 +339,7 @@ def test_what_is_no_experiment_is_refused():
 def test_the_losses_of_a_valley_are_those_of_torch():
     problems = Problems.draw(valleys(), 1, 0)
     key, setting = "sgd-m", {"lr": 0.001, "momentum": 0.9}
-    found = race.final_losses(problems, RIVALS[key], [setting, {"lr": 10.0, "momentum": 0.9}], steps=40)
+    found = synthetic.final_losses(problems, BATCHED_RIVALS[key], [setting, {"lr": 10.0, "momentum": 0.9}], steps=40)
     task = problems.tasks[0]
     x = torch.nn.Parameter(task.init()["theta"])
     optimiser = namesake(key, x, setting)

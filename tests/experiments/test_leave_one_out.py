@@ -11,7 +11,7 @@ from metamd.cli import main as cli
 from metamd.comparison.entrants import ENDINGS, PROTOCOLS
 from metamd.comparison.page import as_markdown
 from metamd.experiments import EXPERIMENTS, find, paper_tables
-from metamd.experiments.declare import Entry, Geometry, Scale
+from metamd.experiments.declare import Entrant, Geometry, Scale
 from metamd.experiments.experiment import Experiment, by_domain
 from metamd.files.store import unarchive
 from metamd.files.usage import Usage
@@ -43,7 +43,7 @@ def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatc
 
     diagonal = {
         "diagonal": Geometry(
-            Diagonal(), choices={}, entries={"MetaMD": Entry(), "MetaMD, linear decay": Entry(Usage(schedule="linear"))}
+            Diagonal(), choices={}, entries={"MetaMD": Entrant(), "MetaMD, linear decay": Entrant(Usage(schedule="linear"))}
         )
     }
     tiny = replace(paper_tables.ROTATED_MLP, family=small, geometries=diagonal, scales={"smoke": TINY})
@@ -95,7 +95,7 @@ def test_repetitions_on_one_domain_have_tasks_of_their_own(tiny_data, tmp_path):
             angles=[0, 45], hold_out=45.0, model="linear", images=60, batch_size=20, steps=scale.steps
         )
 
-    geometries = {"diagonal": Geometry(Diagonal(), {"MetaMD": Entry(Usage())})}
+    geometries = {"diagonal": Geometry(Diagonal(), {"MetaMD": Entrant(Usage())})}
     scales = {"smoke": replace(TINY, domains=("one", "two"), schedules=("linear",))}
     drawn = {}
     for own in (True, False):

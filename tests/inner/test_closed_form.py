@@ -12,14 +12,14 @@ from torch import Tensor
 from metamd import ClosedForm, Diagonal, Kronecker, Regret, TrainingLoss
 from metamd.files.learned import Moments
 from metamd.inner.closed_form import (
-    LARGEST,
+    LARGEST_RANK,
+    FullMetric,
     Iterate,
-    Metric,
     _raised,
     best_metric,
     best_shares,
-    geometric_mean,
     learn_factors,
+    matrix_geometric_mean,
     moments_of,
     root,
     towards,
@@ -134,7 +134,7 @@ def test_the_closed_form_is_the_geometric_mean_of_the_textbook(n, condition):
     back = np.linalg.inv(root)
     expected = back @ scipy.linalg.sqrtm(root @ y.numpy() @ root).real @ back
     assert np.allclose(best_metric(x, y), expected, rtol=1e-6 * np.sqrt(condition), atol=0)
-    assert torch.allclose(geometric_mean(torch.linalg.inv(x), y), best_metric(x, y), rtol=1e-6 * np.sqrt(condition))
+    assert torch.allclose(matrix_geometric_mean(torch.linalg.inv(x), y), best_metric(x, y), rtol=1e-6 * np.sqrt(condition))
 
 
 def test_the_closed_form_of_ill_conditioned_and_rank_deficient_matrices():
@@ -194,7 +194,7 @@ def test_nothing_near_the_closed_form_is_better_and_its_gradient_is_zero():
 
     assert gradient_is_zero(best_metric(x, y))
     assert descent_gains(best_metric(x, y)) < 1e-6
-    for broken in (geometric_mean(x, y), 0.5 * (torch.linalg.inv(x) + y)):
+    for broken in (matrix_geometric_mean(x, y), 0.5 * (torch.linalg.inv(x) + y)):
         assert not gradient_is_zero(broken)
         assert descent_gains(broken) > 1e-3
 
@@ -202,9 +202,9 @@ def test_nothing_near_the_closed_form_is_better_and_its_gradient_is_zero():
 def test_a_step_towards_a_metric_is_limited_in_every_direction():
     now, best = spd(5, 1), spd(5, 2)
     d, vectors = torch.linalg.eigh(now)
-    far, _ = towards(Metric(vectors, d), best, 100.0)
+    far, _ = towards(FullMetric(vectors, d), best, 100.0)
     assert torch.allclose(far.matrix, best)
-    near, change = towards(Metric(vectors, d), best, 0.3)
+    near, change = towards(FullMetric(vectors, d), best, 0.3)
     ratios = torch.from_numpy(scipy.linalg.eigh(near.matrix.numpy(), now.numpy(), eigvals_only=True))
     assert float(ratios.log().abs().max()) <= 0.3 + 1e-9
     assert change == pytest.approx(float(ratios.log().square().mean().sqrt()), rel=1e-9)
@@ -237,11 +237,11 @@ def test_the_automatic_rank_stops_at_its_largest():
     spread = torch.logspace(0, 3, 120, dtype=F64)
     columns, bound, q = learned_of(spread, "auto")
     best = learned_of(spread, None)[1]
-    assert columns.shape == (120, LARGEST)
-    assert LARGEST == 24
+    assert columns.shape == (120, LARGEST_RANK)
+    assert LARGEST_RANK == 24
     assert bound > 1.05 * best, "24 were enough: the limit was not met"
-    top = (q[:, -LARGEST // 2 :].T @ columns).square().sum()
-    assert top == pytest.approx(LARGEST / 2, abs=1e-5), "the steepest half of them leads"
+    top = (q[:, -LARGEST_RANK // 2 :].T @ columns).square().sum()
+    assert top == pytest.approx(LARGEST_RANK / 2, abs=1e-5), "the steepest half of them leads"
 
 
 def samples(runs: int = 3, steps: int = 20, lr: float = 0.3) -> list[tuple[Tensor, list[Tensor]]]:
@@ -319,6 +319,6 @@ def test_the_middle_of_two_metrics_in_different_bases_is_their_geometric_mean():
     start = Regression().init()
     a, b = (Iterate.of(random_basis(start, seed=seed)) for seed in (1, 2))
     first, second, middle = (dense_right(i) for i in (a, b, a.halfway(b)))
-    assert torch.allclose(middle, geometric_mean(first, second), rtol=1e-5)
+    assert torch.allclose(middle, matrix_geometric_mean(first, second), rtol=1e-5)
     bias = [float(i.log_d["fc.bias"]) for i in (a, b, a.halfway(b))]
     assert bias[2] == pytest.approx((bias[0] + bias[1]) / 2)

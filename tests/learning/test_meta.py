@@ -29,7 +29,7 @@ from metamd.inner.closed_form import Iterate
 from metamd.inner.objectives import PRIOR
 from metamd.inner.run import run_inner
 from metamd.learning.outer import Adam, GradientDescent, Update
-from metamd.learning.rounds import draw, largest_curvature
+from metamd.learning.rounds import draw_task, largest_curvature
 from tests.helpers import closed_form
 from tests.meta_families import Mixed, Noisy, jealous, poisoned, small
 
@@ -43,7 +43,7 @@ def metrics(learned, piece=0):
 def iterations(potential, family, count=200, tolerance=1e-6, limit=1000):
     """Mean number of steps until the gradient is small, on test tasks that no meta-training saw, all at once."""
     d = potential if isinstance(potential, torch.Tensor) else metrics_of(potential)
-    problems = [draw(family, "test", i) for i in range(count)]
+    problems = [draw_task(family, "test", i) for i in range(count)]
     q, b = (torch.stack([p.whole[n] for p in problems]) for n in ("Q", "b"))
     x = torch.stack([p.start for p in problems])
     steps = torch.full((count,), limit)
@@ -117,11 +117,11 @@ def test_the_header_says_where_from(learned):
     assert header.estimator == "ClosedForm()"
     assert header.seeds == (0,)
     assert header.model == {"theta": (2,)}
-    first = tasks.config_hash(draw(family, 0, "train", 1, 0).config)
+    first = tasks.config_hash(draw_task(family, 0, "train", 1, 0).config)
     assert first in header.task_hashes
-    judged = tasks.config_hash(draw(family, 0, "judge", header.cost["outer_steps"], 0).config)
+    judged = tasks.config_hash(draw_task(family, 0, "judge", header.cost["outer_steps"], 0).config)
     assert judged in header.task_hashes
-    unseen = tasks.config_hash(draw(family, 0, "test", 0).config)
+    unseen = tasks.config_hash(draw_task(family, 0, "test", 0).config)
     assert unseen not in header.task_hashes
 
 
@@ -129,7 +129,7 @@ def test_gradient_scale_is_that_of_the_first_gradients():
     found = meta_train(small(), Diagonal(), **SMALL).header.gradient_scale["theta"]
     squares = []
     for i in range(4):
-        task = draw(small(), 0, "train", 1, i)
+        task = draw_task(small(), 0, "train", 1, i)
         squares.append((2 * task.whole["Q"] @ task.start - task.whole["b"]).square())
     assert found == pytest.approx(float(torch.cat(squares).mean().sqrt()))
 
@@ -139,7 +139,7 @@ def test_one_update_is_the_closed_form_of_its_runs():
     start = Diagonal().bind({"theta": torch.zeros(2).double()}).with_metrics({"theta": torch.tensor([[0.0, 3.0]]).double()})
     method = Method(TrustRegion(radius=50.0), keep="last")
     found = meta_train(small(), start, outer_steps=1, tasks_per_step=3, method=method).potential.log_d["theta"]
-    runs = [run_inner(draw(small(), 0, "train", 1, i), start) for i in range(3)]
+    runs = [run_inner(draw_task(small(), 0, "train", 1, i), start) for i in range(3)]
     assert not any(run.diverged for run in runs)
     bound = start.bind(runs[0].start)
     torch.testing.assert_close(found.detach(), closed_form(runs, bound, Regret(prior=PRIOR))["theta"], rtol=1e-12, atol=0)
@@ -214,7 +214,7 @@ def test_the_best_iterate_is_kept_not_the_last():
 
 def test_judging_by_the_bound_of_ones_own_end_would_keep_what_does_not_move():
     """Why the judge compares against one common point: the bound against one's own end is best for not moving."""
-    task = draw(small(), 0, "judge", 1, 0)
+    task = draw_task(small(), 0, "judge", 1, 0)
     frozen = Diagonal().with_metrics({"theta": torch.tensor([[14.0, 14.0]]).double()}).bind(task.init())
     good = Diagonal().with_metrics({"theta": torch.tensor([[0.7, 28.0]]).double().log()}).bind(task.init())
     runs = {name: run_inner(task, phi) for name, phi in (("frozen", frozen), ("good", good))}
@@ -270,7 +270,7 @@ def test_no_validation_data_is_touched():
     found = meta_train(jealous(small()), MaxDiagonal(2), **SMALL, refine=Refine(1))
     assert iterations(found.potential, small()) < 100
     with pytest.raises(AssertionError, match="validation"):
-        draw(jealous(small()), 0).evaluate({}, "validation")
+        draw_task(jealous(small()), 0).evaluate({}, "validation")
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_gradient_descent_moves_m_as_algorithm_1_says():
         phi = Diagonal(centre="origin").with_metrics({"theta": (2 * m.log())[None]})
         values = []
         for i in range(2):
-            run = run_inner(draw(small(20), 0, "train", 1, i), phi, exact=False)
+            run = run_inner(draw_task(small(20), 0, "train", 1, i), phi, exact=False)
             values.append(float(objective.value(run, phi.bind(run.start)).detach()))
         return sum(values) / 2
 
@@ -372,9 +372,9 @@ def test_the_paper_preset_runs_and_learns_on_the_quadratics():
 def test_the_paper_preset_starts_where_no_step_is_too_long_and_scales_its_rate():
     family, records = tasks.quadratic(start=0.1, steps=200), []
     found = meta_train(family, **paper(outer_steps=2), tasks_per_step=4, log=lambda r, s: records.append(r))
-    hessians = [2 * torch.tensor(draw(family, 0, "train", 1, i).config["Q"]) for i in range(4)]
+    hessians = [2 * torch.tensor(draw_task(family, 0, "train", 1, i).config["Q"]) for i in range(4)]
     largest = max(float(torch.linalg.eigvalsh(h).max()) for h in hessians)
-    assert largest_curvature(draw(family, 0, "train", 1, 0), 0) == pytest.approx(
+    assert largest_curvature(draw_task(family, 0, "train", 1, 0), 0) == pytest.approx(
         float(torch.linalg.eigvalsh(hessians[0]).max()), rel=1e-6
     )
     m = metrics(found)["theta"].sqrt() / largest**0.5

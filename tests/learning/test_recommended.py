@@ -24,7 +24,7 @@ from metamd.cli import compare as compare_command
 from metamd.cli import main as cli
 from metamd.cli.options import Compare
 from metamd.comparison.training import Measuring
-from metamd.comparison.training import train as train_rival
+from metamd.comparison.training import train_contender as train_rival
 from metamd.inner.objectives import Reference
 from metamd.inner.run import gradient
 from metamd.learning import reference as following
@@ -419,5 +419,5 @@ def test_how_often_directions_are_found_is_up_to_the_run(tmp_path):
         end(plain, refresh=4)
     average = replace(learned, header=replace(learned.header, online=Online(scale=learned.online.scale).to_dict()))
     assert [takes_polar_steps(x) for x in (learned, plain, average)] == [True, False, False]
-    asked_for = [compare_command._ours(learned, Compare("x", "tabular", refresh=k)).describe() for k in (None, 4)]
+    asked_for = [compare_command._our_contender(learned, Compare("x", "tabular", refresh=k)).describe() for k in (None, 4)]
     assert asked_for == [one.untuned().describe(), four.untuned().describe()]

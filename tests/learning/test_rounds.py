@@ -9,10 +9,10 @@ from scipy.optimize import minimize
 from torch import nn
 
 from metamd import Diagonal, Journal, Kronecker, MaxDiagonal, Refine, Regret, learn_from_reference, load, meta_train, tasks
-from metamd.inner.closed_form import LARGEST, Iterate
+from metamd.inner.closed_form import LARGEST_RANK, Iterate
 from metamd.inner.objectives import Reference
 from metamd.learning.outer import metric_norms, project
-from metamd.learning.rounds import AFFORDED, Learner, affording, gradient_operations
+from metamd.learning.rounds import AFFORDED, TaskRunner, affording, gradient_operations
 from metamd.potentials.basis import Basis
 from metamd.tasks.models import LeNet
 
@@ -127,13 +127,13 @@ def test_meta_training_stays_inside_and_says_so(options, tmp_path):
 def test_no_iterate_is_ever_outside(monkeypatch):
     """Also not those of the first scale, which is found by raising the metrics, nor the candidates."""
     seen = []
-    fit = Learner.fit
+    fit = TaskRunner.fit
 
     def watched(self, iterate, task):
         seen.append(math.sqrt(float(iterate.log_d["theta"].exp().sum(1).max())))
         return fit(self, iterate, task)
 
-    monkeypatch.setattr(Learner, "fit", watched)
+    monkeypatch.setattr(TaskRunner, "fit", watched)
     meta_train(tasks.quadratic(steps=40), MaxDiagonal(2), outer_steps=3, tasks_per_step=4, max_norm=5.0, refine=Refine(2))
     assert len(seen) > 10
     assert max(seen) <= 5.0
@@ -208,7 +208,7 @@ def test_all_directions_are_kept_where_a_quarter_of_a_gradient_pays(batch_size):
     costs = {}
     for place, (columns, rows) in {"0": SIZES[:2], "2": SIZES[1:]}.items():
         numbers = rows * columns
-        costs[f"right/{place}.weight"] = (4 * numbers * min(columns, LARGEST), 2 * numbers * columns)
+        costs[f"right/{place}.weight"] = (4 * numbers * min(columns, LARGEST_RANK), 2 * numbers * columns)
     budget = AFFORDED * 3 * 2 * batch_size * (SIZES[0] * SIZES[1] + SIZES[1] * SIZES[2])
     whole = kept(batch_size)
     spent = sum(costs[f][f in whole] for f in costs)
@@ -226,7 +226,7 @@ def test_larger_batches_pay_for_more():
 
 @pytest.mark.parametrize("learn", ["reference", "rounds"])
 def test_what_is_learned_has_these_directions(learn):
-    for batch_size, columns in ((100, LARGEST), (200, SIZES[0])):
+    for batch_size, columns in ((100, LARGEST_RANK), (200, SIZES[0])):
         if learn == "reference":
             found = learn_from_reference(family(batch_size), Kronecker(rank="auto"), reference=Reference(lr=1e-2), tasks=2)
         else:

@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 
 import metamd
 from metamd import Kronecker, LearnedOptimiser, Usage, learn_usage, meta_train, prepare
-from metamd.comparison.training import train as compete
+from metamd.comparison.training import train_contender as compete
 from metamd.files.header import Header
 from metamd.files.usage import interpolate
 from metamd.learning.usage import SPREAD, learn_knots, run_usage

@@ -136,7 +136,7 @@ def test_the_solver_never_raises_the_dual_objective():
             return 0.5 * d @ x**2, (d * x**2 / (w @ d)) @ d.T
 
         w = rng.dirichlet(np.full(n, 0.5)) if rng.integers(2) else np.eye(n)[rng.integers(n)]
-        found = forms.solve(evaluate, w, b, tolerance=1e-12)
+        found = forms.solve_weights(evaluate, w, b, tolerance=1e-12)
         assert h(found.weights) <= h(w) + 1e-12 * (1 + abs(h(w)))
 
 

@@ -41,7 +41,7 @@ def test_agrees_with_brute_force(pieces, size):
         seed = k + pieces + size  # a tenth has all spreads, offsets and starts among its sizes and pieces
         spread = (0.5, 2, 8)[seed % 3]
         d, y, b, w = problem(100 * pieces + seed, pieces, size, spread, seed % 2 == 0, ("vertex", "inside")[seed % 4 // 2])
-        found = simplex.solve(evaluator(d, y), w, b, tolerance=1e-15)
+        found = simplex.solve_weights(evaluator(d, y), w, b, tolerance=1e-15)
         _, x, missed = brute_force_weights(d, y, b)
         assert missed < 1e-15, "the oracle itself did not converge"
         assert np.abs((y / (found.weights @ d) - x) / x).max() < 1e-10
@@ -63,7 +63,7 @@ def test_optimal_points_lie_on_kinks_and_off_them():
     supports = set()
     for seed in range(40):
         d, y, b, w = problem(seed, 3, (1, 3, 100)[seed % 3], 2, seed % 2 == 0)
-        supports.add(int((simplex.solve(evaluator(d, y), w, b, tolerance=1e-15).weights > 0).sum()))
+        supports.add(int((simplex.solve_weights(evaluator(d, y), w, b, tolerance=1e-15).weights > 0).sum()))
     assert supports == {1, 2, 3}
 
 
@@ -79,7 +79,7 @@ def test_optimal_points_lie_on_kinks_and_off_them():
 @settings(max_examples=draws(300))
 def test_h_never_increases_and_weights_stay_in_the_simplex(seed, pieces, size, spread, offsets):
     d, y, b, w = problem(seed, pieces, size, spread, offsets, "inside")
-    found = simplex.solve(evaluator(d, y), w, b, tolerance=1e-15)
+    found = simplex.solve_weights(evaluator(d, y), w, b, tolerance=1e-15)
     assert (found.weights >= 0).all()
     assert abs(found.weights.sum() - 1) < 1e-12
     assert h(d, y, b, found.weights) <= h(d, y, b, w) + 1e-12 * (abs(h(d, y, b, w)) + np.abs(b).max())
@@ -99,7 +99,7 @@ def test_monotonicity_check_rejects_undamped_newton():
 def test_equal_pieces_and_zero_dual_need_no_solve():
     d = np.ones((3, 4))
     for y in (np.zeros(4), np.ones(4)):
-        found = simplex.solve(evaluator(d, y), np.array([0.0, 1.0, 0.0]), np.zeros(3), tolerance=1e-15)
+        found = simplex.solve_weights(evaluator(d, y), np.array([0.0, 1.0, 0.0]), np.zeros(3), tolerance=1e-15)
         assert found.iterations == 0
 
 

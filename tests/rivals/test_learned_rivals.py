@@ -9,7 +9,7 @@ from torch import nn
 
 from metamd import Measuring, Protocol, compare, tasks
 from metamd.cli import main as cli
-from metamd.comparison.training import train
+from metamd.comparison.training import train_contender
 from metamd.inner import run
 from metamd.rivals import LEARNERS, RIVALS
 from metamd.rivals.learned import PerCoordinate, aruba, lstm, meta_sgd, schedule, source
@@ -27,7 +27,7 @@ def unseen(family=QUADRATIC, count=5):
 
 
 def mean_loss(contender, tasks_):
-    return sum(train(t, contender, measuring=BARE).mean_loss for t in tasks_) / len(tasks_)
+    return sum(train_contender(t, contender, measuring=BARE).mean_loss for t in tasks_) / len(tasks_)
 
 
 @pytest.mark.parametrize("name", [n for n in LEARNERS if n != "lstm"])
@@ -67,12 +67,12 @@ def test_arubas_sums_are_those_of_a_loop():
 def test_aruba_lowers_its_rate_after_a_run_that_diverged(monkeypatch):
     monkeypatch.setattr(aruba, "FIRST_RATE", 4.0**20)
     with pytest.raises(ValueError, match=r"ARUBA diverged on all 10 tasks, with rates down to 1\.04858e\+06\."):
-        aruba.learn(QUADRATIC, 0)
+        aruba.learn_aruba(QUADRATIC, 0)
 
 
 def test_aruba_approaches_its_rule_on_a_family_of_one_curvature():
     """Distances and gradients of separable tasks: the rates order as the inverse curvatures do."""
-    tensors, _ = aruba.learn(tasks.quadratic((0.2, 1.0, 5.0), coupling=0.0, steps=60), 0)
+    tensors, _ = aruba.learn_aruba(tasks.quadratic((0.2, 1.0, 5.0), coupling=0.0, steps=60), 0)
     rates = (tensors["b/theta"] / tensors["G/theta"]).sqrt()
     assert rates[0] > rates[1] > rates[2]
     assert rates[2] < 2 / 10  # the Hessian is 2Q, so that this is where gradient descent becomes unstable
@@ -155,7 +155,7 @@ def test_the_rate_follows_the_gradient_of_the_loss_with_respect_to_it():
 def test_the_schedules_gradient_is_that_of_finite_differences():
     task = Quadratic(seed=4, steps=12, wave=0.2, noise=0.1)
     logs = torch.tensor([0.02, 0.05, 0.01, 0.03], dtype=F64).log()
-    loss, slope, cost = schedule.run(task, logs)
+    loss, slope, cost = schedule.loss_and_slopes(task, logs)
     assert cost.gradients == 12 + schedule.JUDGES
     assert cost.hvps == 3 * (1 + 2 + 3 + 4)
     for k in range(4):
@@ -163,7 +163,7 @@ def test_the_schedules_gradient_is_that_of_finite_differences():
         for sign in (1, -1):
             moved = logs.clone()
             moved[k] += sign * 1e-5
-            ends.append(float(schedule.run(task, moved)[0]))
+            ends.append(float(schedule.loss_and_slopes(task, moved)[0]))
         assert float(slope[k]) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-5, abs=1e-9)
     assert math.isfinite(float(loss))
 
@@ -180,7 +180,9 @@ def test_the_scheduled_optimiser_takes_the_steps_that_were_differentiated():
             p.grad = g
         optimiser.step()
     judged = [task.loss(params, task.batch(t)).detach() for t in range(12, 12 + schedule.JUDGES)]
-    assert float(schedule.run(task, rates.log())[0]) == pytest.approx(float(torch.stack(judged).mean()), rel=1e-9)
+    assert float(schedule.loss_and_slopes(task, rates.log())[0]) == pytest.approx(
+        float(torch.stack(judged).mean()), rel=1e-9
+    )
 
 
 # the LSTM
@@ -191,7 +193,7 @@ def test_an_lstm_learns_to_descend(monkeypatch):
     learner = LEARNERS["lstm"]
     found = learner.rival(QUADRATIC, 0)
     for task in unseen(count=2):
-        outcome = train(task, found.untuned(), measuring=BARE)
+        outcome = train_contender(task, found.untuned(), measuring=BARE)
         assert outcome.final_loss < 0.5 * outcome.losses[0]
     monkeypatch.setattr(lstm, "TASKS", 0)
     untrained = learner.rival(QUADRATIC, 0)

@@ -20,7 +20,7 @@ from metamd import (
     tasks,
     tune,
 )
-from metamd.comparison.training import Outcome, train
+from metamd.comparison.training import Outcome, train_contender
 from metamd.inner import run
 from metamd.inner.objectives import Reference
 from metamd.rivals import RIVALS, Contender, Range, rival
@@ -35,7 +35,7 @@ BARE = Measuring(splits=())
 def test_every_rival_trains_a_network_and_repeats_itself(name):
     # a rate in the middle of its range
     contender = RIVALS[name].with_setting(lr=RIVALS[name].space["lr"].at(0.6))
-    first, second = (train(task_of(), contender, steps=15) for _ in range(2))
+    first, second = (train_contender(task_of(), contender, steps=15) for _ in range(2))
     assert first == second
     assert not first.failed
     assert first.final_loss < first.losses[0]
@@ -72,9 +72,9 @@ def test_a_torch_rival_is_its_namesake():
         task.loss(params, task.batch(t)).backward()
         optimiser.step()
     end = task.evaluate({n: p.detach() for n, p in params.items()}, "test")
-    found = train(task, rival("sgdm").with_setting("linear", lr=0.05))
+    found = train_contender(task, rival("sgdm").with_setting("linear", lr=0.05))
     assert found.ends["test"][0] == pytest.approx(end.loss, rel=1e-4)
-    other = train(task, rival("sgdm").with_setting("constant", lr=0.05))
+    other = train_contender(task, rival("sgdm").with_setting("constant", lr=0.05))
     assert other.ends["test"][0] != pytest.approx(end.loss, rel=1e-4)
 
 
@@ -109,7 +109,7 @@ def test_schedule_free_is_judged_at_its_average():
     training_mode = task.monitor()({n: p.detach() for n, p in params.items()})
     optimiser.eval()
     wanted = task.monitor()({n: p.detach() for n, p in params.items()})
-    found = train(task, rival("schedule-free").with_setting(lr=0.01)).final_loss
+    found = train_contender(task, rival("schedule-free").with_setting(lr=0.01)).final_loss
     assert found == pytest.approx(wanted, rel=1e-3)
     assert abs(found - training_mode) > 10 * abs(found - wanted)
 
@@ -125,9 +125,9 @@ def test_a_rival_is_judged_by_its_tail_average_and_takes_the_same_steps():
         optimiser.step()
         share = 10 / (t + 10)
         mean = {n: p.detach() * share + mean.get(n, 0.0) * (1 - share) for n, p in params.items()}
-    found = train(task, rival("adam-averaged").with_setting(lr=0.01))
+    found = train_contender(task, rival("adam-averaged").with_setting(lr=0.01))
     assert found.final_loss == pytest.approx(task.monitor()(mean), rel=1e-3)
-    plain = train(task, rival("adam").with_setting(lr=0.01))
+    plain = train_contender(task, rival("adam").with_setting(lr=0.01))
     assert plain.final_loss != pytest.approx(found.final_loss, rel=1e-3)
     assert plain.batch_loss == found.batch_loss, "gradients are taken where Adam takes them"
 
@@ -157,7 +157,7 @@ def test_our_tail_average_is_what_a_comparison_judges():
     for averaging in ("constant", "tail"):
         header = replace(learned.header, usage=Usage(schedule="linear", averaging=averaging).to_dict())
         found = replace(learned, header=header)
-        ends[averaging] = train(task, learned_rival(found).untuned(), measuring=BARE)
+        ends[averaging] = train_contender(task, learned_rival(found).untuned(), measuring=BARE)
         params = {n: nn.Parameter(x) for n, x in task.init().items()}
         optimiser, schedule = prepare(params.items(), found, steps=20)
         for t in range(20):
@@ -204,9 +204,9 @@ def test_rivals_train_convolutions_as_they_do_by_hand(name, monkeypatch):
     lr, make = CONVOLVED[name]
     task, contender = lenet_task(), rival(name).with_setting(lr=lr, weight_decay=0.0)
     wanted = by_backward(task, partial(make, foreach=False))
-    assert train(task, contender, measuring=BARE).final_loss == pytest.approx(wanted, rel=1e-4)
+    assert train_contender(task, contender, measuring=BARE).final_loss == pytest.approx(wanted, rel=1e-4)
     monkeypatch.setattr(run, "laid_out_like", lambda parameter, gradient: gradient)
-    astray = train(task, contender, measuring=BARE).final_loss
+    astray = train_contender(task, contender, measuring=BARE).final_loss
     assert (astray != pytest.approx(wanted, rel=1e-3)) == (name != "rmsprop"), "fused steps take entries for one another"
 
 
@@ -222,22 +222,22 @@ def test_a_learned_geometry_is_one_more_rival():
     learned = meta_train(family, Diagonal(), outer_steps=3, tasks_per_step=4)
     ours = learned_rival(learned)
     task = family.build(family.sample(torch.Generator().manual_seed(9)))
-    plain = train(task, ours.untuned(), measuring=BARE)
+    plain = train_contender(task, ours.untuned(), measuring=BARE)
     best = tune(rival("sgd"), task, Grid(names=["lr"], budget=15), measuring=BARE)
     assert plain.mean_loss < best.best_so_far[-1]
     assert ours.cost["gradient_evaluations"] > 0
     assert ours.untuned().describe()["identity"].startswith(learned.fingerprint())
     assert ours.untuned().setting == {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}
     assert learned_rival(learned, exact=False).identity != ours.identity
-    half = train(task, ours.with_setting(lr=0.5), measuring=BARE)
+    half = train_contender(task, ours.with_setting(lr=0.5), measuring=BARE)
     assert half.losses != plain.losses
     usage = Usage(momentum=0.5, schedule="linear", factor=0.8)
     grid = learned_rival(learned, usage=usage).settings(["lr"], 5)
     assert [s["lr"] for s in grid] == [0.8, 0.08, 0.24, 2.4, 8.0], "around what the usage says"
     assert learned_rival(learned, usage=usage).space["lr"] == Range(0.08, 8.0)
-    used = train(task, learned_rival(learned, usage=usage).untuned(), measuring=BARE)
+    used = train_contender(task, learned_rival(learned, usage=usage).untuned(), measuring=BARE)
     assert used.final_loss == pytest.approx(by_hand(task, learned, usage), rel=1e-9)
-    heavy = train(task, ours.with_setting("linear", momentum=0.5), measuring=BARE)
+    heavy = train_contender(task, ours.with_setting("linear", momentum=0.5), measuring=BARE)
     assert heavy.final_loss < heavy.losses[0]
 
 
@@ -276,7 +276,7 @@ def test_a_package_that_is_not_there_is_a_sentence(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "prodigyopt", None)
     with pytest.raises(ValueError, match=r"pip install 'metamd\[rivals\]'"):
-        train(task_of(), rival("prodigy").untuned())
+        train_contender(task_of(), rival("prodigy").untuned())
 
 
 def test_contenders_have_keys_of_their_own():

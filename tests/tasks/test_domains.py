@@ -5,7 +5,7 @@ import pytest
 import scipy.ndimage
 import torch
 
-from metamd.tasks.vision import Domain, Pictures, Source, choose, enlarge, moments, rotate
+from metamd.tasks.vision import Domain, ImageSource, Pictures, choose_images, enlarge, moments, rotate
 
 
 def noise(count=7, channels=1, side=28, seed=0):
@@ -101,7 +101,7 @@ def test_flat_training_images_are_refused():
 
 def source(train=60, test=20):
     images = {"train": noise(train, side=4, seed=1), "test": noise(test, side=4, seed=2)}
-    return Source(images, {k: torch.arange(len(v)) % 10 for k, v in images.items()}, {})
+    return ImageSource(images, {k: torch.arange(len(v)) % 10 for k, v in images.items()}, {})
 
 
 def whole(made, train, validation):
@@ -117,13 +117,13 @@ def rows(images):
 def test_splits_are_disjoint_and_fixed_by_the_seed(images):
     made = source()
     labels = made.labels["train"]
-    train, validation = choose(labels, images, seed=3)
+    train, validation = choose_images(labels, images, seed=3)
     assert len(train) == (images or 54)
     assert len(validation) == 6
     domain = whole(made, train, validation)
     parts = {split: rows(pictures.pixels) for split, (pictures, _) in domain.items()}
     assert len(set.union(*parts.values())) == sum(len(p) for p in parts.values()) == len(train) + 6 + 20
-    again, other = choose(labels, images, seed=3), choose(labels, images, seed=4)
+    again, other = choose_images(labels, images, seed=3), choose_images(labels, images, seed=4)
     assert all(torch.equal(a, b) for a, b in zip((train, validation), again, strict=True))
     assert not torch.equal(validation, other[1])
     overlapping = whole(made, train, train[:6])  # the law notices an overlap
@@ -132,20 +132,20 @@ def test_splits_are_disjoint_and_fixed_by_the_seed(images):
 
 def test_a_chosen_number_of_images_is_balanced_and_validation_does_not_depend_on_it():
     labels = torch.cat([torch.arange(10).repeat(30), torch.zeros(300, dtype=torch.long)])
-    train, validation = choose(labels, 100, seed=0)
+    train, validation = choose_images(labels, 100, seed=0)
     assert labels[train].bincount().tolist() == [10] * 10
-    assert torch.equal(validation, choose(labels, None, seed=0)[1])
-    everything = choose(labels, None, seed=0)[0]
+    assert torch.equal(validation, choose_images(labels, None, seed=0)[1])
+    everything = choose_images(labels, None, seed=0)[0]
     assert labels[everything].bincount()[0] > 200  # all of them are as unbalanced as the data
-    many = labels[choose(labels, 400, seed=0)[0]].bincount()
+    many = labels[choose_images(labels, 400, seed=0)[0]].bincount()
     assert sum(many.tolist()) == 400  # classes that run out give what they have
-    assert len(choose(labels, 10_000, seed=0)[0]) == 540  # and so does a dataset
+    assert len(choose_images(labels, 10_000, seed=0)[0]) == 540  # and so does a dataset
 
 
 def test_normalisation_knows_the_training_split_alone():
     made, changed = source(), source()
     changed.images["test"].fill_(0)
-    indices = choose(made.labels["train"], 20, seed=0)
+    indices = choose_images(made.labels["train"], 20, seed=0)
     unused = torch.ones(60, dtype=torch.bool)
     unused[indices[0]] = False
     changed.images["train"][unused] = 255

@@ -24,7 +24,7 @@ def run(options: Certify) -> None:
     """Carry out the command."""
     torch.set_num_threads(1)  # tasks are small; sums in one order give the same numbers everywhere
     learned = load(options.file)
-    out = _place(options)
+    out = _out_path(options)
     family = held_out_side(build_family(options, learned.header.family))
     reference = None if options.reference_lr is None else Reference(lr=options.reference_lr)
     found = certify(
@@ -37,7 +37,7 @@ def run(options: Certify) -> None:
         comparator=reference,
         executor=Executor(options.workers, options.ray),
     )
-    others = _write(options.file, out, learned, found)
+    others = _write_certificate(options.file, out, learned, found)
     if options.report is not None:
         command = f"metamd certify {options.file} {options.family} --seed {options.seed}"
         write_page(
@@ -52,7 +52,7 @@ def run(options: Certify) -> None:
     show({"file": str(out), "certificate": found.to_dict()}, "\n".join(lines), as_json=options.json)
 
 
-def _place(options: Certify) -> Path:
+def _out_path(options: Certify) -> Path:
     """Where the result goes; a file of the package is not changed in place."""
     source = locate(options.file)
     path = source if options.out is None else options.out
@@ -66,7 +66,7 @@ def _place(options: Certify) -> Path:
     return path
 
 
-def _write(file: str, out: Path, learned: LearnedOptimiser, found: HeldOutCertificate) -> list[str]:
+def _write_certificate(file: str, out: Path, learned: LearnedOptimiser, found: HeldOutCertificate) -> list[str]:
     """Put the certificate beside those of other families and domains, which are given back, in place of an earlier one."""
     with locked(out.with_name(f".{out.name}.lock")):
         now = load(file)

@@ -8,7 +8,7 @@ from torch import nn
 from metamd.cli import report as report_command
 from metamd.cli.families import build_family, held_out_side
 from metamd.cli.options import Compare, Report
-from metamd.comparison.compare import compare, settings_of
+from metamd.comparison.compare import compare, comparison_settings
 from metamd.comparison.comparison import Target
 from metamd.comparison.entrants import Protocol, entrants, labels
 from metamd.comparison.tuning import SEARCHES
@@ -24,7 +24,7 @@ from metamd.tasks.wrapped import SharedStart, starting_at
 
 def run(options: Compare) -> None:
     """Carry out the command."""
-    _check(options)
+    _check_options(options)
     protocol = Protocol(
         options.protocol,
         seeds=options.seeds,
@@ -38,11 +38,13 @@ def run(options: Compare) -> None:
     executor = Executor(options.workers, options.ray)  # refuses too few workers before anything is computed
     learned = load(options.file)
     known, family = sides(options, learned)
-    ours: dict[str, Contender] = {"MetaMD": _ours(learned, options)}
+    ours: dict[str, Contender] = {"MetaMD": _our_contender(learned, options)}
     # A file that does not fit the models of the family is refused here, and data that are not at hand are found missing.
     ours["MetaMD"].start([(n, nn.Parameter(x)) for n, x in family.example().items()])
-    rivals = [_rival(name, known, options) for name in options.rivals]
-    Records(options.out, settings_of(family, protocol))  # refuses the folder of another comparison before a long search
+    rivals = [_known_or_learned(name, known, options) for name in options.rivals]
+    Records(
+        options.out, comparison_settings(family, protocol)
+    )  # refuses the folder of another comparison before a long search
     trials = None
     if options.protocol == "paper":
         about = {"family": family.describe(), "seed": options.seed, "budget": options.budget}
@@ -61,7 +63,7 @@ def run(options: Compare) -> None:
     report_command.run(Report(options.out, json=options.json))
 
 
-def _check(options: Compare) -> None:
+def _check_options(options: Compare) -> None:
     """Refuse what cannot be compared before anything is computed or written."""
     if not options.rivals:
         raise ValueError("--rivals must name at least one, got none.")
@@ -77,7 +79,7 @@ def _check(options: Compare) -> None:
         raise ValueError("--search would change nothing without --protocol paper. Leave it out, or add that.")
 
 
-def _ours(learned: LearnedOptimiser, options: Compare) -> Contender:
+def _our_contender(learned: LearnedOptimiser, options: Compare) -> Contender:
     """As the file says that it is best used, unless something else was asked."""
     usage = learned.usage
     made = learned_rival(learned, refresh=options.refresh, averaging="constant" if options.momentum else None)
@@ -85,7 +87,7 @@ def _ours(learned: LearnedOptimiser, options: Compare) -> Contender:
     return made.with_setting(options.schedule or usage.schedule, momentum=momentum)
 
 
-def _rival(name: str, family: TaskFamily, options: Compare) -> Rival:
+def _known_or_learned(name: str, family: TaskFamily, options: Compare) -> Rival:
     """A rival; one that is learned is learned on the training side, once, and kept beside the records."""
     known = known_rival(name)
     if isinstance(known, Rival):

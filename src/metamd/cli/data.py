@@ -9,16 +9,21 @@ from metamd.cli.options import Data, DataFetch, DataList, DataPath, DataVerify
 from metamd.data import loading, registry
 from metamd.data.registry import DataError, Dataset
 
-Row = dict[str, Any]
+SplitRow = dict[str, Any]
 
 
 def run(options: Data) -> None:
     """Carry out one of the four actions; wrong data end in a sentence and exit code 2."""
-    actions: dict[type, Callable[[Any], None]] = {DataList: _list, DataFetch: _fetch, DataVerify: _verify, DataPath: _path}
+    actions: dict[type, Callable[[Any], None]] = {
+        DataList: _list_datasets,
+        DataFetch: _fetch,
+        DataVerify: _verify,
+        DataPath: _path,
+    }
     actions[type(options.action)](options.action)
 
 
-def _list(options: DataList) -> None:
+def _list_datasets(options: DataList) -> None:
     """Say of every split where it is, how much of it, and whether it is official, partial or rebuilt.
 
     Counts come from file headers, so this is quick; `verify` reads the bytes.
@@ -46,7 +51,7 @@ def _fetch(options: DataFetch) -> None:
 def _verify(options: DataVerify) -> None:
     """Read every split at hand and compare it with its recorded checksums; raise when one is wrong."""
     names = [options.name] if options.name else list(registry.datasets())
-    places = [(name, split, loading.find(name, split)) for name in names for split in registry.dataset(name).splits]
+    places = [(name, split, loading.find_split(name, split)) for name in names for split in registry.dataset(name).splits]
     rows = [_checked(name, split, path) for name, split, path in places if path is not None]
     show({"verified": rows}, _lines(rows), as_json=options.json)
     if bad := [row for row in rows if not row["ok"]]:
@@ -60,16 +65,16 @@ def _path(options: DataPath) -> None:
     name, split = options.name, options.split
     if name is not None:
         registry.split_of(name, split)
-    found = loading.cache_folder() if name is None else loading.find(name, split)
+    found = loading.cache_folder() if name is None else loading.find_split(name, split)
     if found is None:
         raise DataError(f"{name} {split} is not at hand. Run `metamd data fetch {name}` first.")
     show({"path": str(found)}, str(found), as_json=options.json)
 
 
-def _listed(record: Dataset, split: str) -> Row:
+def _listed(record: Dataset, split: str) -> SplitRow:
     known = record.splits[split]
-    found = loading.find(record.name, split)
-    row: Row = {
+    found = loading.find_split(record.name, split)
+    row: SplitRow = {
         "name": record.name,
         "title": record.title,
         "split": split,
@@ -96,16 +101,16 @@ def _listed(record: Dataset, split: str) -> Row:
     return row | {"count": count, "status": status, "note": note}
 
 
-def _checked(name: str, split: str, path: Path) -> Row:
-    row: Row = {"name": name, "split": split, "path": str(path), "ok": True}
+def _checked(name: str, split: str, path: Path) -> SplitRow:
+    row: SplitRow = {"name": name, "split": split, "path": str(path), "ok": True}
     try:
-        _, came = loading.read(path, name, split)
+        _, came = loading.read_split(path, name, split)
     except DataError as error:
         return row | {"ok": False, "count": 0, "status": "wrong", "note": str(error)}
     return row | {"count": came.count, "status": came.status, "note": came.note}
 
 
-def _lines(rows: list[Row]) -> str:
+def _lines(rows: list[SplitRow]) -> str:
     notes = [f"  ({row['note']})" if row["note"] else "" for row in rows]
     starts = [f"{row['name']:<13}{row['split']:<6}{row['count']:>6}  {row['status']:<10}  {row['path']}" for row in rows]
     return "\n".join(start + note for start, note in zip(starts, notes, strict=True))

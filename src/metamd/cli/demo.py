@@ -4,15 +4,13 @@ The digits come with scikit-learn: nothing is downloaded. A rival has the best o
 MetaMD is used as it was learned. A learned diagonal, the paper's potential, stands beside it: it has the certificate.
 """
 
-import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Adam
 
 from metamd import tasks
@@ -36,12 +34,13 @@ from metamd.learning.meta import meta_train
 from metamd.potentials import Diagonal
 from metamd.rivals import learned_rival, rival
 from metamd.tasks.base import Task, TaskFamily, derive_seed
+from metamd.tasks.vision import turned
 
-RIVALS = ("sgd", "sgdm", "adam")
+DEMO_RIVALS = ("sgd", "sgdm", "adam")
 
 
 @dataclass(frozen=True)
-class Size:
+class DemoSize:
     """How much the demo does."""
 
     angles: tuple[int, ...] = (0, 15, 60, 75, 90)  # rotations to learn from, in degrees
@@ -55,9 +54,9 @@ class Size:
     budget: int = 7  # learning rates per rival and schedule
 
 
-PARTS = {
+DEMO_PARTS = {
     "quadratics": ("Quadratics", "Badly scaled quadratics in two dimensions that were not seen while learning."),
-    "digits": (
+    "rotated_digits": (
         "Rotated digits, every task from a new network",
         "A small network on 8x8 digits, rotated by an angle that was not learned from.",
     ),
@@ -69,15 +68,15 @@ PARTS = {
 """The title of each part of the page, and what its tasks are."""
 
 
-def run(options: Demo, size: Size | None = None) -> None:
+def run(options: Demo, size: DemoSize | None = None) -> None:
     """Carry out the command; everything at its full size if none is given."""
-    size, began = size or Size(), time.perf_counter()
+    size, began = size or DemoSize(), time.perf_counter()
     options.out.mkdir(parents=True, exist_ok=True)
     parts, found = list[Section](), dict[str, Result]()
     # Problems this small lose on a second thread, and sums in one order give the same numbers on every machine.
     with one_thread(), Progress("metamd demo"):
-        fresh, shared = digits(size), digits(size, options.seed)
-        sides = {"quadratics": (tasks.quadratic(steps=size.steps),) * 2, "digits": fresh, "digits-adapted": shared}
+        fresh, shared = rotated_digits(size), rotated_digits(size, options.seed)
+        sides = {"quadratics": (tasks.quadratic(steps=size.steps),) * 2, "rotated_digits": fresh, "digits-adapted": shared}
         for name, (known, unseen) in sides.items():
             comparison, files = _compared(known, unseen, size, options.seed)
             for ending, learned in files.items():
@@ -87,11 +86,11 @@ def run(options: Demo, size: Size | None = None) -> None:
             (options.out / name).mkdir(exist_ok=True)
             learning_curves(comparison, list(comparison.labels)[:2], options.out / name)
             figure = [(options.out / name / "curves.png", "Training loss on the tasks that were held out.")]
-            table, (title, about) = results(comparison), PARTS[name]
+            table, (title, about) = results(comparison), DEMO_PARTS[name]
             best = min(comparison.labels, key=lambda label: float(comparison.values(label, "mean_loss").mean()))
             verdict = f"Smallest mean loss over the run: {best}." + " Here learning does not pay." * (best != "MetaMD")
             usage = f"What was chosen for MetaMD while learning: {files[''].usage}."
-            texts = [about, *table.texts, usage, verdict, _said(certified)]
+            texts = [about, *table.texts, usage, verdict, _certificate_line(certified)]
             parts.append(replace(table, title=title, texts=texts, figures=figure))
             found[name] = summary(comparison) | {"certificate": certified}
     write_json(options.out / "demo.json", found)
@@ -103,7 +102,7 @@ def run(options: Demo, size: Size | None = None) -> None:
 
 
 def _compared(
-    known: TaskFamily, unseen: TaskFamily, size: Size, seed: int
+    known: TaskFamily, unseen: TaskFamily, size: DemoSize, seed: int
 ) -> tuple[Comparison, dict[str, LearnedOptimiser]]:
     """Learn on one side, the default and a diagonal, and compare on the other with tuned rivals."""
     learned = meta_train(known, tasks_per_step=size.tasks_per_step, seed=seed)
@@ -116,14 +115,14 @@ def _compared(
     measuring = Measuring(every=max(1, size.steps // 20), splits=("test",) if graded else ())
     aim = Target("Adam, linear decay")
     protocol = Protocol("handicap", size.seeds, size.steps, seed, measuring, aim, budget=size.budget)
-    everybody = entrants(ours, [rival(name) for name in RIVALS], unseen, protocol)
+    everybody = entrants(ours, [rival(name) for name in DEMO_RIVALS], unseen, protocol)
     return compare(everybody, unseen, protocol), {"": learned, "-diagonal": plain}
 
 
 # rotated digits
 
 
-def digits(size: Size, seed: int | None = None) -> tuple[TaskFamily, TaskFamily]:
+def rotated_digits(size: DemoSize, seed: int | None = None) -> tuple[TaskFamily, TaskFamily]:
     """Rotated digits to learn from and to test on; with a seed, all begin at one network trained at another rotation."""
     try:
         from sklearn.datasets import load_digits
@@ -138,7 +137,7 @@ def digits(size: Size, seed: int | None = None) -> tuple[TaskFamily, TaskFamily]
         def make() -> nn.Module:
             return nn.Sequential(nn.Linear(64, size.hidden), nn.ReLU(), nn.Linear(size.hidden, 10))
 
-        data = {f"{a} degrees": (rotated(pictures, a), labels) for a in angles}
+        data = {f"{a} degrees": (turned(pictures, a).flatten(1), labels) for a in angles}
         return tasks.supervised(make, data, batch_size=50, steps=size.steps, name="rotated digits")
 
     known, unseen = family(size.angles), family([size.held_out])
@@ -148,14 +147,6 @@ def digits(size: Size, seed: int | None = None) -> tuple[TaskFamily, TaskFamily]
     task = first.build(first.sample(torch.Generator().manual_seed(derive_seed(seed, "start"))))
     start, _ = Reference(Adam, lr=3e-3, factor=2.0).run(task, task.init(), size.steps)
     return tasks.starting_at(known, start), tasks.starting_at(unseen, start)
-
-
-def rotated(pictures: Tensor, degrees: float) -> Tensor:
-    """Pictures (n, 1, h, w) turned counter-clockwise about their middle, bilinear, flattened."""
-    a = math.radians(degrees)
-    turn = torch.tensor([[math.cos(a), -math.sin(a), 0.0], [math.sin(a), math.cos(a), 0.0]]).expand(len(pictures), 2, 3)
-    places = F.affine_grid(turn, list(pictures.shape), align_corners=False)
-    return F.grid_sample(pictures, places, align_corners=False).flatten(1)
 
 
 # the certificate
@@ -175,7 +166,7 @@ def certificate(task: Task, learned: LearnedOptimiser) -> Result:
     return {"bound": bound / run.steps, "realised": run.regret(run.reference) / run.steps, "steps": run.steps}
 
 
-def _said(found: Result) -> str:
+def _certificate_line(found: Result) -> str:
     if "bound" not in found:
         return f"Certificate of the diagonal: none, the run was given up. {found['diverged']}"
     return (

@@ -27,7 +27,7 @@ from metamd.files.text import one_line
 BARS = " ▁▂▃▄▅▆▇█"
 BINS = 16
 MOST_LAYERS = 40
-FEW = 12
+MOST_TICKS = 12
 """So few step sizes are drawn as ticks: a histogram of them would say nothing."""
 
 
@@ -49,13 +49,13 @@ class Distribution:
 def run(options: Inspect) -> None:
     """Carry out the command."""
     if options.file is None:
-        _list(options)
+        _list_shipped(options)
         return
     learned = load(options.file)
     rows = distributions(learned)
     found = card(options.file) if options.file in names() else None
     if options.figure is not None:
-        draw(rows, learned.header.pieces, options.figure)
+        draw_distributions(rows, learned.header.pieces, options.figure)
         print(f"wrote {one_line(str(options.figure))}", file=sys.stderr)
     if options.json:
         record = {"file": options.file, "fingerprint": learned.fingerprint(), "header": learned.header.to_dict()}
@@ -68,7 +68,7 @@ def run(options: Inspect) -> None:
     console.print(_step_table(rows))
 
 
-def _list(options: Inspect) -> None:
+def _list_shipped(options: Inspect) -> None:
     """The learned optimisers that come with the package."""
     if options.figure is not None:
         raise ValueError("--figure draws the step sizes of one file. Name it: metamd inspect FILE --figure PNG.")
@@ -135,7 +135,7 @@ def _header_table(file: str, learned: LearnedOptimiser, found: Card | None) -> T
     if learned.header.usage is not None:
         shown["usage"] = f"{learned.usage}; MetaMD(params, learned, steps=T) does so, MetaMD(params, learned) does not"
     for name, value in shown.items():
-        table.add_row(Text(name), Text(_plain(name, value)))
+        table.add_row(Text(name), Text(_field_text(name, value)))
     return table
 
 
@@ -151,7 +151,7 @@ def _held_out(found: Mapping[str, Any]) -> str | None:
     return "\n".join(map(one_line, lines)) or None
 
 
-def _plain(name: str, value: Any) -> str:
+def _field_text(name: str, value: Any) -> str:
     if value is None or value in ("", [], {}):
         return "not recorded"
     if name in ("model", "held_out", "judged"):  # their lines were made safe one by one
@@ -175,7 +175,7 @@ def _step_table(rows: Sequence[Distribution]) -> Table:
     return table
 
 
-def draw(rows: Sequence[Distribution], pieces: int, path: Path) -> None:
+def draw_distributions(rows: Sequence[Distribution], pieces: int, path: Path) -> None:
     """Draw the distributions of step sizes, layer by layer; the ending of the path chooses the format."""
     if not path.parent.is_dir():
         raise ValueError(f"there is no directory {str(path.parent)!r} for the figure. Create it first.")
@@ -189,7 +189,7 @@ def draw(rows: Sequence[Distribution], pieces: int, path: Path) -> None:
         for row in shown:
             place, colour, steps = places[row.key], f"C{(row.piece - 1) % 10}", np.clip(row.log_steps, low, high)
             label = f"piece {row.piece}" if place == 0 else None
-            if steps.size <= FEW:
+            if steps.size <= MOST_TICKS:
                 axes.vlines(10**steps, place - 0.5, place, color=colour, alpha=0.8, linewidth=2, label=label)
                 continue
             counts = np.histogram(steps, edges)[0]

@@ -23,7 +23,7 @@ from metamd.comparison.sections import (
 )
 from metamd.experiments import EXPERIMENTS, find, folder_name
 from metamd.experiments.experiment import Experiment, screened
-from metamd.experiments.race import Synthetic
+from metamd.experiments.synthetic import Synthetic
 from metamd.files.container import write_atomically
 from metamd.files.store import (
     ARCHIVE,
@@ -111,7 +111,7 @@ def write_report(
     folder: Path, out: Path, target: str | None = None, share: float | None = None, places: Sequence[Path] | None = None
 ) -> tuple[Comparison, list[Section]]:
     """Write `report.html`, `report.md` and the figures that are kept beside them; what they show is given back."""
-    comparison, versions = read(folder, places)
+    comparison, versions = read_comparison(folder, places)
     if target is not None or share is not None:
         aim = comparison.aim or Target(comparison.labels[-1])
         comparison = comparison.aiming(target or aim.baseline, aim.share if share is None else share)
@@ -122,7 +122,7 @@ def write_report(
         family = comparison.settings.get("family", {})
         name = family.get("family", "") if isinstance(family, dict) else ""
         title = f"{comparison.labels[0]} against {len(comparison.labels) - 1} rivals" + (f" on {name}" if name else "")
-        _write(out, title, parts, folder)
+        _write_report(out, title, parts, folder)
         for path in (path for part in parts for path, _ in part.figures if path.name != CURVES):
             write_atomically(out / path.name, path.read_bytes())
     return comparison, parts
@@ -137,11 +137,11 @@ def write_tables(folder: Path, out: Path) -> list[Section]:
         costs = training_costs(read_cells(records))
     parts += [] if costs is None else [costs]
     parts += [configuration(Records.settings(folder), {})] if (folder / "run.json").is_file() else []
-    _write(out, folder.resolve().name.capitalize(), parts, folder)
+    _write_report(out, folder.resolve().name.capitalize(), parts, folder)
     return parts
 
 
-def _write(out: Path, title: str, parts: list[Section], folder: Path) -> None:
+def _write_report(out: Path, title: str, parts: list[Section], folder: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     command = f"metamd report {folder}"
     write_page(out / "report.html", title, parts, command=command)
@@ -165,7 +165,7 @@ def tables(result: Result) -> list[Section]:
     return [Section(texts=[rule]), *parts]
 
 
-def read(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison, dict[str, Any]]:
+def read_comparison(folder: Path, places: Sequence[Path] | None = None) -> tuple[Comparison, dict[str, Any]]:
     """The comparison in a folder, or those in its folders as one, and all versions that they were made with."""
     with records_in(folder) as records:
         if places is None:

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from metamd.comparison.comparison import Candidate, Comparison, Fold, cell_name
-from metamd.comparison.entrants import Entrants, Protocol, draw
+from metamd.comparison.entrants import Entrants, Protocol, draw_configs
 from metamd.comparison.parallel import Cell, fill
-from metamd.comparison.training import Measuring, Outcome, step_seconds, train
+from metamd.comparison.training import Measuring, Outcome, step_seconds, train_contender
 from metamd.comparison.tuning import METRICS
 from metamd.files.store import Records, Result, as_json, write_json
 from metamd.files.versions import environment, versions
@@ -59,16 +59,16 @@ def compare(
     if empty := [label for label, contenders in entrants.items() if not contenders]:
         raise ValueError(f"{empty[0]!r} has no contender. Give it one, or several.")
     measuring, executor = protocol.measuring, Executor(workers, ray)
-    groups = draw(family, protocol.seeds, protocol.seed)
+    groups = draw_configs(family, protocol.seeds, protocol.seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
-    settings = settings_of(family, protocol)
+    settings = comparison_settings(family, protocol)
     records = None if folder is None else Records(Path(folder), settings)
 
     def run(pairs: Iterable[tuple[Contender, str]], title: str) -> Outcomes:
         cells = {
             (c.key(), name): Cell(
                 cell_name(c.describe(), tasks[name].config),
-                partial(train, tasks[name], c, steps=settings["steps"], measuring=measuring),
+                partial(train_contender, tasks[name], c, steps=settings["steps"], measuring=measuring),
                 Outcome.to_json,
             )
             for c, name in pairs
@@ -92,7 +92,7 @@ def compare(
     return _timed(comparison, entrants, next(iter(tasks.values())), records)
 
 
-def settings_of(family: TaskFamily, protocol: Protocol) -> Result:
+def comparison_settings(family: TaskFamily, protocol: Protocol) -> Result:
     """All that an outcome depends on beside its task and its contender; other optimisers may join later."""
     steps, watched = family.steps if protocol.steps is None else protocol.steps, as_json(asdict(protocol.measuring))
     return {"family": family.describe(), "steps": steps, "measuring": watched, "torch": versions()["torch"]}

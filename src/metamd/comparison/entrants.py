@@ -88,7 +88,7 @@ FRUITLESS = 1000
 """Draws per domain after which a family has no other task."""
 
 
-def draw(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
+def draw_configs(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
     """So many different tasks of each domain, by domain; of a family without domains, so many tasks."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "comparison"))
     inner = family.family if isinstance(family, SharedStart) else family
@@ -179,7 +179,7 @@ def entrants(
         return {**ours, **{n: handicap(r, s, budget=protocol.budget) for n, (r, s) in scheduled.items()}, **untuned}
     given = {label: c for label, c in ours.items() if not c.rival.unlearned}
     given |= {label: r.with_setting(s) for label, (r, s) in scheduled.items()}
-    drawn = draw(family, 1, derive_seed(protocol.seed, "tuning"))
+    drawn = draw_configs(family, 1, derive_seed(protocol.seed, "tuning"))
     tasks = [family.build(c) for configs in drawn.values() for c in configs]
     search, here = protocol.search(budget=protocol.budget, seed=protocol.seed), Executor.of(workers).ray is None
     hashes, cells = [config_hash(t.config) for t in tasks], {}

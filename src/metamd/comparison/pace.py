@@ -56,10 +56,10 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
         found.append(
             {
                 "domain": fold.group,
-                "mean_loss": _ratio(losses[ours], losses[lowest]),
+                "mean_loss": _finite_ratio(losses[ours], losses[lowest]),
                 "mean_loss_of": lowest,
-                "steps": _ratio(steps, taken),
-                "seconds": _ratio(steps * fold.seconds.get(ours, math.nan), clocks[quickest]),
+                "steps": _finite_ratio(steps, taken),
+                "seconds": _finite_ratio(steps * fold.seconds.get(ours, math.nan), clocks[quickest]),
                 "seconds_of": quickest,
                 "steps_of": fastest,
                 "arrived": {"ours": arrived[0], "rival": arrived[1], "runs": len(each)},
@@ -118,7 +118,7 @@ def _times(ratio: float | None, missing: str = "") -> str:
     return missing if ratio is None else f"{ratio:.2f} x"
 
 
-def _ratio(one: float, other: float) -> float | None:
+def _finite_ratio(one: float, other: float) -> float | None:
     """None where it is no finite number."""
     return one / other if 0 < other < math.inf and math.isfinite(one) else None
 
@@ -130,7 +130,7 @@ def last_tenth(losses: Sequence[float]) -> float | None:
     """
     tenth = max(1, len(losses) // 10)
     last, before = (sum(part) / tenth for part in (losses[-tenth:], losses[-2 * tenth : -tenth]))
-    return _ratio(last, before)
+    return _finite_ratio(last, before)
 
 
 def last_tenths(comparison: Comparison) -> dict[str, float | None]:

@@ -69,7 +69,7 @@ HEADS = {
     "test_error": "test accuracy, %",
 }
 
-SHORT = {metric: head.split(",")[0] for metric, head in HEADS.items()}
+SHORT_HEADS = {metric: head.split(",")[0] for metric, head in HEADS.items()}
 
 
 def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] | None = None) -> list[Section]:
@@ -126,7 +126,7 @@ def _verdicts(c: Comparison) -> Section:
     for metric in c.metrics:
         for d in c.differences(metric):
             ratio = "" if math.isnan(d.ratio) else f"{d.ratio:.3g} ({d.low:.3g} to {d.high:.3g})"
-            against = f"{SHORT[metric]}: against {d.label}"
+            against = f"{SHORT_HEADS[metric]}: against {d.label}"
             rows.append([against, ratio, f"{d.wins} : {d.losses}", f"{d.p:.3f}", d.verdict])
     least = min(1.0, smallest_p(pairs) * max(1, len(c.labels) - 1))
     texts = [
@@ -152,7 +152,9 @@ def _curves(c: Comparison, folder: Path) -> Section:
 def _profiles(c: Comparison, folder: Path) -> Section:
     found = {m: c.profiles(m) for m in TO_TARGET if m in c.metrics}
     panels = {
-        SHORT[m]: [figures.Curve(label, p.tau, p.share) for label, p in profiles.items() if not label.endswith(UNTUNED)]
+        SHORT_HEADS[m]: [
+            figures.Curve(label, p.tau, p.share) for label, p in profiles.items() if not label.endswith(UNTUNED)
+        ]
         for m, profiles in found.items()
     }
     path = folder / "profiles.png"
@@ -162,7 +164,7 @@ def _profiles(c: Comparison, folder: Path) -> Section:
         "The share of tasks on which an optimiser needs at most tau times as much as the best one, and the area under it."
     ]
     caption = "The share of tasks within tau times the best, without the optimisers that are not tuned."
-    heads = ["area, tau from 1 to 4", *(SHORT[m] for m in found)]
+    heads = ["area, tau from 1 to 4", *(SHORT_HEADS[m] for m in found)]
     return Section("Performance profiles", texts, heads, rows, [(path, caption)])
 
 
@@ -204,9 +206,11 @@ def _choices(c: Comparison, folder: Path) -> Section:
             if label in fold.tunings:
                 tried, ends = len(fold.tunings[label].best_so_far), list(fold.tunings[label].at_edge)
             elif tried > 1:
-                ends = [SHORT[m] for m in c.metrics if fold.best(label, m, c.target(fold)) in (several[0], several[-1])]
+                ends = [
+                    SHORT_HEADS[m] for m in c.metrics if fold.best(label, m, c.target(fold)) in (several[0], several[-1])
+                ]
             found = about.get("setting")
-            setting = ", ".join(f"{k} {_plain(v)}" for k, v in found.items()) if isinstance(found, dict) else str(found)
+            setting = ", ".join(f"{k} {_abridged(v)}" for k, v in found.items()) if isinstance(found, dict) else str(found)
             failed = sum(any(o.failed for o in x.outcomes) for x in several)
             counts = [str(about.get("schedule", "")), str(tried), str(failed)]
             rows.append([f"{label}, {fold.group}", setting, *counts, ", ".join(ends)])
@@ -230,7 +234,7 @@ def _choices(c: Comparison, folder: Path) -> Section:
 def configuration(settings: Mapping[str, Any], versions: Mapping[str, Any]) -> Section:
     """What runs were made with, and the versions of the libraries, as the records have it."""
     values = {**settings, **{f"version of {k}": v for k, v in versions.items()}}
-    return Section(CONFIGURATION, (), ["", "value"], [[str(k), _plain(v)] for k, v in values.items()])
+    return Section(CONFIGURATION, (), ["", "value"], [[str(k), _abridged(v)] for k, v in values.items()])
 
 
 def training_costs(cells: Mapping[str, Mapping[str, Any]]) -> Section | None:
@@ -240,11 +244,11 @@ def training_costs(cells: Mapping[str, Mapping[str, Any]]) -> Section | None:
     if not heads:
         return None
     texts = ["What each training cost that the tables are made of, by its record. Rivals are tuned, not trained."]
-    rows = [[name, *(_plain(cost[head]) if head in cost else "" for head in heads)] for name, cost in costs.items()]
+    rows = [[name, *(_abridged(cost[head]) if head in cost else "" for head in heads)] for name, cost in costs.items()]
     return Section("Costs", texts, ["", *(head.replace("_", " ") for head in heads)], rows)
 
 
-def _plain(value: Any) -> str:
+def _abridged(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 2000 else text[:2000] + " ..."
 

@@ -12,7 +12,7 @@ from metamd.files.store import as_json
 
 Array = NDArray[np.float64]
 
-RESAMPLES = 2000
+RESAMPLES = 2000  # of a bootstrap: 50 of them lie beyond each end of a 95 % interval
 EXACT_UP_TO = 14
 """Up to so many pairs all signs are enumerated."""
 

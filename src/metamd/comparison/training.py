@@ -18,10 +18,10 @@ from metamd.inner.run import train as train_task
 from metamd.rivals.base import Contender
 from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed, seeded
 
-LARGEST = 1e300
+LARGEST_LOSS = 1e300
 """What a loss may be in a record: the sum of some is a number still."""
 
-DIGITS = 7
+LOSS_DIGITS = 7
 """Of the losses in a record: single precision has no more."""
 
 
@@ -98,16 +98,25 @@ class Outcome:
     def from_json(cls, found: Mapping[str, Any]) -> "Outcome":
         """Read a record, whatever it holds; one that does not hold together is refused in a sentence."""
         try:
-            places, losses = tuple(int(x) for x in found["places"]), tuple(_number(x) for x in found["losses"])
-            ends = {str(s): (_number(v[0]), None if v[1] is None else float(v[1])) for s, v in found["ends"].items()}
-            rest = dict(found["config"]), dict(found["contender"]), places, losses, _number(found["batch_loss"]), ends
+            places, losses = tuple(int(x) for x in found["places"]), tuple(_loss_from_json(x) for x in found["losses"])
+            ends = {str(s): (_loss_from_json(v[0]), None if v[1] is None else float(v[1])) for s, v in found["ends"].items()}
+            rest = (
+                dict(found["config"]),
+                dict(found["contender"]),
+                places,
+                losses,
+                _loss_from_json(found["batch_loss"]),
+                ends,
+            )
             outcome = cls(*rest, int(found["gradients"]), str(found["failed"]))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"this is not the record of a training: {error!r}. Delete it, and it is made again.") from None
         increasing = len(places) > 1 and places[0] == 0 and list(places) == sorted(set(places))
         required = {
             "places and counts below 2^53": max([*places, outcome.gradients]) <= 2**53,
-            f"losses below {LARGEST:g}, or none where it failed": all(abs(x) <= LARGEST for x in losses if x < math.inf),
+            f"losses below {LARGEST_LOSS:g}, or none where it failed": all(
+                abs(x) <= LARGEST_LOSS for x in losses if x < math.inf
+            ),
             "one loss for each of at least two places, counted from 0": increasing and len(places) == len(losses),
             "accuracies between 0 and 1": all(a is None or 0 <= a <= 1 for _, a in ends.values()),
             "no negative count": outcome.gradients >= 0,
@@ -117,7 +126,7 @@ class Outcome:
         return outcome
 
 
-def _number(value: Any) -> float:
+def _loss_from_json(value: Any) -> float:
     if value is None:
         return math.inf
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -125,7 +134,9 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def train(task: Task, contender: Contender, *, steps: int | None = None, measuring: Measuring | None = None) -> Outcome:
+def train_contender(
+    task: Task, contender: Contender, *, steps: int | None = None, measuring: Measuring | None = None
+) -> Outcome:
     """Train a task with a contender.
 
     The same task, contender and number of steps give the same outcome, bit for bit: batches and initialisation are in the
@@ -152,9 +163,11 @@ def train(task: Task, contender: Contender, *, steps: int | None = None, measuri
                 break
             losses.append(loss)
         ends = {} if failed else {s: task.evaluate(rule.model(), s) for s in measuring.splits}
-    watched = tuple(shortened([*losses, *[math.inf] * (len(places) - len(losses))], DIGITS))
-    mean = math.inf if failed else shortened(total / steps, DIGITS)
-    measured: dict[str, tuple[float, float | None]] = {s: (shortened(e.loss, DIGITS), e.accuracy) for s, e in ends.items()}
+    watched = tuple(shortened([*losses, *[math.inf] * (len(places) - len(losses))], LOSS_DIGITS))
+    mean = math.inf if failed else shortened(total / steps, LOSS_DIGITS)
+    measured: dict[str, tuple[float, float | None]] = {
+        s: (shortened(e.loss, LOSS_DIGITS), e.accuracy) for s, e in ends.items()
+    }
     return Outcome(task.config, about, places, watched, mean, measured, rule.taken, failed)
 
 

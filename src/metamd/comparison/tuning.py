@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metamd.comparison.training import Measuring, Outcome, one_thread, train
+from metamd.comparison.training import Measuring, Outcome, one_thread, train_contender
 from metamd.files.progress import Progress
 from metamd.files.store import Records, Result
 from metamd.files.usage import Schedule
 from metamd.rivals.base import Contender, Rival, Setting, searched
 from metamd.tasks.base import Task, config_hash, derive_seed, seeded
 
-Metric = Callable[[Outcome], float]
+Measure = Callable[[Outcome], float]
 
-METRICS: dict[str, Metric] = {
+METRICS: dict[str, Measure] = {
     "mean_loss": lambda o: o.mean_loss,
     "final_loss": lambda o: o.final_loss,
     "batch_loss": lambda o: o.batch_loss,
@@ -265,7 +265,7 @@ def tune(
         if setting is None:
             return {"setting": None}
         contender = rival.with_setting(schedule, **setting)
-        runs = [train(t, contender, steps=steps, measuring=measuring) for t in chosen]
+        runs = [train_contender(t, contender, steps=steps, measuring=measuring) for t in chosen]
         return {"setting": setting, "runs": [o.to_json() for o in runs]}
 
     with Progress(f"tuning {rival.title}", search.budget) as progress:

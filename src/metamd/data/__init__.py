@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from metamd.data.folders import image_folder
-from metamd.data.loading import find, load_arrays
+from metamd.data.loading import find_split, load_arrays
 from metamd.data.registry import DataError, Dataset, Provenance, dataset, datasets
 
 if TYPE_CHECKING:
@@ -48,4 +48,4 @@ def provenance(name: str, split: str = "train", *, download: bool = True) -> Pro
 
 def available() -> tuple[str, ...]:
     """The datasets whose splits are all at hand, in METAMD_DATA or in the cache, without any download."""
-    return tuple(name for name, record in datasets().items() if all(find(name, s) for s in record.splits))
+    return tuple(name for name, record in datasets().items() if all(find_split(name, s) for s in record.splits))

@@ -3,7 +3,7 @@
 | dataset | canonical form | how |
 |---|---|---|
 | MNIST, QMNIST, KMNIST, FashionMNIST | 28x28 grey | as the files hold it |
-| USPS | 28x28 grey | `enlarge`: bilinear from 16x16, in exact integer arithmetic |
+| USPS | 28x28 grey | `enlarge_to_28`: bilinear from 16x16, in exact integer arithmetic |
 | SVHN | 28x28 grey | `shrink`: Pillow's `convert("L")`, then its BILINEAR filter, from 32x32 RGB |
 | CIFAR-10 | 32x32 RGB | as the files hold it |
 | STL-10 | 32x32 RGB | `shrink`: Pillow's BOX filter (the mean of 3x3 pixels) from 96x96 RGB |
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from metamd.data.registry import DataError, Dataset
 
-Arrays = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+ImagesAndLabels = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 """Images and labels."""
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open}
@@ -39,7 +39,7 @@ TEXT_LIMIT = 64 * 2**20
 """More than the text of any LIBSVM file read here (USPS train: about 25 MB)."""
 
 
-def decode(record: Dataset, split: str, folder: Path) -> Arrays:
+def decode(record: Dataset, split: str, folder: Path) -> ImagesAndLabels:
     """The images and labels of one split as an `.npz` file stores them, from the official files in `folder`."""
     split_record = record.splits[split]
     count, expected = split_record.count, (split_record.count, *record.stored)
@@ -117,7 +117,7 @@ def class_labels(labels: NDArray[Any], classes: int, what: str) -> NDArray[np.ui
     return column.astype(np.uint8)
 
 
-def mnist(split: str, count: int, images: Path, labels: Path) -> Arrays:
+def mnist(split: str, count: int, images: Path, labels: Path) -> ImagesAndLabels:
     """Decode idx files of 28x28 grey images and of their labels."""
     pixels = idx(decompress(images, 16 + count * 784), images.name)
     # QMNIST's labels are eight int32 columns; nothing read here is wider.
@@ -127,7 +127,7 @@ def mnist(split: str, count: int, images: Path, labels: Path) -> Arrays:
     return pixels, class_labels(table, 10, labels.name)
 
 
-def usps(split: str, count: int, path: Path) -> Arrays:
+def usps(split: str, count: int, path: Path) -> ImagesAndLabels:
     """Decode USPS from LIBSVM text, `label index:value ...` with indices from 1; what is left out is zero.
 
     Values in [-1, 1] become `trunc((v + 1) / 2 * 255)`, labels 1-10 become 0-9. In double precision: in single precision,
@@ -155,7 +155,7 @@ def usps(split: str, count: int, path: Path) -> Arrays:
     return pixels, class_labels(labels - 1, 10, str(path))
 
 
-def svhn(split: str, count: int, path: Path) -> Arrays:
+def svhn(split: str, count: int, path: Path) -> ImagesAndLabels:
     """Decode SVHN's MATLAB file of 32x32 images; its class 10 is the digit 0."""
     from scipy.io import loadmat, whosmat
 
@@ -177,7 +177,7 @@ def svhn(split: str, count: int, path: Path) -> Arrays:
     return shrink(images, 28, "L", "BILINEAR"), class_labels(np.where(labels == 10, 0, labels), 10, str(path))
 
 
-def cifar10(split: str, count: int, path: Path) -> Arrays:
+def cifar10(split: str, count: int, path: Path) -> ImagesAndLabels:
     """Decode CIFAR-10's binary version: per image a label byte, then 1024 red, 1024 green, 1024 blue bytes."""
     names = [f"data_batch_{i}" for i in range(1, 6)] if split == "train" else ["test_batch"]
     sizes = {f"cifar-10-batches-bin/{name}.bin": count // len(names) * 3073 for name in names}
@@ -187,7 +187,7 @@ def cifar10(split: str, count: int, path: Path) -> Arrays:
     return np.ascontiguousarray(images), class_labels(rows[:, 0], 10, path.name)
 
 
-def stl10(split: str, count: int, path: Path) -> Arrays:
+def stl10(split: str, count: int, path: Path) -> ImagesAndLabels:
     """Decode STL-10's binary files of 96x96 images, which store columns first and count classes from 1."""
     images, labels = f"stl10_binary/{split}_X.bin", f"stl10_binary/{split}_y.bin"
     content = tar_members(path, {images: count * 3 * 96 * 96, labels: count})
@@ -202,7 +202,7 @@ def stl10(split: str, count: int, path: Path) -> Arrays:
 
 def canonical(name: str, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The canonical images from those that a `.npz` file stores; only USPS is stored in another form."""
-    return enlarge(images) if name == "usps" else images
+    return enlarge_to_28(images) if name == "usps" else images
 
 
 def digest(array: NDArray[np.uint8]) -> str:
@@ -210,7 +210,7 @@ def digest(array: NDArray[np.uint8]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
-def enlarge(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def enlarge_to_28(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     r"""Enlarge 16x16 grey images to 28x28 by bilinear interpolation between pixel centres, rounded once.
 
     The centre of output pixel $i$ lies at $(i + \tfrac12)\tfrac{16}{28} - \tfrac12 = (8i - 3)/14$ input pixels. Every
@@ -241,7 +241,7 @@ def shrink(images: NDArray[np.uint8], side: int, mode: str, name: str) -> NDArra
     return np.stack([np.asarray(Image.fromarray(image).convert(mode).resize((side, side), by)) for image in images])
 
 
-RECIPES: dict[str, Callable[..., Arrays]] = {
+RECIPES: dict[str, Callable[..., ImagesAndLabels]] = {
     "idx": mnist,
     "libsvm": usps,
     "svhn": svhn,

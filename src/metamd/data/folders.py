@@ -30,8 +30,8 @@ def image_folder(path: str | Path) -> tuple[Tensor, Tensor]:
 
     folder = Path(path)
     files = [(file, label) for label, name in enumerate(folder_classes(folder)) for file in _files(folder / name)]
-    first = _read(files[0][0])
-    pictures = [first, *(_read(file, first.size) for file, _ in files[1:])]
+    first = _open_image(files[0][0])
+    pictures = [first, *(_open_image(file, first.size) for file, _ in files[1:])]
     mode = "L" if all(picture.mode in GREY for picture in pictures) else "RGB"
     pixels = np.stack([np.asarray(picture.convert(mode)) for picture in pictures])
     images = torch.from_numpy(pixels.reshape(*pixels.shape[:3], -1)).permute(0, 3, 1, 2)
@@ -56,7 +56,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _read(file: Path, size: tuple[int, int] | None = None) -> Image:
+def _open_image(file: Path, size: tuple[int, int] | None = None) -> Image:
     """An image of the given size; its header is enough to refuse a file of another size or kind."""
     try:
         from PIL import Image

@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metamd.data import registry
-from metamd.data.decoders import Arrays, canonical, class_labels, decode, digest
+from metamd.data.decoders import ImagesAndLabels, canonical, class_labels, decode, digest
 from metamd.data.registry import DataError, Dataset, Form, Provenance
 
 UNRECORDED = "not one of the recorded arrays; vouched for by the checksum beside it"
 
 
-def load_arrays(name: str, split: str, *, fetch_missing: bool = True) -> tuple[Arrays, Provenance]:
+def load_arrays(name: str, split: str, *, fetch_missing: bool = True) -> tuple[ImagesAndLabels, Provenance]:
     """The canonical images and labels of a split, and where they came from: METAMD_DATA, the cache or the official files."""
     registry.split_of(name, split)
-    path = find(name, split)
+    path = find_split(name, split)
     if path is None:
         if not fetch_missing or os.environ.get("METAMD_OFFLINE"):
             record, folder = registry.dataset(name), offline_folder()
@@ -39,10 +39,10 @@ def load_arrays(name: str, split: str, *, fetch_missing: bool = True) -> tuple[A
                 "there is a network."
             )
         (path,) = fetch(name, [split])
-    return read(path, name, split)
+    return read_split(path, name, split)
 
 
-def read(path: Path, name: str, split: str) -> tuple[Arrays, Provenance]:
+def read_split(path: Path, name: str, split: str) -> tuple[ImagesAndLabels, Provenance]:
     """The canonical arrays in an `.npz` file, refused unless recorded or vouched for by a checksum beside it."""
     record = registry.dataset(name)
     vouched = check_sum(path)
@@ -153,7 +153,7 @@ def checksum_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
 
 
-def find(name: str, split: str) -> Path | None:
+def find_split(name: str, split: str) -> Path | None:
     """The `.npz` file of a split: in METAMD_DATA, else in the cache, else None.
 
     In the cache a file without its checksum is what an interrupted write left, and counts as absent.
@@ -193,7 +193,7 @@ def stored(path: Path, *names: str) -> list[NDArray[Any]]:
         ) from error
 
 
-def read_npz(path: Path, record: Dataset, split: str) -> Arrays:
+def read_npz(path: Path, record: Dataset, split: str) -> ImagesAndLabels:
     """The stored images and labels of one split, with their types, shapes and classes checked."""
     (images, labels), most = stored(path, "images", "labels"), record.splits[split].count
     as_stored = images.dtype == np.uint8 and images.shape[1:] == record.stored and len(images) <= most

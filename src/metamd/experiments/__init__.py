@@ -2,7 +2,7 @@
 
 from metamd.experiments import ablation, adaptation, out_of_distribution, paper_tables, pieces, quadratic, rosenbrock
 from metamd.experiments.experiment import Experiment
-from metamd.experiments.race import Synthetic
+from metamd.experiments.synthetic import Synthetic
 
 _MODULES = (quadratic, rosenbrock, paper_tables, adaptation, pieces, ablation, out_of_distribution)
 EXPERIMENTS: dict[tuple[str, str], Experiment | Synthetic] = {

@@ -21,7 +21,7 @@ from metamd import tasks
 from metamd.comparison.entrants import ENDINGS, Protocol
 from metamd.comparison.figures import mean_losses
 from metamd.comparison.pace import standings
-from metamd.experiments.declare import COORDINATES, PAPERS_STEP, PLAIN, Entry, Family, Geometry, Scale, coordinates
+from metamd.experiments.declare import COORDINATES, PAPERS_STEP, PLAIN, Entrant, Family, Geometry, Scale, coordinates
 from metamd.experiments.experiment import Experiment
 from metamd.experiments.paper_tables import ONE_ANGLE, digits, linear, rotated
 from metamd.files.usage import Usage
@@ -37,8 +37,8 @@ from metamd.tasks.base import TaskFamily
 from metamd.tasks.vision import ImageFamily
 from metamd.tasks.wrapped import Variant
 
-ANGLES = (7.5, 22.5, 37.5, 52.5, 67.5, 82.5)
-HELD_OUT = 37.5
+ABLATION_ANGLES = (7.5, 22.5, 37.5, 52.5, 67.5, 82.5)
+HELD_OUT_ANGLE = 37.5
 TRAININGS = ("training-1", "training-2", "training-3")
 
 SCALES = {
@@ -57,8 +57,8 @@ SCALES = {
 }
 
 
-def _family(scale: Scale, training: str) -> ImageFamily:
-    return tasks.rotated_mnist(angles=ANGLES, hold_out=HELD_OUT, **scale.data)
+def _ablation_family(scale: Scale, training: str) -> ImageFamily:
+    return tasks.rotated_mnist(angles=ABLATION_ANGLES, hold_out=HELD_OUT_ANGLE, **scale.data)
 
 
 def _named(scale: Scale, name: str, family: Family) -> Mapping[str, TaskFamily]:
@@ -67,14 +67,14 @@ def _named(scale: Scale, name: str, family: Family) -> Mapping[str, TaskFamily]:
 
 
 REGRET = Regret(comparator=Reference(lr=3e-3, factor=1.0))
-FOLLOWED = 5
+GRADIENT_STEPS = 5
 """Outer steps along a gradient, for one of the closed form."""
 
 
-def _gradient(label: str, objective: Objective, estimator: Estimator, tying: TyingName = "parameter") -> Geometry:
+def _by_gradient(label: str, objective: Objective, estimator: Estimator, tying: TyingName = "parameter") -> Geometry:
     """One diagonal learned by following a gradient."""
     options = {"objective": objective, "estimator": estimator, "method": Method(Adam(lr=0.2), start="curvature")}
-    return Geometry(Diagonal(tying=tying), {label: PLAIN}, options=options, rounds=FOLLOWED, same_tasks=True)
+    return Geometry(Diagonal(tying=tying), {label: PLAIN}, options=options, rounds=GRADIENT_STEPS, same_tasks=True)
 
 
 def _closed(label: str, potential: MaxDiagonal, objective: Objective = REGRET) -> Geometry:
@@ -83,7 +83,7 @@ def _closed(label: str, potential: MaxDiagonal, objective: Objective = REGRET) -
 
 def _used(label: str, potential: MaxDiagonal = COORDINATES, **choices: Any) -> Geometry:
     """A geometry from runs of Adam, with the best usage among the choices."""
-    return replace(coordinates({label: Entry()}, potential, **choices), same_tasks=True)
+    return replace(coordinates({label: Entrant()}, potential, **choices), same_tasks=True)
 
 
 def preset(label: str, k: float | FromLipschitz = 7.0, rounds: int = 1) -> Geometry:
@@ -94,7 +94,7 @@ def preset(label: str, k: float | FromLipschitz = 7.0, rounds: int = 1) -> Geome
 
 
 MOMENTA = {
-    f"Kronecker, {said}{ENDINGS[schedule]}": Entry(Usage(momentum=momentum, schedule=schedule))
+    f"Kronecker, {said}{ENDINGS[schedule]}": Entrant(Usage(momentum=momentum, schedule=schedule))
     for said, momentum in {"plain": 0.0, "momentum 0.9": 0.9}.items()
     for schedule in Protocol.schedules
 }
@@ -103,7 +103,7 @@ BY_SIGNAL: dict[str, Any] = {"metrics": ("online",), "rules": tuple(rule for rul
 
 ABLATION = Experiment(
     "ablation",
-    _family,
+    _ablation_family,
     {
         "default": _used("MetaMD"),
         "used-constant": _used("MetaMD, constant rate", schedules=("constant",)),
@@ -125,15 +125,15 @@ ABLATION = Experiment(
         "prior": _closed("diagonal, regret to the run's end, prior 1e-4", Diagonal(), Regret(prior=1e-4)),
         "column": _closed("diagonal by column", Diagonal(tying="column")),
         "tensor": _closed("diagonal by tensor", Diagonal(tying="tensor")),
-        "regret-direct": _gradient("regret, Direct", REGRET, Direct()),
-        "regret-reverse": _gradient("regret, Reverse", REGRET, Reverse()),
-        "loss-reverse": _gradient("training loss, Reverse", TrainingLoss(), Reverse()),
-        "paper-reverse": _gradient("paper's bound, Reverse", PaperBound(), Reverse()),
-        "paper-preset": preset("paper's preset", rounds=FOLLOWED),
+        "regret-direct": _by_gradient("regret, Direct", REGRET, Direct()),
+        "regret-reverse": _by_gradient("regret, Reverse", REGRET, Reverse()),
+        "loss-reverse": _by_gradient("training loss, Reverse", TrainingLoss(), Reverse()),
+        "paper-reverse": _by_gradient("paper's bound, Reverse", PaperBound(), Reverse()),
+        "paper-preset": preset("paper's preset", rounds=GRADIENT_STEPS),
         "paper-short": preset("paper's preset, a fifth of the outer steps"),
-        "tensor-reverse": _gradient("by tensor, training loss, Reverse", TrainingLoss(), Reverse(), "tensor"),
-        "tensor-forward": _gradient("by tensor, training loss, Forward", TrainingLoss(), Forward(), "tensor"),
-        "tensor-evolution": _gradient("by tensor, training loss, Evolution(2)", TrainingLoss(), Evolution(2), "tensor"),
+        "tensor-reverse": _by_gradient("by tensor, training loss, Reverse", TrainingLoss(), Reverse(), "tensor"),
+        "tensor-forward": _by_gradient("by tensor, training loss, Forward", TrainingLoss(), Forward(), "tensor"),
+        "tensor-evolution": _by_gradient("by tensor, training loss, Evolution(2)", TrainingLoss(), Evolution(2), "tensor"),
     },
     SCALES,
     sides=_named,
@@ -144,7 +144,7 @@ ABLATION = Experiment(
 
 MODELS: dict[str, Callable[[Scale, str], Family]] = {"linear": linear, "mlp": rotated, "lenet": digits}
 HELD_OUT_OF_EACH = ("linear 0", "mlp 45", "lenet kmnist")
-RIVALS = ("sgd", "sgdm", "adam")
+PRESET_RIVALS = ("sgd", "sgdm", "adam")
 
 
 def _of_each_model(scale: Scale, held_out: str) -> Family:
@@ -161,8 +161,8 @@ PAPER_PRESET = Experiment(
     {"seven": preset("paper's preset, k = 7"), "theory": preset("paper's preset, k of the theory", FromLipschitz())},
     {
         "smoke": replace(ONE_ANGLE, domains=("linear 0",), images=1000, steps=5, rivals=("sgd", "adam")),
-        "cpu": Scale(HELD_OUT_OF_EACH, 10_000, outer_steps=15, tasks_per_step=2, rivals=RIVALS, screen=3),
-        "paper": Scale(HELD_OUT_OF_EACH, None, outer_steps=300, tasks_per_step=5, rivals=RIVALS, protocol="paper"),
+        "cpu": Scale(HELD_OUT_OF_EACH, 10_000, outer_steps=15, tasks_per_step=2, rivals=PRESET_RIVALS, screen=3),
+        "paper": Scale(HELD_OUT_OF_EACH, None, outer_steps=300, tasks_per_step=5, rivals=PRESET_RIVALS, protocol="paper"),
     },
     variant="paper-preset",
     sides=_named,

@@ -17,31 +17,31 @@ from metamd.learning.reference import learn_start
 from metamd.tasks.vision import ADAPTED
 from metamd.tasks.wrapped import SharedStart
 
-ANGLES = tuple(str(a) for a in ADAPTED)
+ADAPTATION_ANGLES = tuple(str(a) for a in ADAPTED)
 LONGER = Reference(lr=2e-3, factor=2)
 
 
-def _family(scale: Scale, hold_out: str) -> SharedStart:
+def _adaptation_family(scale: Scale, hold_out: str) -> SharedStart:
     return tasks.adapt_rotated_mnist(hold_out=float(hold_out), **scale.data)
 
 
-def _start(scale: Scale, family: Family) -> LearnedStart:
+def _learned_start(scale: Scale, family: Family) -> LearnedStart:
     return learn_start(family, reference=LONGER, tasks=2 * scale.tasks_per_step)
 
 
 GIVEN = Experiment(
     "adaptation",
-    _family,
+    _adaptation_family,
     {
         "kronecker": replace(coordinates(BOTH), longer=2),
         "diagonal": replace(DIAGONAL, options={"objective": Regret(comparator=LONGER)}),
     },
     {
         "smoke": replace(SMOKE, domains=("0",), images=60, seeds=2, rivals=("sgdm", "adam"), batch_size=20),
-        "cpu": Scale(ANGLES, 5000, steps=100, outer_steps=4, tasks_per_step=9, rivals=MODERN, screen=3),
-        "paper": Scale(ANGLES, 5000, steps=100, outer_steps=8, tasks_per_step=18, seeds=10, rivals=MODERN),
+        "cpu": Scale(ADAPTATION_ANGLES, 5000, steps=100, outer_steps=4, tasks_per_step=9, rivals=MODERN, screen=3),
+        "paper": Scale(ADAPTATION_ANGLES, 5000, steps=100, outer_steps=8, tasks_per_step=18, seeds=10, rivals=MODERN),
     },
     share=0.5,
 )
 
-EXPERIMENTS = (GIVEN, replace(GIVEN, variant="learned-start", start=_start))
+EXPERIMENTS = (GIVEN, replace(GIVEN, variant="learned-start", start=_learned_start))

@@ -10,7 +10,7 @@ from typing import Any
 from metamd.comparison.entrants import Protocol, ProtocolName
 from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import SEARCHES
-from metamd.experiments.race import Training, train
+from metamd.experiments.synthetic import Attempt, try_meta_train
 from metamd.files.container import write_atomically
 from metamd.files.learned import LearnedOptimiser, LearnedStart, total_cost
 from metamd.files.store import Journal, Result
@@ -29,7 +29,7 @@ Family = ImageFamily | SharedStart
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entrant:
     """One way in which a learned geometry enters the comparison."""
 
     # metric, momentum, schedule and factor; None for what was chosen on the training tasks, or plainly
@@ -43,7 +43,7 @@ class Entry:
     instead: str | None = None
 
 
-PLAIN, PAPERS_STEP = Entry(Usage()), Entry(Usage(), exact=False)
+PLAIN, PAPERS_STEP = Entrant(Usage()), Entrant(Usage(), exact=False)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Geometry:
     """What is learned for each held-out domain: in rounds, or from runs of a reference if a usage is chosen."""
 
     potential: MaxDiagonal
-    entries: Mapping[str, Entry]  # how it enters, by label
+    entries: Mapping[str, Entrant]  # how it enters, by label
     # learn from runs of a reference optimiser, and choose a usage among these `Choices` at a scale that does so
     choices: Mapping[str, Any] | None = None
     # the reference's runs are so many times longer than those of the comparison, at a rate as many times lower
@@ -103,7 +103,7 @@ class Scale:
 COORDINATES = Kronecker(rank="auto")
 
 
-def coordinates(entries: Mapping[str, Entry], potential: MaxDiagonal = COORDINATES, **choices: Any) -> Geometry:
+def coordinates(entries: Mapping[str, Entrant], potential: MaxDiagonal = COORDINATES, **choices: Any) -> Geometry:
     """The default for networks: learned coordinates from runs of a reference, with the best usage among the choices."""
     return Geometry(potential, entries, choices)
 
@@ -122,7 +122,7 @@ def alone(learned: LearnedOptimiser, piece: int) -> LearnedOptimiser:
     return LearnedOptimiser.from_potential(single, **about)
 
 
-def settings_of(size: Scale) -> dict[str, Any]:
+def learning_settings(size: Scale) -> dict[str, Any]:
     """What learned files depend on: rivals and seeds may be added to a folder later."""
     kept = ("domains", "images", "steps", "outer_steps", "tasks_per_step", "protocol", "usage_tasks")
     found = {k: v for k, v in asdict(size).items() if k in kept}
@@ -130,7 +130,7 @@ def settings_of(size: Scale) -> dict[str, Any]:
     return found | ({} if size.search == "bayes" else {"search": size.search})
 
 
-def learn(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int, name: str) -> Result:
+def learn_geometry(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int, name: str) -> Result:
     """Learn one geometry from tasks drawn under a name, and save it; one that cannot be learned is a result too.
 
     Finished parts are kept beside the file, so that learning which was stopped continues. What a learned start of the family
@@ -168,7 +168,7 @@ def learn_away(size: Scale, family: Family, geometry: Geometry, seed: int, name:
     """Learn one geometry on a machine that shares no folder with the records: the file comes with the result."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "learned.safetensors"
-        found = learn(size, family, geometry, path, seed, name)
+        found = learn_geometry(size, family, geometry, path, seed, name)
         return found if "failed" in found else {**found, "content": path.read_bytes()}
 
 
@@ -182,7 +182,7 @@ def bring(path: Path, found: Result) -> Result:
 
 def _meta_train(
     size: Scale, family: Family, geometry: Geometry, options: Mapping[str, Any], path: Path, seed: int
-) -> Training:
+) -> Attempt:
     usual = {
         "potential": geometry.potential,
         "objective": Regret(comparator=Reference(lr=1e-3, factor=1.0)),
@@ -190,4 +190,4 @@ def _meta_train(
         "tasks_per_step": size.tasks_per_step,
         "journal": Journal(path.with_suffix(".run")),
     }
-    return train(family, {**usual, **options}, seed)
+    return try_meta_train(family, {**usual, **options}, seed)

@@ -15,19 +15,29 @@ from metamd.comparison.pace import geometric_mean, last_tenths, pace, pace_secti
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section, formatted
 from metamd.comparison.training import one_thread
-from metamd.experiments.declare import Family, Geometry, Scale, alone, bring, learn, learn_away, learned_file, settings_of
+from metamd.experiments.declare import (
+    Family,
+    Geometry,
+    Scale,
+    alone,
+    bring,
+    learn_away,
+    learn_geometry,
+    learned_file,
+    learning_settings,
+)
 from metamd.files.learned import LearnedStart, load
 from metamd.files.store import Records, Result, as_json, read_json
 from metamd.inner.executor import Executor
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
-from metamd.rivals.base import Named, Setting
+from metamd.rivals.base import NamedParameters, Setting
 from metamd.tasks.base import TaskFamily, derive_seed
 from metamd.tasks.vision import ImageFamily
 from metamd.tasks.wrapped import SharedStart
 
-PAPERS = ("sgd", "sgdm", "nesterov", "rmsprop", "adam", "adamw")
+PAPER_AND_RELATIVES = ("sgd", "sgdm", "nesterov", "rmsprop", "adam", "adamw")
 """Rivals that the paper has, and their nearest relatives."""
 
 Sides = Mapping[str, TaskFamily]
@@ -144,7 +154,7 @@ class Experiment:
         has runs that count as failed.
         """
         size, executor = self.scales[scale], Executor.of(workers)
-        settings = self._named(scale, seed) | settings_of(size)
+        settings = self._named(scale, seed) | learning_settings(size)
         if foreign := [d for d in only if d not in size.domains]:
             raise ValueError(f"{self.name} holds out {', '.join(size.domains)} at scale {scale}, but not {foreign[0]!r}.")
         size = replace(size, domains=tuple(d for d in size.domains if d in only)) if only else size
@@ -162,7 +172,7 @@ class Experiment:
                 found += kept[domain]
                 continue
             for name, side in self.held_out_sides(size, domain, families[domain]).items():
-                here = _place(folder, name)
+                here = _domain_folder(folder, name)
                 protocol = size.rules(steps=side.steps, seed=seed, aim=Target(self.target))
                 ours = self._ours(folder, domain, side, known)
                 # some rivals are learned first, on the training side, and kept beside what ours learned
@@ -217,8 +227,12 @@ class Experiment:
     def places(self, size: Scale, folder: Path, domains: Sequence[str]) -> list[Path]:
         """Where the comparisons of some domains are kept."""
         if self.sides is None:
-            return [_place(folder, domain) for domain in domains]
-        return [_place(folder, name) for domain in domains for name in self.sides(size, domain, self.family(size, domain))]
+            return [_domain_folder(folder, domain) for domain in domains]
+        return [
+            _domain_folder(folder, name)
+            for domain in domains
+            for name in self.sides(size, domain, self.family(size, domain))
+        ]
 
     def _read(self, size: Scale, domain: str, folder: Path, known: Mapping[str, Result]) -> list[Comparison]:
         """The comparisons of a domain, if everybody whom the scale asks for is in them with all settings and seeds.
@@ -269,7 +283,7 @@ class Experiment:
                 if away:
                     yield Cell(cell, partial(learn_away, size, family, geometry, seed, drawn), partial(bring, path))
                 else:
-                    yield Cell(cell, partial(learn, size, family, geometry, path, seed, drawn))
+                    yield Cell(cell, partial(learn_geometry, size, family, geometry, path, seed, drawn))
 
     def _ours(
         self, folder: Path, domain: str, side: TaskFamily, taught: Mapping[str, Result]
@@ -302,7 +316,7 @@ def unlearned(label: str, name: str, reason: str) -> Contender:
     return Rival(name, label, _cannot_run, {}, {}, identity="unlearned", unlearned=reason).untuned()
 
 
-def _cannot_run(named: Named, setting: Setting) -> NoReturn:
+def _cannot_run(named: NamedParameters, setting: Setting) -> NoReturn:
     raise ValueError("this optimiser could not be learned: nothing can be trained with it. Its runs count as failed.")
 
 
@@ -328,7 +342,7 @@ def _opponents(comparison: Comparison, size: Scale) -> dict[str, list[str]]:
     """The labels of tuned rivals: those that the paper compares with, and all where there are others."""
     tuned = {n: [x for x in comparison.labels if unscheduled(x) == known_rival(n).title] for n in size.rivals}
     everybody = [label for members in tuned.values() for label in members]
-    papers = [label for name in PAPERS for label in tuned.get(name, ())]
+    papers = [label for name in PAPER_AND_RELATIVES for label in tuned.get(name, ())]
     groups = {"the best of the paper's rivals": papers} if papers else {}
     return groups | ({"the best of all": everybody} if set(everybody) != set(papers) else {})
 
@@ -337,5 +351,5 @@ def _cell(domain: str, geometry: str) -> str:
     return f"learn-{domain}-{geometry}"
 
 
-def _place(folder: Path, side: str) -> Path:
+def _domain_folder(folder: Path, side: str) -> Path:
     return folder / f"domain-{side.replace(' ', '-')}"

@@ -18,16 +18,15 @@ from metamd.comparison.comparison import Candidate, Comparison
 from metamd.comparison.entrants import UNTUNED
 from metamd.comparison.figures import best_schedules
 from metamd.comparison.sections import Section, formatted
-from metamd.experiments.declare import PLAIN, Entry, Scale, coordinates
+from metamd.experiments.declare import PLAIN, Entrant, Scale, coordinates
 from metamd.experiments.experiment import Experiment
-from metamd.experiments.paper_tables import ONE_ANGLE, rotated
+from metamd.experiments.paper_tables import HELD_OUT, ONE_ANGLE, rotated
 from metamd.files.store import Result
 from metamd.potentials import Diagonal
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.vision import ImageFamily, Training
+from metamd.tasks.vision import ImageFamily, ImageTraining
 from metamd.tasks.wrapped import SharedStart, Variant
 
-HELD_OUT = "45"
 USUAL = "as learned"
 
 SCALES = {
@@ -43,7 +42,7 @@ def _sides(scale: Scale, domain: str, family: ImageFamily | SharedStart) -> Mapp
 
     def changed(name: str, options: dict[str, int] | None = None, **training: int) -> Variant:
         given = {"batch_size": scale.batch_size, "steps": scale.steps} | training
-        how = Training("mlp", given["batch_size"], given["steps"], options or {})
+        how = ImageTraining("mlp", given["batch_size"], given["steps"], options or {})
         return Variant(ImageFamily(family.name, family.collection, how, family.how, hold_out=domain, held=True), name)
 
     usual = family.held_out()
@@ -56,8 +55,8 @@ def _sides(scale: Scale, domain: str, family: ImageFamily | SharedStart) -> Mapp
 
 def _summarise(found: list[Comparison], folder: Path) -> list[Result]:
     """A row for every variant and optimiser; the curves of all variants are drawn."""
-    members = {c.folds[0].group: _members(c, found[0]) for c in found}
-    _draw(members, folder / "curves.png")
+    members = {c.folds[0].group: _shown_candidates(c, found[0]) for c in found}
+    _draw_losses(members, folder / "curves.png")
     return [
         {"variant": variant, "label": label, **_summary(candidate)}
         for variant, here in members.items()
@@ -65,7 +64,7 @@ def _summarise(found: list[Comparison], folder: Path) -> list[Result]:
     ]
 
 
-def _members(comparison: Comparison, usual: Comparison) -> dict[str, Candidate]:
+def _shown_candidates(comparison: Comparison, usual: Comparison) -> dict[str, Candidate]:
     """By label what is shown: ours, rivals tuned here, rivals tuned where ours was learned, and untuned ones."""
     fold = comparison.folds[0]
     names = {label: label.split(",")[0] for label in fold.entrants}
@@ -91,7 +90,7 @@ def _summary(candidate: Candidate) -> Result:
     }
 
 
-def _draw(variants: Mapping[str, Mapping[str, Candidate]], path: Path) -> None:
+def _draw_losses(variants: Mapping[str, Mapping[str, Candidate]], path: Path) -> None:
     panels: dict[str, list[figures.Curve]] = {variant: [] for variant in variants}
     for variant, members in variants.items():
         for label in (label for label in members if not label.endswith(("(untuned)", "plain"))):
@@ -100,7 +99,7 @@ def _draw(variants: Mapping[str, Mapping[str, Candidate]], path: Path) -> None:
     figures.curves(panels, path, xlabel="step", ylabel="training loss")
 
 
-def _sections(rows: Sequence[Result]) -> list[Section]:
+def _loss_tables(rows: Sequence[Result]) -> list[Section]:
     labels, variants = (list(dict.fromkeys(r[k] for r in rows)) for k in ("label", "variant"))
     found = {(r["variant"], r["label"]): r for r in rows}
     return [
@@ -117,13 +116,13 @@ EXPERIMENTS = (
         "out-of-distribution",
         rotated,
         {
-            "kronecker": coordinates({"MetaMD": Entry(instead="role")}),
-            "role": coordinates({"MetaMD, by role": Entry(), "MetaMD, by role, plain": PLAIN}, Diagonal(tying="role")),
+            "kronecker": coordinates({"MetaMD": Entrant(instead="role")}),
+            "role": coordinates({"MetaMD, by role": Entrant(), "MetaMD, by role, plain": PLAIN}, Diagonal(tying="role")),
         },
         SCALES,
         sides=_sides,
         off_family=True,
         summarise=_summarise,
-        sections=_sections,
+        sections=_loss_tables,
     ),
 )

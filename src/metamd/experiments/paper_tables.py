@@ -16,16 +16,16 @@ from metamd import tasks
 from metamd.comparison.figures import learning_curves, mean_losses
 from metamd.comparison.pace import standings
 from metamd.comparison.training import Measuring
-from metamd.experiments.declare import PLAIN, Entry, Geometry, Scale, coordinates
+from metamd.experiments.declare import PLAIN, Entrant, Geometry, Scale, coordinates
 from metamd.experiments.experiment import Experiment, accuracy_and_losses, by_the_clock
 from metamd.files.usage import Usage
 from metamd.inner.objectives import Reference
 from metamd.learning.usage import rules_for_refresh
 from metamd.potentials import Diagonal
 from metamd.potentials.online import Online
-from metamd.tasks.vision import ImageFamily
+from metamd.tasks.vision import ANGLES, DIGIT_DATASETS, ImageFamily
 
-PAPERS = ("sgd", "sgdm", "rmsprop", "adam")
+PAPER_RIVALS = ("sgd", "sgdm", "rmsprop", "adam")
 """Rivals of the paper's tables."""
 
 MODERN = ("sgdm", "rmsprop", "adam", "adamw", "muon", "soap", "schedule-free", "prodigy")
@@ -34,56 +34,67 @@ MODERN = ("sgdm", "rmsprop", "adam", "adamw", "muon", "soap", "schedule-free", "
 OTHERS = ("nesterov", "adagrad", "shampoo", "schedule-free-sgd", "dadapt")
 """Hand-made rivals that are in no other table."""
 
-ANGLES = ("0", "15", "30", "45", "60", "75")
-DATASETS = ("mnist", "qmnist", "kmnist", "fashionmnist", "usps", "svhn")
-AT_HAND = tuple(d for d in DATASETS if d != "qmnist")  # which the mirror does not have
-BOTH = {"MetaMD": Entry(), "MetaMD, plain": PLAIN}
+PAPER_ANGLES = tuple(str(a) for a in ANGLES)
+AT_HAND = tuple(d for d in DIGIT_DATASETS if d != "qmnist")  # which the mirror does not have
+HELD_OUT = "45"  # where one angle stands for all
+BOTH = {"MetaMD": Entrant(), "MetaMD, plain": PLAIN}
 DIAGONAL = Geometry(Diagonal(), {"MetaMD, diagonal": PLAIN})
 SMOKE = Scale(
     ("0", "45"), 200, steps=10, outer_steps=1, tasks_per_step=1, seeds=1, budget=2, rivals=("sgd", "adam"), usage_tasks=0
 )
 
-ONE_ANGLE = replace(SMOKE, domains=("45",), rivals=("adam",), schedules=("linear",))
-LONG = Scale(ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20)
+ONE_ANGLE = replace(SMOKE, domains=(HELD_OUT,), rivals=("adam",), schedules=("linear",))
+LONG = Scale(PAPER_ANGLES, 10_000, steps=5000, seeds=10, outer_steps=20)
 TWO_ANGLES = Scale(("0", "45"), 10_000, outer_steps=2, tasks_per_step=4, screen=3)
 CONVERGED = Scale(
-    DATASETS, None, outer_steps=20, rivals=PAPERS, protocol="paper", measuring=Measuring(every=100), test_steps=20_000
+    DIGIT_DATASETS,
+    None,
+    outer_steps=20,
+    rivals=PAPER_RIVALS,
+    protocol="paper",
+    measuring=Measuring(every=100),
+    test_steps=20_000,
 )
 
 # Test accuracies that the paper has, in per cent: a line for each domain, a column for each optimiser.
 TITLES = ("SGD", "SGD-M", "Adam", "RMSprop", "MetaMD")
-LINEAR = """
+PUBLISHED_LINEAR = """
 0   86.12 87.57 87.51 87.34 87.57
 15  86.89 87.62 87.29 87.47 87.58
 30  86.38 87.58 87.83 87.16 87.77
 45  86.14 87.13 87.84 87.24 87.54
 60  86.85 87.52 87.68 87.46 87.68
 75  85.39 87.95 87.93 87.64 87.93"""
-MLP = """
+PUBLISHED_MLP = """
 0   92.23 94.77 92.96 92.48 95.22
 15  91.91 94.64 93.29 93.56 95.18
 30  92.57 94.66 93.51 92.77 95.44
 45  92.89 94.67 93.69 93.58 95.34
 60  92.73 94.60 93.67 93.43 95.51
 75  92.36 94.47 92.98 93.14 95.12"""
-LENET = """
+PUBLISHED_LENET = """
 mnist        96.44 98.47 98.49 98.65 98.64
 qmnist       96.23 97.21 98.10 98.30 98.41
 kmnist       87.61 92.54 93.20 93.14 93.81
 fashionmnist 88.95 86.44 87.36 87.45 87.72
 usps         92.73 95.37 93.68 95.43 95.61
 svhn         85.44 86.26 87.07 87.01 87.59"""
-RESNET = {"SGD-M": {"cifar10": 91.43}, "Adam": {"cifar10": 91.29}, "AdamW": {"cifar10": 92.64}, "MetaMD": {"cifar10": 93.74}}
+PUBLISHED_RESNET = {
+    "SGD-M": {"cifar10": 91.43},
+    "Adam": {"cifar10": 91.29},
+    "AdamW": {"cifar10": 92.64},
+    "MetaMD": {"cifar10": 93.74},
+}
 
 
-def _published(table: str) -> dict[str, dict[str, float]]:
+def _parsed(table: str) -> dict[str, dict[str, float]]:
     lines = [line.split() for line in table.split("\n") if line]
     return {title: {line[0]: float(line[i]) for line in lines} for i, title in enumerate(TITLES, start=1)}
 
 
 def rotated(scale: Scale, hold_out: str, model: str = "mlp") -> ImageFamily:
     """Rotated MNIST with an angle held out."""
-    return tasks.rotated_mnist(angles=[float(a) for a in ANGLES], hold_out=float(hold_out), model=model, **scale.data)
+    return tasks.rotated_mnist(angles=[float(a) for a in PAPER_ANGLES], hold_out=float(hold_out), model=model, **scale.data)
 
 
 linear = partial(rotated, model="linear")
@@ -103,15 +114,15 @@ ROTATED_LINEAR = Experiment(
     linear,
     {
         "kronecker": coordinates(BOTH),
-        "validated": coordinates({"MetaMD, judged on validation data": Entry()}, judged_on="validation"),
+        "validated": coordinates({"MetaMD, judged on validation data": Entrant()}, judged_on="validation"),
         "diagonal": DIAGONAL,
     },
     {
         "smoke": SMOKE,
-        "cpu": Scale(ANGLES, 1000, steps=1000, outer_steps=3, tasks_per_step=4, budget=9, screen=2),
-        "paper": Scale(ANGLES, 1000, steps=1000, outer_steps=20, seeds=10, protocol="paper", search="grid"),
+        "cpu": Scale(PAPER_ANGLES, 1000, steps=1000, outer_steps=3, tasks_per_step=4, budget=9, screen=2),
+        "paper": Scale(PAPER_ANGLES, 1000, steps=1000, outer_steps=20, seeds=10, protocol="paper", search="grid"),
     },
-    _published(LINEAR),
+    _parsed(PUBLISHED_LINEAR),
 )
 
 ROTATED_MLP = Experiment(
@@ -119,15 +130,15 @@ ROTATED_MLP = Experiment(
     rotated,
     {
         "kronecker": coordinates(BOTH),
-        "tensor": coordinates({"MetaMD, one number per tensor": Entry()}, Diagonal(tying="tensor")),
+        "tensor": coordinates({"MetaMD, one number per tensor": Entrant()}, Diagonal(tying="tensor")),
         "diagonal": DIAGONAL,
     },
     {
         "smoke": SMOKE,
-        "cpu": replace(TWO_ANGLES, domains=ANGLES, rivals=("sgd", *MODERN)),
-        "paper": replace(LONG, rivals=PAPERS, protocol="paper", search="grid", measuring=Measuring(every=50)),
+        "cpu": replace(TWO_ANGLES, domains=PAPER_ANGLES, rivals=("sgd", *MODERN)),
+        "paper": replace(LONG, rivals=PAPER_RIVALS, protocol="paper", search="grid", measuring=Measuring(every=50)),
     },
-    _published(MLP),
+    _parsed(PUBLISHED_MLP),
 )
 
 DIVERSE_DIGITS = Experiment(
@@ -139,7 +150,7 @@ DIVERSE_DIGITS = Experiment(
         "cpu": replace(TWO_ANGLES, domains=AT_HAND, rivals=("sgd", *MODERN), usage_tasks=4),
         "paper": CONVERGED,
     },
-    _published(LENET),
+    _parsed(PUBLISHED_LENET),
 )
 
 # ResNet18 learns from STL-10 and the diverse digits, as published. A CPU cannot train the full width to convergence: at the
@@ -150,7 +161,7 @@ RESNET18 = Experiment(
     {
         "kronecker": replace(
             coordinates(
-                {"MetaMD": Entry(), "MetaMD, plain": Entry(Usage(momentum=0.9, schedule="linear"))},
+                {"MetaMD": Entrant(), "MetaMD, plain": Entrant(Usage(momentum=0.9, schedule="linear"))},
                 metrics=("online",),
                 rules=(Online("polar", beta=0.9, signal=0.95),),
                 schedules=("linear",),
@@ -184,18 +195,18 @@ RESNET18 = Experiment(
         ),
         "paper": replace(CONVERGED, domains=("cifar10",), outer_steps=6, tasks_per_step=7, rivals=("sgdm", "adam", "adamw")),
     },
-    RESNET,
+    PUBLISHED_RESNET,
 )
 
 # Variants. The paper has a Bayesian search for LeNet and ResNet18 and grids for the MLP, whose trainings take a second here.
 UNPUBLISHED_MLP = replace(ROTATED_MLP, published={})
-ALONE = {"kronecker": coordinates({"MetaMD": Entry()})}
+ONLY_COORDINATES = {"kronecker": coordinates({"MetaMD": Entrant()})}
 BAYESIAN = replace(ONE_ANGLE, budget=7, protocol="paper")  # two more than a Bayesian search draws at random
 
 ALL_RIVALS = replace(
     UNPUBLISHED_MLP,
     variant="all-rivals",
-    geometries=ALONE,
+    geometries=ONLY_COORDINATES,
     scales={
         "smoke": replace(ONE_ANGLE, rivals=("adam", *OTHERS)),
         "cpu": replace(TWO_ANGLES, rivals=("sgd", *MODERN, *OTHERS)),
@@ -208,18 +219,18 @@ ALL_RIVALS = replace(
 BAYESIAN_MLP = replace(
     UNPUBLISHED_MLP,
     variant="bayesian",
-    geometries=ALONE,
+    geometries=ONLY_COORDINATES,
     scales={
         "smoke": BAYESIAN,
         "cpu": Scale(("0", "45"), 5000, steps=200, outer_steps=2, tasks_per_step=4, protocol="paper", usage_tasks=4),
-        "paper": Scale(ANGLES, 10_000, outer_steps=20, seeds=10, protocol="paper"),
+        "paper": Scale(PAPER_ANGLES, 10_000, outer_steps=20, seeds=10, protocol="paper"),
     },
 )
 
 BAYESIAN_LENET = replace(
     DIVERSE_DIGITS,
     variant="bayesian",
-    geometries=ALONE,
+    geometries=ONLY_COORDINATES,
     scales={
         "smoke": replace(BAYESIAN, domains=("usps",), images=100, steps=4),
         "cpu": Scale(("kmnist",), 10_000, outer_steps=2, tasks_per_step=4, protocol="paper", usage_tasks=4),
@@ -228,7 +239,7 @@ BAYESIAN_LENET = replace(
 )
 
 # A file is judged by the tail average of its iterates, if it recommends one, and by the iterates; so are rivals.
-AVERAGED = {"MetaMD": Entry(), "MetaMD, by its iterates": Entry(averaging="constant")}
+AVERAGED = {"MetaMD": Entrant(), "MetaMD, by its iterates": Entrant(averaging="constant")}
 AVERAGED_RIVALS = ("adam", "adam-averaged", "soap", "soap-averaged")
 AVERAGES = replace(
     UNPUBLISHED_MLP,
@@ -245,8 +256,8 @@ AVERAGES = replace(
 
 # A gradient of the MLP takes a millisecond, and finding the directions of a polar step several: found in every step, every
 # second, fourth and eighth; another file has its usage chosen for every fourth. Rivals are those whose steps are cheap.
-OFTEN = {"MetaMD": Entry(), **{f"MetaMD, refresh {k}": Entry(refresh=k) for k in (2, 4, 8)}}
-FOURTH = {"MetaMD, learned for refresh 4": Entry(refresh=4)}
+OFTEN = {"MetaMD": Entrant(), **{f"MetaMD, refresh {k}": Entrant(refresh=k) for k in (2, 4, 8)}}
+FOURTH = {"MetaMD, learned for refresh 4": Entrant(refresh=4)}
 EVERY_FOURTH = tuple(rule for rule in rules_for_refresh(4) if rule.rule == "polar")
 REFRESH = replace(
     UNPUBLISHED_MLP,
@@ -254,7 +265,7 @@ REFRESH = replace(
     geometries={"kronecker": coordinates(OFTEN), "fourth": coordinates(FOURTH, metrics=("online",), rules=EVERY_FOURTH)},
     scales={
         "smoke": ONE_ANGLE,
-        "cpu": replace(TWO_ANGLES, domains=ANGLES, rivals=("sgdm", "adam", "adamw"), schedules=("linear",)),
+        "cpu": replace(TWO_ANGLES, domains=PAPER_ANGLES, rivals=("sgdm", "adam", "adamw"), schedules=("linear",)),
         "paper": replace(LONG, rivals=("sgdm", "adam", "adamw"), schedules=("linear",)),
     },
     draw=lambda comparison, labels, folder: learning_curves(comparison, [*OFTEN, *FOURTH], folder),
@@ -273,7 +284,7 @@ LEARNED_RIVALS = Experiment(
     {
         "smoke": LEARNED_SMOKE,
         "cpu": Scale(("0", "45"), 1000, steps=100, tasks_per_step=4, budget=9, rivals=ORIENTED, screen=3),
-        "paper": Scale(ANGLES, 10_000, seeds=10, rivals=ORIENTED),
+        "paper": Scale(PAPER_ANGLES, 10_000, seeds=10, rivals=ORIENTED),
     },
     sections=standings,
 )

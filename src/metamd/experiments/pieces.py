@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from metamd.comparison import figures
-from metamd.comparison.entrants import draw
+from metamd.comparison.entrants import draw_configs
 from metamd.comparison.pace import standings
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section
-from metamd.experiments.declare import PAPERS_STEP, PLAIN, Entry, Geometry, Scale, learned_file, settings_of
+from metamd.experiments.declare import PAPERS_STEP, PLAIN, Entrant, Geometry, Scale, learned_file, learning_settings
 from metamd.experiments.experiment import Experiment
-from metamd.experiments.paper_tables import ONE_ANGLE, rotated
+from metamd.experiments.paper_tables import HELD_OUT, ONE_ANGLE, rotated
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.store import Records, Result, shortened
 from metamd.files.usage import Usage
@@ -32,7 +32,6 @@ from metamd.potentials import Diagonal, MaxDiagonal
 from metamd.potentials.base import Centre
 from metamd.tasks.vision import ImageFamily
 
-HELD_OUT = "45"
 MOST = 5
 WINDOWS = 10
 """Of a run, over which the activity of a piece is averaged."""
@@ -46,7 +45,7 @@ SCALES = {
 }
 
 
-def _spread(pieces: int, centre: Centre, learned: LearnedOptimiser) -> Mapping[str, Any]:
+def _perturbed(pieces: int, centre: Centre, learned: LearnedOptimiser) -> Mapping[str, Any]:
     """N pieces that differ at random from the one that was learned, which then follow the bound's own gradient."""
     log_d = {k: v.detach().expand(pieces, *v.shape[1:]).clone() for k, v in learned.potential.log_d.items()}
     return {
@@ -56,13 +55,13 @@ def _spread(pieces: int, centre: Centre, learned: LearnedOptimiser) -> Mapping[s
     }
 
 
-def _mixture(pieces: int, entries: Mapping[str, Entry], centre: Centre = "start") -> Geometry:
-    return Geometry(Diagonal(), entries, then=partial(_spread, pieces, centre), same_tasks=True)
+def _mixture(pieces: int, entries: Mapping[str, Entrant], centre: Centre = "start") -> Geometry:
+    return Geometry(Diagonal(), entries, then=partial(_perturbed, pieces, centre), same_tasks=True)
 
 
 MORE_OF_THREE = {
     "3 pieces, the paper's step": PAPERS_STEP,
-    **{f"3 pieces, piece {j + 1} alone": Entry(Usage(), piece=j) for j in range(3)},
+    **{f"3 pieces, piece {j + 1} alone": Entrant(Usage(), piece=j) for j in range(3)},
 }
 GEOMETRIES = {
     "1-piece": Geometry(Diagonal(), {"1 piece": PLAIN}, same_tasks=True),
@@ -84,16 +83,16 @@ FOLLOWED = {
 def _activity(size: Scale, folder: Path, seed: int, workers: int) -> list[Result]:
     """Follow the pieces through held-out runs, draw their weights, and summarise them."""
     scale = next(name for name, known in SCALES.items() if known == size)
-    about = {"experiment": "pieces, activity", "scale": scale, "seed": seed, **settings_of(size)}
+    about = {"experiment": "pieces, activity", "scale": scale, "seed": seed, **learning_settings(size)}
     side = rotated(size, HELD_OUT).held_out()
     cells = [
-        Cell(f"{name}-{i}", partial(_follow, side, config, learned_file(folder, HELD_OUT, geometry), exact))
+        Cell(f"{name}-{i}", partial(_piece_weights, side, config, learned_file(folder, HELD_OUT, geometry), exact))
         for name, (geometry, exact) in FOLLOWED.items()
-        for i, config in enumerate(draw(side, size.seeds, seed)[HELD_OUT])
+        for i, config in enumerate(draw_configs(side, size.seeds, seed)[HELD_OUT])
     ]
     found = fill(Records(folder / "activity", about), cells, title="pieces: activity", workers=workers)
     activity = {name: [found[f"{name}-{i}"] for i in range(size.seeds)] for name in FOLLOWED}
-    _draw(activity, folder / "activity.png")
+    _draw_weights(activity, folder / "activity.png")
     return [
         {
             "followed": name,
@@ -106,7 +105,7 @@ def _activity(size: Scale, folder: Path, seed: int, workers: int) -> list[Result
     ]
 
 
-def _follow(side: ImageFamily, config: Mapping[str, Any], path: Path, exact: bool) -> Result:
+def _piece_weights(side: ImageFamily, config: Mapping[str, Any], path: Path, exact: bool) -> Result:
     """The weights of the pieces over one run, averaged over windows of steps, and how often several were active."""
     torch.set_num_threads(1)
     task = side.build(config)
@@ -121,7 +120,7 @@ def _follow(side: ImageFamily, config: Mapping[str, Any], path: Path, exact: boo
     }
 
 
-def _draw(activity: Mapping[str, list[Result]], path: Path) -> None:
+def _draw_weights(activity: Mapping[str, list[Result]], path: Path) -> None:
     """The share of every piece over the run: mean over the seeds, the band from the smallest to the largest."""
     panels = {}
     for name, runs in activity.items():
@@ -134,7 +133,7 @@ def _draw(activity: Mapping[str, list[Result]], path: Path) -> None:
     figures.curves(panels, path, xlabel="step", ylabel="weight of the piece", logarithmic=False)
 
 
-def _sections(rows: Sequence[Result]) -> list[Section]:
+def _weight_tables(rows: Sequence[Result]) -> list[Section]:
     found = []
     for r in (r for r in rows if "followed" in r):
         weights = [" / ".join(f"{x:.2f}" for x in r[k]) for k in ("shares", "at the end")]
@@ -143,4 +142,4 @@ def _sections(rows: Sequence[Result]) -> list[Section]:
     return [*standings([r for r in rows if "followed" not in r]), Section(columns=columns, rows=found)]
 
 
-EXPERIMENTS = (Experiment("pieces", rotated, GEOMETRIES, SCALES, more=_activity, sections=_sections),)
+EXPERIMENTS = (Experiment("pieces", rotated, GEOMETRIES, SCALES, more=_activity, sections=_weight_tables),)

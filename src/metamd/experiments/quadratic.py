@@ -19,14 +19,15 @@ from metamd.comparison import figures
 from metamd.comparison.parallel import Cell
 from metamd.comparison.sections import Section
 from metamd.comparison.statistics import spread
-from metamd.experiments import race
-from metamd.experiments.race import BatchedRival, Problems, Setting, Synthetic, Training
+from metamd.experiments import synthetic
+from metamd.experiments.synthetic import Attempt, BatchedRival, Problems, Synthetic
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Records, Result, shortened
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import paper
 from metamd.learning.outer import Adam, Method
 from metamd.potentials import Diagonal
+from metamd.rivals.base import Setting
 from metamd.tasks.base import Task, TaskFamily, derive_seed
 
 ROWS = {"published": (0.3, 14.0), "ill": (0.01, 14.0)}
@@ -80,8 +81,8 @@ class Scale:
     everything: bool = True  # whether rivals are also tuned in more than the rate
 
 
-SHORT: Numbers = (("outer_steps", 1), ("tasks_per_step", 1), ("T", 100))
-SMOKE = Scale(
+SHORT_TRAINING: Numbers = (("outer_steps", 1), ("tasks_per_step", 1), ("T", 100))
+SMOKE_SCALE = Scale(
     ("published",),
     ("far",),
     problems=5,
@@ -90,12 +91,12 @@ SMOKE = Scale(
     trainings=1,
     outer_steps=2,
     tasks_per_step=2,
-    published=(("k", 7), *SHORT),
-    adam=(("k", 10), ("lr", 0.1), *SHORT),
+    published=(("k", 7), *SHORT_TRAINING),
+    adam=(("k", 10), ("lr", 0.1), *SHORT_TRAINING),
     grid=7,
     everything=False,
 )
-SCALES = {"smoke": SMOKE, "cpu": Scale(), "paper": Scale()}
+SCALES = {"smoke": SMOKE_SCALE, "cpu": Scale(), "paper": Scale()}
 """Of the paper's protocol no more is published than `cpu` has."""
 
 
@@ -115,11 +116,13 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
     for row, start in places:
         for name, tolerance in TOLERANCES.items():
             tuned, brute = (partial(f, scale, seed, row, start, tolerance) for f in (_tuned, _brute))
-            yield from race.tuned_cells(f"{row}-{start}-{name}", tuned, brute, RATES, everything=scale.everything)
+            yield from synthetic.tuned_cells(f"{row}-{start}-{name}", tuned, brute, RATES, everything=scale.everything)
     for row, start in places:
         for number in range(scale.trainings):
             for key in OURS:
-                yield Cell(f"{row}-{start}-{key}-{number}", partial(_ours, scale, seed, row, start, number, key))
+                yield Cell(
+                    f"{row}-{start}-{key}-{number}", partial(_learn_and_measure, scale, seed, row, start, number, key)
+                )
         for name in PAPER_PLACES[row, start]:
             yield Cell(f"{row}-{start}-paper-{name}", partial(_preset, scale, seed, row, start, name))
 
@@ -129,11 +132,11 @@ def _tuned(
 ) -> Result:
     """The setting with the smallest mean number of iterations on the test problems, which is generous to the rival."""
     problems = _problems(row, start, scale.problems, seed)
-    found = race.iterations(problems, rival, settings, tolerance, scale.limit)
-    best = int(race.means(found, scale.limit).argmin())
-    counts = [None if c == race.NEVER else c for c in found[best].tolist()]
-    points = race.path(problems, rival, settings[best], scale.limit if counts[0] is None else counts[0])
-    return {"setting": settings[best], "iterations": counts, "path": shortened(points, race.DIGITS)}
+    found = synthetic.iterations(problems, rival, settings, tolerance, scale.limit)
+    best = int(synthetic.means(found, scale.limit).argmin())
+    counts = [None if c == synthetic.NEVER else c for c in found[best].tolist()]
+    points = synthetic.path(problems, rival, settings[best], scale.limit if counts[0] is None else counts[0])
+    return {"setting": settings[best], "iterations": counts, "path": shortened(points, synthetic.PATH_DIGITS)}
 
 
 def _brute(scale: Scale, seed: int, row: str, start: str, tolerance: float) -> Result:
@@ -142,45 +145,45 @@ def _brute(scale: Scale, seed: int, row: str, start: str, tolerance: float) -> R
     centre = (2 * problems.batch["Q"]).mean(0).diagonal().clamp_min(1e-12).log10().tolist()
 
     def score(rival: BatchedRival, settings: Sequence[Setting]) -> torch.Tensor:
-        return race.means(race.iterations(problems, rival, settings, tolerance, scale.limit), scale.limit)
+        return synthetic.means(synthetic.iterations(problems, rival, settings, tolerance, scale.limit), scale.limit)
 
-    best = race.best_diagonal(score, centre, 3 / math.log(10), points=scale.grid, rounds=4, shrink=0.25)
-    return _tuned(scale, seed, row, start, tolerance, race.DIAGONAL, [best])
+    best = synthetic.best_diagonal(score, centre, 3 / math.log(10), points=scale.grid, rounds=4, shrink=0.25)
+    return _tuned(scale, seed, row, start, tolerance, synthetic.ONE_DIAGONAL, [best])
 
 
-def _ours(scale: Scale, seed: int, row: str, start: str, number: int, key: str) -> Result:
+def _learn_and_measure(scale: Scale, seed: int, row: str, start: str, number: int, key: str) -> Result:
     potential, steps = (None, 100) if key == "default" else (Diagonal(), 200)
     options = {"potential": potential, "outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
-    training = race.train(family(row, start, steps), options, derive_seed(seed, "training", number))
-    return _raced(scale, _problems(row, start, scale.problems, seed), training)
+    training = synthetic.try_meta_train(family(row, start, steps), options, derive_seed(seed, "training", number))
+    return _measured_iterations(scale, _problems(row, start, scale.problems, seed), training)
 
 
-def _raced(scale: Scale, problems: Problems, training: Training, *, exact: bool = True) -> Result:
+def _measured_iterations(scale: Scale, problems: Problems, training: Attempt, *, exact: bool = True) -> Result:
     """The iterations of what was learned, to every tolerance, and its path on the first problem."""
 
     def result(learned: LearnedOptimiser) -> Result:
         tightest, limit = min(TOLERANCES.values()), scale.learned_limit
-        runs = [race.follow(task, learned, limit, exact=exact, tolerance=tightest) for task in problems.tasks]
+        runs = [synthetic.run_learned(task, learned, limit, exact=exact, tolerance=tightest) for task in problems.tasks]
         counts = {
             name: [next((t for t, norm in enumerate(norms) if norm < tolerance), None) for _, norms in runs]
             for name, tolerance in TOLERANCES.items()
         }
         points = runs[0][0]
-        shown = [points[t] for t in race.thinned(len(points) - 1)]
-        return {"iterations": counts, "path": shortened(shown, race.DIGITS)}
+        shown = [points[t] for t in synthetic.thinned(len(points) - 1)]
+        return {"iterations": counts, "path": shortened(shown, synthetic.PATH_DIGITS)}
 
-    return race.raced(training, result)
+    return synthetic.measured(training, result)
 
 
 def _preset(scale: Scale, seed: int, row: str, start: str, name: str) -> Result:
     """The paper's algorithm from near the origin, with Adam from where it is tested; then these test problems."""
-    training, given = _published(scale, seed, row, start if name == "adam" else "near", name)
+    training, given = _train_published(scale, seed, row, start if name == "adam" else "near", name)
     problems = _problems(row, start, scale.problems, seed)
-    return _raced(scale, problems, training, exact=False) | {"setting": given}
+    return _measured_iterations(scale, problems, training, exact=False) | {"setting": given}
 
 
 @lru_cache
-def _published(scale: Scale, seed: int, row: str, start: str, name: str) -> tuple[Training, Result]:
+def _train_published(scale: Scale, seed: int, row: str, start: str, name: str) -> tuple[Attempt, Result]:
     given: Result = dict(scale.adam if name == "adam" else scale.published)
     # Reverse gives Forward's gradient to rounding, in less time where there are few steps
     estimator = Reverse() if name == "adam" else Reverse(1)
@@ -188,7 +191,7 @@ def _published(scale: Scale, seed: int, row: str, start: str, name: str) -> tupl
     if name == "adam":
         options["method"] = Method(Adam(given["lr"]), exact=False, keep="last")
     options["tasks_per_step"] = int(given["tasks_per_step"])
-    return race.train(family(row, start, int(given["T"])), options, derive_seed(seed, "training", 0)), given
+    return synthetic.try_meta_train(family(row, start, int(given["T"])), options, derive_seed(seed, "training", 0)), given
 
 
 # the table
@@ -199,11 +202,13 @@ def table(results: Mapping[str, Result]) -> list[Result]:
     return [
         {"row": row, "start": start, "tolerance": TOLERANCES[name], "optimiser": label} | spread(counts) | extra
         for row, start, name in product(ROWS, STARTS, TOLERANCES)
-        for label, counts, extra in _members(results, row, start, name)
+        for label, counts, extra in _labelled_counts(results, row, start, name)
     ]
 
 
-def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> Iterator[tuple[str, list[Any], Result]]:
+def _labelled_counts(
+    results: Mapping[str, Result], row: str, start: str, name: str
+) -> Iterator[tuple[str, list[Any], Result]]:
     for key, label in OURS.items():
         trainings = [r for k, r in results.items() if k.startswith(f"{row}-{start}-{key}-") and "failed" not in r]
         if trainings:
@@ -213,7 +218,7 @@ def _members(results: Mapping[str, Result], row: str, start: str, name: str) -> 
         preset = results.get(f"{row}-{start}-{key}", {"failed": ""})
         if "failed" not in preset:
             yield label, preset["iterations"][name], {"metrics": preset["metrics"], "setting": preset["setting"]}
-    for key, label in race.LABELS.items():
+    for key, label in synthetic.LABELS.items():
         if found := results.get(f"{row}-{start}-{name}-{key}"):
             yield label, found["iterations"], {"setting": found["setting"]}
 
@@ -224,20 +229,20 @@ def sections(rows: Sequence[Result]) -> list[Section]:
     for (row, means), (start, place) in product(ROWS.items(), STARTS.items()):
         if here := [r for r in rows if (r["row"], r["start"]) == (row, start)]:
             title = f"Means {means[0]:g} and {means[1]:g}, start ({place:g}, {place:g})"
-            parts += _tables(title, here, PUBLISHED[row] if start == "far" else {})
+            parts += _start_tables(title, here, PUBLISHED[row] if start == "far" else {})
     return parts
 
 
-def _tables(title: str, rows: list[Result], published: Mapping[str, int]) -> Iterator[Section]:
+def _start_tables(title: str, rows: list[Result], published: Mapping[str, int]) -> Iterator[Section]:
     tight, loose = ({r["optimiser"]: r for r in rows if r["tolerance"] == t} for t in TOLERANCES.values())
     columns = ["optimiser", "1e-6: median (quartiles)", "95 % interval", "mean", "arrived", "MetaMD is faster by"]
     lines, left = [], dict(published)
     for label, found in tight.items():
         number = left.pop(label.removesuffix(" (rate)"), None)
-        interval = f"{_number(found['low'])} to {_number(found['high'])}"
+        interval = f"{_formatted_count(found['low'])} to {_formatted_count(found['high'])}"
         arrived = f"{found['arrived']}/{found['count']}"
-        here = [_middle(found), interval, _number(found["mean"], 1), arrived, _ratio(found, tight)]
-        there = [_middle(loose[label]), _ratio(loose[label], loose)]
+        here = [_middle(found), interval, _formatted_count(found["mean"], 1), arrived, _speedup(found, tight)]
+        there = [_middle(loose[label]), _speedup(loose[label], loose)]
         lines.append([label, *here, *there, "" if number is None else f"{number:,}"])
     # of what was not run, or could not be learned, the paper's number alone
     lines += [[label, "no result here", *[""] * 6, f"{number:,}"] for label, number in left.items()]
@@ -251,16 +256,16 @@ def _tables(title: str, rows: list[Result], published: Mapping[str, int]) -> Ite
 
 
 def _middle(found: Result) -> str:
-    return f"{_number(found['median'])} ({_number(found['lower'])} to {_number(found['upper'])})"
+    return f"{_formatted_count(found['median'])} ({_formatted_count(found['lower'])} to {_formatted_count(found['upper'])})"
 
 
-def _number(value: float | None, digits: int = 0) -> str:
+def _formatted_count(value: float | None, digits: int = 0) -> str:
     if value is None:
         return "never"
     return f"{value:,.{digits}f}" if digits else f"{value:,.1f}".removesuffix(".0")
 
 
-def _ratio(found: Result, members: Mapping[str, Result]) -> str:
+def _speedup(found: Result, members: Mapping[str, Result]) -> str:
     """Of the medians."""
     ours = members.get("MetaMD", {}).get("median")
     return "" if not ours or found["optimiser"] == "MetaMD" or found["median"] is None else f"{found['median'] / ours:.1f} x"
@@ -280,7 +285,7 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
         for start in settings["starts"]:
             groups[f"{title}; start {STARTS[start]:g}"] = [
                 figures.Strip(label, counts, not label.endswith("(all)"))
-                for label, counts, _ in _members(results, row, start, "tight")
+                for label, counts, _ in _labelled_counts(results, row, start, "tight")
             ]
     figures.trajectories(rows, folder / "trajectories.png")
     figures.strips(groups, folder / "iterations.png", xlabel="iterations until the gradient is below 1e-6")
@@ -288,14 +293,14 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
 
 def _panels(results: Mapping[str, Result], row: str, task: Task) -> Iterator[figures.Panel]:
     shown = {label: f"{key}-0" for key, label in OURS.items()} | {label: key for key, label in PAPER.items()}
-    shown |= {rival.name: f"tight-{key}-rate" for key, rival in race.RIVALS.items()}
+    shown |= {rival.name: f"tight-{key}-rate" for key, rival in synthetic.BATCHED_RIVALS.items()}
     for label, key in shown.items():
         found = results.get(f"{row}-far-{key}", {"failed": ""})
         if "failed" not in found:
             counts = found["iterations"]
             count = (counts["tight"] if isinstance(counts, dict) else counts)[0]
             arrived = "did not arrive" if count is None else f"{count:,} iterations"
-            yield race.panel(f"{label}\n{arrived}", task, found["path"])
+            yield synthetic.panel(f"{label}\n{arrived}", task, found["path"])
 
 
 EXPERIMENTS = (Synthetic("quadratic", SCALES, cells, table, sections, draw),)

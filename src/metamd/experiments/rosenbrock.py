@@ -18,23 +18,24 @@ from metamd import tasks
 from metamd.comparison import figures
 from metamd.comparison.parallel import Cell
 from metamd.comparison.sections import Section
-from metamd.experiments import race
-from metamd.experiments.race import BatchedRival, Problems, Setting, Synthetic
+from metamd.experiments import synthetic
+from metamd.experiments.synthetic import BatchedRival, Problems, Synthetic
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Result, shortened
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import paper
 from metamd.potentials import Diagonal
+from metamd.rivals.base import Setting
 from metamd.tasks.base import TaskFamily, derive_seed
 
 STEPS = 500
 REACHED = 1e-6
 """The minimum, 0, counts as reached when the loss is below this after the last iteration."""
 
-KEPT = ("loss", "distance", "reached", "setting", "metrics", "failed")
+OUTCOME_KEYS = ("loss", "distance", "reached", "setting", "metrics", "failed")
 
 STARTS = {"customary": (-1.2, 1.0), "origin": (0.0, 0.0), "far": (-2.0, 2.0)}
-LABELS = {"metamd": "MetaMD", "paper": "MetaMD, paper", **race.LABELS}
+ROSENBROCK_LABELS = {"metamd": "MetaMD", "paper": "MetaMD, paper", **synthetic.LABELS}
 RATES = {"low": -6, "high": 2, "per_decade": 16}
 
 
@@ -57,7 +58,7 @@ def cells(scale: Scale, seed: int) -> Iterator[Cell]:
     """What there is to compute."""
     for name in scale.starts:
         tuned, brute = partial(_tuned, name), partial(_brute, scale, name)
-        yield from race.tuned_cells(name, tuned, brute, RATES, everything=scale.everything)
+        yield from synthetic.tuned_cells(name, tuned, brute, RATES, everything=scale.everything)
     for name in scale.starts:
         yield Cell(f"{name}-metamd", partial(_learned, scale, seed, name, {"potential": Diagonal()}))
         # Reverse gives Forward's gradient to rounding, in a fraction of the time
@@ -70,21 +71,21 @@ def family(name: str) -> TaskFamily:
 
 
 def _score(name: str, rival: BatchedRival, settings: Sequence[Setting]) -> torch.Tensor:
-    return race.final_losses(Problems.draw(family(name), 1, 0), rival, settings, STEPS)
+    return synthetic.final_losses(Problems.draw(family(name), 1, 0), rival, settings, STEPS)
 
 
 def _tuned(name: str, rival: BatchedRival, settings: Sequence[Setting]) -> Result:
     """The setting with the smallest loss after the last iteration."""
     problems = Problems.draw(family(name), 1, 0)
     best = settings[int(_score(name, rival, settings).argmin())]
-    return _outcome(problems, race.path(problems, rival, best, STEPS)) | {"setting": best}
+    return _outcome(problems, synthetic.path(problems, rival, best, STEPS)) | {"setting": best}
 
 
 def _brute(scale: Scale, name: str) -> Result:
     """The best single diagonal metric: a grid over six decades in each coordinate, then two finer ones."""
     score, shrink = partial(_score, name), 4 / scale.grid
-    best = race.best_diagonal(score, (2.0, 2.0), 3.0, points=scale.grid, rounds=3, shrink=shrink)
-    return _tuned(name, race.DIAGONAL, [best])
+    best = synthetic.best_diagonal(score, (2.0, 2.0), 3.0, points=scale.grid, rounds=3, shrink=shrink)
+    return _tuned(name, synthetic.ONE_DIAGONAL, [best])
 
 
 def _learned(scale: Scale, seed: int, name: str, options: Mapping[str, Any]) -> Result:
@@ -93,15 +94,15 @@ def _learned(scale: Scale, seed: int, name: str, options: Mapping[str, Any]) -> 
     problems = Problems.draw(family(name), 1, 0)
 
     def result(learned: LearnedOptimiser) -> Result:
-        points, _ = race.follow(problems.tasks[0], learned, STEPS, exact="method" not in options)
-        return _outcome(problems, [points[t] for t in race.thinned(STEPS) if t < len(points)])
+        points, _ = synthetic.run_learned(problems.tasks[0], learned, STEPS, exact="method" not in options)
+        return _outcome(problems, [points[t] for t in synthetic.thinned(STEPS) if t < len(points)])
 
-    return race.raced(race.train(family(name), given, derive_seed(seed, name)), result)
+    return synthetic.measured(synthetic.try_meta_train(family(name), given, derive_seed(seed, name)), result)
 
 
 def _outcome(problems: Problems, points: list[list[float]]) -> Result:
     """Loss and distance at the end, and the losses on the way."""
-    task, steps = problems.tasks[0], race.thinned(STEPS)
+    task, steps = problems.tasks[0], synthetic.thinned(STEPS)
     losses = [task.evaluate({"theta": torch.tensor(p, dtype=torch.float64)}).loss for p in points]
     if not math.isfinite(losses[-1]) or len(points) < len(steps):
         return {"loss": None, "distance": None, "reached": False, "path": points[:1], "losses": [], "steps": []}
@@ -109,8 +110,8 @@ def _outcome(problems: Problems, points: list[list[float]]) -> Result:
         "loss": losses[-1],
         "distance": math.dist(points[-1], [1.0, 1.0]),
         "reached": losses[-1] < REACHED,
-        "path": shortened(points, race.DIGITS),
-        "losses": shortened(losses, race.DIGITS),
+        "path": shortened(points, synthetic.PATH_DIGITS),
+        "losses": shortened(losses, synthetic.PATH_DIGITS),
         "steps": steps,
     }
 
@@ -121,7 +122,7 @@ def _outcome(problems: Problems, points: list[list[float]]) -> Result:
 def table(results: Mapping[str, Result]) -> list[Result]:
     """One row for every optimiser and start."""
     return [
-        {"start": name, "optimiser": label, **{k: found[k] for k in KEPT if k in found}}
+        {"start": name, "optimiser": label, **{k: found[k] for k in OUTCOME_KEYS if k in found}}
         for name in STARTS
         for label, found in _of(results, name).items()
     ]
@@ -129,7 +130,7 @@ def table(results: Mapping[str, Result]) -> list[Result]:
 
 def _of(results: Mapping[str, Result], start: str) -> dict[str, Result]:
     """By label the results from a start."""
-    return {label: results[f"{start}-{key}"] for key, label in LABELS.items() if f"{start}-{key}" in results}
+    return {label: results[f"{start}-{key}"] for key, label in ROSENBROCK_LABELS.items() if f"{start}-{key}" in results}
 
 
 def sections(rows: Sequence[Result]) -> list[Section]:
@@ -163,7 +164,7 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
             continue
         title, task = f"start ({place[0]:g}, {place[1]:g})", Problems.draw(family(name), 1, 0).tasks[0]
         rows[title] = [
-            race.panel(f"{label.removesuffix(' (rate)')}\nloss {found['loss']:.0e}", task, found["path"])
+            synthetic.panel(f"{label.removesuffix(' (rate)')}\nloss {found['loss']:.0e}", task, found["path"])
             for label, found in here.items()
             if "(all)" not in label
         ]

@@ -39,7 +39,7 @@ class Records:
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
         (folder / "cells").mkdir(parents=True, exist_ok=True)
-        about = {"format": FORMAT, "settings": _plain(settings)}
+        about = {"format": FORMAT, "settings": _as_read_back(settings)}
         path = folder / "run.json"
         if not path.exists() and any((folder / "cells").iterdir()):
             raise ValueError(
@@ -66,7 +66,7 @@ class Records:
 
     def write(self, name: str, result: Result) -> None:
         """Keep a result."""
-        write_json(self.path(name), _plain(result))
+        write_json(self.path(name), _as_read_back(result))
 
     def read(self, name: str) -> Result:
         """A result that is there."""
@@ -285,7 +285,7 @@ def _mapped(value: Any, change: Callable[[float], float | None]) -> Any:
 
 def _check_settings(found: Any, now: Mapping[str, Any], folder: Path) -> None:
     """Refuse a folder whose results were made with other settings."""
-    lines = _differences(found, _plain(now))
+    lines = _differences(found, _as_read_back(now))
     if lines:
         differing = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
         raise ValueError(
@@ -304,7 +304,7 @@ def _differences(found: Any, now: Any, path: str = "") -> list[str]:
     return [f"{path} is {was}, and would be {is_now}"]
 
 
-def _plain(value: Any) -> Any:
+def _as_read_back(value: Any) -> Any:
     """As it will be read back: tuples become lists."""
     return json.loads(json.dumps(value, allow_nan=False))
 

@@ -15,16 +15,16 @@ from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import grouped_squares
 
 TOLERATED = 0.05
-"""The share of the bound that `rank="auto"` gives away at most, if `LARGEST` allows it."""
+"""The share of the bound that `rank="auto"` gives away at most, if `LARGEST_RANK` allows it."""
 
-LARGEST = 24
+LARGEST_RANK = 24
 """The largest rank that `rank="auto"` takes where it does not keep all directions. Two products with r columns take 2r/(3b)
 of the operations of a gradient from b examples; at b = 100 this is a sixth, and of the time about a quarter, since thin
 products are slower."""
 
-NOTHING = Moments({}, {})
+NO_MOMENTS = Moments({}, {})
 
-DEFAULT = (0.1, 0.001)
+DEFAULT = (0.1, 0.001)  # shares of X and of Y where no second half of tasks chooses them
 CANDIDATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 1e-1)
 """Shares of X and of Y that `shrinkage="auto"` tries; those of X first, with the default of Y."""
 
@@ -65,10 +65,10 @@ class Iterate:
         log_d = {k: torch.lerp(v, other.log_d[k], 0.5) for k, v in self.log_d.items() if v.shape == other.log_d[k].shape}
         factors = dict(self.basis.factors)
         for key in _keys(self.basis):
-            d, vectors = torch.linalg.eigh(geometric_mean(_metric(self, key).matrix, _metric(other, key).matrix))
-            middle = Metric(vectors, d)
+            d, vectors = torch.linalg.eigh(matrix_geometric_mean(_metric(self, key).matrix, _metric(other, key).matrix))
+            middle = FullMetric(vectors, d)
             # Any moments that this metric is best for tell which directions lead: X = D^-1 and Y = D.
-            inverse, rank = Metric(vectors, 1 / d), self.basis.rank_of(f"right/{key}")
+            inverse, rank = FullMetric(vectors, 1 / d), self.basis.rank_of(f"right/{key}")
             columns, numbers = _truncated(middle, inverse.matrix, middle.matrix, rank)
             factors[f"right/{key}"] = columns.float().contiguous()
             log_d[key] = numbers.log().to(self.log_d[key].dtype).unsqueeze(0)
@@ -87,7 +87,7 @@ class Turned:
 
 
 @dataclass(frozen=True)
-class Metric:
+class FullMetric:
     """D = Q diag(d) Q' on the input side of a weight matrix."""
 
     vectors: Tensor
@@ -162,7 +162,7 @@ def compared(iterate: Iterate) -> list[str]:
     return [k for k in moment_shapes(iterate) if k not in iterate.log_d] if auto else []
 
 
-def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments = NOTHING) -> Turned:
+def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments = NO_MOMENTS) -> Turned:
     """To the minimisers X^-1 # Y of all matrices, in the bases they are diagonal in.
 
     No direction's log D changes by more than `reach`. For `shrinkage="auto"`, `half` is what every other run says.
@@ -212,7 +212,7 @@ def _raised(m: Tensor, share: float) -> Tensor:
     return m + level * torch.eye(len(m), dtype=m.dtype, device=m.device)
 
 
-def _truncated(metric: Metric, x: Tensor, y: Tensor, rank: Rank) -> tuple[Tensor, Tensor]:
+def _truncated(metric: FullMetric, x: Tensor, y: Tensor, rank: Rank) -> tuple[Tensor, Tensor]:
     """The leading columns, and their d with the one number for all the rest behind them; all columns if rank is None.
 
     A direction leads if the bound grows much when it shares its number with the rest: by c x + y/c - 2 sqrt(x y), x and y
@@ -222,7 +222,7 @@ def _truncated(metric: Metric, x: Tensor, y: Tensor, rank: Rank) -> tuple[Tensor
     if rank is None or (rank != "auto" and rank >= n):
         return metric.vectors, metric.d
     a, b = (((m @ metric.vectors) * metric.vectors).sum(0).clamp_min(0) for m in (x, y))
-    for r in range(min(n, LARGEST) + 1) if rank == "auto" else [rank]:
+    for r in range(min(n, LARGEST_RANK) + 1) if rank == "auto" else [rank]:
         order, c, lost = _leading(metric.d, a, b, r)
         if rank == "auto" and lost <= TOLERATED * float((metric.d * a + b / metric.d).sum()):
             break
@@ -250,34 +250,34 @@ def _leading(d: Tensor, a: Tensor, b: Tensor, r: int) -> tuple[Tensor, Tensor, f
     return order, c, lost
 
 
-def _whole(columns: Tensor, numbers: Tensor) -> Metric:
+def _whole(columns: Tensor, numbers: Tensor) -> FullMetric:
     """The metric that leading columns and numbers stand for."""
     n, r = columns.shape
     q = Orthogonal(columns).into(torch.eye(n, dtype=columns.dtype, device=columns.device))
     d = torch.cat([numbers[:r], numbers[-1:].expand(n - r)])
-    return Metric(q, d)
+    return FullMetric(q, d)
 
 
 def _keys(basis: Basis) -> list[str]:
     return list(dict.fromkeys(basis.places[n].key for n in basis.learnable()))
 
 
-def _metric(iterate: Iterate, key: str) -> Metric:
+def _metric(iterate: Iterate, key: str) -> FullMetric:
     """The metric of a weight in float64."""
     d, columns = iterate.log_d[key][0].detach().double().cpu().exp(), iterate.basis.factors.get(f"right/{key}")
     if columns is None:
-        return Metric(torch.eye(len(d), dtype=torch.float64), d)
+        return FullMetric(torch.eye(len(d), dtype=torch.float64), d)
     return _whole(columns.double().cpu(), d)
 
 
 # symmetric positive definite matrices: geometric means, and the geodesics on which the regret bound is convex
 
 
-def geometric_mean(a: Tensor, b: Tensor) -> Tensor:
+def matrix_geometric_mean(a: Tensor, b: Tensor) -> Tensor:
     """A # B = A^1/2 (A^-1/2 B A^-1/2)^1/2 A^1/2, the middle of the geodesic between two positive definite matrices.
 
     Example:
-        >>> geometric_mean(torch.eye(2).double() * 4, torch.eye(2).double() * 9)
+        >>> matrix_geometric_mean(torch.eye(2).double() * 4, torch.eye(2).double() * 9)
         tensor([[6., 0.],
                 [0., 6.]], dtype=torch.float64)
     """
@@ -314,7 +314,7 @@ def symmetric(a: Tensor) -> Tensor:
     return 0.5 * (a + a.mT)
 
 
-def towards(now: Metric, best: Tensor, reach: float) -> tuple[Metric, float]:
+def towards(now: FullMetric, best: Tensor, reach: float) -> tuple[FullMetric, float]:
     """The way from D = V diag(d) V' to B along the geodesic, no logarithm changed by more than `reach`, and their change.
 
     With D^-1/2 B D^-1/2 = Q diag(e) Q' the result is D^1/2 Q diag(clamp(log e)) Q' D^1/2; between metrics that commute
@@ -325,4 +325,4 @@ def towards(now: Metric, best: Tensor, reach: float) -> tuple[Metric, float]:
     logs = values.clamp_min(torch.finfo(values.dtype).tiny).log().clamp(-reach, reach)
     spanned = half @ turned
     d, vectors = torch.linalg.eigh(symmetric((spanned * logs.exp()) @ spanned.mT))
-    return Metric(vectors, d.clamp_min(d.max() * torch.finfo(torch.float64).eps)), float(logs.square().mean().sqrt())
+    return FullMetric(vectors, d.clamp_min(d.max() * torch.finfo(torch.float64).eps)), float(logs.square().mean().sqrt())

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from metamd.inner.objectives import Objective, Point
-from metamd.inner.run import Array, MirrorDescent, gradient
+from metamd.inner.run import MirrorDescent, gradient
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.forms import combine
+from metamd.potentials.forms import Array, combine
 from metamd.tasks.base import Task
 
 

@@ -243,6 +243,7 @@ def _carry(
     z = {n: x.new_zeros(count, *x.shape) for n, x in descent.start.items()}
     zw = torch.zeros_like(offsets)
     along = torch.zeros(count, dtype=torch.float64)
+    # Not `inner.run.train`: the tangents go through every step with the run.
     while descent.going:
         before, weights = descent.params, descent.active.weights
         loss, grads, zg = hessian_products(task, before, task.batch(descent.taken), z)
@@ -320,6 +321,7 @@ def _segment(descent: MirrorDescent, steps: range, head: tuple[Params, Active] |
     """Steps with the graphs of their gradients: those that the run takes next, or again from the head of a segment."""
     tape: list[Taken] = []
     params, active = head or (descent.params, descent.active)
+    # Not `inner.run.train`: gradients keep their graphs here.
     for t in steps:
         loss, grads, edges = _gradient(descent, params, t)
         if head is None:

@@ -9,15 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from metamd.potentials.base import Params, Potential, mirror_step
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.forms import combine, gap_of, grouped_squares
+from metamd.potentials.forms import Array, combine, gap_of, grouped_squares
 from metamd.tasks.base import Task
-
-Array = NDArray[np.float64]
 
 BLOW_UP = 1e3
 """A run has exploded once its loss has risen by this many times 1 + |first loss|."""

@@ -16,7 +16,7 @@ from metamd.inner.objectives import PRIOR, Objective, Regret
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Shape
 
-Sums = Mapping[str, Tensor]
+TensorSums = Mapping[str, Tensor]
 """Tensors by name, summed over tasks."""
 
 
@@ -36,7 +36,7 @@ class Outer(ABC):
     """Whether metrics under which some task diverges are taken back half way; if all diverge, they always are."""
 
     @abstractmethod
-    def update(self, now: Iterate, sums: Sums, carried: Sums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> Update:
         """The metrics of the next outer step, after those of this one.
 
         Sums are over the tasks that did not diverge, their number under "tasks". `carried` comes from the update before.
@@ -63,7 +63,7 @@ class TrustRegion(Outer):
         if not 0 <= self.memory < 1:
             raise ValueError(f"memory must lie in [0, 1), got {self.memory}. 0 learns from the last runs alone.")
 
-    def update(self, now: Iterate, sums: Sums, carried: Sums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> Update:
         """To the closed form's minimiser, or as far as the region reaches."""
         kept = {n: v + carried[n] if n in carried else v for n, v in sums.items() if n != "tasks"}
         moments, half = (Moments(*({n[2:]: v for n, v in kept.items() if n[0] == s} for s in pair)) for pair in ("xy", "uv"))
@@ -71,7 +71,7 @@ class TrustRegion(Outer):
         turned = learn_factors(now, moments, reach, half)
         best = minimiser(moments, {k: v for k, v in now.log_d.items() if k not in turned.log_d})
         log_d = {k: v + (best[k] - v).clamp(-reach, reach) for k, v in now.log_d.items() if k in best}
-        before, after = _bound(now.log_d, moments) + turned.before, _bound(log_d, moments) + turned.after
+        before, after = _regret_bound(now.log_d, moments) + turned.before, _regret_bound(log_d, moments) + turned.after
         change = (before - after) / before if before > 0 else 0.0
         # What runs with another metric say about a coordinate is stale: all of it once the metric has doubled or halved.
         fresh = {k: 1 - (now.log_d[k] - v).abs()[0].double() / math.log(2.0) for k, v in log_d.items()}
@@ -96,7 +96,7 @@ class Adam(Outer):
         if not self.lr > 0:
             raise ValueError(f"lr of the outer optimiser must be positive, got {self.lr}. 0.1 changes D by a tenth.")
 
-    def update(self, now: Iterate, sums: Sums, carried: Sums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> Update:
         """One step of Adam along the mean gradient of the tasks."""
         count = carried.get("count", torch.zeros((), dtype=torch.float64)) + 1
         kept, moved = {"count": count}, {}
@@ -134,7 +134,7 @@ class GradientDescent(Outer):
         if not self.pace > 0:
             raise ValueError(f"pace must be positive, got {self.pace}. 0.05 changes M by a few per cent in an outer step.")
 
-    def update(self, now: Iterate, sums: Sums, carried: Sums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> Update:
         """One plain gradient step on M."""
         rho, kept, log_d = self.rho, dict[str, Tensor](), dict[str, Tensor]()
         if rho is None:
@@ -151,7 +151,7 @@ class GradientDescent(Outer):
         return Update(now.moved(log_d), kept)
 
 
-def _bound(log_d: Mapping[str, Tensor], moments: Moments) -> float:
+def _regret_bound(log_d: Mapping[str, Tensor], moments: Moments) -> float:
     """sum_i (D_i x_i + y_i / D_i) / 2."""
     d = {k: v[0].double().exp() for k, v in log_d.items() if k in moments.x}
     return sum(0.5 * float((d[k] * moments.x[k] + moments.y[k] / d[k]).sum()) for k in d)

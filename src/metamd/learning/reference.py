@@ -36,7 +36,7 @@ from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of
 from metamd.tasks.wrapped import Counted, SharedStart
 
-RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+REFERENCE_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
 
 OFFERED = 4
@@ -48,7 +48,7 @@ CHECKED = 3
 MARGIN = 1.4
 """How much longer steps are in these runs: other tasks may be steeper."""
 
-DOUBLINGS = 10
+DOUBLINGS = 10  # a thousand times shorter steps; what still diverges has another reason
 
 
 def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[Task]:
@@ -85,7 +85,7 @@ def tail_loss(task: Task, params: Params, batches: int = 10) -> float:
 def tuned_reference(
     family: TaskFamily,
     *,
-    rates: Sequence[float] = RATES,
+    rates: Sequence[float] = REFERENCE_RATES,
     factor: float = 1.0,
     tasks: int = 2,
     seed: int = 0,
@@ -236,7 +236,7 @@ def learn_from_reference(
             shapes, objective = {n: tuple(x.shape) for n, x in built[0].init().items()}, Regret(prior=prior)
             look(built[0], phi, shapes)
             now = Iterate.of(affording(phi, built[0]))
-            runs = parts.runs(partial(_follow, phi, reference, objective), built, "runs to learn from")
+            runs = parts.runs(partial(_record_reference, phi, reference, objective), built, "runs to learn from")
             used = [(task, *said) for task, (_, said) in zip(built, runs, strict=True) if said is not None]
             if not used:
                 raise ValueError(
@@ -281,7 +281,7 @@ def _steady(potential: MaxDiagonal, tasks: Sequence[Task], parts: Parts) -> MaxD
     return potential
 
 
-def _follow(
+def _record_reference(
     potential: MaxDiagonal, reference: Reference, objective: Regret, task: Task
 ) -> tuple[Squares, tuple[tuple[float, float], Moments] | None]:
     """What a reference run says: the squares of its first gradient; if it finished, first and last loss, and moments."""

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from metamd.files.learned import LearnedOptimiser, fingerprint
 from metamd.files.progress import Progress
 from metamd.files.store import Journal, Log, as_json
-from metamd.inner.closed_form import LARGEST, Iterate, compared, moment_shapes, moments_of
+from metamd.inner.closed_form import LARGEST_RANK, Iterate, compared, moment_shapes, moments_of
 from metamd.inner.derivatives import hessian_products
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import PaperBound, Regret
@@ -33,7 +33,7 @@ from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Shape, Slot, some
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
 
-TAIL = 0.1
+TAIL_SHARE = 0.1
 """The last part of a run over which its losses are averaged to tell which end is best."""
 
 POWERS = 20
@@ -51,7 +51,7 @@ def draw_config(family: TaskFamily, *purpose: int | str) -> Config:
     return family.sample(torch.Generator().manual_seed(derive_seed(*purpose)))
 
 
-def draw(family: TaskFamily, *purpose: int | str) -> Task:
+def draw_task(family: TaskFamily, *purpose: int | str) -> Task:
     """The task of that config."""
     return family.build(draw_config(family, *purpose))
 
@@ -77,7 +77,7 @@ def first_look(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int
     if isinstance(family, Sized) and not len(family):
         raise ValueError(f"the family {family.name!r} is empty. Give it at least one task to sample.")
     try:
-        first = draw(family, seed, "train", 1, 0)
+        first = draw_task(family, seed, "train", 1, 0)
     except (LookupError, StopIteration, RuntimeError) as error:
         raise ValueError(f"the family {family.name!r} has no task to sample ({error!r}). Give it at least one.") from error
     start = first.init()
@@ -88,7 +88,7 @@ def first_look(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int
     found = []
     for i in range(count):
         try:
-            task = draw(family, seed, "train", 1, i)
+            task = draw_task(family, seed, "train", 1, i)
             found.append((*look(task, bound, shapes), largest_curvature(task, seed) if curvature else math.nan))
         except ValueError as error:
             raise ValueError(f"task {i + 1} of the first {count}: {error}") from error
@@ -132,17 +132,17 @@ def largest_curvature(task: Task, seed: int) -> float:
     start = task.init()
     generator = torch.Generator().manual_seed(derive_seed(seed, "curvature"))
     tangents = {n: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for n, x in start.items()}
-    length = _length(tangents)
+    length = _norm_of_all(tangents)
     for _ in range(POWERS):
         if not 0 < length < math.inf:
             break
         units = {n: (v / length).unsqueeze(0) for n, v in tangents.items()}
         tangents = {n: h[0] for n, h in hessian_products(task, start, task.batch(0), units)[2].items()}
-        length = _length(tangents)
+        length = _norm_of_all(tangents)
     return length
 
 
-def _length(tensors: Params) -> float:
+def _norm_of_all(tensors: Params) -> float:
     return math.sqrt(sum(float(x.square().sum(dtype=torch.float64)) for x in tensors.values()))
 
 
@@ -180,8 +180,8 @@ def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
     for place in map(basis.places.__getitem__, basis.learnable()):
         # with `LARGEST` directions two thin products, with all of them one product
         numbers, n = math.prod(place.shape), place.sizes["right"]
-        left -= 4 * numbers * min(LARGEST, n)
-        extra[f"right/{place.key}"] += 2 * numbers * n - 4 * numbers * min(LARGEST, n)
+        left -= 4 * numbers * min(LARGEST_RANK, n)
+        extra[f"right/{place.key}"] += 2 * numbers * n - 4 * numbers * min(LARGEST_RANK, n)
     for factor in sorted(extra, key=extra.__getitem__):
         if extra[factor] <= max(left, 0):
             kept.append(factor)
@@ -215,7 +215,7 @@ class TaskResult:
 
 
 @dataclass(frozen=True)
-class Learner:
+class TaskRunner:
     """How a task is run and what is kept of it."""
 
     potential: MaxDiagonal  # the structure of the potential, whose metrics are given each time
@@ -310,7 +310,7 @@ class Learner:
 
 def ends_of(run: Trajectory) -> tuple[float, float]:
     """The first training loss of a run that finished, and the mean of the last tenth of them."""
-    return float(run.losses[0]), float(run.losses[-max(1, round(TAIL * len(run.losses))) :].mean())
+    return float(run.losses[0]), float(run.losses[-max(1, round(TAIL_SHARE * len(run.losses))) :].mean())
 
 
 def within_reach(ends: Sequence[tuple[float, float]]) -> float:
@@ -329,7 +329,7 @@ def within_reach(ends: Sequence[tuple[float, float]]) -> float:
 def _unsettled(task: Task, run: Trajectory) -> float:
     """|g| at the end relative to |g| at the start."""
     places = ((run.start, 0), (run.end, run.steps))
-    first, last = (_length(gradient(task, params, task.batch(step))[1]) for params, step in places)
+    first, last = (_norm_of_all(gradient(task, params, task.batch(step))[1]) for params, step in places)
     return last / first if first > 0 else 0.0
 
 
@@ -354,31 +354,33 @@ class Round:
         return statistics.fmean(values) if values else math.nan
 
 
-def run_round(tasks: Mapping[int, Task], learner: Learner, now: Iterate, good: Iterate | None) -> Round:
+def run_round(tasks: Mapping[int, Task], runner: TaskRunner, now: Iterate, good: Iterate | None) -> Round:
     """Run all tasks of an outer step, at a scale where they finish if this is the first: if no metrics are `good` yet.
 
     If the rule retreats, or if all tasks diverge, those that do are tried again with the good metrics.
     """
-    now, found, cost = _find_scale(tasks, learner, now) if good is None else (now, {}, Cost())
-    found |= learner.learn({i: task for i, task in tasks.items() if i not in found}, now)
+    now, found, cost = _find_scale(tasks, runner, now) if good is None else (now, {}, Cost())
+    found |= runner.learn({i: task for i, task in tasks.items() if i not in found}, now)
     results, lost = [found[i] for i in tasks], {i: task for i, task in tasks.items() if found[i].diverged}
     cost, too_far = sum((result.cost for result in results), cost), 0
-    if good is not None and (learner.method.rule.retreats or len(lost) == len(tasks)):
-        again = learner.probe(lost, good).values()
+    if good is not None and (runner.method.rule.retreats or len(lost) == len(tasks)):
+        again = runner.probe(lost, good).values()
         # a task that diverges under the last good metrics too is itself to blame
         too_far, cost = sum(not run.diverged for run in again), sum((run.cost for run in again), cost)
-    return Round(now, results, learner.total(results, now), too_far, cost)
+    return Round(now, results, runner.total(results, now), too_far, cost)
 
 
-def _find_scale(tasks: Mapping[int, Task], learner: Learner, start: Iterate) -> tuple[Iterate, dict[int, TaskResult], Cost]:
+def _find_scale(
+    tasks: Mapping[int, Task], runner: TaskRunner, start: Iterate
+) -> tuple[Iterate, dict[int, TaskResult], Cost]:
     """The smallest power of four by which the metrics are multiplied so that every task finishes that can."""
     powers: dict[int, int] = {}
     kept: dict[int, TaskResult] = {}
     total = Cost()
     for power in range(RAISES + 1):
         left = {i: task for i, task in tasks.items() if i not in powers}
-        trial = learner.inside(start.shifted(power * math.log(4.0)))
-        run = learner.learn if learner.method.closed else learner.probe
+        trial = runner.inside(start.shifted(power * math.log(4.0)))
+        run = runner.learn if runner.method.closed else runner.probe
         runs: Mapping[int, TaskResult | Trajectory] = run(left, trial)
         kept |= {i: run for i, run in runs.items() if isinstance(run, TaskResult)}
         total = sum((run.cost for run in runs.values()), total)
@@ -386,22 +388,22 @@ def _find_scale(tasks: Mapping[int, Task], learner: Learner, start: Iterate) -> 
     largest = max(powers.values(), default=0)
     # A run that was made at this very scale is not made again, nor that of a task which nothing helps; it is paid for.
     same = {i: replace(result, cost=Cost()) for i, result in kept.items() if powers.get(i, largest) == largest}
-    return learner.inside(start.shifted(largest * math.log(4.0))), same, total
+    return runner.inside(start.shifted(largest * math.log(4.0))), same, total
 
 
-def contest(learner: Learner, tasks: Sequence[Task], iterates: list[Iterate]) -> tuple[list[list[float | None]], Cost]:
+def contest(runner: TaskRunner, tasks: Sequence[Task], iterates: list[Iterate]) -> tuple[list[list[float | None]], Cost]:
     """Run tasks with several metrics and value all of them against one comparator per task.
 
     The bound against the end of one's own run is smallest for metrics that hardly move. So all are compared with one point:
     the reference run's, if the objective has one, else the end with the lowest loss of all.
     For each task there are the values by iterate, None where a run diverged.
     """
-    by_iterate = [learner.runs(list(tasks), iterate, referred=False) for iterate in iterates]
+    by_iterate = [runner.runs(list(tasks), iterate, referred=False) for iterate in iterates]
     found: list[list[float | None]] = []
     cost = Cost()
     for task, *entries in zip(tasks, *by_iterate, strict=True):
         finished = [run for _, run in entries if not run.diverged]
-        objective = learner.method.objective
+        objective = runner.method.objective
         if finished and objective.reference is not None:
             best, extra = objective.reference.run(task, finished[0].start, finished[0].steps)
             entries = [(fit, replace(run, reference=best)) for fit, run in entries]
@@ -426,7 +428,7 @@ ALWAYS = -sys.float_info.max
 PLAIN = ("stage", "step", "factor", "target")
 """What of a state is a number or nothing."""
 
-SETTLED = 1e-2
+CONVERGED_SHARE = 1e-2
 """A run has converged, for `PaperBound`, when its gradient has fallen to this share of the first."""
 
 
@@ -543,7 +545,7 @@ class Plan:
         elif self.pieces > 1 and all(bool((v == v[:1]).all()) for v in now.log_d.values()):
             now = self._spread_out(now)
         state = State(now, cost=self.found.cost)
-        return replace(state, now=self._learner(state).inside(now))
+        return replace(state, now=self._runner(state).inside(now))
 
     def _identity(self, state: State) -> dict[str, Any]:
         """What two runs must have in common for one to continue the other."""
@@ -589,7 +591,7 @@ class Plan:
         began, step = time.perf_counter(), state.step + 1
         # tasks for one purpose are never those of another
         purpose, act = ("judge", self._judge) if self.method.stages[state.stage][0] == "judge" else ("train", self._learn)
-        tasks = [draw(self.family, self.seed, purpose, step, i) for i in range(self.tasks_per_step)]
+        tasks = [draw_task(self.family, self.seed, purpose, step, i) for i in range(self.tasks_per_step)]
         new, record = act(state, tasks)
         seconds = time.perf_counter() - began
         cost = state.cost + Cost(record.gradients, record.hvps, seconds)
@@ -604,24 +606,24 @@ class Plan:
         log_d = {k: v + 2 * self.method.spread * noise[k].to(v) for k, v in one.log_d.items()}
         return one.moved(log_d, one.offsets.expand(self.pieces).clone())
 
-    def _learner(self, state: State) -> Learner:
+    def _runner(self, state: State) -> TaskRunner:
         """What runs the tasks of the next outer step, with the method of the refinement from there on."""
         method, refine = self.method, self.method.refine
         if refine is not None and "refine" in [name for name, _ in method.stages[: state.stage + 1]]:
             objective = refine.objective or method.objective
             method = replace(method, estimator=refine.estimator, outer=refine.outer, objective=objective)
         purpose = self.seed, "estimate", state.step + 1
-        return Learner(self.found.bound, method, self.found.shapes, self.family.shared_loss, self.executor, purpose)
+        return TaskRunner(self.found.bound, method, self.found.shapes, self.family.shared_loss, self.executor, purpose)
 
     # learning
 
     def _learn(self, state: State, tasks: list[Task]) -> tuple[State, OuterStep]:
         stage, limit = self.method.stages[state.stage]
-        learner = self._learner(state)
+        runner = self._runner(state)
         if stage == "refine" and len(state.now.offsets) < self.pieces:  # the closed form has learned one
-            pieces = learner.inside(self._spread_out(state.now))
+            pieces = runner.inside(self._spread_out(state.now))
             state = replace(state, now=pieces, good=pieces)
-        held = run_round(dict(enumerate(tasks)), learner, state.now, state.good)
+        held = run_round(dict(enumerate(tasks)), runner, state.now, state.good)
         if not held.finished and not held.too_far:
             radius = self.method.max_norm
             kept = "" if radius is None else f" with max_norm = {radius:g}, which may be too small"
@@ -631,14 +633,14 @@ class Plan:
             )
         if held.too_far and state.good is not None:
             # half way back to the last metrics under which the tasks that diverged finish, and half as far from there
-            halfway = learner.inside(held.now.halfway(state.good))
+            halfway = runner.inside(held.now.halfway(state.good))
             new, change = replace(state, now=halfway, factor=state.factor / 2, carried={}), math.inf
         else:
-            new, change = self._move(state, held, learner)
+            new, change = self._move(state, held, runner)
         target = within_reach([result.ends for result in held.finished]) if held.finished else state.target
         new = replace(new, changes=(*state.changes, change), target=target)
         note, unsettled = self._verdict(new.changes, limit), held.mean("unsettled")
-        if isinstance(learner.method.objective, PaperBound) and unsettled > SETTLED:
+        if isinstance(runner.method.objective, PaperBound) and unsettled > CONVERGED_SHARE:
             warnings.warn(
                 f"under PaperBound the end of a run stands for the solution, but in outer step {state.step + 1} the "
                 f"gradients at the ends are still {unsettled:.2g} times the first ones: the objective then rewards not "
@@ -662,9 +664,9 @@ class Plan:
         )
         return (self._next(new) if note else new), record
 
-    def _move(self, state: State, held: Round, learner: Learner) -> tuple[State, float]:
+    def _move(self, state: State, held: Round, runner: TaskRunner) -> tuple[State, float]:
         values, w = (*state.values, held.mean("objective")), self.method.stopping.window
-        update = learner.method.rule.update(held.now, held.sums, state.carried, state.factor)
+        update = runner.method.rule.update(held.now, held.sums, state.carried, state.factor)
         change = update.change
         if change is None and len(values) < 2 * w:
             change = math.inf
@@ -675,7 +677,7 @@ class Plan:
         places = SHORTLIST + sum(c.loss == ALWAYS for c in known)
         new = replace(
             state,
-            now=learner.inside(update.iterate),
+            now=runner.inside(update.iterate),
             good=held.now,
             carried=update.carried,
             factor=min(1.0, 1.5 * state.factor),
@@ -707,7 +709,7 @@ class Plan:
         others whose mean is lower by two standard errors of the differences by task.
         """
         entrants, step = [*state.candidates, state.now], state.step + 1
-        rows, cost = contest(self._learner(state), tasks, entrants)
+        rows, cost = contest(self._runner(state), tasks, entrants)
         finishable = [row for row in rows if any(v is not None for v in row)]
         if not finishable:
             raise ValueError(f"all {len(tasks)} tasks of outer step {step} diverged, so that nothing can be judged.")

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metamd.potentials.base import Moves, Params
-from metamd.potentials.forms import Array, Solution, solve
+from metamd.potentials.forms import Array, Solution, solve_weights
 
 AHEAD = 1.25  # how much longer than the last move the next one is expected to be at most
 MARGINS = {torch.float32: 1e-5, torch.float64: 1e-12}  # what rounding of the forms can hide, relative to their size
@@ -252,7 +252,7 @@ class FusedDiagonals:
             here = w if first else here
             return self.rescale(params, moving, before, w, write=first)
 
-        found = solve(evaluate, weights, offsets, tolerance=tolerance)
+        found = solve_weights(evaluate, weights, offsets, tolerance=tolerance)
         if (here != found.weights).any():
             self.rescale(params, moving, here, found.weights)
         return found

@@ -16,7 +16,7 @@ Centre = Literal["start", "origin"]
 Function = Callable[[Tensor], Tensor]
 
 _MAX_ITERATIONS = 100  # of Newton's method, which needs about ten where it works at all
-_HALVINGS = 60
+HALVINGS = 60  # of a step that does not descend: 2^-60 of it is lost in the rounding of float64
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def minimise(value: Callable[..., Tensor], dual: Mapping[str, Tensor], start: Ma
             return unpack(x)
         # The Hessian is symmetric, so that its product from the left serves; reverse mode reaches every operation.
         step = _conjugate_gradients(torch.func.vjp(gradient_of, x)[1], -gradient)
-        moved = _line_search(objective, gradient_of, x, step, gradient)
+        moved = _armijo_step(objective, gradient_of, x, step, gradient)
         if moved is None:
             # At the accuracy of the value itself a gradient this small is a minimum, a larger one a failure.
             if gradient.norm() <= eps**0.5 * (1 + y.norm()):
@@ -265,9 +265,9 @@ def _conjugate_gradients(product: Callable[[Tensor], tuple[Tensor, ...]], b: Ten
     return x
 
 
-def _line_search(objective: Function, gradient_of: Function, x: Tensor, step: Tensor, gradient: Tensor) -> Tensor | None:
+def _armijo_step(objective: Function, gradient_of: Function, x: Tensor, step: Tensor, gradient: Tensor) -> Tensor | None:
     f, slope = objective(x), gradient @ step
-    for k in range(_HALVINGS):
+    for k in range(HALVINGS):
         trial = x + 0.5**k * step
         f_trial = objective(trial)
         if torch.isfinite(f_trial) and (f_trial < f + 1e-4 * 0.5**k * slope or gradient_of(trial) @ step <= 0):

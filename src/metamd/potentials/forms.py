@@ -7,7 +7,7 @@ The exact mirror step from the dual point y is x = D(w)^-1 y, where w minimises
 
     h(w) = 1/2 y' D(w)^-1 y - <w, b>,    D(w) = sum_j w_j D_j,    w in the simplex,
 
-so that phi*(y) = min_w h(w). `solve` sees N numbers or an N x N matrix; the vectors stay with `Evaluate`.
+so that phi*(y) = min_w h(w). `solve_weights` sees N numbers or an N x N matrix; the vectors stay with `Evaluate`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from metamd.potentials.base import Params
+from metamd.potentials.base import HALVINGS, Params
 
 Array = NDArray[np.float64]
 
@@ -28,10 +28,9 @@ Evaluate = Callable[[Array], tuple[Array, Array]]
 Total = Callable[[Mapping[str, Tensor]], Array]
 """Adds contributions by tensor name; where tensors are sharded over processes, over the processes too."""
 
-MAX_ITERATIONS = 200
-_HALVINGS = 50
-_JOIN_LIMIT = 2**20
-_CHUNK = 2**16
+MAX_ITERATIONS = 200  # of Newton's method; a solution that stops here says its gap
+_JOIN_LIMIT = 2**20  # numbers that are worth copying into one tensor
+_BLOCK = 2**16  # numbers that stay in the cache
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,14 @@ def find_weights(
         # many small tensors are handled as one: it saves calls, and copies little
         rows, flat = {"": torch.cat(list(rows.values()), 1)}, {"": torch.cat(list(flat.values()))}
     # In chunks that stay in the cache; the sums over chunks, in float64, lose nothing either.
-    chunks = {n: zip(torch.split(d, _CHUNK, 1), torch.split(flat[n], _CHUNK), strict=True) for n, d in rows.items()}
+    chunks = {n: zip(torch.split(d, _BLOCK, 1), torch.split(flat[n], _BLOCK), strict=True) for n, d in rows.items()}
     parts = {n: [(r, combine(r, weights), s) for r, s in pairs] for n, pairs in chunks.items()}
 
     def evaluate(w: Array) -> tuple[Array, Array]:
         sums = total({n: torch.stack([_reductions(*part, w) for part in found]).sum(0) for n, found in parts.items()})
         return sums[:pieces], sums[pieces:].reshape(pieces, pieces)
 
-    return solve(evaluate, weights, offsets, tolerance=tolerance)
+    return solve_weights(evaluate, weights, offsets, tolerance=tolerance)
 
 
 def _reductions(rows: Tensor, before: Tensor, squares: Tensor, w: Array) -> Tensor:
@@ -120,7 +119,7 @@ def gap_of(weights: Array, forms: Array) -> float:
     return float(forms.max() - weights @ forms)
 
 
-def solve(evaluate: Evaluate, weights: Array, offsets: Array, *, tolerance: float) -> Solution:
+def solve_weights(evaluate: Evaluate, weights: Array, offsets: Array, *, tolerance: float) -> Solution:
     """Minimise h over the simplex by Newton's method, never increasing h.
 
     Each step minimises the quadratic model of h over the whole simplex and then halves its way back until h has fallen.
@@ -152,7 +151,7 @@ def _line_search(
     h = float(w @ (q - offsets))
     slope = _slope(q + offsets, direction)
     length = 1.0
-    for _ in range(_HALVINGS):
+    for _ in range(HALVINGS):
         # Both ends are in the simplex; clipping removes the rounding below zero, which D(w) would feel as a pole.
         trial = np.clip(w + length * direction, 0.0, None)
         trial /= trial.sum()

@@ -17,10 +17,10 @@ from metamd.inner.run import Stepper as Stepper
 Setting = Mapping[str, float]
 """Hyperparameters by name."""
 
-DIGITS = 6
+SETTING_DIGITS = 6
 """Of hyperparameters that are searched, so that records are readable and exact."""
 
-Named = list[tuple[str, nn.Parameter]]
+NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Range:
 
     def at(self, place: float) -> float:
         """The value at a place between 0 and 1."""
-        return float(shortened(self.low * (self.high / self.low) ** place, DIGITS))
+        return float(shortened(self.low * (self.high / self.low) ** place, SETTING_DIGITS))
 
     def points(self, count: int) -> list[float]:
         """Values at equal distances, the ends among them; a single one lies in the middle."""
@@ -82,7 +82,7 @@ class Rival:
 
     name: str
     title: str
-    make: Callable[[Named, Setting], Stepper]
+    make: Callable[[NamedParameters, Setting], Stepper]
     space: Mapping[str, Range]
     defaults: Setting
     grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Contender:
     schedule: Schedule = "constant"
     tuning: Tuning | None = field(default=None, compare=False)
 
-    def start(self, named: Named) -> Stepper:
+    def start(self, named: NamedParameters) -> Stepper:
         """The optimiser before its first step."""
         return self.rival.make(named, self.setting)
 

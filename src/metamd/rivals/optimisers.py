@@ -9,7 +9,7 @@ from torch.optim import AdamW, Muon
 
 from metamd.inner.run import Stepper
 from metamd.optimiser.averaging import follow, to_average, to_iterate
-from metamd.rivals.base import Named, Setting
+from metamd.rivals.base import NamedParameters, Setting
 
 
 class MuonAndAdamW:
@@ -19,7 +19,7 @@ class MuonAndAdamW:
     of the same memory.
     """
 
-    def __init__(self, named: Named, setting: Setting) -> None:
+    def __init__(self, named: NamedParameters, setting: Setting) -> None:
         hidden = [p for _, p in named if p.ndim >= 2][:-1]
         self.views = [(p, nn.Parameter(p.detach().flatten(1))) for p in hidden]
         chosen = {id(p) for p in hidden}
@@ -46,7 +46,7 @@ class HypergradientSGD:
     lr_t = lr_{t-1} + beta <g_t, g_{t-1}>,  theta <- theta - lr_t g_t
     """
 
-    def __init__(self, named: Named, setting: Setting) -> None:
+    def __init__(self, named: NamedParameters, setting: Setting) -> None:
         self.params, self.beta = [p for _, p in named], setting["beta"]
         self.param_groups: list[dict[str, Any]] = [{"lr": setting["lr"], "params": self.params}]
         self.before: list[torch.Tensor] | None = None

@@ -7,10 +7,10 @@ from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import shortened
 from metamd.files.usage import SCHEDULES, Average, Usage
 from metamd.optimiser.optimiser import MetaMD, refreshed
-from metamd.rivals.base import DIGITS, Named, Range, Rival, Setting
+from metamd.rivals.base import SETTING_DIGITS, NamedParameters, Range, Rival, Setting
 from metamd.rivals.table import DECAY
 
-RATES = (1.0, 0.1, 0.3, 3.0, 10.0)
+LR_FACTORS = (1.0, 0.1, 0.3, 3.0, 10.0)
 COSTS = ("gradient_evaluations", "hessian_vector_products", "seconds")
 
 
@@ -43,7 +43,7 @@ def learned_rival(
     used = usage or learned.usage
     averaging = used.averaging if averaging is None else averaging
 
-    def make(named: Named, setting: Setting) -> MetaMD:
+    def make(named: NamedParameters, setting: Setting) -> MetaMD:
         options: dict[str, Any] = dict(setting)
         if averaging == "constant":
             options["lr"] *= 1 - options["momentum"]
@@ -56,9 +56,12 @@ def learned_rival(
         name,
         title,
         make,
-        {"lr": Range(*shortened([0.1 * used.factor, 10 * used.factor], DIGITS)), "weight_decay": DECAY},
+        {"lr": Range(*shortened([0.1 * used.factor, 10 * used.factor], SETTING_DIGITS)), "weight_decay": DECAY},
         {"lr": used.factor, "weight_decay": 0.0, "momentum": used.momentum},
-        {"lr": tuple(shortened([x * used.factor for x in RATES], DIGITS)), "weight_decay": (0.001, 0.0001, 0.0005)},
+        {
+            "lr": tuple(shortened([x * used.factor for x in LR_FACTORS], SETTING_DIGITS)),
+            "weight_decay": (0.001, 0.0001, 0.0005),
+        },
         schedules=(used.schedule, *(s for s in SCHEDULES if s != used.schedule)),
         identity=f"{learned.fingerprint()} {json.dumps(how, sort_keys=True)}",
         cost={k: v for k, v in learned.header.cost.items() if k in COSTS},

@@ -12,7 +12,7 @@ from typing import Any
 from torch import optim
 
 from metamd.inner.run import Stepper
-from metamd.rivals.base import Named, Range, Rival, Setting
+from metamd.rivals.base import NamedParameters, Range, Rival, Setting
 from metamd.rivals.optimisers import Averaged, HypergradientSGD, MuonAndAdamW
 
 DECAY = Range(1e-6, 1e-2)
@@ -22,18 +22,18 @@ DECOUPLED = Range(1e-5, 1.0)
 """Of the weight decay, where it is multiplied with the learning rate."""
 
 _DECAYS = (0.001, 0.0001, 0.0005)
-PAPER = {"lr": (0.1, 0.05, 0.01, 0.005, 0.001), "weight_decay": _DECAYS}
-PAPER_ADAM = {"lr": (0.3, 0.2, 0.1, 0.01, 0.001), "weight_decay": _DECAYS}
+PAPER_GRID = {"lr": (0.1, 0.05, 0.01, 0.005, 0.001), "weight_decay": _DECAYS}
+PAPER_GRID_ADAM = {"lr": (0.3, 0.2, 0.1, 0.01, 0.001), "weight_decay": _DECAYS}
 """The grids of the paper's appendix [GaoMetaMD2022], for SGD, SGD-M and RMSprop, and for Adam."""
 
 
-def built(optimiser: Callable[..., Stepper] | str, **fixed: Any) -> Callable[[Named, Setting], Stepper]:
+def built(optimiser: Callable[..., Stepper] | str, **fixed: Any) -> Callable[[NamedParameters, Setting], Stepper]:
     """The `make` of a rival that is one class of torch's interface, or "package.Class", imported when it is used.
 
     Hyperparameters are its keyword arguments, as `fixed` are; beta1 and beta2 make betas.
     """
 
-    def make(named: Named, setting: Setting) -> Stepper:
+    def make(named: NamedParameters, setting: Setting) -> Stepper:
         arguments: dict[str, Any] = {**setting, **fixed}
         if "beta1" in arguments:
             arguments["betas"] = (arguments.pop("beta1"), arguments.pop("beta2"))
@@ -54,7 +54,7 @@ def built(optimiser: Callable[..., Stepper] | str, **fixed: Any) -> Callable[[Na
 def _rival(
     name: str,
     title: str,
-    make: Callable[[Named, Setting], Stepper],
+    make: Callable[[NamedParameters, Setting], Stepper],
     rates: Range,
     grid: Mapping[str, tuple[float, ...]] | None = None,
     decays: Range = DECAY,
@@ -70,13 +70,13 @@ _USUAL, _SMALL, _FACTOR = Range(1e-4, 1), Range(1e-4, 0.1), Range(0.1, 10)
 _ADAM, _ADAMW = {"beta1": 0.9, "beta2": 0.999}, built(optim.AdamW, fused=True)
 
 _TORCH = [  # in their fastest form on CPU
-    _rival("sgd", "SGD", built(optim.SGD, fused=True), Range(1e-3, 10), PAPER, lr=1e-3),
-    _rival("sgdm", "SGD-M", built(optim.SGD, fused=True), _USUAL, PAPER, lr=1e-3, momentum=0.9),
-    _rival("nesterov", "Nesterov", built(optim.SGD, nesterov=True, fused=True), _USUAL, PAPER, lr=1e-3, momentum=0.9),
-    _rival("adam", "Adam", built(optim.Adam, fused=True), _USUAL, PAPER_ADAM, lr=1e-3, **_ADAM),
-    _rival("adamw", "AdamW", _ADAMW, _USUAL, PAPER_ADAM, DECOUPLED, lr=1e-3, weight_decay=0.01, **_ADAM),
-    _rival("rmsprop", "RMSprop", built(optim.RMSprop, foreach=True), _USUAL, PAPER, lr=1e-2, alpha=0.99, momentum=0.0),
-    _rival("adagrad", "AdaGrad", built(optim.Adagrad, fused=True), _USUAL, PAPER, lr=1e-2),
+    _rival("sgd", "SGD", built(optim.SGD, fused=True), Range(1e-3, 10), PAPER_GRID, lr=1e-3),
+    _rival("sgdm", "SGD-M", built(optim.SGD, fused=True), _USUAL, PAPER_GRID, lr=1e-3, momentum=0.9),
+    _rival("nesterov", "Nesterov", built(optim.SGD, nesterov=True, fused=True), _USUAL, PAPER_GRID, lr=1e-3, momentum=0.9),
+    _rival("adam", "Adam", built(optim.Adam, fused=True), _USUAL, PAPER_GRID_ADAM, lr=1e-3, **_ADAM),
+    _rival("adamw", "AdamW", _ADAMW, _USUAL, PAPER_GRID_ADAM, DECOUPLED, lr=1e-3, weight_decay=0.01, **_ADAM),
+    _rival("rmsprop", "RMSprop", built(optim.RMSprop, foreach=True), _USUAL, PAPER_GRID, lr=1e-2, alpha=0.99, momentum=0.0),
+    _rival("adagrad", "AdaGrad", built(optim.Adagrad, fused=True), _USUAL, PAPER_GRID, lr=1e-2),
     _rival("muon", "Muon + AdamW", MuonAndAdamW, _USUAL, None, DECOUPLED, lr=1e-3, weight_decay=0.1, momentum=0.95),
 ]
 

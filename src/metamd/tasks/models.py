@@ -28,7 +28,7 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: int = 784, classes: int = 10, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
-        self.output = nn.Linear(_positive(inputs, "inputs"), _positive(classes, "classes"))
+        self.output = nn.Linear(_check_positive(inputs, "inputs"), _check_positive(classes, "classes"))
         initialise(self, generator)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -50,10 +50,10 @@ class MLP(nn.Module):
         self, inputs: int = 784, classes: int = 10, *, width: int = 128, generator: torch.Generator | None = None
     ) -> None:
         super().__init__()
-        _positive(width, "width")
-        self.first = nn.Linear(_positive(inputs, "inputs"), width)
+        _check_positive(width, "width")
+        self.first = nn.Linear(_check_positive(inputs, "inputs"), width)
         self.second = nn.Linear(width, width)
-        self.output = nn.Linear(width, _positive(classes, "classes"))
+        self.output = nn.Linear(width, _check_positive(classes, "classes"))
         initialise(self, generator)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -75,11 +75,11 @@ class LeNet(nn.Module):
 
     def __init__(self, channels: int = 1, classes: int = 10, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
-        self.first = nn.Conv2d(_positive(channels, "channels"), 6, 5, padding=2)
+        self.first = nn.Conv2d(_check_positive(channels, "channels"), 6, 5, padding=2)
         self.second = nn.Conv2d(6, 16, 5)
         self.third = nn.Linear(400, 120)
         self.fourth = nn.Linear(120, 84)
-        self.output = nn.Linear(84, _positive(classes, "classes"))
+        self.output = nn.Linear(84, _check_positive(classes, "classes"))
         initialise(self, generator)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ class ResNet18(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        _positive(width, "width")
-        self.stem = nn.Conv2d(_positive(channels, "channels"), width, 3, padding=1, bias=False)
+        _check_positive(width, "width")
+        self.stem = nn.Conv2d(_check_positive(channels, "channels"), width, 3, padding=1, bias=False)
         self.norm = _norm(norm, width)
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         self.stages = nn.Sequential(
@@ -122,7 +122,7 @@ class ResNet18(nn.Module):
                 for before, after, stride in zip(widths, widths[1:], (1, 2, 2, 2), strict=False)
             )
         )
-        self.output = nn.Linear(widths[-1], _positive(classes, "classes"))
+        self.output = nn.Linear(widths[-1], _check_positive(classes, "classes"))
         initialise(self, generator)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _norm(norm: Norm, channels: int) -> nn.Module:
     raise ValueError(f"norm must be 'batch' or 'group', got {norm!r}. Pass norm='group' for a pure loss.")
 
 
-def _positive(value: int, what: str) -> int:
+def _check_positive(value: int, what: str) -> int:
     if value < 1:
         raise ValueError(f"{what} must be a positive whole number, got {value}. Pass {what}=10, say.")
     return value

@@ -57,7 +57,7 @@ def read_all(datasets: Mapping[str, Source | Mapping[Split, Source]], shares: Sh
     return data
 
 
-def fingerprint(splits: Splits) -> str:
+def hash_of_data(splits: Splits) -> str:
     """A short hash of all numbers of a dataset, to tell apart data that go by the same name."""
     digest = hashlib.blake2b(digest_size=8)
     for arrays in splits.values():
@@ -66,7 +66,7 @@ def fingerprint(splits: Splits) -> str:
     return digest.hexdigest()
 
 
-def read(source: Source, name: str) -> Arrays:
+def read_source(source: Source, name: str) -> Arrays:
     """One source as inputs and targets; a Dataset is read once, which freezes its augmentations."""
     if isinstance(source, str | PathLike):
         path = Path(source)
@@ -114,8 +114,8 @@ def _split(source: Source | Mapping[Split, Source], name: str, shares: Shares, s
                 f"The splits of dataset {name!r} must be 'train' and, if there are any, 'validation' and 'test', "
                 f"got {sorted(map(str, source))}."
             )
-        return {split: read(part, f"{name}, {split}") for split, part in source.items()}
-    inputs, targets = read(source, name)
+        return {split: read_source(part, f"{name}, {split}") for split, part in source.items()}
+    inputs, targets = read_source(source, name)
     rows = divide(len(inputs), shares, derive_seed(seed, name))
     return {split: (inputs[i], targets[i]) for split, i in rows.items() if len(i)}
 

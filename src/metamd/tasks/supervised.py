@@ -29,7 +29,7 @@ from metamd.tasks.base import (
     draw_seed,
     seeded,
 )
-from metamd.tasks.sources import Rows, Shares, Source, Splits, fingerprint, read_all
+from metamd.tasks.sources import Rows, Shares, Source, Splits, hash_of_data, read_all
 
 LossFn = Callable[[Any, Tensor], Tensor]
 
@@ -370,7 +370,7 @@ class Supervised(DatasetFamily):
     def describe(self) -> dict[str, Any]:
         """The settings, the parameters' shapes, and the size and fingerprint of every dataset."""
         data = {
-            key: {"examples": {split: len(inputs) for split, (inputs, _) in splits.items()}, "hash": fingerprint(splits)}
+            key: {"examples": {split: len(inputs) for split, (inputs, _) in splits.items()}, "hash": hash_of_data(splits)}
             for key, splits in self.data.items()
         }
         shapes = {name: list(p.shape) for name, p in self.example().items()}

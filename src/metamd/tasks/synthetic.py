@@ -62,7 +62,7 @@ def quadratic(
         raise ValueError("means must have one number per dimension, got none. Pass means=(0.3, 14.0) for the paper's.")
     if min(means) <= 0:
         raise ValueError(f"means must be positive, got {tuple(means)}. They are the curvatures of a convex function.")
-    settings = {"means": list(means), "start": _start(start, len(means)), "spread": spread, "coupling": coupling}
+    settings = {"means": list(means), "start": _start_vector(start, len(means)), "spread": spread, "coupling": coupling}
     return _Quadratic("quadratic", settings, steps, Drawn("a quadratic with Q and b drawn anew", *_WHOLE), _QuadraticTask)
 
 
@@ -94,7 +94,7 @@ def rosenbrock(
         )
     varied = "a valley with its shift and scale drawn anew"
     drawn = Drawn(varied if shift or scale else "the one function: all tasks are equal", *_WHOLE)
-    settings = {"start": _start(start, dimension), "shift": shift, "scale": scale}
+    settings = {"start": _start_vector(start, dimension), "shift": shift, "scale": scale}
     return _Rosenbrock("rosenbrock", settings, steps, drawn, _RosenbrockTask, ("shift", "scale"))
 
 
@@ -273,7 +273,7 @@ class _RosenbrockTask(_Function):
         return {"theta": self.whole["shift"] + 1 / self.whole["scale"]}
 
 
-def _start(start: float | Sequence[float], dimension: int) -> list[float]:
+def _start_vector(start: float | Sequence[float], dimension: int) -> list[float]:
     numbers = [start] if isinstance(start, int | float) else list(start)
     if not numbers or dimension % len(numbers):
         raise ValueError(

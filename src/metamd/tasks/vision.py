@@ -23,7 +23,7 @@ from metamd.tasks.wrapped import SharedStart
 
 ANGLES = (0, 15, 30, 45, 60, 75)
 ADAPTED = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
-DIGITS = ("mnist", "qmnist", "kmnist", "fashionmnist", "usps", "svhn")
+DIGIT_DATASETS = ("mnist", "qmnist", "kmnist", "fashionmnist", "usps", "svhn")
 ROTATION = "rotated counter-clockwise about the centre, bilinear (torch grid_sample), black beyond the border"
 ABSENT = "its images are not at hand; `metamd data fetch qmnist` adds it, and no other dataset stands in for it"
 
@@ -42,14 +42,18 @@ BLOCK = 4096
 
 def rotate(images: Tensor, angle: float) -> Tensor:
     """Rotate uint8 images counter-clockwise about their centre: bilinear, black beyond the border, rounded once."""
+    return _by_blocks(images, images.shape[-1], partial(turned, angle=angle))
+
+
+def turned(images: Tensor, angle: float) -> Tensor:
+    """The same rotation of images (n, channels, rows, columns) of real numbers, without rounding."""
     radians = math.radians(angle)
     cosine, sine = math.cos(radians), math.sin(radians)
     # Maps an output position to the input position it is read from: the inverse rotation, y pointing down.
     inverse = torch.tensor([[cosine, -sine, 0.0], [sine, cosine, 0.0]])
     # On pixel centres, so that 0 degrees is the identity and 90 degrees is torch.rot90.
     grid = F.affine_grid(inverse[None], [1, *images.shape[1:]], align_corners=False)
-    turn = partial(F.grid_sample, mode="bilinear", align_corners=False)
-    return _by_blocks(images, images.shape[-1], lambda block: turn(block, grid.expand(len(block), -1, -1, -1)))
+    return F.grid_sample(images, grid.expand(len(images), -1, -1, -1), mode="bilinear", align_corners=False)
 
 
 def enlarge(images: Tensor, side: int) -> Tensor:
@@ -96,7 +100,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageSource:
     """A dataset as loaded, by official split: uint8 images (number, channels, height, width), int64 labels."""
 
     images: Mapping[str, Tensor]
@@ -104,7 +108,7 @@ class Source:
     origin: Mapping[str, Mapping[str, Any]]  # what a table must say of a split; no path, which differs by machine
 
     @classmethod
-    def load(cls, name: str) -> "Source":
+    def load(cls, name: str) -> "ImageSource":
         """Both official splits of a dataset of `metamd.data`."""
         images, labels, origin = {}, {}, {}
         for split in ("train", "test"):
@@ -117,7 +121,7 @@ class Source:
         return cls(images, labels, origin)
 
 
-def choose(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tensor]:
+def choose_images(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor, Tensor]:
     """Indices of training images, at most `images` with balanced classes, and of validation images, a fixed tenth."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     share = max(1, len(labels) // VALIDATION_SHARE)
@@ -140,7 +144,7 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
 
     def __init__(
         self,
-        source: Source,
+        source: ImageSource,
         rows: Mapping[Split, Tensor],
         prepare: Callable[[Tensor], Tensor],
         channels: int,
@@ -182,13 +186,13 @@ class Collection:
         if not preparations:
             raise ValueError("A family needs at least one domain, got none. Name some.")
         self.preparations, self.shape, self.images = preparations, shape, images
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, ImageSource] = {}
         self._domains: dict[str, Domain] = {}
 
-    def source(self, dataset: str) -> Source:
+    def source(self, dataset: str) -> ImageSource:
         """A dataset of `metamd.data`, loaded once."""
         if dataset not in self._sources:
-            self._sources[dataset] = Source.load(dataset)
+            self._sources[dataset] = ImageSource.load(dataset)
         return self._sources[dataset]
 
     def domain(self, name: str) -> Domain:
@@ -196,7 +200,7 @@ class Collection:
         if name not in self._domains:
             dataset, prepare = self.preparations[name]
             source = self.source(dataset)
-            train, validation = choose(source.labels["train"], self.images, SPLIT_SEED)
+            train, validation = choose_images(source.labels["train"], self.images, SPLIT_SEED)
             test = torch.arange(len(source.labels["test"]))
             rows: dict[Split, Tensor] = {"train": train, "validation": validation, "test": test}
             self._domains[name] = Domain(source, rows, prepare, self.shape[0])
@@ -244,7 +248,7 @@ def rotated_mnist(
     held = None if hold_out is None else _angle(hold_out)
     if width is not None and model not in ("mlp", "resnet18"):
         raise ValueError(f"width is for the models 'mlp' and 'resnet18', and {model!r} has none. Leave it out.")
-    training = Training(model, batch_size, steps, {} if width is None else {"width": width})
+    training = ImageTraining(model, batch_size, steps, {} if width is None else {"width": width})
     return ImageFamily("rotated-mnist", collection, training, {"preparation": ROTATION}, hold_out=held)
 
 
@@ -270,7 +274,7 @@ def diverse_digits(
     here, absent = _digits()
     collection = Collection({n: (n, _same) for n in here}, (1, 28, 28), images)
     how = {"preparation": "28x28 grey, as metamd.data gives it", "absent": absent}
-    return ImageFamily("diverse-digits", collection, Training(model, batch_size, steps), how, hold_out=hold_out)
+    return ImageFamily("diverse-digits", collection, ImageTraining(model, batch_size, steps), how, hold_out=hold_out)
 
 
 def images(
@@ -304,7 +308,7 @@ def images(
         "preparation": "32x32; digits enlarged from 28x28, bilinear (torch interpolate), grey repeated in three channels",
         "absent": absent,
     }
-    return ImageFamily("images", collection, Training(model, batch_size, steps, options), how, hold_out=hold_out)
+    return ImageFamily("images", collection, ImageTraining(model, batch_size, steps, options), how, hold_out=hold_out)
 
 
 def _angle(angle: float) -> str:
@@ -320,11 +324,11 @@ def _same(pixels: Tensor) -> Tensor:
 def _digits() -> tuple[list[str], dict[str, str]]:
     """The digit datasets to use, and why another one is not among them."""
     absent = {} if "qmnist" in data.available() else {"qmnist": ABSENT}
-    return [name for name in DIGITS if name not in absent], absent
+    return [name for name in DIGIT_DATASETS if name not in absent], absent
 
 
 @dataclass(frozen=True)
-class Training:
+class ImageTraining:
     """How the tasks of an image family train: cross-entropy of one of `metamd.tasks.models.MODELS`."""
 
     model: str
@@ -358,7 +362,7 @@ class ImageFamily(DatasetFamily):
         self,
         name: str,
         collection: Collection,
-        training: Training,
+        training: ImageTraining,
         how: Mapping[str, Any],
         *,
         hold_out: str | None,
@@ -439,13 +443,13 @@ def rotated_mnist_continuous(
         raise ValueError(f"angles must be the least and the greatest angle, got {angles}. Pass angles=(0, 90), say.")
     if not 2 <= classes <= 10:
         raise ValueError(f"classes must lie between 2 and the 10 digits, got {classes}. Pass classes=5, say.")
-    return RotatedContinuous(angles, classes, images, Training(model, batch_size, steps))
+    return RotatedContinuous(angles, classes, images, ImageTraining(model, batch_size, steps))
 
 
 class RotatedContinuous(TaskFamily):
     """See `rotated_mnist_continuous`; `side` says which half of the images its tasks draw from."""
 
-    def __init__(self, angles: tuple[float, float], classes: int, images: int | None, training: Training) -> None:
+    def __init__(self, angles: tuple[float, float], classes: int, images: int | None, training: ImageTraining) -> None:
         super().__init__("rotated-mnist-continuous", training.steps, shared_loss=True)
         self.collection = Collection({"mnist": ("mnist", _same)}, (1, 28, 28), images)
         self.angles, self.classes, self.training = angles, classes, training
@@ -479,7 +483,7 @@ class RotatedContinuous(TaskFamily):
             generator = torch.Generator().manual_seed(derive_seed("halves", split))
             half = torch.randperm(len(labels), generator=generator).tensor_split(2)[self.side == "held-out"]
             rows[split] = half[torch.isin(labels[half], wanted)]
-        chosen = choose(source.labels["train"][rows["train"]], self.collection.images, config["data_seed"])
+        chosen = choose_images(source.labels["train"][rows["train"]], self.collection.images, config["data_seed"])
         train, validation = (rows["train"][part] for part in chosen)
         splits: dict[Split, Tensor] = {"train": train, "validation": validation, "test": rows["test"]}
         domain = Domain(source, splits, partial(rotate, angle=config["angle"]), 1, classes=config["classes"])
@@ -549,7 +553,7 @@ def pretrain(family: ImageFamily, angle: float, steps: int) -> dict[str, Tensor]
     """The parameters of a model trained at an angle, on the training images that the family's tasks leave."""
     source, recipe = family.collection.source("mnist"), family.recipe
     rows = torch.arange(len(source.labels["train"]))
-    left = rows[~torch.isin(rows, torch.cat(choose(source.labels["train"], family.collection.images, SPLIT_SEED)))]
+    left = rows[~torch.isin(rows, torch.cat(choose_images(source.labels["train"], family.collection.images, SPLIT_SEED)))]
     domain = Domain(source, {"train": left}, partial(rotate, angle=angle), family.collection.shape[0])
     images, labels = domain["train"]
     model = recipe.make(derive_seed("pretrained"))

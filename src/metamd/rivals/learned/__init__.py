@@ -16,7 +16,7 @@ from metamd.files.progress import Progress
 from metamd.files.usage import SCHEDULES, Schedule
 from metamd.inner.run import Cost, Stepper
 from metamd.learning.parts import identity_of
-from metamd.rivals.base import Named, Range, Rival, Setting
+from metamd.rivals.base import NamedParameters, Range, Rival, Setting
 from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed
 
 FILE = Kind("learned rival", "metamd.rival")
@@ -37,7 +37,7 @@ class Learner:
     name: str
     title: str
     learn: Callable[[TaskFamily, int], tuple[dict[str, Tensor], Cost]]
-    make: Callable[[Named, Mapping[str, Tensor], Setting], Stepper]
+    make: Callable[[NamedParameters, Mapping[str, Tensor], Setting], Stepper]
     schedules: tuple[Schedule, ...] = tuple(SCHEDULES)
 
     def rival(self, family: TaskFamily, seed: int = 0, path: Path | None = None) -> Rival:
@@ -49,7 +49,7 @@ class Learner:
             path: a file to keep what was learned in; one that was learned on another family is refused.
         """
         if path is not None and path.exists():
-            tensors, cost = _read(path, source(family, seed))
+            tensors, cost = _read_rival(path, source(family, seed))
         else:
             began = time.perf_counter()
             tensors, spent = self.learn(family, seed)
@@ -80,7 +80,7 @@ def source(family: TaskFamily, seed: int) -> str:
     return config_hash({"family": identity_of(family), "seed": seed})[:16]
 
 
-def _read(path: Path, learned_on: str) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _read_rival(path: Path, learned_on: str) -> tuple[dict[str, Tensor], dict[str, float]]:
     try:
         about, tensors = FILE.read(path, lambda text, tensors: (strict_json(text, "its text"), tensors))
         if about["learned_on"] != learned_on:
@@ -93,7 +93,7 @@ def _read(path: Path, learned_on: str) -> tuple[dict[str, Tensor], dict[str, flo
 class PerCoordinate:
     """theta <- theta - lr rate g, a rate for each coordinate."""
 
-    def __init__(self, named: Named, rates: Mapping[str, Tensor], setting: Setting) -> None:
+    def __init__(self, named: NamedParameters, rates: Mapping[str, Tensor], setting: Setting) -> None:
         misfits = [n for n, p in named if n not in rates or rates[n].shape != p.shape]
         if misfits:
             raise ValueError(f"the learned rates do not fit the parameter {misfits[0]!r}. Learn them on this model.")

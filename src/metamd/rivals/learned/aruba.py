@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from metamd.inner.run import Cost, all_finite, not_finite, train
-from metamd.rivals.base import Named, Setting
+from metamd.rivals.base import NamedParameters, Setting
 from metamd.rivals.learned import Learner, PerCoordinate, sampled
 from metamd.tasks.base import TaskFamily
 
 TASKS, FIRST_RATE = 10, 0.05  # ours: the rate is divided by 4 whenever a run diverges
 
 
-def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
+def learn_aruba(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
     """b and G, as `b/<name>` and `G/<name>`."""
     spent, counted = Cost(), 0
     b: dict[str, Tensor] = {}
@@ -64,7 +64,7 @@ class FixedRates:
         return ""
 
 
-def _fixed(named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> PerCoordinate:
+def _fixed(named: NamedParameters, tensors: Mapping[str, Tensor], setting: Setting) -> PerCoordinate:
     rates = {n: (tensors[f"b/{n}"] / tensors[f"G/{n}"]).sqrt() for n, _ in named if f"b/{n}" in tensors}
     return PerCoordinate(named, rates, setting)
 
@@ -72,7 +72,7 @@ def _fixed(named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> Per
 class RunningRates:
     """ARUBA++: rate_i = sqrt(b_i / (G_i + squared gradients of this run))."""
 
-    def __init__(self, named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> None:
+    def __init__(self, named: NamedParameters, tensors: Mapping[str, Tensor], setting: Setting) -> None:
         _fixed(named, tensors, setting)  # refuses what does not fit
         self.parts = [(p, tensors[f"b/{n}"].to(p).sqrt(), tensors[f"G/{n}"].to(p).clone()) for n, p in named]
         self.param_groups: list[dict[str, Any]] = [{"lr": setting["lr"], "params": [p for _, p in named]}]
@@ -86,5 +86,5 @@ class RunningRates:
             p.addcdiv_(root * p.grad, squares.sqrt(), value=-self.param_groups[0]["lr"])
 
 
-ARUBA = Learner("aruba", "ARUBA", learn, _fixed)
-ARUBA_PLUS = Learner("aruba-plus", "ARUBA++", learn, RunningRates)
+ARUBA = Learner("aruba", "ARUBA", learn_aruba, _fixed)
+ARUBA_PLUS = Learner("aruba-plus", "ARUBA++", learn_aruba, RunningRates)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from metamd.inner.run import Cost, gradient
-from metamd.rivals.base import Named, Setting
+from metamd.rivals.base import NamedParameters, Setting
 from metamd.rivals.learned import Learner, sampled
 from metamd.tasks.base import TaskFamily, derive_seed, seeded
 
@@ -23,7 +23,7 @@ SHARPNESS = 10.0  # p of the paper's appendix A
 Memory = tuple[Tensor, Tensor]
 
 
-class Rule(nn.Module):
+class LSTMRule(nn.Module):
     """From gradients to steps, one row for each coordinate."""
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ def prepared(grads: Tensor) -> Tensor:
     return torch.stack([logs, torch.where(large, grads.sign(), math.exp(SHARPNESS) * grads)], 1)
 
 
-def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
+def learn_lstm(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
     """The weights of the rule."""
     taken = 0
     with seeded(derive_seed(seed, "lstm")):
-        rule = Rule()
+        rule = LSTMRule()
     nn.init.zeros_(rule.output.bias)
     with torch.no_grad():
         rule.output.weight.mul_(0.1)
@@ -98,11 +98,11 @@ def moved(params: Mapping[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
 class LearnedRule:
     """The trained LSTM as an optimiser."""
 
-    def __init__(self, named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> None:
+    def __init__(self, named: NamedParameters, tensors: Mapping[str, Tensor], setting: Setting) -> None:
         self.named = dict(named)
         self.param_groups: list[dict[str, Any]] = [{"lr": setting["lr"], "params": [p for _, p in named]}]
         with seeded(0):
-            self.rule = Rule()
+            self.rule = LSTMRule()
         self.rule.load_state_dict(dict(tensors))
         self.memory = blank(sum(p.numel() for _, p in named))
 
@@ -115,4 +115,4 @@ class LearnedRule:
             self.named[n].copy_(x)
 
 
-LSTM = Learner("lstm", "LSTM optimiser", learn, LearnedRule)
+LSTM = Learner("lstm", "LSTM optimiser", learn_lstm, LearnedRule)

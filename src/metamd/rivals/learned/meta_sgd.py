@@ -17,7 +17,7 @@ TASKS, WINDOW, WINDOWS = 12, 5, 20  # ours: the paper's runs have a few steps in
 FIRST_RATE, OUTER_RATE = 0.05, 0.03  # ours; the outer rate is Adam's, on the logarithms
 
 
-def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
+def learn_meta_sgd(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
     """The rates by name."""
     inner = 0
     logs = {n: torch.full_like(x, FIRST_RATE).log_().requires_grad_() for n, x in family.example().items()}
@@ -52,4 +52,4 @@ def unrolled(
     return here, task.loss(here, task.batch(first + steps))
 
 
-META_SGD = Learner("meta-sgd", "Meta-SGD", learn, PerCoordinate)
+META_SGD = Learner("meta-sgd", "Meta-SGD", learn_meta_sgd, PerCoordinate)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from metamd.inner.run import Cost
-from metamd.rivals.base import Named, Setting
+from metamd.rivals.base import NamedParameters, Setting
 from metamd.rivals.learned import Learner, sampled
 from metamd.tasks.base import Task, TaskFamily
 
@@ -25,14 +25,14 @@ WINDOWS, MOMENTUM = 10, 0.9
 OUTER_STEPS, FIRST_RATE, FIRST_SIZE, JUDGES = 8, 0.01, 0.7, 4
 
 
-def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
+def learn_schedule(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
     """The rates, as `rates`, and the horizon."""
     spent = Cost()
     logs = torch.full((WINDOWS,), FIRST_RATE, dtype=torch.float64).log()
     size, before = torch.full_like(logs, FIRST_SIZE), torch.zeros_like(logs)
     best, best_logs, best_sign = math.inf, logs, torch.ones_like(logs)
     for task in sampled(family, OUTER_STEPS, seed, "schedule"):
-        loss, slope, cost = run(task, logs)
+        loss, slope, cost = loss_and_slopes(task, logs)
         spent += cost
         if float(loss) < best and bool(slope.isfinite().all()):
             best, best_logs, best_sign = float(loss), logs, slope.sign()
@@ -46,7 +46,7 @@ def learn(family: TaskFamily, seed: int) -> tuple[dict[str, Tensor], Cost]:
     return {"rates": best_logs.exp(), "steps": torch.tensor(float(family.steps))}, spent
 
 
-def run(task: Task, logs: Tensor) -> tuple[Tensor, Tensor, Cost]:
+def loss_and_slopes(task: Task, logs: Tensor) -> tuple[Tensor, Tensor, Cost]:
     """The loss after a run with these rates, and its gradient with respect to their logarithms.
 
     v <- m v + g, theta <- theta - r v; with a tangent of both for each rate that was used so far,
@@ -85,7 +85,7 @@ def run(task: Task, logs: Tensor) -> tuple[Tensor, Tensor, Cost]:
 class Scheduled:
     """SGD with momentum and the learned rates; after the horizon the last one stays."""
 
-    def __init__(self, named: Named, tensors: Mapping[str, Tensor], setting: Setting) -> None:
+    def __init__(self, named: NamedParameters, tensors: Mapping[str, Tensor], setting: Setting) -> None:
         self.params = [p for _, p in named]
         self.rates, self.horizon = tensors["rates"].tolist(), float(tensors["steps"])
         self.param_groups: list[dict[str, Any]] = [{"lr": setting["lr"], "params": self.params}]
@@ -104,4 +104,4 @@ class Scheduled:
         self.taken += 1
 
 
-SCHEDULE = Learner("learned-schedule", "Learned schedule", learn, Scheduled, schedules=("constant",))
+SCHEDULE = Learner("learned-schedule", "Learned schedule", learn_schedule, Scheduled, schedules=("constant",))

@@ -1,4 +1,4 @@
-"""Races on functions of two variables: rivals with many settings in one batch, tuned by brute force, and what was learned.
+"""Functions of two variables: rivals with many settings in one batch, tuned by brute force, and what was learned.
 
 The arithmetic of a batched rival is that of the rival of `metamd.rivals`, with one row for every (setting, problem); the
 tests hold the two against each other. The optimiser itself would need a Python call per setting and step.
@@ -28,14 +28,14 @@ from metamd.inner.run import OptimiserSteps
 from metamd.learning.meta import meta_train
 from metamd.optimiser.optimiser import MetaMD
 from metamd.potentials.base import Params
+from metamd.rivals.base import Setting
 from metamd.tasks.base import Task, TaskFamily
 
 EPS = 1e-8
 """torch.optim's."""
 
-Setting = dict[str, float]
-State = dict[str, Tensor]
-Rule = Callable[[Tensor, State, Mapping[str, Tensor], int], Tensor]
+RowState = dict[str, Tensor]
+BatchedRule = Callable[[Tensor, RowState, Mapping[str, Tensor], int], Tensor]
 """The displacement from (gradient, state, settings, steps taken before); it updates the state, rows that start at zero."""
 
 
@@ -44,7 +44,7 @@ class BatchedRival:
     """An optimiser and the grids on which it is tuned, fixed before any result was seen."""
 
     name: str
-    rule: Rule
+    rule: BatchedRule
     others: Mapping[str, tuple[float, ...]]  # the further hyperparameters: torch's default first, then what else is tried
 
     def grid(self, rates: Mapping[str, Any], *, everything: bool) -> list[Setting]:
@@ -55,16 +55,16 @@ class BatchedRival:
         return [dict(zip(("lr", *self.others), values, strict=True)) for values in product(lrs, *others)]
 
 
-def _sgd(grad: Tensor, state: State, setting: Mapping[str, Tensor], steps: int) -> Tensor:
+def _sgd(grad: Tensor, state: RowState, setting: Mapping[str, Tensor], steps: int) -> Tensor:
     return setting["lr"] * grad
 
 
-def _momentum(grad: Tensor, state: State, setting: Mapping[str, Tensor], steps: int) -> Tensor:
+def _momentum(grad: Tensor, state: RowState, setting: Mapping[str, Tensor], steps: int) -> Tensor:
     state["buffer"] = setting["momentum"] * state.get("buffer", 0.0) + grad
     return setting["lr"] * state["buffer"]
 
 
-def _adam(grad: Tensor, state: State, setting: Mapping[str, Tensor], steps: int) -> Tensor:
+def _adam(grad: Tensor, state: RowState, setting: Mapping[str, Tensor], steps: int) -> Tensor:
     b1, b2, t = setting["beta1"], setting["beta2"], steps + 1
     state["mean"] = b1 * state.get("mean", 0.0) + (1 - b1) * grad
     state["square"] = b2 * state.get("square", 0.0) + (1 - b2) * grad.square()
@@ -72,18 +72,18 @@ def _adam(grad: Tensor, state: State, setting: Mapping[str, Tensor], steps: int)
     return setting["lr"] / (1 - b1**t) * state["mean"] / scale
 
 
-def _rmsprop(grad: Tensor, state: State, setting: Mapping[str, Tensor], steps: int) -> Tensor:
+def _rmsprop(grad: Tensor, state: RowState, setting: Mapping[str, Tensor], steps: int) -> Tensor:
     alpha = setting["alpha"]
     state["square"] = alpha * state.get("square", 0.0) + (1 - alpha) * grad.square()
     state["buffer"] = setting["momentum"] * state.get("buffer", 0.0) + grad / (state["square"].sqrt() + EPS)
     return setting["lr"] * state["buffer"]
 
 
-def _diagonal(grad: Tensor, state: State, setting: Mapping[str, Tensor], steps: int) -> Tensor:
+def _diagonal(grad: Tensor, state: RowState, setting: Mapping[str, Tensor], steps: int) -> Tensor:
     return grad / torch.cat([d for _, d in sorted(setting.items())], 1)
 
 
-RIVALS = {
+BATCHED_RIVALS = {
     "sgd": BatchedRival("SGD", _sgd, {}),
     "sgd-m": BatchedRival("SGD-M", _momentum, {"momentum": (0.9, 0.5, 0.7, 0.8, 0.95, 0.97, 0.99)}),
     "adam": BatchedRival("Adam", _adam, {"beta1": (0.9, 0.0, 0.5, 0.8, 0.95), "beta2": (0.999, 0.5, 0.9, 0.99, 0.9999)}),
@@ -92,15 +92,15 @@ RIVALS = {
     ),
 }
 
-DIAGONAL = BatchedRival("one diagonal", _diagonal, {})
+ONE_DIAGONAL = BatchedRival("one diagonal", _diagonal, {})
 """Mirror descent in one fixed diagonal metric; its settings are `d0`, `d1`, ... ."""
 
 LABELS = {"best-diagonal": "best diagonal"} | {
-    f"{key}-{tuned}": f"{rival.name} ({tuned})" for key, rival in RIVALS.items() for tuned in ("rate", "all")
+    f"{key}-{tuned}": f"{rival.name} ({tuned})" for key, rival in BATCHED_RIVALS.items() for tuned in ("rate", "all")
 }
 """What is tuned on the test problems, by the end of its cell's name."""
 
-DIGITS = 7
+PATH_DIGITS = 7
 """Of the points and losses of a path, which figures show."""
 
 NEVER = -1
@@ -164,7 +164,8 @@ def iterations(problems: Problems, rival: BatchedRival, settings: Sequence[Setti
     live = torch.ones_like(counts, dtype=torch.bool)
     rows, first = torch.arange(counts.numel()), counts.flatten().clone()
     theta, batch, options = problems.rows(settings)
-    state = State()
+    state = RowState()
+    # Not `inner.run.train`: thousands of settings step as the rows of one tensor, and leave as soon as they have lost.
     for t in range(limit + 1):
         grad = problems.gradient(theta, batch)
         square = grad.square().sum(1)
@@ -192,7 +193,7 @@ def means(counts: Tensor, limit: int) -> Tensor:
 def iterates(problems: Problems, rival: BatchedRival, settings: Sequence[Setting]) -> Iterator[Tensor]:
     """theta_1, theta_2, ... without end, a row for every setting and problem."""
     theta, batch, options = problems.rows(settings)
-    state = State()
+    state = RowState()
     for t in count():
         yield theta
         theta = theta - rival.rule(problems.gradient(theta, batch), state, options, t)
@@ -222,19 +223,19 @@ def thinned(total: int) -> list[int]:
     return sorted(steps | {total})
 
 
-Score = Callable[[BatchedRival, Sequence[Setting]], Tensor]
+SettingScore = Callable[[BatchedRival, Sequence[Setting]], Tensor]
 """What is to be small, for each setting."""
 
 
 def best_diagonal(
-    score: Score, centre: Sequence[float], width: float, *, points: int, rounds: int, shrink: float
+    score: SettingScore, centre: Sequence[float], width: float, *, points: int, rounds: int, shrink: float
 ) -> Setting:
     """The one diagonal metric with the smallest score: a grid over log10 D, so wide to either side, then narrower ones."""
-    least, best = math.inf, Setting()
+    least, best = math.inf, dict[str, float]()
     for _ in range(rounds):
         axes = [torch.logspace(c - width, c + width, points, dtype=torch.float64).tolist() for c in centre]
         settings = [{f"d{i}": d for i, d in enumerate(ds)} for ds in product(*axes)]
-        found = score(DIAGONAL, settings).tolist()
+        found = score(ONE_DIAGONAL, settings).tolist()
         if min(found) < least:
             least = min(found)
             equal = [s for s, m in zip(settings, found, strict=True) if m == least]
@@ -243,25 +244,25 @@ def best_diagonal(
     return best
 
 
-Tuned = Callable[[BatchedRival, Sequence[Setting]], Result]
+TunedResult = Callable[[BatchedRival, Sequence[Setting]], Result]
 
 
 def tuned_cells(
-    place: str, tuned: Tuned, brute: Callable[[], Result], rates: Mapping[str, Any], *, everything: bool
+    place: str, tuned: TunedResult, brute: Callable[[], Result], rates: Mapping[str, Any], *, everything: bool
 ) -> Iterator[Cell]:
     """The cells of what is tuned on the test problems: the best diagonal, then the rivals, in the rate and in everything."""
     yield Cell(f"{place}-best-diagonal", brute)
-    for key, rival in RIVALS.items():
+    for key, rival in BATCHED_RIVALS.items():
         yield Cell(f"{place}-{key}-rate", partial(tuned, rival, rival.grid(rates, everything=False)))
         if everything and rival.others:
             yield Cell(f"{place}-{key}-all", partial(tuned, rival, rival.grid(rates, everything=True)))
 
 
-Training = tuple[LearnedOptimiser | str, list[str]]
+Attempt = tuple[LearnedOptimiser | str, list[str]]
 """What was learned, or why nothing could be; and the names of the warnings."""
 
 
-def train(family: TaskFamily, options: Mapping[str, Any], seed: int) -> Training:
+def try_meta_train(family: TaskFamily, options: Mapping[str, Any], seed: int) -> Attempt:
     """Meta-train; a training that diverges for good is a result, not a failure."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -272,14 +273,14 @@ def train(family: TaskFamily, options: Mapping[str, Any], seed: int) -> Training
     return found, own_warnings(caught)
 
 
-def raced(training: Training, race: Callable[[LearnedOptimiser], Result]) -> Result:
-    """The result of what was learned in a race, with its metrics, what learning took, and the names of all warnings."""
+def measured(training: Attempt, measure: Callable[[LearnedOptimiser], Result]) -> Result:
+    """What was learned, measured, with its metrics, what learning took, and the names of all warnings."""
     learned, warned = training
     if isinstance(learned, str):
         return {"failed": learned, "warnings": warned}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = race(learned)
+        found = measure(learned)
     return found | {
         "metrics": next(v.detach().exp().tolist() for v in learned.potential.log_d.values()),
         "cost": {k: v for k, v in (learned.header.cost or {}).items() if k != "seconds"},
@@ -287,7 +288,7 @@ def raced(training: Training, race: Callable[[LearnedOptimiser], Result]) -> Res
     }
 
 
-def follow(
+def run_learned(
     task: Task, learned: LearnedOptimiser, limit: int, *, exact: bool = True, tolerance: float = 0.0
 ) -> tuple[list[list[float]], list[float]]:
     """The points and gradient norms of `MetaMD`, lr = 1 and nothing tuned, until a norm is below the tolerance."""

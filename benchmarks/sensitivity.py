@@ -18,8 +18,8 @@ import torch
 
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.statistics import spread
-from metamd.experiments.quadratic import TOLERANCES, family
-from metamd.experiments.synthetic import Problems, measured, try_meta_train
+from metamd.experiments.quadratic import family, measured_iterations
+from metamd.experiments.synthetic import Problems, try_meta_train
 from metamd.files.store import ARCHIVE, Records, Result, archive, read_cells, records_in, unarchive
 from metamd.inner.estimators import Reverse
 from metamd.learning.meta import Method, paper
@@ -63,7 +63,7 @@ def learned_from(who: str, setting: dict[str, float], number: int) -> Result:
     options["tasks_per_step"] = int(setting["tasks"])
     problems = Problems.draw(family(*PLACE), PROBLEMS, derive_seed(0, "test problems"))
     training = try_meta_train(family(*PLACE), options, derive_seed(0, "training", number))
-    found = measured(problems, training, {"tight": TOLERANCES["tight"]}, LIMIT, exact=who == "closed")
+    found = measured_iterations(problems, training, LIMIT, exact=who == "closed")
     return {k: v for k, v in found.items() if k != "path"}
 
 

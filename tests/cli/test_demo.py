@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from metamd import Diagonal, LearnedOptimiser
-from metamd.cli.demo import DemoSize, certificate, rotated, rotated_digits, run
+from metamd.cli.demo import DemoSize, certificate, rotated_digits, run
 from metamd.cli.options import Demo
 from metamd.comparison.page import write_page
 from metamd.comparison.sections import Section
@@ -41,14 +41,6 @@ def test_the_demo_prints_tables_and_writes_a_page_and_the_seed_decides(tmp_path,
         for comparison in found.values():
             del comparison["tables"]["seconds_to_target"]
     assert results[0] == results[1] != results[2]
-
-
-def test_rotations():
-    pictures = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(rotated(pictures, 0), pictures.flatten(1), atol=1e-6)
-    quarter = rotated(pictures, 90).view(3, 8, 8)
-    turned = torch.rot90(pictures[:, 0], 1, (1, 2))
-    assert torch.allclose(quarter, turned, atol=1e-5)
 
 
 def test_the_certificate_holds():

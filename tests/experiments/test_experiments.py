@@ -1,7 +1,6 @@
 """Rivals against torch.optim, races against loops, records that resume, and the experiments at their smallest scale."""
 
 import json
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -156,8 +155,7 @@ def test_a_learned_geometry_runs_as_the_diagonal_it_is():
     problems = Problems.draw(FAMILIES["quadratic"], 3, 0)
     metrics = torch.tensor([[1.1, 9.0]], dtype=torch.float64)
     geometry = LearnedOptimiser.from_potential(Diagonal().with_metrics({"theta": metrics.log()}))
-    scale = replace(quadratic.SCALES["smoke"], learned_limit=500)
-    counts = quadratic._measured_iterations(scale, problems, (geometry, []))["iterations"]
+    counts = quadratic.measured_iterations(problems, (geometry, []), 500)["iterations"]
     wanted = synthetic.iterations(problems, ONE_DIAGONAL, [{"d0": 1.1, "d1": 9.0}], 1e-6, 500)[0]
     assert counts["tight"] == wanted.tolist()
     assert all(a < b for a, b in zip(counts["loose"], counts["tight"], strict=True))

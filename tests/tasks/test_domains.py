@@ -5,7 +5,7 @@ import pytest
 import scipy.ndimage
 import torch
 
-from metamd.tasks.vision import Domain, ImageSource, Pictures, choose_images, enlarge, moments, rotate
+from metamd.tasks.vision import Domain, ImageSource, Pictures, choose_images, enlarge, moments, rotate, turned
 
 
 def noise(count=7, channels=1, side=28, seed=0):
@@ -29,6 +29,7 @@ def test_rotation_by_right_angles_is_exact(side):
     for quarter in range(-1, 5):
         assert torch.equal(rotate(images, 90 * quarter), torch.rot90(images, quarter, (2, 3)))
     assert not torch.equal(rotate(images, 90), torch.rot90(images, -1, (2, 3)))  # the law can tell the direction
+    torch.testing.assert_close(turned(images.float() / 255, 90), torch.rot90(images / 255, 1, (2, 3)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("angle", [15, 37.5, 75, 200])

@@ -155,14 +155,14 @@ def _learn_and_measure(scale: Scale, seed: int, row: str, start: str, number: in
     potential, steps = (None, 100) if key == "default" else (Diagonal(), 200)
     options = {"potential": potential, "outer_steps": scale.outer_steps, "tasks_per_step": scale.tasks_per_step}
     training = synthetic.try_meta_train(family(row, start, steps), options, derive_seed(seed, "training", number))
-    return _measured_iterations(scale, _problems(row, start, scale.problems, seed), training)
+    return measured_iterations(_problems(row, start, scale.problems, seed), training, scale.learned_limit)
 
 
-def _measured_iterations(scale: Scale, problems: Problems, training: Attempt, *, exact: bool = True) -> Result:
+def measured_iterations(problems: Problems, training: Attempt, limit: int, *, exact: bool = True) -> Result:
     """The iterations of what was learned, to every tolerance, and its path on the first problem."""
 
     def result(learned: LearnedOptimiser) -> Result:
-        tightest, limit = min(TOLERANCES.values()), scale.learned_limit
+        tightest = min(TOLERANCES.values())
         runs = [synthetic.run_learned(task, learned, limit, exact=exact, tolerance=tightest) for task in problems.tasks]
         counts = {
             name: [next((t for t, norm in enumerate(norms) if norm < tolerance), None) for _, norms in runs]
@@ -179,7 +179,7 @@ def _preset(scale: Scale, seed: int, row: str, start: str, name: str) -> Result:
     """The paper's algorithm from near the origin, with Adam from where it is tested; then these test problems."""
     training, given = _train_published(scale, seed, row, start if name == "adam" else "near", name)
     problems = _problems(row, start, scale.problems, seed)
-    return _measured_iterations(scale, problems, training, exact=False) | {"setting": given}
+    return measured_iterations(problems, training, scale.learned_limit, exact=False) | {"setting": given}
 
 
 @lru_cache

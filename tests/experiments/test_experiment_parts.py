@@ -260,7 +260,7 @@ def test_runs_of_what_cannot_be_learned_count_as_failed(tmp_path, monkeypatch):
         lessons.append(path.name)
         return learn_geometry(size, family, geometry if path.name != "b-sometimes.safetensors" else BAD, path, seed, name)
 
-    monkeypatch.setattr(leave_one_out, "learn", lesson)
+    monkeypatch.setattr(leave_one_out, "learn_geometry", lesson)
     some = Geometry(Diagonal(), {"sometimes": Entrant()}, same_tasks=True)
     experiment = with_rivals("sgd", geometries={**DIAGONAL, "sometimes": some, "bad": BAD}, domains=("a", "b"))
     (first, second), failed = experiment.compared("tiny", tmp_path, 0)
@@ -329,7 +329,7 @@ def test_the_search_of_a_scale_is_used(monkeypatch, tmp_path):
     side = SimpleNamespace(held_out=lambda: FLAT)
     size = replace(SIZE, domains=("a",), protocol="paper", search="grid")
     experiment = Experiment("x", lambda size, domain: side, {"none": Geometry(Diagonal(), {})}, {"tiny": size}, {})
-    monkeypatch.setattr(leave_one_out, "learn", lambda *args: {})
+    monkeypatch.setattr(leave_one_out, "learn_geometry", lambda *args: {})
     with pytest.raises(StopError):
         experiment.compared("tiny", tmp_path, 0)
 
@@ -419,7 +419,7 @@ def gone(tmp_path):
 
 
 def nothing_is_learned(monkeypatch):
-    monkeypatch.setattr(leave_one_out, "learn", lambda *args: pytest.fail("it would be learned again"))
+    monkeypatch.setattr(leave_one_out, "learn_geometry", lambda *args: pytest.fail("it would be learned again"))
 
 
 def test_a_rival_joins_and_nothing_else_is_trained(gone, monkeypatch):

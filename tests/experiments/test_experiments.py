@@ -262,7 +262,7 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
     def forbidden(*args, **options):
         raise AssertionError("computed again")
 
-    for computing in ("iterations", "final_losses", "train"):
+    for computing in ("iterations", "final_losses", "try_meta_train"):
         monkeypatch.setattr(synthetic, computing, forbidden)
     assert cli.run(args) == 0
     assert json.loads(capsys.readouterr().out) == first
@@ -293,7 +293,7 @@ def test_every_experiment_with_images_runs_at_its_smallest_scale(name, variant, 
     assert (tmp_path / "report.html").exists()
     if name != "pieces":
         return  # the others are kept in the same way, and the pages take a while to draw
-    for computing in ("learn", "compare"):
+    for computing in ("learn_geometry", "compare"):
         monkeypatch.setattr(leave_one_out, computing, lambda *args, **options: pytest.fail("it is computed again"))
     assert cli.run(args) == 0
     assert json.loads(capsys.readouterr().out) == first

@@ -56,7 +56,7 @@ class DemoSize:
 
 DEMO_PARTS = {
     "quadratics": ("Quadratics", "Badly scaled quadratics in two dimensions that were not seen while learning."),
-    "rotated_digits": (
+    "digits": (
         "Rotated digits, every task from a new network",
         "A small network on 8x8 digits, rotated by an angle that was not learned from.",
     ),
@@ -76,7 +76,7 @@ def run(options: Demo, size: DemoSize | None = None) -> None:
     # Problems this small lose on a second thread, and sums in one order give the same numbers on every machine.
     with one_thread(), Progress("metamd demo"):
         fresh, shared = rotated_digits(size), rotated_digits(size, options.seed)
-        sides = {"quadratics": (tasks.quadratic(steps=size.steps),) * 2, "rotated_digits": fresh, "digits-adapted": shared}
+        sides = {"quadratics": (tasks.quadratic(steps=size.steps),) * 2, "digits": fresh, "digits-adapted": shared}
         for name, (known, unseen) in sides.items():
             comparison, files = _compared(known, unseen, size, options.seed)
             for ending, learned in files.items():

@@ -114,6 +114,7 @@ def full_header() -> Header:
         max_norm=12.5,
         target_loss=-0.25,
         usage=Usage("online", 0.8, "linear", 1.4).to_dict(),
+        choice={"score": "area under the logarithm of the loss", "judged_on": "auto"},
         online=Online("sum", scale={"fc1.weight": 20.0}).to_dict(),
     )
     return optimiser.with_start(model()).header

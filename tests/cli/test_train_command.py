@@ -76,7 +76,7 @@ def test_quadratics_are_refined_by_their_digits(tmp_path):
         (["quadratic", "--preset", "mine"], "--preset must be default or paper, got 'mine'"),
         (["quadratic", "--k", "99"], "--k would change nothing without --preset paper. Leave it out."),
         (["quadratic", "--judged-on", "validation"], "--judged-on would change nothing where no usage is chosen. Leave it"),
-        (["tabular", "--judged-on", "test"], 'judged_on must be "train" or "validation", got \'test\''),
+        (["tabular", "--judged-on", "test"], 'judged_on must be "auto", "train" or "validation", got \'test\''),
         (["tabular", "--outer-steps", "2", "--refresh", "4"], "--refresh would change nothing where no usage is chosen."),
         (["tabular", "--refresh", "-1"], "refresh must be a number of steps, or 0 for every one; got -1"),
         (["quadratic", "--tying", "mine"], "tying must be one of"),

@@ -49,7 +49,7 @@ def test_any_value_of_any_field_is_read_or_refused_with_a_sentence(name, value):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"schema_version": 4}, r"schema_version must be 1, 2 or 3, .* got 4\. A newer metamd"),
+        ({"schema_version": 5}, r"schema_version must be 1, 2, 3 or 4, .* got 5\. A newer metamd"),
         ({"schema_version": True}, "schema_version must be 1"),
         ({"pieces": 0}, "pieces must be an integer of at least 1, got 0"),
         ({"pieces": True}, "pieces must be an integer"),
@@ -96,12 +96,17 @@ def test_the_model_is_recorded_where_the_potential_knows_it(tying):
     assert learned().header.model == {}
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_norm", 2.0), ("target_loss", 0.0)])
-def test_a_header_with_fields_of_version_3_has_it(name, value):
+CHOICE = {"score": "area under the logarithm of the loss", "judged_on": "train"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "version"), [("max_norm", 2.0, 3), ("target_loss", 0.0, 3), ("choice", CHOICE, 4)]
+)
+def test_a_header_with_fields_of_a_later_version_has_it(name, value, version):
     least = {"pieces": 1, "tying": "parameter", "centre": "start", "tensors": {"x": (1, 2)}}
     old = Header(**least, schema_version=2)
     assert old.schema_version == 2
     assert name not in old.to_dict()
     newer = replace(old, **{name: value})
-    assert newer.schema_version == 3
+    assert newer.schema_version == version
     assert newer.to_dict()[name] == value

@@ -1,6 +1,8 @@
 """The default recipe: what a family alone gives; stopped and continued, in one process or in several."""
 
+import itertools
 import json
+import re
 import signal
 
 import pytest
@@ -23,11 +25,11 @@ from metamd import (
     tasks,
 )
 from metamd.cli import main as cli
-from metamd.files.progress import showing
+from metamd.files.progress import Progress, showing
 from metamd.inner.objectives import Reference
 from metamd.learning.meta import has_weights, learn_network, refinement
 from metamd.learning.parts import Parts, parts_of
-from metamd.learning.reference import learn_from_reference
+from metamd.learning.reference import REFERENCE_RATES, learn_from_reference
 from metamd.tasks import quadratic, starting_at, supervised, tabular
 from metamd.tasks.wrapped import Counted
 from tests import processes
@@ -247,10 +249,55 @@ def test_a_learning_says_how_far_it_is(capsys):
     with showing("always"):
         train()
     lines = capsys.readouterr().err
-    for label in (
-        "rates of Adam: 4 of 4",
-        "runs to learn from: 2 of 2",
-        "reference runs: 6 of 6",
-        "runs to choose a usage by: ",
-    ):
-        assert label in lines
+    cost = train().header.cost["gradient_evaluations"]
+    assert re.match(
+        r"tabular: 15 runs of Adam and about \d+ to choose a usage, of 4 steps each, which take .* ms here", lines
+    )
+    assert re.search(r"^online metric, tail average, .*: score ", lines, re.MULTILINE)
+    assert f"learning tabular: {cost:g} of {cost:g} in " in lines, "the bar counts gradients, all of them"
+
+
+def test_a_bar_moves_within_its_stages_and_never_past_its_end():
+    """Of every batch the forecast is told, so that no stage stands still."""
+    seen = []
+
+    class Seen(Progress):
+        def update(self, done, note="", total=None):
+            super().update(done, note, total)
+            seen.append((self.done, self.total, note))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("metamd.learning.parts.Progress", Seen)
+        learned = train()
+    counts = [done for done, _, _ in seen]
+    assert counts[-1] == learned.header.cost["gradient_evaluations"]
+    assert max(b - a for a, b in itertools.pairwise(counts)) == 1
+    assert all(done <= total for done, total, _ in seen)
+    assert list(dict.fromkeys(note for _, _, note in seen if note)) == [
+        "Adam's rate",
+        "runs to learn from",
+        "online scales",
+        "usages",
+    ]
+
+
+def test_kept_parts_are_no_measure_of_the_time_that_is_left(tmp_path, capsys):
+    train(Journal(tmp_path))
+    skipped = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Progress, "skip", lambda progress, count: skipped.append(count))
+        learned = train(Journal(tmp_path))
+    assert sum(skipped) == learned.header.cost["gradient_evaluations"]
+
+
+def test_a_network_has_a_log_too(tmp_path):
+    """The same records whether parts were kept or not, each with its number."""
+    logs = [[], []]
+    for seen in logs:
+        meta_train(family(), tasks_per_step=1, journal=Journal(tmp_path), log=lambda *told, seen=seen: seen.append(told))
+    assert logs[0] == logs[1]
+    records = [record for record, _ in logs[0]]
+    assert [record["step"] for record in records] == [number for _, number in logs[0]] == list(range(1, len(records) + 1))
+    assert [r["note"] for r in records[:4]] == [f"Adam with rate {rate:g}" for rate in REFERENCE_RATES]
+    assert records[-1]["note"].startswith("chosen: ")
+    assert records[-1]["objective"] == min(r["objective"] for r in records if r["note"].startswith(records[-1]["note"][8:]))

@@ -15,7 +15,7 @@ from metamd.learning import reference as following
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference
 from metamd.learning.rounds import draw_config
-from metamd.learning.usage import LEFT, Choices, Trials, learn_usage, run_usage
+from metamd.learning.usage import Choices, Trials, learn_usage, run_usage
 from metamd.tasks import quadratic, tabular
 from metamd.tasks.wrapped import Counted
 
@@ -25,36 +25,94 @@ def learned():
     return meta_train(tabular(steps=30), Diagonal(), outer_steps=1, tasks_per_step=2)
 
 
-def test_ends_of_runs_that_are_as_good_as_nothing_do_not_decide(learned):
-    """By hand: the root of the mean loss times that of fresh batches at the end, with a share of the first loss."""
+TRAIN = Choices(judged_on="train")
+
+
+def area(way, end):
+    """The score of one run by hand: two thirds of the mean logarithm over its parts, one third of that at its end."""
+    return math.exp(2 / 3 * sum(map(math.log, way)) / len(way) + math.log(end) / 3)
+
+
+@pytest.mark.parametrize("averaging", ["constant", "tail"])
+def test_the_score_is_the_area_under_the_logarithm_of_the_loss(learned, averaging):
+    """By hand, along a run of `MetaMD`: ten parts of it, fresh batches at its end, and the noise of those at its start."""
     family = tabular(steps=30)
     task = family.build(family.sample(torch.Generator().manual_seed(3)))
     potential = learned.potential.bind(task.init())
-    run = run_usage(task, potential, Usage())
-    fresh = [[float(task.loss(p, task.batch(30 + i))) for i in range(10)] for p in (run.end, task.init())]
-    last, first = (sum(losses) / 10 for losses in fresh)
-    for left in (0.0, 1e-2, 10.0):
-        score = Trials([task], potential, Parts(Counted(family)), left=left).score((Usage(), None))
-        assert score == pytest.approx((run.loss * (last + left * first)) ** 0.5, rel=1e-6)
-    assert Trials([task], potential, Parts(Counted(family))).left == LEFT == 1e-2
+    params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
+    optimiser, losses = metamd.MetaMD(params.items(), potential, averaging=averaging), []
+    first = torch.tensor([float(task.loss(params, task.batch(30 + i)).detach()) for i in range(10)], dtype=torch.float64)
+    for t in range(30):
+        optimiser.eval()
+        losses.append(float(task.loss(params, task.batch(t)).detach()))
+        optimiser.train()
+        optimiser.zero_grad()
+        task.loss(params, task.batch(t)).backward()
+        optimiser.step()
+    optimiser.eval()
+    end = sum(float(task.loss(params, task.batch(30 + i)).detach()) for i in range(10)) / 10
+    noise = float(first.std() / 10**0.5)
+    way = [sum(losses[i : i + 3]) / 3 + noise for i in range(0, 30, 3)]
+    score = Trials([task], potential, Parts(Counted(family)), TRAIN).score((Usage(averaging=averaging), None))
+    assert score == pytest.approx(area(way, end + noise), rel=1e-5)
+
+
+def scored(runs, start, factors=(1.0, 0.5)):
+    """The scores of planted runs, (way, end) each, on a task that starts like this."""
+
+    class Planted(Trials):
+        def _start(self, task):
+            return {"minimum": None, "noise": 0.0, **start}
+
+        def _run(self, number, used):
+            way, end = runs[factors.index(used[0].factor)]
+            return {"way": way, "end": end}
+
+    trials = Planted([None], None, Parts(Counted(tabular())), TRAIN)
+    return [trials.score((Usage(factor=f), None)) for f in factors]
+
+
+def test_without_noise_digits_far_below_a_hundredth_of_the_first_loss_count():
+    lower, higher = scored([([0.1, 1e-5], 1e-9), ([0.1, 1e-5], 1e-7)], {"loss": 1.0})
+    assert lower == pytest.approx(area([0.1, 1e-5], 1e-9), rel=1e-4)
+    assert higher / lower == pytest.approx(100 ** (1 / 3), rel=1e-4)
+
+
+def test_what_noise_cannot_tell_apart_does_not_decide():
+    """A run that leads by a tenth on the way wins against one whose last losses are a thousandth, both below the noise."""
+    start = {"loss": 2.3, "noise": 0.01}
+    ahead, chance = scored([([0.1, 1e-4], 1e-4), ([0.11, 1e-7], 1e-7)], start)
+    assert ahead < chance
+    assert ahead == pytest.approx(area([0.11, 0.0101], 0.0101))
+    ahead, behind = scored([([0.1, 1e-4], 1e-4), ([0.11, 1e-7], 1e-7)], {**start, "noise": 0.0})
+    assert ahead > behind, "without noise the digits decide"
+
+
+def test_the_score_sees_the_way_as_well_as_the_end():
+    early, late = scored([([0.5, 0.01, 0.01], 0.01), ([0.5, 0.5, 0.01], 0.01)], {"loss": 1.0})
+    assert early < late
+    end, behind = scored([([0.5, 0.1, 0.01], 0.001), ([0.5, 0.1, 0.01], 0.01)], {"loss": 1.0})
+    assert end < behind
 
 
 def test_losses_below_zero_are_ranked_from_the_lowest_of_their_task():
     """By hand; without the shift both usages would be as good as nothing."""
-    planted = {1.0: (2.0, -40.0, -49.0), 0.5: (2.0, -30.0, -45.0)}
+    runs = [([-30.0], -45.0), ([-40.0], -49.0)]
+    worse, better = scored(runs, {"loss": 2.0})
+    floor = 1e-2 * (2.0 + 49.0)
+    assert worse == pytest.approx(area([15.0 + 0.47], 0.47)), "the lowest so far is its own end"
+    assert better == pytest.approx(area([9.0 + floor], floor))
+    assert better < area([19.0 + floor], 4.0 + floor)
 
-    class Planted(Trials):
-        def _run(self, number, used):
-            return dict(zip(("first", "mean", "end"), planted[used[0].factor], strict=True))
 
-    trials = Planted([None], None, Parts(Counted(tabular())), left=0.0)
-    worse = trials.score((Usage(factor=0.5), None))
-    better = trials.score((Usage(factor=1.0), None))
-    left = LEFT * (2.0 + 49.0)
-    assert worse == pytest.approx(((-30.0 + 45.0 + LEFT * 47.0) * LEFT * 47.0) ** 0.5), "the lowest so far is its own end"
-    assert better == pytest.approx(((-40.0 + 49.0 + left) * left) ** 0.5)
-    assert trials.score((Usage(factor=0.5), None)) == pytest.approx(((19.0 + left) * (4.0 + left)) ** 0.5)
-    assert better < trials.score((Usage(factor=0.5), None))
+def test_losses_are_counted_from_the_smallest_one_where_it_is_known():
+    """A quadratic's minimum is below zero: by hand, digits of the gap count, and the score has no floor to speak of."""
+    (found,) = scored([([-1.0, -2.999], -3 + 1e-9)], {"loss": 2.0, "minimum": -3.0}, (1.0,))
+    assert found == pytest.approx(area([2.0, 1e-3], 1e-9), rel=1e-4)
+    family = quadratic(steps=20)
+    task = family.build(family.sample(torch.Generator().manual_seed(0)))
+    start = Trials([task], None, Parts(Counted(family)), TRAIN)._start(task)
+    assert (start["noise"], start["minimum"]) == (0.0, task.minimum())
 
 
 def test_a_family_with_losses_below_zero_gets_a_usage_that_was_compared():
@@ -75,24 +133,8 @@ def test_a_file_of_an_older_version_gets_a_usage_and_a_start(learned, tmp_path):
     old = metamd.load(tmp_path / "old.safetensors")
     assert old.header.schema_version == 2
     options = {"metrics": ("learned",), "momenta": (0.0,), "factors": (1.0,), "schedules": ("constant",)}
-    assert learn_usage(old, tabular(steps=30), tasks=1, **options).header.schema_version == 3
+    assert learn_usage(old, tabular(steps=30), tasks=1, **options).header.schema_version == 4
     assert old.with_start(tabular(steps=30).example()).header.schema_version == 3
-
-
-def test_digits_are_counted_to_the_end(monkeypatch):
-    """Quadratics have no smallest loss that matters."""
-    lefts = []
-
-    class Seen(Trials):
-        def __init__(self, *args):
-            super().__init__(*args)
-            lefts.append(self.left)
-
-    monkeypatch.setattr("metamd.learning.usage.Trials", Seen)
-    for family in (quadratic(steps=10), tabular(steps=10)):
-        found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=1)
-        learn_usage(found, family, tasks=1, metrics=("learned",), momenta=(0.0,), factors=(1.0,), schedules=("constant",))
-    assert lefts == [0.0, LEFT]
 
 
 def planted(score, tasks, choices):
@@ -100,7 +142,10 @@ def planted(score, tasks, choices):
 
     class Planted(Trials):
         def _run(self, number, used):
-            return {"first": 0.0, "mean": score(number, *used), "end": score(number, *used)}
+            return {"way": [score(number, *used)], "end": score(number, *used)}
+
+        def _start(self, task):
+            return {"loss": 0.0, "noise": 0.0, "minimum": None}
 
     return Planted([None] * tasks, None, Parts(Counted(tabular())), choices)
 
@@ -373,13 +418,41 @@ def test_the_score_on_validation_data_by_hand():
     geometry = learn_from_reference(family, Diagonal(), reference=Reference(lr=0.03), tasks=2)
     task = draw_tasks(family, 0, "usage", 1)[0]
     potential = geometry.potential.bind(task.init())
-    first, end = (task.evaluate(p, "validation").loss for p in (task.init(), run_usage(task, potential, Usage()).end))
-    score = Trials([task], potential, Parts(Counted(family)), Choices(judged_on="validation")).score((Usage(), None))
-    assert score == pytest.approx((end * (end + LEFT * first)) ** 0.5)
+    run = run_usage(task, potential, Usage())
+    first = torch.tensor([float(task.loss(task.init(), task.batch(60 + i))) for i in range(10)], dtype=torch.float64)
+    noise = float(first.std() / 10**0.5)
+    end = task.evaluate(run.end, "validation").loss + noise
+    scores = {
+        judge: Trials([task], potential, Parts(Counted(family)), Choices(judged_on=judge)).score((Usage(), None))
+        for judge in ("validation", "auto", "train")
+    }
+    way = [x + noise for x in run.way]
+    assert scores["validation"] == pytest.approx(end), "the end alone"
+    assert scores["auto"] == pytest.approx(area(way, end))
+    fresh = sum(float(task.loss(run.end, task.batch(60 + i))) for i in range(10)) / 10
+    assert scores["train"] == pytest.approx(area(way, fresh + noise))
+
+
+def test_the_end_of_a_run_is_judged_on_validation_data_where_there_is_some(learned):
+    options = {"metrics": ("learned",), "momenta": (0.0,), "factors": (1.0,), "schedules": ("constant",), "tasks": 1}
+    data = {"a": {"train": (torch.randn(30, 8), torch.randn(30))}}
+    without = tasks.supervised(
+        lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1), torch.nn.Flatten(0)),
+        data,
+        torch.nn.functional.mse_loss,
+        batch_size=10,
+        steps=10,
+    )
+    for family, judge in ((tabular(steps=10), "auto"), (without, "train")):
+        geometry = learn_from_reference(family, Diagonal(), reference=Reference(lr=0.01), tasks=1)
+        found = learn_usage(geometry, family, **options)
+        assert found.header.choice == {"score": "area under the logarithm of the loss", "judged_on": judge}
+        again = type(found.header).from_json(found.header.to_json())
+        assert again == found.header
 
 
 def test_nobody_is_judged_on_test_data_nor_on_what_is_not_there(learned):
-    with pytest.raises(ValueError, match='judged_on must be "train" or "validation", got \'test\''):
+    with pytest.raises(ValueError, match='judged_on must be "auto", "train" or "validation", got \'test\''):
         learn_usage(learned, tabular(steps=30), judged_on="test")
     data = {"a": {"train": (torch.randn(30, 4), torch.randn(30, 1))}}
     family = tasks.supervised(lambda: torch.nn.Linear(4, 1), data, torch.nn.functional.mse_loss, batch_size=10, steps=10)

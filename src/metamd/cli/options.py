@@ -204,7 +204,8 @@ class Train(TaskOptions):
         tying: which coordinates share a metric: parameter, channel, column, tensor or role.
         rank: leading directions of learned coordinates that are kept: a number, auto, or all.
         learn_start: begin at the mean of the tasks' solutions, which is kept in the file; for tasks with a shared start.
-        judged_on: train, or validation to choose the usage by the validation data of the training tasks.
+        judged_on: auto to judge the end of a run on validation data of the training tasks, where they have some, when a
+            usage is chosen; train for training data alone; validation for validation data alone.
         refresh: choose the usage for cheaper polar steps, with directions found every so many steps; in all if not given.
         outer_steps: learn a diagonal in at most so many rounds of training tasks; 10 if not given, 300 for the paper's.
             Networks are learned from runs of Adam and not in rounds, unless this is given.
@@ -220,7 +221,7 @@ class Train(TaskOptions):
     tying: str | None = None
     rank: str = "auto"
     learn_start: bool = False
-    judged_on: str = "train"
+    judged_on: str = "auto"
     refresh: int = 0
     outer_steps: int | None = None
     tasks: int = 8

@@ -43,8 +43,8 @@ def run(options: Train) -> None:
     notes: list[str] = []
     try:
         with Progress(f"metamd train {options.family}") as display:
-            log = _log(display, notes, tensorboard(folder / "tensorboard") if options.tensorboard else None)
-            told |= {"log": log} if learn is meta_train else {}
+            second = tensorboard(folder / "tensorboard") if options.tensorboard else None
+            told |= {"log": _log(display, notes, second) if learn is meta_train else second}
             workers = Executor(options.workers, options.ray)
             kept: dict[str, Any] = {"seed": options.seed, "journal": Journal(folder), "workers": workers}
             start = learn_start(family, tasks=options.tasks, **kept) if options.learn_start else None

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
-from time import perf_counter
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from metamd.files.progress import Progress
 from metamd.files.store import as_json, shortened
-from metamd.inner.run import OptimiserSteps, has_exploded, not_finite
+from metamd.inner.run import OptimiserSteps, has_exploded, not_finite, seconds_per_step
 from metamd.inner.run import train as train_task
 from metamd.rivals.base import Contender
 from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed, seeded
@@ -186,32 +186,15 @@ def step_seconds(
     block: int = 10,
     warm_up: int = 3,
 ) -> dict[str, float]:
-    """The seconds that one step of each contender takes: the median over blocks of steps that take turns.
+    """The seconds that one step of each contender takes, see `seconds_per_step`.
 
-    Whatever else the machine does slows all of them alike; the order within a round changes from round to round. A run that
-    has reached its horizon begins again, and so does one that failed. The steps of SOAP and Shampoo differ in cost with a
-    period of 10, which is why a block has as many. The first `warm_up` rounds do not count.
+    The steps of SOAP and Shampoo differ in cost with a period of 10, which is why a block has as many.
     """
-    found: dict[str, list[float]] = {label: [] for label in contenders}
     horizon = task.steps if steps is None else steps
-    block, order, rules = min(block, horizon), list(contenders), dict[str, OptimiserSteps]()
-    progress = Progress("timing steps", (rounds + warm_up) * len(order))
+    begin = {label: partial(_begun, task, contender, horizon) for label, contender in contenders.items()}
+    progress = Progress("timing steps", (rounds + warm_up) * len(begin))
     with one_thread(), seeded(derive_seed(config_hash(task.config), "seconds")), progress:
-        for turn in range(rounds + warm_up):
-            shift = turn % len(order)
-            for label in order[shift:] + order[:shift]:
-                rule = rules.pop(label, None)
-                if rule is None or rule.taken + block > horizon:
-                    rule = _begun(task, contenders[label], horizon)
-                before, began = rule.taken, perf_counter()
-                done = train_task(task, rule, range(before, before + block), until=not_finite)
-                taken = rule.taken - before
-                if turn >= warm_up and taken:
-                    found[label].append((perf_counter() - began) / taken)
-                if not done.diverged:
-                    rules[label] = rule
-                progress.advance(label)
-    return {label: median(times) if times else math.nan for label, times in found.items()}
+        return seconds_per_step(task, begin, horizon, rounds=rounds, block=block, warm_up=warm_up, told=progress.advance)
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from metamd.potentials.basis import Basis
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Shape, TyingName, match, some
 
-SCHEMA_VERSIONS = (1, 2, 3)
+SCHEMA_VERSIONS = (1, 2, 3, 4)
 """The versions of the header that this library reads; it writes the one that was read, or the first that has all fields."""
 
 _THIRD = ("factors", "max_norm", "online", "start", "target_loss", "usage")
-SINCE = {"learned_from": 2, "task_hashes": 2, **dict.fromkeys(_THIRD, 3)}
+SINCE = {"learned_from": 2, "task_hashes": 2, **dict.fromkeys(_THIRD, 3), "choice": 4}
 """Fields that older versions do not have."""
 
 SIDES: dict[str, tuple[str, ...]] = {"identity": (), "right": ("right",), "both": ("left", "right")}
@@ -60,6 +60,7 @@ class Header:
             name, fingerprint, steps, batch size and weight.
         factors: the shapes of the learned basis, (n, r) by "right/key" and "left/key": r orthonormal columns.
         usage: how it is best used on its family: `Usage` as a dictionary.
+        choice: what the usage was chosen by: the `score`, and the data that runs were `judged_on`.
         online: the rule and the scales of its online metric: `Online` as a dictionary.
         start: names and shapes of the learned start, if there is one.
         max_norm: C, if the metrics were kept at ||m_j||_2 <= C while they were learned.
@@ -77,7 +78,7 @@ class Header:
     tensors: dict[str, Shape]
     potential: str = "max-diagonal"
     basis: str = "identity"
-    schema_version: int = SCHEMA_VERSIONS[-1]
+    schema_version: int = 3
     model: dict[str, Shape] = field(default_factory=dict)
     family: dict[str, Any] | None = None
     horizon: int | None = None
@@ -93,6 +94,7 @@ class Header:
     learned_from: dict[str, Any] | None = None
     factors: dict[str, Shape] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
+    choice: dict[str, Any] | None = None
     online: dict[str, Any] | None = None
     start: dict[str, Shape] = field(default_factory=dict)
     max_norm: float | None = None
@@ -263,11 +265,12 @@ _knots = _list("finite numbers", _number)
 _usage = {"metric": _text, "momentum": _finite, "schedule": _text, "factor": _finite, "averaging": _text, "knots": _knots}
 _integer = must("be an integer", lambda value: type(value) is int)
 _online = {"rule": _text, "beta": _finite, "epsilon": _finite, "refresh": _integer, "scale": _numbers, "signal": _finite}
+_choice = {"score": _text, "judged_on": _text}
 texts = _list("texts", lambda value: isinstance(value, str))
 
 CHECKS: dict[str, Check] = {
     "schema_version": must(
-        f"be 1, 2 or 3, which metamd {__version__} reads",
+        f"be 1, 2, 3 or 4, which metamd {__version__} reads",
         lambda value: type(value) is int and value in SCHEMA_VERSIONS,
         " A newer metamd may read it: pip install --upgrade metamd.",
     ),
@@ -295,6 +298,7 @@ CHECKS: dict[str, Check] = {
     "learned_from": _optional(record({"prior": _not_negative, "runs": _runs})),
     "factors": _shapes,
     "usage": _optional(record(_usage, ("averaging", "knots"), lambda found: Usage(**found).to_dict())),
+    "choice": _optional(record(_choice)),
     "online": _optional(record(_online, ("signal",), lambda found: Online.from_dict(found).to_dict())),
     "start": _shapes,
     "max_norm": _optional(_weight),

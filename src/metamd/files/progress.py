@@ -74,9 +74,21 @@ class Progress:
         if self._lines and error[0] is None and self.done > self._printed:
             self._print()
 
+    @property
+    def shown(self) -> bool:
+        """Whether somebody sees it."""
+        return self._lines or self._task is not None
+
     def advance(self, note: str = "", count: float = 1) -> None:
         """Count what is done; a note says what it was."""
         self.update(self.done + count, note)
+
+    def skip(self, count: float) -> None:
+        """Count what was done before, which says nothing about the time that is left."""
+        self._first += count
+        self.done += count
+        if self._task is not None:
+            _screen.reset(self._task, completed=self.done, count=self._count())
 
     def update(self, done: float, note: str = "", total: float | None = None) -> None:
         """Set the count, and the total where it became known."""

@@ -1,6 +1,7 @@
 """One training run by mirror descent, and the record of it that meta-learning works from."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,6 +112,39 @@ def train(
             break
     cost = Cost(gradients=len(losses) + bool(why), seconds=time.perf_counter() - began)
     return Training(tuple(losses), why, cost)
+
+
+def seconds_per_step(
+    task: Problem,
+    begin: Mapping[str, Callable[[], StepRule]],
+    horizon: int,
+    *,
+    rounds: int = 15,
+    block: int = 10,
+    warm_up: int = 3,
+    told: Callable[[str], object] | None = None,
+) -> dict[str, float]:
+    """The seconds that one step by each rule takes: the median over blocks of steps that take turns.
+
+    Whatever else the machine does slows all of them alike; the order within a round changes from round to round. A run that
+    has reached its horizon begins again, and so does one that failed. The first `warm_up` rounds do not count. Every block
+    is `told`. A rule by which no step could be taken has NaN.
+    """
+    found: dict[str, list[float]] = {label: [] for label in begin}
+    block, order, runs = min(block, horizon), list(begin), dict[str, tuple[StepRule, int]]()
+    for turn in range(rounds + warm_up):
+        shift = turn % len(order)
+        for label in order[shift:] + order[:shift]:
+            rule, before = runs.pop(label) if label in runs else (begin[label](), 0)
+            began = time.perf_counter()
+            done = train(task, rule, range(before, before + block), until=not_finite)
+            if turn >= warm_up and done.losses:
+                found[label].append((time.perf_counter() - began) / len(done.losses))
+            if not done.diverged and before + 2 * block <= horizon:
+                runs[label] = rule, before + block
+            if told is not None:
+                told(label)
+    return {label: statistics.median(times) if times else math.nan for label, times in found.items()}
 
 
 class Stepper(Protocol):

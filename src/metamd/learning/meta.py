@@ -1,23 +1,32 @@
 """meta_train: learn the geometry of a family of tasks; with the recipes for networks and vectors, and that of the paper."""
 
 import time
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
+
+import torch
 
 from metamd.files.learned import LearnedOptimiser, total_cost
 from metamd.files.store import Journal, Log
+from metamd.files.usage import Usage
 from metamd.inner.estimators import Estimator, Forward, Reverse
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import FromLipschitz, LogGap, PaperBound, Reference
+from metamd.inner.run import OptimiserSteps, StepRule, seconds_per_step
 from metamd.learning.outer import Adam, GradientDescent, Method, Refine
-from metamd.learning.reference import learn_from_reference, tuned_reference
+from metamd.learning.parts import Forecast
+from metamd.learning.reference import CHECKED, REFERENCE_RATES, learn_from_reference, tuned_reference
 from metamd.learning.rounds import Plan, first_look
-from metamd.learning.usage import Choices, learn_usage
+from metamd.learning.usage import Choices, learn_usage, runs_to_choose, runs_to_scale, steps_of
 from metamd.potentials.base import Potential
 from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal
+from metamd.potentials.online import Online
 from metamd.tasks.base import TaskFamily
-from metamd.tasks.wrapped import Counted
+from metamd.tasks.wrapped import Counted, uncounted
 
 FEW = 16
 """Metrics up to which forward mode is taken, which has a tangent for each."""
@@ -45,13 +54,14 @@ def meta_train(
         potential: `Diagonal()`, `MaxDiagonal(pieces)` or `Kronecker()`; learned metrics that it has are where the search
             starts. If not given: what docs/results.md speaks for, `Diagonal()` for tasks of vectors alone, refined by
             `LogGap` where digits count as for quadratics, and for networks `learn_network`: `Kronecker()` from runs of a
-            tuned Adam, twice as many as `tasks_per_step`, with `learn_usage` after it. That way has no method and no log.
+            tuned Adam, twice as many as `tasks_per_step`, with `learn_usage` after it. That way has no method.
         method: objective, estimator and rule of the outer steps, how many, and what is kept.
         tasks_per_step: n.
         seed: of everything random.
         journal: where to keep checkpoints and a log, or the finished parts where the potential is not given and networks
             are learned, so that the same call continues a run that was stopped.
-        log: called with the record of every outer step and its number.
+        log: called with the record of every outer step and its number; of networks without a potential, with what came out
+            of every rate of Adam and of every usage tried.
         workers: processes that share the runs, or an `Executor`; the result does not depend on them. Small tasks that share
             one loss run side by side in this process.
         changes: fields of `Method` by name, such as `objective=`, `estimator=`, `outer_steps=`, `refine=`, `max_norm=`.
@@ -62,13 +72,13 @@ def meta_train(
         LearnedOptimiser(max-diagonal, 1 piece, tying='parameter', centre='start', 1 tensor, 2 numbers, horizon=50)
     """
     if potential is None and has_weights(family):
-        foreign = [n for n, given in {"method": method != Method(), **changes, "log": log is not None}.items() if given]
+        foreign = [n for n, given in {"method": method != Method(), **changes}.items() if given]
         if foreign:
             raise ValueError(
                 f"{', '.join(foreign)} can be given together with a potential, such as Kronecker() or Diagonal(). Without "
                 "one, networks are learned from runs of Adam, which has no such option."
             )
-        return learn_network(family, tasks=tasks_per_step, seed=seed, journal=journal, workers=workers)
+        return learn_network(family, tasks=tasks_per_step, seed=seed, journal=journal, workers=workers, log=log)
     method = replace(method, **changes)
     if potential is None:
         potential = Diagonal()
@@ -109,6 +119,7 @@ def learn_network(
     seed: int = 0,
     journal: Journal | None = None,
     workers: int | Executor = 1,
+    log: Log | None = None,
 ) -> LearnedOptimiser:
     """Learned coordinates from runs of a tuned Adam, and the best usage of them, on training tasks alone.
 
@@ -122,15 +133,49 @@ def learn_network(
         journal: where finished parts are kept, so that the same call continues one that was stopped, to the same result:
             each rate of the reference, the geometry, the online scales, and each run of a usage.
         workers: processes that share the runs, or an `Executor`; the result does not depend on them.
+        log: called with what came out of every rate of Adam and of every usage tried, and its number.
     """
     began, counted = time.perf_counter(), Counted(family)
     kept: dict[str, Any] = {"seed": seed, "journal": journal, "workers": workers}
-    reference = reference or tuned_reference(counted, **kept)
-    tuning = counted.cost(began)
     shape = Kronecker(rank="auto") if potential is None else potential
-    learned = learn_from_reference(family, shape, reference=reference, tasks=2 * tasks, **kept)
-    learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, tuning)))
-    return learned if choices is None else learn_usage(learned, family, choices, reference=reference, **kept)
+    finder = reference or Reference(torch.optim.Adam, REFERENCE_RATES[0])
+    runs = {"Adam's rate": 0.0 if reference else 2.0 * len(REFERENCE_RATES), "runs to learn from": 2 * tasks * finder.factor + CHECKED}
+    if choices is not None:
+        runs |= {"online scales": runs_to_scale(choices, finder), "usages": runs_to_choose(choices)}
+    forecast = Forecast(f"learning {family.name}", {name: count * family.steps for name, count in runs.items()}, log)
+    with forecast.of(counted):
+        if forecast.shown:  # else nobody waits for its times
+            forecast.say(plan_of(family, shape, runs, Executor.of(workers)))
+        reference = reference or tuned_reference(counted, **kept)
+        tuning = counted.cost(began)
+        learned = learn_from_reference(counted, shape, reference=reference, tasks=2 * tasks, **kept)
+        learned = replace(learned, header=replace(learned.header, cost=total_cost(learned.header.cost, tuning)))
+        return learned if choices is None else learn_usage(learned, counted, choices, reference=reference, **kept)
+
+
+def plan_of(family: TaskFamily, potential: MaxDiagonal, runs: Mapping[str, float], executor: Executor) -> str:
+    """What `learn_network` is going to do, and about how long it takes: runs x steps x the measured time of a step."""
+    task = uncounted(family).build(family.sample(torch.Generator().manual_seed(0)))
+    phi, online = potential.bind(task.init()), Online("polar", beta=0.9)
+    polar = replace(online, scale={slot.key: 1e9 for slot in phi.slots.values()})  # steps so short that nothing changes
+
+    def by_adam() -> OptimiserSteps:
+        params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
+        return OptimiserSteps(params, torch.optim.Adam(params.values(), lr=1e-9))
+
+    begin: dict[str, Callable[[], StepRule]] = {
+        "Adam": by_adam,
+        "polar": partial(steps_of, task, phi, Usage("online"), polar),
+    }
+    seconds = seconds_per_step(task, begin, task.steps, rounds=3, block=3, warm_up=1)
+    tried = runs.get("online scales", 0.0) + runs.get("usages", 0.0)
+    followed = sum(runs.values()) - tried
+    whole = task.steps * (followed * seconds["Adam"] + tried * seconds["polar"]) / executor.workers
+    return (
+        f"{family.name}: {followed:.0f} runs of Adam and about {tried:.0f} to choose a usage, of {task.steps} steps each, "
+        f"which take {1e3 * seconds['Adam']:.2g} and up to {1e3 * seconds['polar']:.2g} ms here: about "
+        f"{timedelta(seconds=round(whole))} with {executor.workers} worker{'s' * (executor.workers > 1)}."
+    )
 
 
 def refinement(family: TaskFamily) -> Refine | None:

@@ -3,21 +3,95 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from metamd.files.learned import LearnedOptimiser, LearnedStart
-from metamd.files.store import Journal, Records, Result
+from metamd.files.progress import Progress
+from metamd.files.store import Journal, Log, Records, Result, as_json
 from metamd.inner.executor import Executor
 from metamd.inner.run import gradient
+from metamd.learning.outer import OuterStep
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import Counted, uncounted
 
 T = TypeVar("T")
 Saved = TypeVar("Saved", LearnedOptimiser, LearnedStart)
+
+
+class Forecast:
+    """How far a learning is, in gradients: those that were taken, and those expected of its stages.
+
+    It follows what the family counts. Its stages are given with what they are expected to take; a stage that is done counts
+    as what it took.
+    """
+
+    def __init__(self, label: str, stages: Mapping[str, float], log: Log | None = None) -> None:
+        self.label, self.expected, self.log = label, dict(stages), log
+        self._progress = Progress(label, sum(stages.values()))
+        self._stage, self._before, self._told = "", 0.0, 0
+
+    @contextmanager
+    def of(self, family: Counted) -> Iterator["Forecast"]:
+        """Shown while this family is learned from."""
+        with self._progress:
+            family.watch = self._count
+            try:
+                yield self
+                self._progress.update(self._progress.done, self._stage, self._progress.done)  # no more than this
+            finally:
+                family.watch = None
+
+    @contextmanager
+    def stage(self, name: str, gradients: float) -> Iterator["Forecast"]:
+        """A stage, which takes about so many."""
+        self._stage, self._before = name, self._progress.done
+        self.expected[name] = gradients
+        yield self
+        self.expected[name] = self._progress.done - self._before
+        self._stage = ""
+
+    @property
+    def shown(self) -> bool:
+        """Whether somebody sees it."""
+        return self._progress.shown
+
+    def say(self, line: str) -> None:
+        """Print a line where progress is shown."""
+        self._progress.say(line)
+
+    def tell(self, objective: float, diverged: Sequence[str] = (), note: str = "") -> None:
+        """Tell the log what came out, in the form of an outer step."""
+        self._told += 1
+        if self.log is not None:
+            seen = OuterStep(self._told, self._stage, objective, diverged=tuple(diverged), note=note)
+            self.log(as_json(asdict(seen)), self._told)
+
+    def _count(self, gradients: int, seconds: float) -> None:
+        done = self._progress.done
+        if seconds:  # a part that was kept
+            self._progress.skip(gradients)
+        total = sum(taken for name, taken in self.expected.items() if name != self._stage)
+        total += max(self.expected.get(self._stage, 0.0), done + gradients - self._before)
+        self._progress.update(done + gradients, self._stage, total)
+
+
+@contextmanager
+def stage(family: Counted, name: str, gradients: float) -> Iterator[Forecast]:
+    """A stage of what is learned from this family: in its forecast, or alone."""
+    inner: TaskFamily = family
+    while isinstance(inner, Counted):
+        if inner.watch is not None:
+            with cast(Forecast, inner.watch.__self__).stage(name, gradients) as forecast:  # type: ignore[attr-defined]
+                yield forecast
+            return
+        inner = inner.family
+    with Forecast(name, {}).of(family) as alone, alone.stage(name, gradients) as forecast:
+        yield forecast
 
 
 class Parts:
@@ -31,18 +105,18 @@ class Parts:
         self.family, self.records = family, records
         self.executor = Executor.of(workers)
 
-    def runs(self, compute: Callable[..., T], tasks: Sequence[Any], label: str = "") -> list[T]:
+    def runs(self, compute: Callable[..., T], tasks: Sequence[Any]) -> list[T]:
         """What a function returns for each of several tasks, or tuples of arguments; nothing is kept."""
         arguments = [task if isinstance(task, tuple) else (task,) for task in tasks]
         pieces = {f"{i}": partial(compute, *given) for i, given in enumerate(arguments)}
-        found = {name: result for name, result, _ in self._computed(pieces, label)}
+        found = {name: result for name, result, _ in self._computed(pieces)}
         return [found[name] for name in pieces]
 
-    def all(self, pieces: Mapping[str, Callable[[], Result]], label: str = "") -> dict[str, Result]:
+    def all(self, pieces: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
         """The parts of these names, made by the functions given in JSON's types; those that are missing are computed."""
         there = {} if self.records is None else {name: self._read(name) for name in pieces if self.records.has(name)}
         missing = {name: compute for name, compute in pieces.items() if name not in there}
-        for name, found, cost in self._computed(missing, label, len(there)):
+        for name, found, cost in self._computed(missing):
             there[name] = found if self.records is None else self.records.cell(name, partial(dict, found, **cost))
         return {name: there[name] for name in pieces}
 
@@ -60,11 +134,11 @@ class Parts:
         self.records.write(name, cost)
         return found
 
-    def _computed(self, pieces: Mapping[str, Callable[[], T]], label: str, done: int = 0) -> Iterator[tuple[str, T, Result]]:
+    def _computed(self, pieces: Mapping[str, Callable[[], T]]) -> Iterator[tuple[str, T, Result]]:
         """Every name, result and cost as they come in."""
         measured = {name: partial(_measured, self.family, compute) for name, compute in pieces.items()}
         before = self.family.batches
-        for name, (found, cost) in self.executor.results(measured, label, done=done):
+        for name, (found, cost) in self.executor.results(measured):
             here = self.family.batches - before  # nothing, if another process drew the batches
             self.family.spent(cost["gradients"] - here, 0.0)
             yield name, found, cost

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from metamd.inner.closed_form import Iterate, learn_factors, minimiser, moments_
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import PRIOR, Reference, Regret
 from metamd.inner.run import GradientSums, Trajectory, all_finite, run_inner
-from metamd.learning.parts import Parts, described, parts_of
+from metamd.learning.parts import Parts, described, parts_of, stage
 from metamd.learning.rounds import (
     Squares,
     affording,
@@ -34,7 +35,7 @@ from metamd.learning.rounds import (
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of
-from metamd.tasks.wrapped import Counted, SharedStart
+from metamd.tasks.wrapped import Counted, SharedStart, uncounted
 
 REFERENCE_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
@@ -69,17 +70,17 @@ def said_reference(reference: Reference | None) -> list[object]:
 
 def solved(tasks: Sequence[Task], reference: Reference, parts: Parts) -> list[tuple[Task, dict[str, Tensor]]]:
     """Tasks, each with the end of a reference run."""
-    return list(zip(tasks, parts.runs(partial(_end, reference), tasks, "reference runs"), strict=True))
+    return list(zip(tasks, parts.runs(partial(_end, reference), tasks), strict=True))
 
 
 def _end(reference: Reference, task: Task) -> dict[str, Tensor]:
     return reference.run(task, task.init(), task.steps)[0]
 
 
-def tail_loss(task: Task, params: Params, batches: int = 10) -> float:
-    """The mean loss of batches that follow the run."""
+def following_losses(task: Task, params: Params, batches: int = 10) -> list[float]:
+    """The losses of batches that follow the run."""
     with torch.no_grad():
-        return sum(float(task.loss(params, task.batch(task.steps + i))) for i in range(batches)) / batches
+        return [float(task.loss(params, task.batch(task.steps + i))) for i in range(batches)]
 
 
 def tuned_reference(
@@ -107,15 +108,24 @@ def tuned_reference(
     built = draw_tasks(family, seed, "reference", tasks)
 
     def tried(rate: float) -> Result:
-        loss = sum(tail_loss(task, _end(Reference(torch.optim.Adam, rate, factor), task)) for task in built)
+        ends = [_end(Reference(torch.optim.Adam, rate, factor), task) for task in built]
+        loss = sum(fmean(following_losses(task, end)) for task, end in zip(built, ends, strict=True))
         return {"rate": rate, "loss": loss if math.isfinite(loss) else None}
 
-    with parts_of(journal, "reference", family, {"factor": factor, "tasks": tasks, "seed": seed}, workers) as parts:
-        found = parts.all({f"rate-{rate!r}": partial(tried, rate) for rate in rates}, "rates of Adam")
+    settings = {"factor": factor, "tasks": tasks, "seed": seed}
+    runs = len(rates) * tasks
+    with (
+        stage(family, "Adam's rate", runs * factor * family.steps) as forecast,
+        parts_of(journal, "reference", family, settings, workers) as parts,
+    ):
+        found = parts.all({f"rate-{rate!r}": partial(tried, rate) for rate in rates})
+        for rate in rates:
+            loss = found[f"rate-{rate!r}"]["loss"]
+            forecast.tell(math.inf if loss is None else loss / tasks, note=f"Adam with rate {rate:g}")
     finite = {rate: loss for rate in rates if (loss := found[f"rate-{rate!r}"]["loss"]) is not None}
     if not finite:
         for task in built:
-            first = tail_loss(task, task.init(), 1)
+            first = following_losses(task, task.init(), 1)[0]
             if not math.isfinite(first):
                 raise ValueError(
                     f"the loss is {first} at the start of a task of {family.name!r} ({domain_of(task.config)}), before any "
@@ -157,7 +167,7 @@ def learn_start(
         >>> list(start), len(start.tasks), start.cost["gradient_evaluations"]
         (['theta'], 2, 80)
     """
-    if not isinstance(family.family if isinstance(family, Counted) else family, SharedStart):
+    if not isinstance(uncounted(family), SharedStart):
         raise ValueError(
             f"a learned start needs tasks that begin at one model, but those of {family.name!r} have initialisations of "
             "their own. Give them one with metamd.tasks.starting_at(family, parameters)."
@@ -168,7 +178,10 @@ def learn_start(
     finder = reference or tuned_reference(counted, seed=seed, journal=inside, workers=workers)
     built = draw_tasks(counted, seed, "start", tasks)
     settings = {"reference": said_reference(finder), "tasks": tasks, "seed": seed}
-    with parts_of(journal, "start", counted, settings, workers) as parts:
+    with (
+        stage(counted, "solutions", tasks * finder.factor * family.steps),
+        parts_of(journal, "start", counted, settings, workers) as parts,
+    ):
 
         def found() -> LearnedStart:
             ends = [end for _, end in solved(built, finder, parts) if all_finite(end)]
@@ -230,13 +243,16 @@ def learn_from_reference(
         "reference": said_reference(reference),
         **{"tasks": tasks, "prior": prior, "seed": seed},
     }
-    with parts_of(journal, "follow", counted, settings, workers) as parts:
+    with (
+        stage(counted, "runs to learn from", (tasks * reference.factor + CHECKED) * family.steps) as forecast,
+        parts_of(journal, "follow", counted, settings, workers) as parts,
+    ):
 
         def followed() -> LearnedOptimiser:
             shapes, objective = {n: tuple(x.shape) for n, x in built[0].init().items()}, Regret(prior=prior)
             look(built[0], phi, shapes)
             now = Iterate.of(affording(phi, built[0]))
-            runs = parts.runs(partial(_record_reference, phi, reference, objective), built, "runs to learn from")
+            runs = parts.runs(partial(_record_reference, phi, reference, objective), built)
             used = [(task, *said) for task, (_, said) in zip(built, runs, strict=True) if said is not None]
             if not used:
                 raise ValueError(
@@ -260,7 +276,9 @@ def learn_from_reference(
                 task_hashes=tuple(dict.fromkeys([*reference.chosen_on, *counted.tasks])),
             )
 
-        return parts.file("learned", followed, load)
+        learned = parts.file("learned", followed, load)
+        forecast.tell(math.nan, note=f"metrics from {tasks} runs of {reference!r}")
+        return learned
 
 
 def _steady(potential: MaxDiagonal, tasks: Sequence[Task], parts: Parts) -> MaxDiagonal:

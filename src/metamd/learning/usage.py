@@ -5,10 +5,12 @@ training tasks decide the rest, so that nothing is left to tune on the next task
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean, stdev
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,24 +18,23 @@ import torch
 from torch import Tensor
 
 from metamd.files.learned import LearnedOptimiser, total_cost
-from metamd.files.progress import Progress
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
 from metamd.inner.run import all_finite, train
-from metamd.learning.parts import Parts, parts_of
-from metamd.learning.reference import draw_tasks, said_reference, solved, tail_loss, tuned_reference
+from metamd.learning.parts import Forecast, Parts, parts_of, stage
+from metamd.learning.reference import draw_tasks, following_losses, said_reference, solved, tuned_reference
 from metamd.optimiser.averaging import tail_share
 from metamd.optimiser.guard import energy
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import Array
 from metamd.potentials.online import Online, State
-from metamd.tasks.base import Task, TaskFamily, config_hash
+from metamd.tasks.base import SolvedTask, Task, TaskFamily, config_hash
 from metamd.tasks.wrapped import Counted
 
-JudgedOn = Literal["train", "validation"]
+JudgedOn = Literal["auto", "train", "validation"]
 Used = tuple[Usage, Online | None]
 """A usage, and its online metric with its scales if it has one."""
 
@@ -43,15 +44,23 @@ Watch = Callable[[Usage, Online | None, float], None]
 RULES = (Online(), Online("polar", beta=0.7, signal=0.95), Online("polar", beta=0.9, signal=0.95))
 """Online metrics that a usage may have, before their scales are learned."""
 
-FACTORS = (0.09, 0.125, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8)
-SHORT = (0.008, 0.011, 0.016, 0.022, 0.032, 0.045, 0.064)
-"""Factors beside these where a usage is judged on validation data: what does not overfit may be much slower."""
+SCORE = "area under the logarithm of the loss"
+"""What a usage is chosen by, as headers say it."""
 
-NOTHING = 1e-12
-"""Losses below are as good as this, so that there is a logarithm."""
+ROUNDED = 1e-14
+"""Of the first loss: what is nearer to the smallest loss than this is as good as that, so that there is a logarithm."""
 
-LEFT = 1e-2
-"""What may be left of the first loss at the end of a run: ratios of losses far below are chance."""
+UNKNOWN = 1e-2
+"""The same where losses fall below zero and the smallest possible loss is not known, but only the lowest one seen."""
+
+SCALED = 3
+"""Tasks on which scales of online metrics are learned: what all of them have in common is corrected by the factor."""
+
+ROUNDS = 2
+"""How often a scale is learned from runs with the last one."""
+
+FARTHEST = 40
+"""Half powers of 2 that a factor may be away from 1; a climb that comes here follows rounding."""
 
 FIRST = 2
 """Tasks on which metrics and momenta are chosen first, which differ by more than the rest."""
@@ -59,14 +68,17 @@ FIRST = 2
 FINALISTS = 2
 """Of metrics and momenta: which of two near ones is better turns with their factors."""
 
-CLIMBED = 4
+CLIMBED = 3
 """Factors that are tried until neither neighbour is better, about: for the time that is left."""
+
+HOPELESS = 2.0
+"""How many times the best score another schedule or average may have where its factor is still to be found."""
 
 LOOKS = 100
 """How often in a run a tail average is compared with the iterate, about."""
 
 PHASES = 10
-"""Parts of a run; a learned schedule has a number at each of their ends."""
+"""Equal parts of a run: their mean losses make a score, and a learned schedule has a number at each of their ends."""
 
 SPREAD = 2.25
 """How many times the smallest weight of a schedule the largest may be; 1 gives the linear decay."""
@@ -89,6 +101,7 @@ class Outcome:
 
     loss: float  # the mean over its steps, of a tail average where the usage has one; infinite if it diverged
     end: dict[str, Tensor]  # the last parameters, or their tail average
+    way: tuple[float, ...] = ()  # the same by equal parts of the run
     tally: Tally | None = None  # of an online metric, against a comparator
     energies: tuple[float, ...] = ()  # |g_t|^2 in the dual norm of every step's metric, if asked for
 
@@ -103,27 +116,37 @@ def run_usage(
     measure: bool = False,
 ) -> Outcome:
     """Train a task with a geometry, bound to its tensors, as `MetaMD` does; `comparator` is u, to tally against."""
-    start = {n: x.detach().clone() for n, x in task.init().items()}
-    rule = _UsageSteps(potential, usage, start, task.steps, online, measure or comparator is not None)
+    rule = steps_of(task, potential, usage, online, measure or comparator is not None)
     apart = max(1, task.steps // LOOKS)
-    looks: list[float] = []
+    gains = np.full(task.steps, math.nan)
 
     @torch.no_grad()
     def look(t: int, loss: Tensor, grads: Params) -> None:
         if rule.tail and t % apart == apart // 2:
-            looks.append(float(task.loss(rule.x, task.batch(t))) - float(loss))
+            gains[t] = float(task.loss(rule.x, task.batch(t))) - float(loss)
 
     done = train(task, rule, task.steps, watch=look)
     if done.diverged:
         return Outcome(math.inf, rule.x)
-    tally = None if comparator is None else rule.tally(start, comparator)
+    tally = None if comparator is None else rule.tally(task.init(), comparator)
     # of a tail average what it is better or worse than the iterates on the same batches, which are seen in every step
-    mean = sum(done.losses) / task.steps + (sum(looks) / len(looks) if rule.tail else 0.0)
+    mean = sum(done.losses) / task.steps + (float(np.nanmean(gains)) if rule.tail else 0.0)
+    way = [float(part.mean()) for part in np.array_split(np.asarray(done.losses), min(PHASES, task.steps))]
+    if rule.tail:
+        way = [x + float(np.nanmean(part)) for x, part in zip(way, np.array_split(gains, len(way)), strict=True)]
     finite = all_finite(rule.x)
-    return Outcome(mean if finite else math.inf, rule.x, tally, tuple(rule.energies))
+    return Outcome(mean if finite else math.inf, rule.x, tuple(way), tally, tuple(rule.energies))
 
 
-class _UsageSteps:
+def steps_of(
+    task: Task, potential: MaxDiagonal, usage: Usage, online: Online | None = None, measured: bool = False
+) -> "UsageSteps":
+    """The steps of a task from its start."""
+    start = {n: x.detach() for n, x in task.init().items()}
+    return UsageSteps(potential, usage, start, task.steps, online, measured)
+
+
+class UsageSteps:
     """Steps with a bound potential as a usage says: x is judged, z the iterate behind its average.
 
     If they are measured, they keep the energy of every step, and what a tally of an online metric is made of.
@@ -202,7 +225,7 @@ def learn_scale(
     lr: float,
     parts: Parts,
     *,
-    rounds: int = 2,
+    rounds: int = ROUNDS,
 ) -> Online:
     """The scale of every key that minimises the bound (s x + y/s) / 2 over training tasks: s = sqrt(y/x).
 
@@ -302,14 +325,15 @@ class Choices:
         momenta: a usage with momentum has no other average.
         schedules: "constant", "linear", "quadratic", "learned".
         averages: "constant", "tail". Others are tried against the first.
-        factors: on the learned steps; from 0.09 to 2.8, or from 0.008 judged on validation data, if not given.
+        factors: on the learned steps; if not given all powers of the root of 2, as far as a next one is better.
         rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
-        judged_on: "validation" for usages that generalise, where low training losses do not; data of the training tasks.
+        judged_on: "auto" judges the end of a run on validation data of the training tasks, where they have some; "train"
+            never does; "validation" looks at nothing else, for usages that generalise where low training losses do not.
         tasks: to decide on, and as many to learn scales on. The end of a run is noisy: few tasks decide by chance.
 
     Example:
-        >>> Choices(judged_on="validation").candidates[0]
-        0.008
+        >>> Choices().neighbour(1.0, -1)
+        0.707
     """
 
     metrics: Sequence[Metric] = get_args(Metric)
@@ -318,13 +342,14 @@ class Choices:
     averages: Sequence[Average] = ("tail", "constant")
     factors: Sequence[float] | None = None
     rules: Sequence[Online] = RULES
-    judged_on: JudgedOn = "train"
+    judged_on: JudgedOn = "auto"
     tasks: int = 6
 
     def __post_init__(self) -> None:
         if self.judged_on not in get_args(JudgedOn):
             raise ValueError(
-                f'judged_on must be "train" or "validation", got {self.judged_on!r}. Test data is for what is reported.'
+                f'judged_on must be "auto", "train" or "validation", got {self.judged_on!r}. Test data is for what is '
+                "reported."
             )
         known = {"metrics": get_args(Metric), "schedules": get_args(Schedule), "averages": get_args(Average)}
         for name in ("momenta", "schedules", "averages", "factors", "rules", "metrics"):
@@ -334,14 +359,21 @@ class Choices:
             wrong = [one for one in offered or () if name in known and one not in known[name]]
             if wrong:
                 raise ValueError(f"{name} must be some of {', '.join(map(repr, known[name]))}; got {wrong[0]!r}.")
-        if not all(0 < factor < math.inf for factor in self.candidates):
-            raise ValueError(f"factors must be positive numbers, got {self.candidates}. 1.0 takes the steps as they are.")
+        if not all(0 < factor < math.inf for factor in self.factors or ()):
+            raise ValueError(f"factors must be positive numbers, got {self.factors}. 1.0 takes the steps as they are.")
 
-    @property
-    def candidates(self) -> tuple[float, ...]:
-        """The factors, in order."""
-        usual = FACTORS if self.judged_on == "train" else (*SHORT, *FACTORS)
-        return tuple(sorted(self.factors or usual))
+    def nearest(self, factor: float) -> float:
+        """The factor to begin with: this one, or the one of those offered whose ratio to it is nearest to one."""
+        return min(self.factors or (factor,), key=lambda f: abs(math.log(f / factor)))
+
+    def neighbour(self, factor: float, way: int) -> float | None:
+        """The next larger factor, or the next smaller one for a way of -1; None where there is none."""
+        if self.factors is not None:
+            offered = sorted(self.factors)
+            place = offered.index(factor) + way
+            return offered[place] if 0 <= place < len(offered) else None
+        place = round(2 * math.log2(factor)) + way
+        return float(f"{2 ** (place / 2):.3g}") if abs(place) <= FARTHEST else None
 
 
 def learn_usage(
@@ -358,12 +390,19 @@ def learn_usage(
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule, average and factor on training tasks; the choice is stored in the file.
 
-    First the best two pairs of metric and momentum, on two tasks; then, on all, the factor of each and the better of them;
-    then the schedule or average that is best on two tasks in its place, if it is better on all. A factor is left for its
-    neighbour as long as that is better. What counts is the geometric mean of two losses, so that it is the ratios that
-    matter: the mean over the run, and that of fresh batches of the training data at its end, where a hundredth of the first
-    loss is added unless the family counts digits: what is far below is chance. Losses below zero are counted from the lowest
-    of their task. What diverges on any task is out. Judged on "validation", the loss there at the end of a run counts alone.
+    What counts is the area under the logarithm of the loss over a run, and its logarithm at the end, which counts half as
+    much: ratios matter, wherever in the run they are. With L_k the mean losses of ten equal parts of the run, L the loss at
+    its end, and e the standard error of the losses of ten batches at the start of the task,
+
+        score = exp E (2/3 mean_k log(L_k + e) + 1/3 log(L + e)),
+
+    so that differences which batches cannot tell from chance decide nothing, and without noise every digit counts. Losses
+    are counted from the smallest possible one where the task knows it, else from the lowest seen if that is below zero. The
+    end is judged as `Choices.judged_on` says. What diverges on any task is out.
+
+    First come pairs of metric and momentum, on two tasks. The best two find their factors there, and all tasks tell which
+    is better. Then the schedule or average that is best on two tasks takes its place, if it is better on all. A factor is
+    left for its neighbour as long as that is better, on two tasks and on all.
 
     Args:
         learned: the geometry.
@@ -391,30 +430,49 @@ def learn_usage(
     finder = None
     if "online" in choices.metrics:
         finder = reference or tuned_reference(family, seed=seed, journal=journal, workers=workers)
-    left = 0.0 if family.counts_digits else LEFT
+    to_scale = draw_tasks(family, seed, "scale", min(SCALED, choices.tasks)) if finder is not None else []
+    built = draw_tasks(family, seed, "usage", choices.tasks)
+    if choices.judged_on == "auto" and "validation" not in built[0].splits:
+        choices = replace(choices, judged_on="train")
     settings = {"learned": learned.fingerprint(), "reference": said_reference(finder), "tasks": choices.tasks, "seed": seed}
-    settings |= {"left": left}
-    settings |= {} if choices.judged_on == "train" else {"judged_on": choices.judged_on}
+    settings |= {"score": SCORE, "judged_on": choices.judged_on}
     with parts_of(journal, "usage", family, settings, workers) as parts:
         metrics: list[Online | None] = [None] if "learned" in choices.metrics else []
         if finder is not None:
-            to_scale = draw_tasks(family, seed, "scale", choices.tasks)
-            metrics += _scaled(learned, to_scale, choices.rules, finder, parts)
-        built = draw_tasks(family, seed, "usage", choices.tasks)
-        trials = Trials(built, learned.potential.bind(built[0].init()), parts, choices, left, watch)
-        usage, online = trials.best(metrics)
-        value = trials.score((usage, online))
+            with stage(family, "online scales", runs_to_scale(choices, finder) * family.steps):
+                metrics += _scaled(learned, to_scale, choices.rules, finder, parts)
+        with stage(family, "usages", runs_to_choose(choices) * family.steps) as forecast:
+            trials = Trials(built, learned.potential.bind(built[0].init()), parts, choices, watch, forecast)
+            usage, online = trials.best(metrics)
+            value = trials.score((usage, online))
+            forecast.tell(value, note=f"chosen: {usage}")
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
     seen = [*learned.header.task_hashes, *(() if finder is None else finder.chosen_on), *family.tasks]
     header = replace(
         learned.header,
         usage=usage.to_dict(),
+        choice={"score": SCORE, "judged_on": choices.judged_on},
         online=_said(online),
         task_hashes=tuple(dict.fromkeys(seen)),
         cost=total_cost(learned.header.cost, family.cost(began)),
     )
     return replace(learned, header=header)
+
+
+def runs_to_scale(choices: Choices, reference: Reference) -> float:
+    """How many runs `learn_usage` takes to learn the scales of online metrics, in the length of a task's own."""
+    return min(SCALED, choices.tasks) * (reference.factor + ROUNDS * len(choices.rules))
+
+
+def runs_to_choose(choices: Choices) -> float:
+    """About how many runs it takes to choose a usage then: it depends on what is better."""
+    plain = [rule for rule in choices.rules if rule.rule != "polar"] if "online" in choices.metrics else []
+    polar = len(choices.rules) - len(plain) if "online" in choices.metrics else 0
+    starts = len(choices.momenta) * (len(plain) + ("learned" in choices.metrics)) + polar
+    few, more = min(FIRST, choices.tasks), len(choices.schedules) + len(choices.averages) - 2
+    climbed = 0 if choices.factors is not None and len(choices.factors) < 2 else CLIMBED
+    return few * (starts + FINALISTS * climbed + more * (1 + climbed / 2)) + (FINALISTS + 2) * (choices.tasks - few) + few
 
 
 def _scaled(
@@ -423,20 +481,11 @@ def _scaled(
     """The rules with their scales: one part, as all of them are learned from the same solutions."""
 
     def scaled() -> Result:
-        ends, found = solved(tasks, reference, parts), []
-        with Progress("online scales", len(rules)) as progress:
-            for rule in rules:
-                found.append(learn_scale(learned, ends, rule, reference.lr, parts).to_dict())
-                progress.advance()
-        return {"online": found}
+        ends = solved(tasks, reference, parts)
+        return {"online": [learn_scale(learned, ends, rule, reference.lr, parts).to_dict() for rule in rules]}
 
     name = f"scales-{config_hash({'rules': [rule.to_dict() for rule in rules]})[:8]}"
     return [Online(**found) for found in parts.all({name: scaled})[name]["online"]]
-
-
-def _nearest(factor: float, factors: Sequence[float]) -> float:
-    """The one of them whose ratio to the factor is nearest to one."""
-    return min(factors, key=lambda f: abs(math.log(f / factor)))
 
 
 def tried_line(usage: Usage, online: Online | None, score: float) -> str:
@@ -449,11 +498,7 @@ def _said(online: Online | None) -> Result | None:
 
 
 class Trials:
-    """Training runs of a few tasks with one usage after another; none is run twice.
-
-    `left` is the share of the first loss that is added to the last one. Where losses fall below zero, all are counted from
-    the lowest of their task so far, and both have `LEFT` of the first one added.
-    """
+    """Training runs of a few tasks with one usage after another; none is run twice."""
 
     def __init__(
         self,
@@ -461,13 +506,13 @@ class Trials:
         potential: MaxDiagonal,
         parts: Parts,
         choices: Choices = Choices(),  # noqa: B008
-        left: float = LEFT,
         watch: Watch | None = None,
+        forecast: Forecast | None = None,
     ) -> None:
         self.tasks, self.potential, self.parts, self.choices = tasks, potential, parts, choices
-        self.left, self.watch, self.factors = left, watch, choices.candidates
-        self.progress: Progress | None = None
+        self.watch, self.forecast = watch, forecast
         self._known: dict[str, Result] = {}
+        self._starts: list[Result] = []
         self._lowest = [0.0] * len(tasks)
 
     def best(self, metrics: Iterable[Online | None]) -> Used:
@@ -475,21 +520,19 @@ class Trials:
         schedules, averages = self.choices.schedules, self.choices.averages
         first: Schedule = "linear" if "linear" in schedules else schedules[0]
         starts = [self.scheduled(used, first) for online in metrics for used in self._first(online)]
-        climbs, more = CLIMBED * len(self.tasks), len(schedules) + len(averages) - 2
-        runs = FIRST * len(starts) + FINALISTS * climbs + CLIMBED * FIRST * more + climbs
-        with Progress("runs to choose a usage by", runs) as self.progress:
-            self.run(starts, FIRST)
-            ranked = sorted(starts, key=lambda used: self.score(used, FIRST))
-            best = min((self.climb(used) for used in ranked[:FINALISTS]), key=self.score)
-            usage, online = best
-            others = [self.scheduled(best, s) for s in schedules if s != first]
-            others += [(replace(usage, averaging=a), online) for a in averages[1:] if not usage.momentum]
-            tried = [self.climb(used, FIRST) for used in others]
-            for other in sorted(tried, key=lambda used: self.score(used, FIRST))[:1]:
-                best = min(best, self.climb(other), key=self.score)
-            self.progress.update(self.progress.done, total=self.progress.done)  # it was a guess
-        self.progress = None
-        return best
+        self.run(starts, FIRST)
+        ranked = sorted(starts, key=lambda used: self.score(used, FIRST))
+        finalists = [self.climb(used, FIRST) for used in ranked[:FINALISTS]]
+        self.run(finalists)
+        best = min(finalists, key=self.score)
+        usage, online = best
+        others = [self.scheduled(best, s) for s in schedules if s != first]
+        others += [(replace(usage, averaging=a), online) for a in averages[1:] if not usage.momentum]
+        self.run(others, FIRST)
+        near = [used for used in others if self.score(used, FIRST) < HOPELESS * self.score(best, FIRST)]
+        tried = [self.climb(used, FIRST) for used in near]
+        best = min([best, *sorted(tried, key=lambda used: self.score(used, FIRST))[:1]], key=self.score)
+        return self.climb(best)
 
     def _first(self, online: Online | None) -> list[Used]:
         """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
@@ -497,12 +540,12 @@ class Trials:
             momenta, factor = [0.0], 0.5 if online.signal else 0.35
         else:
             momenta, factor = list(self.choices.momenta), 1.0
-        plain = Usage("learned" if online is None else "online", factor=_nearest(factor, self.factors))
+        plain = Usage("learned" if online is None else "online", factor=self.choices.nearest(factor))
         averages = ("constant" if b else self.choices.averages[0] for b in momenta)
         return [(replace(plain, momentum=b, averaging=a), online) for b, a in zip(momenta, averages, strict=True)]
 
     def score(self, used: Used, tasks: int | None = None) -> float:
-        """The geometric mean over tasks of the mean loss and of that at the end, with `left`; infinite if any run diverged.
+        """The geometric mean of losses over tasks and runs, see `learn_usage`; infinite if any run diverged.
 
         It is over so many of the tasks; over all if that is not given.
         """
@@ -511,19 +554,23 @@ class Trials:
 
     def run(self, pairs: Sequence[Used], tasks: int | None = None) -> None:
         """Run the first tasks with these usages, as far as it was not done."""
+        if not self._starts:
+            pieces = {f"start-{i}": partial(self._start, task) for i, task in enumerate(self.tasks)}
+            self._starts = list(self.parts.all(pieces).values())
         wanted = {name: (i, used) for used in pairs for i, name in enumerate(self._names(used, tasks))}
         new = {name: run for name, run in wanted.items() if name not in self._known}
         self._known |= self.parts.all({name: partial(self._run, *run) for name, run in new.items()})
         for name, (i, _) in new.items():
-            losses = [self._known[name][loss] for loss in ("mean", "end")]
-            self._lowest[i] = self._lowest[i] if None in losses else min(self._lowest[i], *losses)
+            if self._known[name]["end"] is not None:
+                self._lowest[i] = min(self._lowest[i], self._known[name]["end"], *self._known[name]["way"])
         for used in pairs:
             count = sum(name in new for name in self._names(used, tasks))
             if count and self.watch is not None:
                 self.watch(*used, self._score(used, tasks))
-            if count and self.progress is not None:
-                self.progress.say(tried_line(*used, self._score(used, tasks)))
-                self.progress.advance(count=count)
+            if count and self.forecast is not None:
+                line = tried_line(*used, self._score(used, tasks))
+                self.forecast.say(line)
+                self.forecast.tell(self._score(used, tasks), note=line)
 
     def _about(self, number: int, used: Used) -> Result:
         return {"task": number, "usage": used[0].to_dict(), "online": _said(used[1])}
@@ -536,41 +583,55 @@ class Trials:
         return math.exp(sum(logs) / len(logs))
 
     def _logarithm(self, number: int, run: Result) -> float:
-        losses, zero = [run[loss] for loss in ("first", "mean", "end")], self._lowest[number]
-        if None in losses:
+        """The area under the logarithm of the loss over a run, and the logarithm at its end, which counts half as much."""
+        if run["end"] is None:
             return math.inf
-        first, mean, end = (x - zero for x in losses)
-        counted = (mean + LEFT * first, end + LEFT * first) if zero < 0 else (mean, end + self.left * first)
-        return 0.5 * sum(math.log(max(x, NOTHING)) for x in counted)
+        start, lowest = self._starts[number], self._lowest[number]
+        zero = lowest if start["minimum"] is None else start["minimum"]
+        unknown = start["minimum"] is None and lowest < 0
+        floor = start["noise"] + (UNKNOWN if unknown else ROUNDED) * (start["loss"] - zero)
+        *way, end = (math.log(max(x - zero, 0.0) + max(floor, sys.float_info.min)) for x in (*run["way"], run["end"]))
+        return (2 * fmean(way) + end) / 3 if way else end
+
+    def _start(self, task: Task) -> Result:
+        """The loss at the start of a task, what it leaves to chance, and its smallest value if that is known.
+
+        The standard error of the losses of a few batches is what tells no two usages apart. It is taken at the start, so
+        that it is the same for all of them; where every batch is the whole function it is nothing.
+        """
+        losses = following_losses(task, task.init())
+        known = task.minimum() if isinstance(task, SolvedTask) else None
+        return {"loss": fmean(losses), "noise": stdev(losses) / math.sqrt(len(losses)), "minimum": known}
 
     def _run(self, number: int, used: Used) -> Result:
-        """The losses of a run: at its start, in the mean over it, and of batches that follow it; None if it diverged.
+        """The mean losses of the parts of a run, and that at its end; None if it diverged.
 
-        Judged on the validation split: at its start, and twice that at its end, for it is not looked at in between.
+        Judged on the validation split there is nothing but the end, for it is not looked at in between.
         """
         task, about = self.tasks[number], self._about(number, used)
         run = run_usage(task, self.potential, used[0], online=used[1])
-        end = self._loss(task, run.end) if math.isfinite(run.loss) else math.inf
+        end = self._end(task, run.end) if math.isfinite(run.loss) else math.inf
         if not math.isfinite(end):
-            return {**about, "first": None, "mean": None, "end": None}
-        mean = run.loss if self.choices.judged_on == "train" else end
-        return {**about, "first": self._loss(task, task.init()), "mean": mean, "end": end}
+            return {**about, "way": [], "end": None}
+        return {**about, "way": [] if self.choices.judged_on == "validation" else list(run.way), "end": end}
 
-    def _loss(self, task: Task, params: Params) -> float:
-        split = self.choices.judged_on
-        return tail_loss(task, params) if split == "train" else task.evaluate(params, split).loss
+    def _end(self, task: Task, params: Params) -> float:
+        if self.choices.judged_on != "train":
+            return task.evaluate(params, "validation").loss
+        if isinstance(task, SolvedTask):
+            return task.minimum() + task.monitor()(params)  # without the noise of batches
+        return fmean(following_losses(task, params))
 
     def climb(self, used: Used, tasks: int | None = None) -> Used:
-        """The same usage with the one of the factors, in order, from which neither neighbour is better."""
-        (usage, online), factors = used, self.factors
-        place = factors.index(_nearest(usage.factor, factors))
-        best = replace(usage, factor=factors[place]), online
+        """The same usage with the factor from which neither neighbour is better."""
+        best = used
         for way in (-1, 1):
-            while 0 <= place + way < len(factors):
-                further = replace(usage, factor=factors[place + way]), online
-                if not self.score(further, tasks) < self.score(best, tasks):
+            while (factor := self.choices.neighbour(best[0].factor, way)) is not None:
+                further = replace(best[0], factor=factor), best[1]
+                # what is not better on the first tasks is not tried on the others
+                if not all(self.score(further, n) < self.score(best, n) for n in (FIRST, tasks)):
                     break
-                best, place = further, place + way
+                best = further
         return best
 
     def scheduled(self, used: Used, schedule: Schedule) -> Used:
@@ -581,7 +642,7 @@ class Trials:
         linear = replace(usage, schedule="linear", knots=())
 
         def measured() -> Result:
-            runs = self.parts.runs(partial(_energies, self.potential, linear, online), self.tasks)
+            runs = self.parts.runs(partial(_energies, self.potential, linear, online), self.tasks[:FIRST])
             finished = [energies for energies in runs if energies is not None]
             found = replace(linear, schedule="learned", knots=learn_knots(finished)) if finished else linear
             return {"usage": found.to_dict()}

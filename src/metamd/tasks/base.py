@@ -3,7 +3,7 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -41,6 +41,9 @@ class Task(ABC):
         steps: T, the number of steps a run takes.
     """
 
+    splits: Collection[Split] = ()
+    """The splits that `evaluate` has data for; none if it is the same for all of them."""
+
     def __init__(self, config: Config, steps: int) -> None:
         self.config, self.steps = config, steps
 
@@ -60,7 +63,7 @@ class Task(ABC):
     def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
         """Loss and accuracy on a whole split.
 
-        Meta-training asks for none; a usage is judged on validation where it is told to (`judged_on`), and never on test.
+        Meta-training asks for none; the usage of networks is judged on validation too (`judged_on`), and never on test.
         """
 
     def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:

@@ -386,7 +386,8 @@ class SupervisedTask(Task):
     ) -> None:
         super().__init__(config, recipe.steps)
         check_batch_size(recipe.batch_size, len(splits["train"][1]), domain_of(config))
-        self.recipe, self.splits, self.dropout = recipe, splits, dropout
+        self.recipe, self.dropout = recipe, dropout
+        self.splits: Mapping[Split, tuple[Rows, Rows]] = splits
         self.model = use_batch_statistics(recipe.make(config["init_seed"]))
         self._called = Called(self.model)
         self.device = next(self.model.parameters()).device

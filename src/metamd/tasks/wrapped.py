@@ -139,6 +139,7 @@ class Counted(Wrapped):
     def __init__(self, family: TaskFamily) -> None:
         super().__init__(family)
         self.batches, self.seconds, self.tasks = 0, 0.0, dict[str, None]()
+        self.watch: Callable[[int, float], object] | None = None  # is told of batches, and of seconds spent before
 
     def changed(self, task: Task) -> dict[str, Callable[..., Any]]:
         """The task's batches are counted."""
@@ -146,17 +147,22 @@ class Counted(Wrapped):
         batch = task.batch
 
         def counted(step: int) -> Any:
-            self.batches += 1
+            self._count(1, 0.0)
             return batch(step)
 
         return {"batch": counted}
 
     def spent(self, batches: int, seconds: float) -> None:
-        """Count work that was done before and is not done again."""
-        self.batches += batches
-        self.seconds += seconds
+        """Count work that was done before, which took some seconds, or in another process."""
+        self._count(batches, seconds)
         if isinstance(self.family, Counted):
             self.family.spent(batches, seconds)
+
+    def _count(self, batches: int, seconds: float) -> None:
+        self.batches += batches
+        self.seconds += seconds
+        if self.watch is not None:
+            self.watch(batches, seconds)
 
     def cost(self, began: float) -> dict[str, float]:
         """The work since `time.perf_counter()` was `began`, as headers state it."""

@@ -139,7 +139,10 @@ def learn_network(
     kept: dict[str, Any] = {"seed": seed, "journal": journal, "workers": workers}
     shape = Kronecker(rank="auto") if potential is None else potential
     finder = reference or Reference(torch.optim.Adam, REFERENCE_RATES[0])
-    runs = {"Adam's rate": 0.0 if reference else 2.0 * len(REFERENCE_RATES), "runs to learn from": 2 * tasks * finder.factor + CHECKED}
+    runs = {
+        "Adam's rate": 0.0 if reference else 2.0 * len(REFERENCE_RATES),
+        "runs to learn from": 2 * tasks * finder.factor + CHECKED,
+    }
     if choices is not None:
         runs |= {"online scales": runs_to_scale(choices, finder), "usages": runs_to_choose(choices)}
     forecast = Forecast(f"learning {family.name}", {name: count * family.steps for name, count in runs.items()}, log)

@@ -258,6 +258,8 @@ EDITED = {"certify-edited", "momentum-edited", "tail-edited"}
 
 CERTIFIED = ("bound", "realised", "identity", "published", "lipschitz", "last", "lag")
 TOLERANCES = {F64: (1e-9, 1e-11), torch.float32: (1e-5, 1e-6), torch.bfloat16: (0.0, 0.0)}
+POLAR = {F64: (1e-7, 1e-8), torch.float32: (2e-4, 5e-5)}
+"""Of polar steps: whitening magnifies the rounding of the shortest directions, by up to the root of the precision a step."""
 
 
 def ended(name, optimiser, params):

@@ -97,7 +97,7 @@ def test_momentum_schedules_and_weight_decay_work_with_it():
         leaves = {n: v.clone().requires_grad_() for n, v in x.items()}
         loss = (torch.func.functional_call(other, leaves, (inputs,)) - target).square().mean()
         for n, grad in zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True):
-            a = rule.metric(grad, states[n])
+            (a,) = rule.metrics([grad], [states[n]])
             z[n] = 0.9 * z[n] - 0.01 * grad / a
             x[n] = 0.9 * x[n] + 0.1 * z[n]
     for n, p in model.named_parameters():
@@ -185,7 +185,7 @@ def test_the_identity_of_growing_metrics_holds_along_an_online_run():
         before, regret, bound = torch.zeros(2).double(), 0.0, 0.0
         for t in range(30):
             g = gradient(task, {"theta": x}, task.batch(t))[1]["theta"]
-            h = online.metric(g, state)
+            (h,) = online.metrics([g], [state])
             regret += float(g @ (x - u))
             bound += 0.5 * float(((u - x) ** 2) @ (h - before)) + 0.5 * float((g * g / h).sum())
             x, before = x - g / h, h

@@ -2,16 +2,20 @@
 
 import copy
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, Online, Usage, prepare
 from metamd.learning.usage import run_usage as trial
 from metamd.potentials.base import Move
 from metamd.potentials.basis import Basis
+from metamd.potentials.online import Point
+from metamd.potentials.whitening import polynomials
 from metamd.tasks import tabular
 from tests.helpers import small_model, train
 
@@ -51,7 +55,7 @@ def moved(potential, weight, grads, online):
     for grad in grads:
         before = x.clone()
         with torch.no_grad():
-            online.advance(potential, "w", x, Move(grad, 1.0), state)
+            online.advance(potential, [Point("w", x, Move(grad, 1.0), state)])
     return before - x
 
 
@@ -79,6 +83,91 @@ def test_a_step_is_the_polar_factor_in_learned_coordinates(shape, options):
     torch.testing.assert_close(step, expected, rtol=1e-8, atol=1e-10)
     other = polar(ahead.reshape(shape[0], -1)).reshape(shape) / 50
     assert (step - other).abs().max() > 1e-4, "the learned metric makes no difference"
+
+
+def whitened(c, iterations):
+    """U f(s) V', f the composition of the polynomials by numbers, s over the root of the norm of C C'."""
+    u, s, vh = torch.linalg.svd(c, full_matrices=False)
+    s = s / torch.linalg.matrix_norm(c @ c.mT).sqrt()
+    for a, b, d in polynomials(iterations):
+        s = s * (a + b * s**2 + d * s**4)
+    return (u * s) @ vh
+
+
+@pytest.mark.parametrize(("shape", "options"), SHAPES)
+@pytest.mark.parametrize("iterations", [1, 3, 5])
+def test_iterations_whiten_as_far_as_their_polynomials_do(shape, options, iterations):
+    weight, grad = random(*shape), random(*shape, seed=5)
+    potential, halved = learned(weight, **options)
+    step = moved(potential, weight, [grad], Online("polar", 0.8, scale={"w": 50.0}, whiten=iterations))
+    expected, other = (halved(whitened(halved(0.36 * grad), k)).reshape(shape) / 50 for k in (iterations, 2))
+    torch.testing.assert_close(step, expected, rtol=1e-8, atol=1e-10)
+    assert shape[0] == 1 or (step - other).abs().max() > 1e-6, "two iterations do the same"
+
+
+@pytest.mark.parametrize("iterations", [0, 3])
+@pytest.mark.parametrize(("shape", "block", "count"), [((6, 7), 3, 2), ((7, 9), 3, 3), ((9, 4), 2, 2), ((5, 2, 3), 4, 2)])
+def test_rows_are_whitened_by_blocks(shape, block, count, iterations):
+    weight, grad = random(*shape), random(*shape, seed=5)
+    potential, _ = learned(weight)
+    step = moved(potential, weight, [grad], Online("polar", 0.8, scale={"w": 50.0}, whiten=iterations, block=block))
+    rows, root = shape[0], potential.metric("w")[0].detach().sqrt()
+    c = potential.basis.into("w", 0.36 * grad) / root
+    wide = rows <= c.shape[1]
+    parts = (c if wide else c.mT).split(math.ceil(min(c.shape) / count))
+    assert len(parts) == count
+    turned = torch.cat([whitened(part, iterations) if iterations else polar(part) for part in parts])
+    expected = potential.basis.out_of("w", (turned if wide else turned.mT) / root).reshape(shape) / 50
+    torch.testing.assert_close(step, expected, rtol=1e-7, atol=1e-9)
+    whole = moved(potential, weight, [grad], Online("polar", 0.8, scale={"w": 50.0}, whiten=iterations))
+    assert (step - whole).abs().max() > 1e-4
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(model, optimiser, inputs):
+    for _ in range(3):
+        optimiser.zero_grad()
+        model(inputs).square().mean().backward()
+        with Calls() as calls:
+            optimiser.step()
+    return calls.count
+
+
+@pytest.mark.parametrize(("checked", "reads"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize("averaging", ["tail", "constant"])
+def test_python_reads_no_number_back_in_a_step(checked, reads, averaging):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    rule = Online("polar", 0.9, scale={n: 50.0 for n, _ in model.named_parameters()}, signal=0.9, whiten=4)
+    options = {"metric": rule, "check_finite": checked, "averaging": averaging}
+    count = calls_of(model, MetaMD(model.named_parameters(), Kronecker(), **options), random(16, 6).float())
+    assert count["_local_scalar_dense"] == reads
+    assert count["is_nonzero"] == 0
+    plain = MetaMD(model.named_parameters(), Kronecker(), safeguard=True)
+    assert calls_of(model, plain, random(16, 6).float())["_local_scalar_dense"] > 0, "the count sees reads"
+
+
+def test_a_step_of_many_weights_takes_few_calls():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
+    rule = Online("polar", 0.9, scale={n: 50.0 for n, _ in model.named_parameters()}, signal=0.9, whiten=4)
+    potential = Kronecker().bind(list(model.named_parameters()))
+    optimiser = MetaMD(model.named_parameters(), potential, metric=rule, check_finite=False, averaging="tail")
+    count = calls_of(model, optimiser, random(8, 16).float())
+    of_iteration = sum(count[name] for name in ("bmm", "baddbmm", "mm", "addmm"))
+    views = sum(
+        count[name] for name in ("view", "detach", "unbind", "t", "transpose", "expand", "reshape", "diagonal", "alias")
+    )
+    assert (sum(count.values()) - of_iteration - views) / 12 < 15
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3), (4, 2, 3)])
@@ -175,7 +264,7 @@ def test_scales_are_learned_from_the_steps_that_are_taken():
     for seed in range(5):
         grad, before = random(4, 6, seed=seed), x.clone()
         with torch.no_grad():
-            rule.advance(potential, "w", x, Move(grad, 1.0), state, lambda *found: told.append(found))
+            rule.advance(potential, [Point("w", x, Move(grad, 1.0), state)], lambda _, *found: told.append(found))
     step, ahead = before - x, 0.8 * state["average"] + 0.2 * grad
     energy, metric = told[-1]
     torch.testing.assert_close(metric @ step, halved(halved(ahead)))
@@ -190,7 +279,7 @@ def test_without_any_gradient_nothing_moves():
     assert not moved(learned(weight)[0], weight, [torch.zeros(4, 3).double()] * 3, rule).any()
     told = []
     nothing = Move(torch.zeros(4, 3).double(), 1.0)
-    rule.advance(learned(weight)[0], "w", weight.clone(), nothing, {}, lambda *found: told.extend(found))
+    rule.advance(learned(weight)[0], [Point("w", weight.clone(), nothing, {})], lambda _, *found: told.extend(found))
     assert all(x.isfinite().all() for x in told)
 
 
@@ -242,7 +331,7 @@ def test_a_direction_is_taken_again_at_the_length_that_is_right_then(refresh, si
     for t, grad in enumerate(grads, start=1):
         before = x.clone()
         with torch.no_grad():
-            rule.advance(potential, "w", x, Move(grad, 1.0), state)
+            rule.advance(potential, [Point("w", x, Move(grad, 1.0), state)])
         average = beta * average + (1 - beta) * grad
         lengths = signal * lengths + (1 - signal) * float(grad.square().sum())
         share = min(1.0, float(average.norm()) / (1 - beta**t) / (lengths / (1 - signal**t)) ** 0.5) if signal else 1.0
@@ -300,6 +389,12 @@ def test_a_signal_that_is_none_is_a_sentence(wrong):
         Online(**{"rule": "polar"} | wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"whiten": 9}, {"whiten": 2.0}, {"rule": "sum", "whiten": 2}, {"block": -1}])
+def test_iterations_and_blocks_that_are_none_are_a_sentence(wrong):
+    with pytest.raises(ValueError, match=f"{next(k for k in wrong if k != 'rule')} must be a number of"):
+        Online(**{"rule": "polar"} | wrong)
+
+
 def test_a_metric_for_every_number_has_one_too():
     for shape in [(3, 7), (7, 3), (4, 2, 3)]:
         weight, grad = random(*shape), random(*shape, seed=5)
@@ -318,7 +413,7 @@ def test_no_step_of_its_length_descends_further():
     online, state = Online("polar", 0.9, scale={"w": 1.0}), {}
     x = weight.clone()
     with torch.no_grad():
-        online.advance(potential, "w", x, Move(grad, 1.0), state, lambda energy, metric: told.append((energy, metric)))
+        online.advance(potential, [Point("w", x, Move(grad, 1.0), state)], lambda _, *found: told.append(found))
     best = float((0.19 * grad * (weight - x)).sum())  # the average after one step, looked ahead: 0.9 x 0.1 + 0.1
     (energy, root), c = told[0], halved(0.19 * grad)
     assert best == pytest.approx(float(energy))
@@ -394,6 +489,7 @@ def test_an_empty_weight_is_left_alone():
         Online("polar"),
         Online("polar", signal=0.9),
         Online("polar", signal=0.9, refresh=2),
+        Online("polar", signal=0.9, whiten=3),
         Online("average"),
     ],
     ids=str,

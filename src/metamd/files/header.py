@@ -264,7 +264,8 @@ _filled = must("be a list that is not empty", lambda value: isinstance(value, li
 _knots = _list("finite numbers", _number)
 _usage = {"metric": _text, "momentum": _finite, "schedule": _text, "factor": _finite, "averaging": _text, "knots": _knots}
 _integer = must("be an integer", lambda value: type(value) is int)
-_online = {"rule": _text, "beta": _finite, "epsilon": _finite, "refresh": _integer, "scale": _numbers, "signal": _finite}
+_online = {"rule": _text, "beta": _finite, "epsilon": _finite, "refresh": _integer, "scale": _numbers}
+_online |= {"signal": _finite, "whiten": _integer, "block": _integer}
 _choice = {"score": _text, "judged_on": _text}
 texts = _list("texts", lambda value: isinstance(value, str))
 
@@ -299,7 +300,7 @@ CHECKS: dict[str, Check] = {
     "factors": _shapes,
     "usage": _optional(record(_usage, ("averaging", "knots"), lambda found: Usage(**found).to_dict())),
     "choice": _optional(record(_choice)),
-    "online": _optional(record(_online, ("signal",), lambda found: Online.from_dict(found).to_dict())),
+    "online": _optional(record(_online, ("signal", "whiten", "block"), lambda found: Online.from_dict(found).to_dict())),
     "start": _shapes,
     "max_norm": _optional(_weight),
     "target_loss": _optional(_finite),

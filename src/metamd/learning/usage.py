@@ -30,7 +30,7 @@ from metamd.optimiser.guard import energy
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import Array
-from metamd.potentials.online import Online, State
+from metamd.potentials.online import Online, Point, State
 from metamd.tasks.base import SolvedTask, Task, TaskFamily, config_hash
 from metamd.tasks.wrapped import Counted
 
@@ -182,9 +182,8 @@ class UsageSteps:
         moves = {n: Move(g, lr) for n, g in grads.items()}
         if usage.metric == "online" and self.online is not None:
             self.energies += [0.0] * self.measured
-            for n, move in moves.items():
-                watch = partial(self._add, self.online, n, share) if self.measured else None
-                self.online.advance(self.phi, n, self.z[n], move, self.states[n], watch)
+            watch = partial(self._add, self.online, share) if self.measured else None
+            self.online.advance(self.phi, [Point(n, self.z[n], move, self.states[n]) for n, move in moves.items()], watch)
         else:
             self.energies += [energy(self.phi, self.active, grads)] if self.measured else []
             self.active = self.phi.step(self.z, moves, active=self.active, into=self.z).active
@@ -193,7 +192,7 @@ class UsageSteps:
             x.lerp_(self.z[n], tail_share(self.taken) if self.tail else 1 - usage.momentum)
         return ""
 
-    def _add(self, online: Online, name: str, share: float, energy: Tensor, metric: Tensor) -> None:
+    def _add(self, online: Online, share: float, name: str, energy: Tensor, metric: Tensor) -> None:
         """What a step of a tensor is told to, r_t being the share."""
         key = self.phi.slots[name].key
         self.y[key] = self.y.get(key, 0.0) + share**2 * float(energy)

@@ -11,6 +11,7 @@ A tail average takes part in nothing: gradients are taken at z, and the model is
 c_t = (k + 1)/(t + k) on the newest iterate, the average of the iterates with weights about t^k [Shamir2013].
 """
 
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import torch
@@ -51,15 +52,21 @@ def tail_share(step: int) -> float:
     return (TAIL + 1) / (step + TAIL)
 
 
-def follow(param: Tensor, store: dict[str, Any], step: int) -> None:
-    """After step t of the run, the tail average of a parameter moves towards it; it begins there, in float32 at least."""
-    if "mean" not in store:
-        wide = torch.promote_types(param.dtype, torch.float32)
-        store["mean"], store["since"] = param.detach().to(wide, copy=True), step - 1
-        return
-    store["mean"] = store["mean"].to(param.device)
-    mean = local(store["mean"])
-    mean.lerp_(local(param).to(mean.dtype), tail_share(step - store["since"]))
+def follow(params: Iterable[tuple[Tensor, dict[str, Any]]], step: int) -> None:
+    """After step t of the run, the tail averages of parameters move towards them; they begin there, in float32 at least."""
+    moving: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+    for param, store in params:
+        if "mean" not in store:
+            wide = torch.promote_types(param.dtype, torch.float32)
+            store["mean"], store["since"] = param.detach().to(wide, copy=True), step - 1
+            continue
+        store["mean"] = store["mean"].to(param.device)
+        mean = local(store["mean"])
+        means, points = moving.setdefault(store["since"], ([], []))
+        means.append(mean)
+        points.append(local(param).detach().to(mean.dtype))
+    for since, (means, points) in moving.items():
+        torch._foreach_lerp_(means, points, tail_share(step - since))
 
 
 def to_average(param: Tensor, store: dict[str, Any]) -> None:

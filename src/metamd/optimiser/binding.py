@@ -205,11 +205,11 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_nonfinite(named: Params, grads: Params) -> None:
-    """Refuse NaN and infinite gradients, on all processes if one has them."""
+def refuse_nonfinite(named: Params, grads: Params, lengths: Sequence[Tensor] | None = None) -> None:
+    """Refuse NaN and infinite gradients, on all processes if one has them; `lengths` are theirs, where they are known."""
     # The sum is the fastest look at every number, and no NaN or infinity cancels in it; it may overflow, so that a second
     # look decides. Unlike a norm it uses all threads.
-    sums = [g.sum(dtype=None if g.dtype == torch.float64 else torch.float32) for g in grads.values()]
+    sums = lengths or [g.sum(dtype=None if g.dtype == torch.float64 else torch.float32) for g in grads.values()]
     names = []
     if not bool(torch.isfinite(torch.stack([s.to(sums[0]) for s in sums])).all()):
         names = [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]

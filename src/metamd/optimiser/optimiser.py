@@ -33,7 +33,7 @@ from metamd.optimiser.checkpoint import (
 from metamd.optimiser.guard import FamilyWatch, Safeguard, energy
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.online import Online
+from metamd.potentials.online import Online, Point
 from metamd.potentials.sharding import local, version
 
 
@@ -207,7 +207,7 @@ class MetaMD(Optimizer):
         if not moving:
             return loss
         grads = {e.name: e.grad for e in moving if e.grad is not None}
-        self._check(entries, grads)
+        lengths = self._check(entries, grads)
         self._notice_edits(entries)
         share = self._used.share(self._steps)
         self._steps += 1
@@ -216,7 +216,8 @@ class MetaMD(Optimizer):
         # z_{t+1} = argmin <g(x_t), z> + B(z||z_t)/eta
         moves, bound = {}, self.potential
         for e in moving:
-            eta = float(e.group["lr"]) * share
+            lr = e.group["lr"]  # of a tensor, Python would have to read the number
+            eta = (lr if self._online is not None else float(lr)) * share
             eta = eta / (1 - e.group["momentum"]) if self.averaging == "constant" else eta
             eta = eta if self._safeguard is None else eta * self._safeguard.damping
             moves[e.name] = Move(grads[e.name], -eta if e.group["maximize"] else eta, eta * e.group["weight_decay"])
@@ -225,8 +226,8 @@ class MetaMD(Optimizer):
         points = {e.name: e.z for e in entries if e.grad is not None or starts is None or e.name in starts}
         if self._online is not None and isinstance(bound, MaxDiagonal):
             step = Step(points)
+            self._online.advance(bound, [Point(e.name, e.z, moves[e.name], e.state) for e in moving], lengths=lengths)
             for e in moving:
-                self._online.advance(bound, e.name, e.z, moves[e.name], e.state)
                 binding.share_state(e.state, e.param)
         else:
             active = None
@@ -244,9 +245,8 @@ class MetaMD(Optimizer):
         for e in moving:
             if "z" in e.state:
                 e.x.lerp_(e.z, 1 - e.group["momentum"])
-        for e in entries if self.averaging == "tail" else ():
-            if e.grad is not None or "mean" in e.state:
-                average.follow(e.param, e.state, self._steps)
+        if self.averaging == "tail":
+            average.follow([(e.param, e.state) for e in entries if e.grad is not None or "mean" in e.state], self._steps)
         if step.active is not None:
             self._active = step.active
             self._record.append(step.active.piece)
@@ -276,18 +276,21 @@ class MetaMD(Optimizer):
                     found.append(Entry(name, p, local(p), local(p.grad), group, self.state[p]))
         return found
 
-    def _check(self, entries: list[Entry], grads: Params) -> None:
-        """Refuse a step that cannot be taken, before anything is written."""
+    def _check(self, entries: list[Entry], grads: Params) -> list[Tensor] | None:
+        """Refuse a step that cannot be taken, before anything is written; lengths of the gradients, if they are known."""
         for group in self.param_groups:
             if not math.isfinite(group["lr"]):
                 raise ValueError(f"lr must be finite, got {group['lr']}: a scheduler or an edit of param_groups set it.")
             if self.averaging == "constant":  # a tail average does not use its momentum
                 average.check_averaging(self.averaging, group["momentum"])
         binding.check_scales(self._online, self.potential, grads)
+        # the share of signal needs the lengths anyway
+        lengths = None if self._online is None else self._online.lengths(list(grads.values()))
         if self.check_finite:
-            binding.refuse_nonfinite({e.name: e.param for e in entries}, grads)
+            binding.refuse_nonfinite({e.name: e.param for e in entries}, grads, lengths)
         if self._steps == 0 or self._versions:
             self.potential.check({e.name: e.x for e in entries if e.name not in self._versions})
+        return lengths
 
     def _notice_edits(self, entries: list[Entry]) -> None:
         """After somebody else changed or added a parameter, pieces begin again at the new point, and its averages."""

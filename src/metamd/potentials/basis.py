@@ -243,6 +243,16 @@ class Basis:
             moved = self.out_of(name, self.into(name, grad) / d)
         return descend(x, moved, lr, out).to(x.dtype)
 
+    def divided(self, name: str, x: Tensor, d: Tensor) -> Tensor:
+        """V diag(d)^-1 V' x of a weight whose metric d is of the columns, as a matrix."""
+        place = self.places.get(name)
+        m = x.reshape(x.shape[0], -1) if place is None else place.matrix(x)
+        right = None if place is None else self._at("right", name, m)
+        if right is None:
+            return m / d
+        inverse = self._inverse(name, m, d)
+        return right.divide(m, d) if inverse is None else inverse(m)
+
     @staticmethod
     def _subtract(place: Place, x: Tensor, m: Tensor, inverse: Inverse, lr: float, out: Tensor | None) -> Tensor:
         """x - lr D^-1 m without anything of its size in between, where memory allows it."""

@@ -12,12 +12,14 @@ average of the gradients G_t of a weight and D the learned metric of its inputs,
     theta <- theta - lr/s (C C')^-1/2 C D^-1/2,  C = A D^-1/2,  A = (1 - beta) G_t + beta M_t,
 
 so that H_t = s (C C')^1/2 x D: steepest descent by the spectral norm of theta D^1/2. For D = 1 it is Muon [Jordan2024]. With
-a `signal` the step is multiplied by the share of signal in the gradients of the weight, and H_t divided by it. With a
-`refresh` the direction, which takes most of the time, is found every so many steps and taken again in between.
+`whiten` iterations a polynomial of C C' takes the place of its inverse root, see `metamd.potentials.whitening`. With a
+`block` the rows of C are whitened by so many together, which costs less. With a `signal` the step is multiplied by the share
+of signal in the gradients of the weight, and H_t divided by it. With a `refresh` the direction, which takes most of the
+time, is found every so many steps and taken again in between.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -28,6 +30,7 @@ from metamd.potentials.base import Move
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import widen
 from metamd.potentials.sharding import local
+from metamd.potentials.whitening import MOST, inverse_root
 
 Rule = Literal["sum", "average", "polar"]
 
@@ -39,14 +42,33 @@ so many steps into the run. Half precision has them in float32."""
 KEPT = ("squares", "average", "length", "direction")
 """The tensors among them. Of sharded parameters `MetaMD` keeps the first two as shards of tensors that are spread alike."""
 
-Watch = Callable[[Tensor, Tensor], None]
-"""Called with the energy c' a_t^-1 c and the metric a_t of a step."""
+Watch = Callable[[str, Tensor, Tensor], None]
+"""Called with the name of a tensor, the energy c' a_t^-1 c and the metric a_t of its step."""
 
 SQUARES = 0.99
 """What the squares of a tensor that is no matrix keep of themselves in each step, under the rule "polar"."""
 
 SETTLED = 15
 """Steps after which directions are found every second step instead of every one, then every third, up to `refresh`."""
+
+
+@dataclass(slots=True)
+class Point:
+    """One tensor in one step of an online metric."""
+
+    name: str
+    x: Tensor  # it is moved in place
+    move: Move
+    state: State
+
+    def subtract(self, direction: Tensor, size: float | Tensor) -> None:
+        """x <- (1 - decay) x - size direction."""
+        x = self.move.decayed(self.x, self.x)
+        direction = direction.reshape(x.shape)
+        if isinstance(size, Tensor):
+            x.sub_(direction * size)
+        else:
+            x.sub_(direction, alpha=size)
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,11 @@ class Online:
             "polar": a weight then moves by the share of signal in its gradients, the length of their average over the root
             of that of their squares. Where gradients agree, as at the start of a run, steps are several times longer than
             where noise is left. 0 for steps of the same length throughout.
+        whiten: under the rule "polar", how far the directions of a weight are brought to one length: by so many iterations
+            of matrix products, which leave the shortest directions short, each more reaching about four times shorter ones.
+            0 brings all of them to one length, by eigenvalues.
+        block: under the rule "polar", the most rows of a weight that are whitened together (columns, of a weight with more
+            rows than columns). Blocks of 64 make a step of a wide layer cheaper, and a little worse; 0 for all of them.
 
     Example:
         >>> Online("average", scale={"weight": 200.0}).step_size("weight")
@@ -79,6 +106,8 @@ class Online:
     scale: Mapping[str, float] = field(default_factory=dict)
     refresh: int = 0
     signal: float = 0.0
+    whiten: int = 0
+    block: int = 0
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
@@ -95,6 +124,16 @@ class Online:
             raise ValueError(
                 f'signal must lie in [0, 1), and is for the rule "polar"; got {self.signal} for {self.rule!r}. Leave it out.'
             )
+        if type(self.whiten) is not int or not 0 <= self.whiten <= MOST or (self.whiten and self.rule != "polar"):
+            raise ValueError(
+                f'whiten must be a number of iterations from 0 to {MOST}, and is for the rule "polar"; got {self.whiten!r} '
+                f"for {self.rule!r}. Leave it out."
+            )
+        if type(self.block) is not int or self.block < 0 or (self.block and self.rule != "polar"):
+            raise ValueError(
+                f'block must be a number of rows, or 0 for all, and is for the rule "polar"; got {self.block!r} for '
+                f"{self.rule!r}. Leave it out."
+            )
         for key, value in self.scale.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"the scale of {key!r} must be positive and finite, got {value}.")
@@ -105,43 +144,57 @@ class Online:
             raise ValueError(f"there is no online scale for {key!r}. Learn it with metamd.learn_usage on this family.")
         return 1 / self.scale[key]
 
-    def metric(self, coordinates: Tensor, state: State) -> Tensor:
-        """a_t of coordinates c, the present gradient included; the state, empty at first, is brought up to date."""
-        if "squares" not in state:
-            state["squares"], state["counted"] = torch.zeros_like(coordinates), 0
-        state["counted"] += 1
-        squares = local(state["squares"])
+    def metrics(self, coordinates: list[Tensor], states: Sequence[State]) -> list[Tensor]:
+        """a_t of the coordinates c of tensors, the present gradients included; the states, empty at first, are updated."""
+        for c, state in zip(coordinates, states, strict=True):
+            if "squares" not in state:
+                state["squares"], state["counted"] = torch.zeros_like(c), 0
+            state["counted"] += 1
+        squares = [local(state["squares"]) for state in states]
         if self.rule == "sum":
-            squares.addcmul_(coordinates, coordinates)
-            return squares.sqrt().add_(self.epsilon)
-        beta = SQUARES if self.rule == "polar" else self.beta
-        squares.lerp_(coordinates.square(), 1 - beta)
-        return (squares / (1 - beta ** state["counted"])).sqrt_().add_(self.epsilon)
+            torch._foreach_addcmul_(squares, coordinates, coordinates)
+            found = torch._foreach_sqrt(squares)
+        else:
+            beta = SQUARES if self.rule == "polar" else self.beta
+            torch._foreach_lerp_(squares, torch._foreach_mul(coordinates, coordinates), 1 - beta)
+            found = torch._foreach_div(squares, [1 - beta ** state["counted"] for state in states])
+            torch._foreach_sqrt_(found)
+        torch._foreach_add_(found, self.epsilon)
+        return list(found)
+
+    def lengths(self, grads: list[Tensor]) -> list[Tensor] | None:
+        """The lengths of gradients, in float64 where the device has it; None where no step asks for them."""
+        return list(torch._foreach_norm(grads, 2, _wide(grads[0]))) if self.signal and grads else None
 
     def advance(
-        self, potential: MaxDiagonal, name: str, x: Tensor, move: Move, state: State, watch: Watch | None = None
+        self,
+        potential: MaxDiagonal,
+        points: Sequence[Point],
+        watch: Watch | None = None,
+        lengths: Sequence[Tensor] | None = None,
     ) -> None:
-        """Take the step of one tensor in place; `watch` is told what the step met, before the tensor moves.
+        """Take one step of all these tensors in place; `watch` is told what the step met, before a tensor moves.
 
-        Of the potential the basis and the keys are used, and, for the rule "polar", the metric of its first piece.
+        Of the potential the basis and the keys are used, and, for the rule "polar", the metric of its first piece. `lengths`
+        are those of the gradients, where they are known already.
         """
-        grad, share = widen(move.grad), 1.0
-        if self.rule != "polar":  # V (c / a_t)
-            coordinates = potential.basis.into(name, grad)
-            metric = self.metric(coordinates, state)
-            moved = coordinates / metric
+        if self.rule == "polar":
+            for device in {p.x.device: None for p in points}:
+                here = [i for i, p in enumerate(points) if p.x.device == device]
+                known = None if lengths is None else [lengths[i] for i in here]
+                polar_step(self, potential, [points[i] for i in here], watch, known)
+            return
+        coordinates = [potential.basis.into(p.name, widen(p.move.grad)) for p in points]
+        metrics = self.metrics(coordinates, [p.state for p in points])
+        for p, c, metric in zip(points, coordinates, metrics, strict=True):
+            moved = c / metric
             if watch is not None:
-                watch((coordinates * moved).sum(), metric)
-            moved = potential.basis.out_of(name, moved)
-        elif grad.ndim < 2:  # a vector beside polar steps: its average gradient over the root of the average square
-            average, metric = _average(grad, state, self.beta), self.metric(grad, state)
-            if watch is not None:
-                watch((grad.square() / metric).sum(), metric)
-            moved, share = grad.lerp(average, self.beta).div_(metric), 1 / (1 - self.beta ** (state["counted"] + 1))
-        else:
-            moved, share = polar_step(self, potential, name, grad, state, watch)
-        size = float(move.lr) * self.step_size(potential.slots[name].key) * share
-        move.decayed(x, x).sub_(moved.reshape(x.shape), alpha=size)
+                watch(p.name, (c * moved).sum(), metric)
+            p.subtract(potential.basis.out_of(p.name, moved), self.size(potential, p))
+
+    def size(self, potential: MaxDiagonal, point: Point) -> float | Tensor:
+        """lr/s of a tensor in this step."""
+        return point.move.lr * self.step_size(potential.slots[point.name].key)
 
     def distance(self, potential: MaxDiagonal, name: str, delta: Tensor, metric: Tensor) -> float:
         """|delta|^2 in a metric a, such as the mean of those that `watch` was given."""
@@ -153,8 +206,10 @@ class Online:
 
     def __str__(self) -> str:
         """The rule and its numbers but for the scales, in words."""
-        renewed = f", direction found every {self.refresh} steps" if self.refresh else ""
-        return f"{self.rule} rule, beta {self.beta:g}{f', signal {self.signal:g}' if self.signal else ''}{renewed}"
+        said = [f"{self.rule} rule", f"beta {self.beta:g}"]
+        said += [f"signal {self.signal:g}"] * bool(self.signal) + [f"whitened {self.whiten} times"] * bool(self.whiten)
+        said += [f"blocks of {self.block}"] * bool(self.block)
+        return ", ".join(said + [f"direction found every {self.refresh} steps"] * bool(self.refresh))
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> "Online":
@@ -168,64 +223,145 @@ class Online:
     def to_dict(self) -> dict[str, Any]:
         """In JSON's types, for a header."""
         fixed = {"rule": self.rule, "beta": self.beta, "epsilon": self.epsilon, "refresh": self.refresh}
-        return {**fixed, "scale": dict(self.scale)} | ({"signal": self.signal} if self.signal else {})
-
-
-def _power_of_two(size: Tensor) -> Tensor:
-    """A number near this one that nothing is rounded in a division by; never zero."""
-    known = size.clamp(torch.finfo(size.dtype).tiny, torch.finfo(size.dtype).max)
-    return known.log2().floor().exp2()
-
-
-def _length(x: Tensor) -> float:
-    """|x|, as long as it is a number at all."""
-    found, limits = float(torch.linalg.vector_norm(x)), torch.finfo(x.dtype)
-    if limits.tiny**0.25 < found < limits.max**0.25:  # no square that counts was lost
-        return found
-    scale = _power_of_two(x.abs().amax())
-    return float(torch.linalg.vector_norm(x / scale)) * float(scale)
-
-
-def _average(grad: Tensor, state: State, beta: float) -> Tensor:
-    """M_t, the average of the gradients of a tensor, the present one included."""
-    if "average" not in state:
-        state["average"] = torch.zeros_like(grad)
-    return local(state["average"]).lerp_(grad, 1 - beta)
+        later = {"signal": self.signal, "whiten": self.whiten, "block": self.block}  # the first files do not have them
+        return {**fixed, "scale": dict(self.scale)} | {name: value for name, value in later.items() if value}
 
 
 def polar_step(
-    online: Online, potential: MaxDiagonal, name: str, grad: Tensor, state: State, watch: Watch | None = None
-) -> tuple[Tensor, float]:
-    """The direction (C C')^-1/2 C D^-1/2 of a weight, C = A D^-1/2, and the share of it that is taken.
+    online: Online, potential: MaxDiagonal, points: Sequence[Point], watch: Watch | None, lengths: Sequence[Tensor] | None
+) -> None:
+    """A step of the rule "polar" for all tensors of a device. Python reads no number back, for which a GPU would wait.
 
     Beside torch's Muon: M_t and A are its two `lerp`s, and `inverse_root` takes the place of its Newton-Schulz iteration.
     """
-    average = _average(grad, state, online.beta)  # M_t
-    if not grad.numel():
-        return grad, 1.0
-    due, share = _due(online, state), _signal_share(online, grad, average, state)
-    if not due:
-        return state["direction"], share
-    ahead = grad.lerp(average, online.beta)  # A, Nesterov's
-    size = ahead.abs().amax()
-    scale = _power_of_two(size)  # the products of small gradients would be lost, those of large ones overflow
-    a, full, rows = ahead / scale, (size / online.epsilon).clamp_max(1), ahead.shape[0]
-    d, known = potential.metric(name)[0], max(share, torch.finfo(scale.dtype).tiny)
-    # the energy and the metric of the gradient as it is, not over the scale; the metric is over the share
-    told = watch and (lambda energy, metric: watch(scale * energy * share, scale / known * metric))
-    if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(ahead.shape[1:]):
+    beta, grads = online.beta, [widen(p.move.grad) for p in points]
+    for p, g in zip(points, grads, strict=True):
+        if "average" not in p.state:
+            p.state["average"] = torch.zeros_like(g)
+    averages = [local(p.state["average"]) for p in points]
+    torch._foreach_lerp_(averages, grads, 1 - beta)  # M_t
+    ahead = torch._foreach_lerp(grads, averages, beta)  # A, Nesterov's
+
+    vectors = [i for i, g in enumerate(grads) if g.ndim < 2]
+    if vectors:  # beside weights: the average gradient over the root of the average square
+        metrics = online.metrics([grads[i] for i in vectors], [points[i].state for i in vectors])
+        for i, metric in zip(vectors, metrics, strict=True):
+            if watch is not None:
+                watch(points[i].name, (grads[i].square() / metric).sum(), metric)
+            size = online.size(potential, points[i]) / (1 - beta ** (points[i].state["counted"] + 1))
+            points[i].subtract(ahead[i].div_(metric), size)
+
+    weights = [i for i, g in enumerate(grads) if g.ndim > 1 and g.numel()]
+    if not weights:
+        return
+    due = [_due(online, points[i].state) for i in weights]
+    shares: list[Any] = [1.0] * len(weights)
+    if online.signal:
+        known = lengths or online.lengths(grads) or []
+        known = [known[i] for i in weights]
+        shares = _signal_shares(online, [points[i].state for i in weights], [averages[i] for i in weights], known)
+    found = [(i, share) for i, new, share in zip(weights, due, shares, strict=True) if new]
+    if found:
+        whitened = [points[i] for i, _ in found], [ahead[i] for i, _ in found], [share for _, share in found]
+        _whiten(online, potential, *whitened, watch)
+    for i, new, share in zip(weights, due, shares, strict=True):
+        if not new:
+            points[i].subtract(points[i].state["direction"], online.size(potential, points[i]) * share)
+
+
+def _whiten(
+    online: Online, potential: MaxDiagonal, points: list[Point], ahead: list[Tensor], shares: list[Any], watch: Watch | None
+) -> None:
+    """Move weights by their shares of (C C')^-1/2 C D^-1/2, C = A D^-1/2; the roots of equal sizes are found together."""
+    sizes = torch.stack([x.to(_wide(x)) for x in torch._foreach_max(torch._foreach_abs(ahead))])
+    # the products of small gradients would be lost, those of large ones overflow; nothing is rounded by a power of two
+    powers = sizes.clamp_min(max(torch.finfo(a.dtype).tiny for a in ahead)).log2().floor().exp2()
+    full, scales = (sizes / online.epsilon).clamp_max(1).unbind(), powers.unbind()
+    sides = [
+        _sides(online, potential, p.name, a) for p, a in zip(points, torch._foreach_div(ahead, list(scales)), strict=True)
+    ]
+    groups: dict[Any, list[int]] = {}
+    for i, side in enumerate(sides):
+        groups.setdefault((side.products.shape[-1], side.products.dtype), []).append(i)
+    roots: dict[int, Tensor] = {}
+    for group in groups.values():
+        products = [sides[i].products for i in group]
+        found = inverse_root(products[0] if len(group) == 1 else torch.cat(products), online.whiten)
+        roots |= dict(zip(group, torch.split_with_sizes(found, [len(x) for x in products]), strict=True))
+    for i, (p, side) in enumerate(zip(points, sides, strict=True)):
+        if watch is not None:
+            # the energy and the metric of the gradient as it is, not over the scale; the metric is over the share
+            known = max(float(shares[i]), torch.finfo(side.products.dtype).tiny)
+            energy = (side.products * roots[i]).sum()
+            metric = torch.block_diag(*torch.linalg.inv(roots[i]))  # type: ignore[no-untyped-call]
+            watch(p.name, scales[i] * energy * shares[i], scales[i] / known * metric[: side.rows, : side.rows])
+        size = online.size(potential, p)
+        if online.refresh > 1:
+            p.state["direction"] = side.out(roots[i] * full[i])
+            p.subtract(p.state["direction"], size * shares[i])
+        else:
+            side.move(p, roots[i] * (full[i] * shares[i]), size)
+
+
+@dataclass(slots=True)
+class _Sides:
+    """A weight as a step sees it: the root of its `products` stands on the left of `right`, block by block."""
+
+    products: Tensor  # C C' of every block, (blocks, n, n)
+    right: Tensor  # C D^-1/2, (blocks, n, columns); C itself where D^-1/2 is not of the columns alone
+    rows: int  # of the weight; the last block may have some more, which are zero
+    finish: Callable[[Tensor], Tensor] | None  # from (C C')^-1/2 C to the direction, where D^-1/2 is missing
+
+    def out(self, root: Tensor) -> Tensor:
+        """The direction, as a matrix or in the shape of the weight."""
+        found = (root @ self.right).flatten(0, 1)[: self.rows]
+        return found if self.finish is None else self.finish(found)
+
+    def move(self, point: Point, root: Tensor, size: float | Tensor) -> None:
+        """x <- (1 - decay) x - size root right, in one product where memory allows it."""
+        x, decay = point.x, point.move.decay
+        fits = self.right.shape[0] * self.right.shape[1] == self.rows and x.dtype == self.right.dtype
+        if (
+            self.finish is not None
+            or not fits
+            or isinstance(size, Tensor)
+            or isinstance(decay, Tensor)
+            or not x.is_contiguous()
+        ):
+            point.subtract(self.out(root), size)
+        else:
+            x.view(self.right.shape).baddbmm_(root, self.right, beta=1 - decay, alpha=-size)
+
+
+def _sides(online: Online, potential: MaxDiagonal, name: str, a: Tensor) -> _Sides:
+    rows, basis, d = a.shape[0], potential.basis, potential.metric(name)[0]
+    if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(a.shape[1:]):
         # the metric is of the columns: C C' = A D^-1 A' and C D^-1/2 = A D^-1, one product with D^-1 for both
-        b = potential.basis.descend(name, torch.zeros_like(a), a, d, -1.0, None).reshape(rows, -1)
-        direction = inverse_root(b @ a.reshape(rows, -1).mT, full, told) @ b
-    else:
-        coordinates, root = potential.basis.into(name, a), d.sqrt()
-        c = (coordinates / root).reshape(rows, -1)
-        wide = rows <= c.shape[1]
-        c = inverse_root(c @ c.mT, full, told) @ c if wide else c @ inverse_root(c.mT @ c, full, told)
-        direction = potential.basis.out_of(name, c.reshape(coordinates.shape) / root)
-    if online.refresh > 1:
-        state["direction"] = direction
-    return direction, share
+        left = _blocks(a.reshape(rows, -1), online.block)
+        right = _blocks(basis.divided(name, a, d), online.block)
+        return _Sides(right @ left.mT, right, rows, None)
+    coordinates, root = basis.into(name, a), d.sqrt()
+    c = (coordinates / root).reshape(rows, -1)
+    wide = rows <= c.shape[1]
+
+    def finish(whitened: Tensor) -> Tensor:
+        found = whitened if wide else whitened.mT
+        return basis.out_of(name, found.reshape(coordinates.shape) / root)
+
+    c = _blocks(c if wide else c.mT, online.block)
+    return _Sides(c @ c.mT, c, min(rows, coordinates.numel() // rows), finish)
+
+
+def _blocks(m: Tensor, most: int) -> Tensor:
+    """The rows of a matrix in blocks of equal size, at most so many each, as (blocks, n, columns)."""
+    count = math.ceil(len(m) / most) if most else 1
+    missing = -len(m) % count
+    return (torch.nn.functional.pad(m, (0, 0, 0, missing)) if missing else m).reshape(count, -1, m.shape[1])
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The type for lengths, whose squares are lost or overflow in float32 where they themselves are not."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 def _due(online: Online, state: State) -> bool:
@@ -241,32 +377,22 @@ def _due(online: Online, state: State) -> bool:
     return True
 
 
-def _signal_share(online: Online, grad: Tensor, average: Tensor, state: State) -> float:
-    """The share of signal in the gradients of a weight; 1 at the first step and where it is not followed."""
-    if not online.signal:
-        return 1.0
-    if "length" not in state:
-        state["length"] = grad.new_zeros(())
-    count, kept = state["counted"], state["length"]
-    # a root mean square, whose squares are never formed: they would be lost or overflow where lengths are not
-    length = math.hypot(math.sqrt(online.signal) * float(kept), math.sqrt(1 - online.signal) * _length(grad))
-    kept.fill_(length)
-    usual = max(length / math.sqrt(1 - online.signal**count), torch.finfo(grad.dtype).tiny)
-    return min(_length(average) / (1 - online.beta**count) / usual, 1.0)
+def _signal_shares(online: Online, states: list[State], averages: list[Tensor], lengths: Sequence[Tensor]) -> list[Tensor]:
+    """The shares of signal in the gradients of weights; 1 at the first step."""
+    for state, average in zip(states, averages, strict=True):
+        if "length" not in state:
+            state["length"] = average.new_zeros(())
+    kept, counts, wide = [state["length"] for state in states], [state["counted"] for state in states], _wide(averages[0])
+    # the root of the average of their squares, which is kept in the type of the gradients
+    usual = torch.stack([x.to(wide) for x in kept]).square_().mul_(online.signal)
+    usual = usual.add_(torch.stack(list(lengths)).to(wide).square_(), alpha=1 - online.signal).sqrt_()
+    torch._foreach_copy_(kept, list(usual.unbind()))
+    short = torch.stack(torch._foreach_norm(averages, 2, wide))
+    seen, shown = (_vector([1 - keeps**count for count in counts], short) for keeps in (online.signal, online.beta))
+    share = short / shown / (usual / seen**0.5).clamp_min_(torch.finfo(averages[0].dtype).tiny)
+    return list(share.clamp_max_(1.0).unbind())
 
 
-def inverse_root(products: Tensor, full: Tensor, watch: Watch | None) -> Tensor:
-    """A^-1/2 of A = C C', times `full`, by eigenvalues: the one place where they are found.
-
-    Directions lost in rounding, of a length below the root of the precision, are left small. What is not finite gives NaN:
-    torch would refuse it when other tensors have moved already.
-    """
-    if not math.isfinite(float(products.detach().sum())) and not bool(products.isfinite().all()):
-        values, vectors = torch.full_like(products[0], math.nan), torch.full_like(products, math.nan)
-    else:
-        values, vectors = torch.linalg.eigh(products)
-    limits = torch.finfo(products.dtype)
-    roots = values.maximum((limits.eps * values[-1]).clamp_min(limits.tiny)).sqrt()
-    if watch is not None:
-        watch(values.clamp_min(0).sqrt().sum(), (vectors * values.clamp_min(0).sqrt()) @ vectors.mT)
-    return (vectors * (full / roots)) @ vectors.mT
+def _vector(values: Sequence[float], like: Tensor) -> Any:
+    """One number where all are equal, which is nearly always so; else a tensor of them."""
+    return values[0] if len(set(values)) == 1 else like.new_tensor(values)

@@ -93,9 +93,11 @@ def sum_shards(parts: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dic
 
 def any_process(flag: bool, params: Mapping[str, Tensor]) -> bool:
     """Whether the flag is up on any process that holds a part of the parameters."""
-    devices = {_shard_groups(x): x.device for x in params.values()}
+    devices = {groups: x.device for x in params.values() if (groups := _shard_groups(x))}
+    if not devices:
+        return flag
     raised = torch.tensor(float(flag))
-    for key in sorted(set(devices) - {()}, key=str):
+    for key in sorted(devices, key=str):
         raised = _all_reduce(raised.to(devices[key]), key)
     return bool(raised > 0)
 

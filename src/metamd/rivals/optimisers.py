@@ -79,8 +79,7 @@ class Averaged:
             raise RuntimeError("this optimiser is in eval mode: its parameters are averages now. Call train() first.")
         self.optimiser.step()
         self.taken += 1
-        for p, store in self.state.items():
-            follow(p, store, self.taken)
+        follow(self.state.items(), self.taken)
 
     def eval(self) -> None:
         """Put the averages into the parameters."""

@@ -1,314 +1,260 @@
-"""What a step costs: MetaMD against torch's Adam and SGD, interleaved in one run.
+"""What a step costs: MetaMD against torch's Adam and Muon and against SOAP, in turns, in one process, on one thread.
 
-    python benchmarks/step.py [PARAMETERS] [--rounds ROUNDS]
+    python benchmarks/step.py [--rounds ROUNDS] [--only training weight passes]
 
-Every rival has parameters of its own and steps once a round, so that whatever else the machine does meets all alike. Ratios
-are to `Adam(fused=True)` of the same round; medians over rounds. The metrics are random: log-normal, with a standard
-deviation of one in the natural logarithm, around the size of the gradients. In the "dominant" geometry the pieces differ
-by factors e^3 on average, so that one of them stays active and its steps can be lazy; in the "contested" one they have the
-same average, and the run slides along kinks, where every step has to find new weights: the worst case. Rivals with pieces
-are timed in the middle of a run, hundreds of steps from its start, where all pieces are tied.
+`training`: loss, gradient and step of four small models. A turn is ten steps, so that what SOAP does every ten is in it.
+`weight`: the step alone of one weight of 2048 x 2048, beside torch's Muon in bfloat16 and its five iterations in float32.
+`passes`: the step alone of 10 million parameters under one diagonal metric and under mixtures of three, over fused Adam's.
+Their metrics are random: log-normal, with a standard deviation of one in the natural logarithm, around the size of the
+gradients. In the "dominant" mixture the pieces differ by factors e^3 on average, so that one stays active and its steps can
+be lazy. In the "random" one they have the same average, and the run slides along kinks: with one gradient throughout the
+weights of the pieces stay, with gradients that vary every step has to find new ones. Runs of mixtures are timed hundreds of
+steps from their start, where all pieces are tied. `stream` reads the six arrays of a mixture's pass and writes one, and
+computes next to nothing: no pass in float32 is quicker.
 """
 
 import argparse
-import json
+import ctypes
 import os
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+import subprocess
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import metamd
 from machine import machine
-from metamd.tasks.models import LeNet, ResNet18
+from metamd.tasks.models import MLP, LeNet
+from timing import ABOUT, POLAR, markdown, optimisers, polar, rows, take_turns, write
 
-RESULTS = Path(__file__).parent / "results"
-MEANS = {"dominant": (-6.0, -3.0, 0.0), "contested": (0.0, 0.0, 0.0)}
-PROBLEMS = ("matrix", "lenet", "resnet18")
+PARTS = ("training", "weight", "passes")
+MEANS = {"dominant": (-6.0, -3.0, 0.0), "random": (0.0, 0.0, 0.0)}
 STEP = 1e-4  # the size of a step where a metric is at its average
-DRAWS = 4  # gradients of as many batches take turns
-SELDOM = 10  # rivals that take longer than ten steps of the first one step in one of as many rounds
 AWAY = 300  # steps between the start of a run and where it is timed
+DRAWS = 4  # gradients take turns
+
+STREAM = """void stream(float *x, const float *g, const float *c, const float *d, long n) {
+    for (long i = 0; i < n; i++) x[i] = x[i] - g[i] * (d[i] + d[n + i] + d[2 * n + i]) - c[i];
+}"""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Parameters and the gradients that take turns on them."""
-
-    name: str
-    params: dict[str, Tensor]
-    grads: list[dict[str, Tensor]]
-    repeats: int  # steps in a row, where one is too short to time
-
-    @property
-    def size(self) -> int:
-        return sum(x.numel() for x in self.params.values())
+# the whole of a training step
 
 
-@dataclass(frozen=True)
-class Rival:
-    """An optimiser over its own copy of the parameters; `check_finite` of None leaves it alone."""
+class Transformer(nn.Module):
+    """Two layers of causal attention over 64 tokens, width 64, four heads."""
 
-    name: str
-    params: dict[str, nn.Parameter]
-    optimiser: torch.optim.Optimizer
-    check_finite: bool | None = None
+    def __init__(self, vocabulary: int = 64, width: int = 64, context: int = 64) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        layers = [nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True) for _ in range(2)]
+        self.layers, self.output = nn.ModuleList(layers), nn.Linear(width, vocabulary)
 
-    def step(self, problem: Problem, number: int) -> float:
-        for name, p in self.params.items():
-            p.grad = problem.grads[number % DRAWS][name]
-        if isinstance(self.optimiser, metamd.MetaMD) and self.check_finite is not None:
-            self.optimiser.check_finite = self.check_finite
-        begin = time.perf_counter()
-        for _ in range(problem.repeats):
-            self.optimiser.step()
-        return (time.perf_counter() - begin) / problem.repeats
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.tokens(text) + self.positions(torch.arange(text.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        return self.output(x)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was measured of one rival on one problem."""
+class Siren(nn.Module):
+    """An image as a function of the coordinates: three hidden layers of 128 sines."""
 
-    problem: str
-    parameters: int
-    rival: str
-    median_ms: float
-    ratio: float
-    ratio_quartiles: tuple[float, float]
-    ratio_undisturbed: float  # of the fastest tenth of both: where other work shares the machine, the median has it in it
-    state_bytes: float
-    metric_bytes: float
-    lazy_share: float | None
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(n, width) for n in (2, width, width)])
+        self.output = nn.Linear(width, 1)
+
+    def forward(self, points: Tensor) -> Tensor:
+        for layer in self.layers:
+            points = torch.sin(30 * layer(points))
+        return self.output(points)
 
 
-# problems
+def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]]:
+    """Each with its loss on a fixed batch."""
+    images, labels = torch.randn(100, 1, 28, 28), torch.randint(10, (100,))
+    text, points = torch.randint(64, (32, 65)), 2 * torch.rand(1024, 2) - 1
+    values = torch.sin(9 * points[:, :1]) * torch.cos(7 * points[:, 1:])
+    return {
+        "MLP": (MLP, lambda m: F.cross_entropy(m(images), labels)),
+        "LeNet": (LeNet, lambda m: F.cross_entropy(m(images), labels)),
+        "transformer": (Transformer, lambda m: F.cross_entropy(m(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())),
+        "coordinate network": (Siren, lambda m: F.mse_loss(m(points), values)),
+    }
 
 
-def flat(size: int, generator: torch.Generator) -> Problem:
-    """One matrix; gradients of a common mean and noise three times as large."""
-    shape = (max(1, size // 1000), 1000)
-    mean = torch.randn(shape, generator=generator)
-    grads = [{"weight": mean + 3 * torch.randn(shape, generator=generator)} for _ in range(DRAWS)]
-    return Problem(f"one matrix of {size:,}", {"weight": 0.05 * torch.randn(shape, generator=generator)}, grads, 1)
+def training(rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Loss, gradient and step."""
 
+    def stepper(build: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor], make: Any) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = build()
+        optimiser = make(list(model.named_parameters()))
 
-def model(name: str, net: nn.Module, images: tuple[int, ...], repeats: int, generator: torch.Generator) -> Problem:
-    """A network, with its gradients at the start on batches of noise."""
-    grads = []
-    for _ in range(DRAWS):
-        labels = torch.randint(10, images[:1], generator=generator)
-        loss = F.cross_entropy(net(torch.randn(images, generator=generator)), labels)
-        found = torch.autograd.grad(loss, list(net.parameters()))
-        grads.append({n: g.contiguous() for (n, _), g in zip(net.named_parameters(), found, strict=True)})
-    return Problem(name, {n: p.detach() for n, p in net.named_parameters()}, grads, repeats)
+        def step() -> None:
+            model.zero_grad()
+            loss(model).backward()
+            optimiser.step()
 
+        return step
 
-def geometry(problem: Problem, tying: str, means: Iterable[float], generator: torch.Generator) -> metamd.MaxDiagonal:
-    """Random metrics around the size of the gradients: a coordinate with an average metric moves by about STEP."""
-    means = torch.tensor(list(means))
-    bare = metamd.MaxDiagonal(len(means), tying=tying)  # type: ignore[arg-type]
-    logs = {}
-    for key, blank in bare.bind(problem.params).log_d.items():
-        size = problem.grads[0][key].square().mean().sqrt().clamp_min(1e-8)
-        spread = torch.randn(blank.shape, generator=generator)
-        logs[key] = torch.log(size / STEP) + means.reshape(-1, *[1] * (blank.ndim - 1)) + spread
-    return bare.with_metrics(logs)
-
-
-# rivals
-
-
-def rivals(problem: Problem, generator: torch.Generator) -> list[Rival]:
-    """Everything that is timed; the first one is what the others are compared with."""
-
-    def copies() -> dict[str, nn.Parameter]:
-        return {n: nn.Parameter(x.clone()) for n, x in problem.params.items()}
-
-    def rival(name: str, build: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]) -> Rival:
-        params = copies()
-        return Rival(name, params, build(params))
-
-    def ours(name: str, phi: metamd.MaxDiagonal, *, checks: tuple[bool, ...] = (False,), **options: bool) -> list[Rival]:
-        params = copies()
-        optimiser = metamd.MetaMD(params.items(), phi, **options)
-        marks = {False: name, True: f"{name}, check_finite"}
-        return [Rival(marks[c], params, optimiser, c) for c in checks]
-
-    adam, sgd = torch.optim.Adam, torch.optim.SGD
-    found = [
-        rival("Adam, fused", lambda p: adam(p.values(), lr=STEP, fused=True)),
-        rival("SGD momentum, fused", lambda p: sgd(p.values(), lr=STEP, momentum=0.9, fused=True)),
-        rival("Adam", lambda p: adam(p.values(), lr=STEP)),
-        rival("SGD momentum", lambda p: sgd(p.values(), lr=STEP, momentum=0.9)),
-        *ours("one diagonal", geometry(problem, "parameter", (0.0,), generator), checks=(False, True)),
-    ]
-    for tying in ("parameter", "channel"):
-        for kind, means in MEANS.items():
-            phi = geometry(problem, tying, means, generator)
-            name = f"three per {tying}, {kind}"
-            both = (False, True) if kind == "dominant" else (False,)
-            found += ours(name, phi)
-            found += ours(f"{name}, fused", phi, checks=both, fused=True)
-            if kind == "contested" and tying == "parameter":
-                found += ours(f"{name}, fused, exact=False", phi, fused=True, exact=False)
+    found = {}
+    for name, (build, loss) in models().items():
+        steps = {who: stepper(build, loss, make) for who, make in optimisers().items()}
+        found[name] = rows(take_turns(steps, rounds=rounds, repeats=10))
     return found
 
 
-def go_ahead(rival: Rival, problem: Problem, optimiser: metamd.MetaMD) -> None:
-    """Put the parameters where AWAY steps of the mean gradient would lead with the largest metric of each coordinate."""
-    phi = optimiser.potential
-    assert isinstance(phi, metamd.MaxDiagonal)
-    with torch.no_grad():
-        for name, p in rival.params.items():
-            mean = torch.stack([g[name] for g in problem.grads]).mean(0)
-            p.sub_(mean / phi.metric(name).amax(0), alpha=AWAY)
+# one weight
 
 
-def memory(rival: Rival, size: int) -> tuple[float, float]:
-    """Bytes per parameter: state of the run, and metrics as the optimiser keeps them."""
-    state = sum(v.nbytes for s in rival.optimiser.state.values() for v in s.values() if isinstance(v, Tensor))
-    if not isinstance(rival.optimiser, metamd.MetaMD):
-        return state / size, 0.0
-    phi = rival.optimiser.potential
-    return state / size, sum(phi.metric(n).nbytes for n in rival.params) / size
+def five_iterations(g: Tensor) -> Tensor:
+    """torch's Newton-Schulz iteration, whose coefficients these are, in the type of the gradient."""
+    x = g / g.norm()
+    for _ in range(5):
+        a = x @ x.mT
+        b = torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, b, x, beta=3.4445)
+    return x
 
 
-def lazy_share(rival: Rival) -> float | None:
-    """The share of steps that the bounds decided, over the whole run."""
-    fused = getattr(getattr(rival.optimiser, "potential", None), "_fused", None)
-    return None if fused is None else fused.lazy_steps / max(1, fused.lazy_steps + fused.full_steps)
+def weight(rounds: int, size: int = 2048) -> list[dict[str, Any]]:
+    """The step alone."""
+    grad, steps = torch.randn(size, size), {}
+
+    def parameter() -> nn.Parameter:
+        p = nn.Parameter(torch.zeros(size, size))
+        p.grad = grad.clone()
+        return p
+
+    steps["torch.optim.Muon, bfloat16"] = torch.optim.Muon([parameter()], lr=1e-3).step
+    p, average = parameter(), torch.zeros(size, size)
+
+    def in_float32() -> None:
+        average.lerp_(grad, 0.05)
+        p.data.sub_(five_iterations(grad.lerp(average, 0.95)), alpha=1e-3)
+
+    steps["the same five iterations, float32"] = in_float32
+    steps |= {name: polar([("weight", parameter())], **whitening).step for name, whitening in POLAR.items()}
+    return rows(take_turns(steps, rounds=max(2, rounds // 5)))
 
 
-# the run
+# passes over memory
 
 
-def measure(problem: Problem, rounds: int, warmup: int, generator: torch.Generator) -> list[Row]:
-    """Interleave all rivals, after some steps of each that are not timed."""
-    field = rivals(problem, generator)
-    times = {r.name: np.full(rounds, np.nan) for r in field}
-    first = np.inf
-    for optimiser, r in {r.optimiser: r for r in field}.items():
-        r.step(problem, 0)
-        if isinstance(optimiser, metamd.MetaMD):
-            go_ahead(r, problem, optimiser)
-    slow: set[str] = set()
-    for number in range(-warmup, rounds):
-        for r in field:
-            if r.name in slow and number % SELDOM:
-                continue
-            elapsed = r.step(problem, number)
-            first = elapsed if r is field[0] else first
-            if number >= 0:
-                times[r.name][number] = elapsed
-            elif elapsed > 10 * first:
-                slow.add(r.name)
-    reference = times[field[0].name]
-    rows = []
-    for r in field:
-        ratios = times[r.name] / reference
-        low, middle, high = (round(float(q), 3) for q in np.nanquantile(ratios, (0.25, 0.5, 0.75)))
-        state, metrics = memory(r, problem.size)
-        share = lazy_share(r)
-        rows.append(
-            Row(
-                problem=problem.name,
-                parameters=problem.size,
-                rival=r.name,
-                median_ms=round(1e3 * float(np.nanmedian(times[r.name])), 4),
-                ratio=middle,
-                ratio_quartiles=(low, high),
-                ratio_undisturbed=round(float(np.nanquantile(times[r.name], 0.1) / np.quantile(reference, 0.1)), 3),
-                state_bytes=round(state, 2),
-                metric_bytes=round(metrics, 2),
-                lazy_share=None if share is None else round(share, 3),
-            )
-        )
-    return rows
+def random_metrics(grad: Tensor, means: tuple[float, ...], generator: torch.Generator) -> metamd.MaxDiagonal:
+    """Metrics around the size of the gradients: a coordinate with an average metric moves by about STEP."""
+    logs = torch.log(grad.square().mean().sqrt() / STEP) + torch.tensor(means).reshape(-1, 1, 1)
+    return metamd.MaxDiagonal(len(means)).with_metrics(
+        {"x": logs + torch.randn(len(means), *grad.shape, generator=generator)}
+    )
 
 
-def show(rows: list[Row]) -> None:
-    for name in dict.fromkeys(r.problem for r in rows):
-        print(f"\n{name}\n{'':52}     ms   / fused Adam  (quartiles)  undisturbed   bytes: state  metrics   lazy")
-        for r in (r for r in rows if r.problem == name):
-            low, high = r.ratio_quartiles
-            lazy = "" if r.lazy_share is None else f"{r.lazy_share:6.0%}"
-            print(
-                f"{r.rival:52}{r.median_ms:9.3f}  {r.ratio:8.2f}     ({low:6.2f}-{high:6.2f})  {r.ratio_undisturbed:8.2f} "
-                f"{r.state_bytes:10.1f}  {r.metric_bytes:7.1f}  {lazy}"
-            )
+def passes(rounds: int, size: int) -> list[dict[str, Any]]:
+    """The step alone, over that of fused Adam."""
+    generator, shape = torch.Generator().manual_seed(0), (max(1, size // 1000), 1000)
+    mean = torch.randn(shape, generator=generator)
+    grads = [mean + 3 * torch.randn(shape, generator=generator) for _ in range(DRAWS)]
+
+    def stepper(make: Callable[[nn.Parameter], torch.optim.Optimizer], *, vary: bool = False) -> Callable[[], None]:
+        p, count = nn.Parameter(torch.zeros(shape)), 0
+        p.grad = grads[0]
+        optimiser = make(p)
+        if isinstance(optimiser, metamd.MetaMD) and isinstance(phi := optimiser.potential, metamd.MaxDiagonal):
+            optimiser.step()
+            with (
+                torch.no_grad()
+            ):  # where AWAY steps of the mean gradient would lead with the largest metric of each coordinate
+                p.sub_((sum(grads) if vary else DRAWS * grads[0]) / DRAWS / phi.metric("x").amax(0), alpha=AWAY)
+
+        def step() -> None:
+            nonlocal count
+            p.grad, count = grads[count % DRAWS if vary else 0], count + 1
+            optimiser.step()
+
+        return step
+
+    def ours(phi: metamd.MaxDiagonal, **options: bool) -> Callable[[nn.Parameter], torch.optim.Optimizer]:
+        return lambda p: metamd.MetaMD([("x", p)], phi, **options)
+
+    one = random_metrics(mean, (0.0,), generator)
+    mixtures = {name: random_metrics(mean, means, generator) for name, means in MEANS.items()}
+    quick = {"fused": True, "check_finite": False}
+    steps = {
+        "Adam, fused": stepper(lambda p: torch.optim.Adam([p], lr=STEP, fused=True)),
+        "SGD with momentum, fused": stepper(lambda p: torch.optim.SGD([p], lr=STEP, momentum=0.9, fused=True)),
+        "one diagonal": stepper(ours(one, check_finite=False), vary=True),
+        "one diagonal, check_finite": stepper(ours(one), vary=True),
+        "three, dominant, fused": stepper(ours(mixtures["dominant"], **quick), vary=True),
+        "three, dominant, fused, check_finite": stepper(ours(mixtures["dominant"], fused=True), vary=True),
+        "three, random, one gradient, fused": stepper(ours(mixtures["random"], **quick)),
+        "three, random, gradients vary, fused": stepper(ours(mixtures["random"], **quick), vary=True),
+        "stream: six arrays read, one written": stream(torch.zeros(shape), grads[0], mixtures["random"]),
+    }
+    return rows(take_turns(steps, rounds=rounds, warmup=4))
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """A panel per problem: ratios to fused Adam, with their quartiles."""
-    import matplotlib
+def stream(x: Tensor, grad: Tensor, phi: metamd.MaxDiagonal) -> Callable[[], None]:
+    """A pass that does nothing but read what a mixture reads, and write the parameters."""
+    metrics, centre = phi.log_d["x"].detach().exp() * 1e-9, torch.zeros_like(x)
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "stream.c", Path(folder) / "stream.so"
+        source.write_text(STREAM)
+        command = [os.environ.get("CC", "cc"), "-O3", "-march=native", "-fPIC", "-shared", str(source), "-o", str(target)]
+        subprocess.run(command, check=True)
+        library = ctypes.CDLL(str(target))
+    places = [ctypes.c_void_p(t.data_ptr()) for t in (x, grad, centre, metrics)]
+    kept = x, grad, centre, metrics  # alive as long as the function is
+    return lambda: library.stream(*places, ctypes.c_long(len(kept[0].flatten())))
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
 
-    problems = list(dict.fromkeys(r.problem for r in rows))
-    figure, axes = plt.subplots(1, len(problems), figsize=(4 + 3.2 * len(problems), 6), sharey=True, layout="constrained")
-    for axis, name in zip(np.atleast_1d(axes), problems, strict=True):
-        shown = [r for r in rows if r.problem == name][::-1]
-        middle = np.array([r.ratio for r in shown])
-        spread = np.abs(np.array([r.ratio_quartiles for r in shown]).T - middle)
-        colours = [
-            "#8a8f98" if r.rival[:4] in ("Adam", "SGD ") else "#c2571a" if "fused" in r.rival else "#e8b48f" for r in shown
+# the page
+
+
+def table(found: list[dict[str, Any]], heading: str) -> str:
+    lines = [(r["optimiser"], r["ms"], f"{r['ratio']:.2f}", "{:.2f}-{:.2f}".format(*r["quartiles"])) for r in found]
+    return markdown((heading, "ms", "ratio", "quartiles"), lines)
+
+
+def page(record: dict[str, Any]) -> str:
+    parts = ["# What a step costs\n", "`python benchmarks/step.py`, one thread, medians over rounds. " + ABOUT + "\n"]
+    if "training" in record:
+        found = record["training"]
+        lines = [
+            (first["optimiser"], *(f"{model[i]['ratio']:.2f}" for model in found.values()))
+            for i, first in enumerate(next(iter(found.values())))
         ]
-        axis.barh([r.rival for r in shown], middle, xerr=spread, color=colours, error_kw={"lw": 0.8, "ecolor": "#333"})
-        axis.axvline(1, color="#333", lw=0.8, ls=":")
-        axis.set_xscale("log")
-        ticks = [4.0**i for i in range(-2, 6) if middle.min() / 4 < 4.0**i < middle.max() * 4]
-        axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
-        axis.minorticks_off()
-        axis.set_title(name, fontsize=10)
-        axis.set_xlabel("time of a step / fused Adam")
-        for at, r in enumerate(shown):
-            axis.text(r.ratio_quartiles[1] * 1.06, at, f"{r.ratio:.2f}", va="center", fontsize=7)
-        axis.set_xlim(right=axis.get_xlim()[1] * 1.6)
-    kinds = {"torch.optim": "#8a8f98", "MetaMD, plain": "#e8b48f", "MetaMD, fused": "#c2571a"}
-    patches = [plt.Rectangle((0, 0), 1, 1, color=c) for c in kinds.values()]
-    figure.legend(patches, list(kinds), loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=130)
+        base = ("Adam, foreach: ms", *(f"{model[0]['ms']:.1f}" for model in found.values()))
+        parts += ["## A training step, over that with `Adam(foreach=True)`\n", markdown(("", *found), [*lines, base]) + "\n"]
+    if "weight" in record:
+        parts += ["## One weight of 2048 x 2048, the step alone\n", table(record["weight"], "") + "\n"]
+    if "passes" in record:
+        parts += [f"## {record['parameters']:,} parameters, the step alone\n", table(record["passes"], "") + "\n"]
+    return "\n".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parameters", type=int, nargs="?", default=10_000_000)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--problems", nargs="+", default=PROBLEMS, choices=PROBLEMS)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where step.json and step.png go")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--parameters", type=int, default=10_000_000, help="of `passes`")
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
     args = parser.parse_args()
-    g = torch.Generator().manual_seed(0)
+    torch.set_num_threads(1)
     before = round(os.getloadavg()[0], 1)
-    makers: dict[str, Callable[[], Problem]] = {
-        "matrix": lambda: flat(args.parameters, g),
-        "lenet": lambda: model("LeNet", LeNet(generator=g), (32, 1, 28, 28), 10, g),
-        "resnet18": lambda: model("ResNet18", ResNet18(generator=g), (4, 3, 32, 32), 1, g),
-    }
-    rows = [row for name in args.problems for row in measure(makers[name](), args.rounds, args.warmup, g)]
-    show(rows)
-    args.out.mkdir(parents=True, exist_ok=True)
-    record = {
-        "machine": machine(before),
-        "rounds": args.rounds,
-        "warmup": args.warmup,
-        "metrics": {
-            "log_means": MEANS,
-            "log_deviation": 1.0,
-            "unit": f"root mean square gradient of the tensor / {STEP}",
-            "gradients": f"{DRAWS} draws in turn; matrix: a mean N(0,1) and noise N(0,9); networks: batches of noise",
-            "place": f"{AWAY} steps of the mean gradient from the start",
-        },
-        "rows": [asdict(r) for r in rows],
-    }
-    (args.out / "step.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(rows, args.out / "step.png")
+    record: dict[str, Any] = {"rounds": args.rounds, "parameters": args.parameters}
+    if "training" in args.only:
+        record["training"] = training(args.rounds)
+    if "weight" in args.only:
+        record["weight"] = weight(args.rounds)
+    if "passes" in args.only:
+        record["passes"] = passes(2 * args.rounds, args.parameters)
+    write("step", {"machine": machine(before), "about": ABOUT, **record}, page(record))
 
 
 if __name__ == "__main__":

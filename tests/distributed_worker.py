@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from metamd import MetaMD, Online
 from metamd.optimiser.checkpoint import digests
+from metamd.potentials.online import KEPT
 from tests.helpers import random_basis, random_geometry, small_model
 
 STEPS = 30
@@ -183,22 +184,27 @@ def checkpoint(rank, world, folder):
 
 
 def checkpoint_online(rank, world, folder):
-    """The same under metrics that follow the run, whose squares are each rank's own; kernels have them as matrices."""
+    """The same under metrics that follow the run, whose states are each rank's own; kernels have squares as matrices."""
     found = {}
-    for rule in ("average", "sum"):
-        _, model, optimiser = online_sharded(rule)
+    for rule in ONLINE:
+        model, optimiser = online_sharded(rule)
         fit_image(model, optimiser, rank, world, range(5))
         names = dict(zip(("model", "optimiser"), get_state_dict(model, optimiser), strict=True))
         dcp.save(names, checkpoint_id=str(folder / rule))
         fit_image(model, optimiser, rank, world, range(5, 10))
-        _, other, resumed = online_sharded(rule)
+        other, resumed = online_sharded(rule)
         template = dict(zip(("model", "optimiser"), get_state_dict(other, resumed), strict=True))
         dcp.load(template, checkpoint_id=str(folder / rule))
         set_state_dict(other, resumed, model_state_dict=template["model"], optim_state_dict=template["optimiser"])
         fit_image(other, resumed, rank, world, range(5, 10))
-        kept = [[s["squares"].full_tensor() for s in o.state.values()] for o in (optimiser, resumed)]
-        found[rule] = {"params": whole(model), "resumed": whole(other), "squares": kept}
+        found[rule] = {"params": whole(model), "resumed": whole(other), "kept": [kept(optimiser), kept(resumed)]}
     return found
+
+
+def kept(optimiser):
+    """What an online metric keeps of every parameter, put together from all processes."""
+    states = [{key: state[key] for key in KEPT if key in state} for state in optimiser.state.values()]
+    return [{k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()} for state in states]
 
 
 def checkpoint_edited(rank, world, folder):
@@ -231,16 +237,29 @@ def image_model():
         return nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)).double()
 
 
+ONLINE = {
+    "average": {"rule": "average"},
+    "sum": {"rule": "sum"},
+    "polar": {"rule": "polar", "beta": 0.7, "signal": 0.9},
+    "polar, whitened": {"rule": "polar", "beta": 0.7, "whiten": 3, "block": 2, "refresh": 2},
+    "polar, per parameter": {"rule": "polar", "beta": 0.7},
+}
+
+
+def online_geometry(rule, model):
+    """A potential and the online metric of a case; in the last one every weight has a metric of its own."""
+    start = {n: p.detach() for n, p in model.named_parameters()}
+    geometry = random_geometry(model, pieces=1) if rule == "polar, per parameter" else random_basis(start)
+    return geometry.with_metrics(geometry.log_d), Online(**ONLINE[rule], scale=dict.fromkeys(start, 50.0))
+
+
 def online_sharded(rule):
     model = image_model()
-    start = {n: p.detach() for n, p in model.named_parameters()}
-    online = Online(rule, scale=dict.fromkeys(start, 50.0))
-    geometry = random_basis(start)
-    geometry = geometry.with_metrics(geometry.log_d)
+    geometry, online = online_geometry(rule, model)
     for layer in (model[0], model[3]):
         fully_shard(layer)
     fully_shard(model)
-    return geometry, model, MetaMD(model.named_parameters(), geometry, metric=online, momentum=0.8)
+    return model, MetaMD(model.named_parameters(), geometry, metric=online, momentum=0.8)
 
 
 def fit_image(model, optimiser, rank, world, steps):

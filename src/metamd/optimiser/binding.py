@@ -113,7 +113,7 @@ def fit(
     known = {n: named[n] for n in order if n in named}
     bound = potential.bind(known if len(known) == len(named) else named, missing=potential.missing)
     with torch.no_grad():
-        metrics = {n: local_metric(bound.metric(n).to(widen(p).dtype), p) for n, p in named.items()}
+        metrics = {n: _metric_of(bound.metric(n).to(widen(p).dtype), p, online) for n, p in named.items()}
     for name, p in named.items():
         _check_whole(bound, online, name, p, fused=fused)
     kernel = None
@@ -122,6 +122,16 @@ def fit(
 
         kernel = FusedDiagonals(metrics, starts, bound.offsets.detach().cpu().numpy())
     return bound.centred_at(starts).fixed(metrics, total_for(named), kernel)
+
+
+def _gathers(online: Online | None, param: Tensor) -> bool:
+    """Whether the steps of a parameter are found for the whole of it, on every process that has a part."""
+    return online is not None and online.rule == "polar" and param.ndim > 1
+
+
+def _metric_of(d: Tensor, param: Tensor, online: Online | None) -> Tensor:
+    """The part of a metric that the steps of a parameter need on this process, on its device."""
+    return d.to(param.device) if _gathers(online, param) else local_metric(d, param)
 
 
 def _check_whole(bound: MaxDiagonal, online: Online | None, name: str, param: Tensor, *, fused: bool) -> None:
@@ -137,11 +147,8 @@ def _check_whole(bound: MaxDiagonal, online: Online | None, name: str, param: Te
             "fused=True needs whole tensors on one process, but these are sharded. Leave fused=False: the plain "
             "step adds up over processes."
         )
-    if online is not None and online.rule == "polar" and param.ndim > 1 and is_sharded(param):
-        raise ValueError(
-            f"this online metric needs whole weights on one process, but {name!r} is sharded. Use metric='learned', or "
-            'metamd.Online("average").'
-        )
+    if _gathers(online, param):
+        return
     if kind != "identity" and cut and (kind == "both" or cut != {0}) and param.ndim > 1:
         raise ValueError(
             f"the basis of {name!r} needs whole {'tensors' if kind == 'both' else 'rows'} on one process, "
@@ -182,7 +189,7 @@ def share_state(state: dict[str, Any], param: Tensor) -> None:
     """Make what an online metric keeps of a sharded parameter a shard too; checkpoints would take it for a whole."""
     if is_sharded(param):
         for key in KEPT:
-            if key in state and not is_sharded(state[key]):
+            if key in state and key != "length" and not is_sharded(state[key]):
                 state[key] = spread_like(state[key], param)
 
 

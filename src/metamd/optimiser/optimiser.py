@@ -226,7 +226,9 @@ class MetaMD(Optimizer):
         points = {e.name: e.z for e in entries if e.grad is not None or starts is None or e.name in starts}
         if self._online is not None and isinstance(bound, MaxDiagonal):
             step = Step(points)
-            self._online.advance(bound, [Point(e.name, e.z, moves[e.name], e.state) for e in moving], lengths=lengths)
+            self._online.advance(
+                bound, [Point(e.name, e.z, moves[e.name], e.state, e.param) for e in moving], lengths=lengths
+            )
             for e in moving:
                 binding.share_state(e.state, e.param)
         else:

@@ -29,7 +29,7 @@ from torch import Tensor
 from metamd.potentials.base import Move
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import widen
-from metamd.potentials.sharding import local
+from metamd.potentials.sharding import gathered, is_sharded, local, local_part, sum_shards
 from metamd.potentials.whitening import MOST, inverse_root
 
 Rule = Literal["sum", "average", "polar"]
@@ -40,7 +40,7 @@ State = dict[str, Any]
 so many steps into the run. Half precision has them in float32."""
 
 KEPT = ("squares", "average", "length", "direction")
-"""The tensors among them. Of sharded parameters `MetaMD` keeps the first two as shards of tensors that are spread alike."""
+"""The tensors among them. Of sharded parameters `MetaMD` keeps all but the length as shards that are spread alike."""
 
 Watch = Callable[[str, Tensor, Tensor], None]
 """Called with the name of a tensor, the energy c' a_t^-1 c and the metric a_t of its step."""
@@ -60,6 +60,12 @@ class Point:
     x: Tensor  # it is moved in place
     move: Move
     state: State
+    param: Tensor | None = None  # what x is this process's part of, where it may be sharded
+
+    @property
+    def whole(self) -> Tensor:
+        """The tensor that x is, or that it is a part of."""
+        return self.x if self.param is None else self.param
 
     def subtract(self, direction: Tensor, size: float | Tensor) -> None:
         """x <- (1 - decay) x - size direction."""
@@ -251,7 +257,7 @@ def polar_step(
             size = online.size(potential, points[i]) / (1 - beta ** (points[i].state["counted"] + 1))
             points[i].subtract(ahead[i].div_(metric), size)
 
-    weights = [i for i, g in enumerate(grads) if g.ndim > 1 and g.numel()]
+    weights = [i for i, p in enumerate(points) if p.whole.ndim > 1 and p.whole.numel()]
     if not weights:
         return
     due = [_due(online, points[i].state) for i in weights]
@@ -259,14 +265,16 @@ def polar_step(
     if online.signal:
         known = lengths or online.lengths(grads) or []
         known = [known[i] for i in weights]
-        shares = _signal_shares(online, [points[i].state for i in weights], [averages[i] for i in weights], known)
+        shares = _signal_shares(online, [points[i] for i in weights], [averages[i] for i in weights], known)
     found = [(i, share) for i, new, share in zip(weights, due, shares, strict=True) if new]
-    if found:
-        whitened = [points[i] for i, _ in found], [ahead[i] for i, _ in found], [share for _, share in found]
-        _whiten(online, potential, *whitened, watch)
+    # a sharded weight is gathered when its turn comes, so that no process holds more than one of them whole
+    alone = [[(i, share)] for i, share in found if is_sharded(points[i].whole)]
+    for batch in filter(None, [[(i, share) for i, share in found if not is_sharded(points[i].whole)], *alone]):
+        wholes = [gathered(ahead[i], points[i].whole) for i, _ in batch]
+        _whiten(online, potential, [points[i] for i, _ in batch], wholes, [share for _, share in batch], watch)
     for i, new, share in zip(weights, due, shares, strict=True):
         if not new:
-            points[i].subtract(points[i].state["direction"], online.size(potential, points[i]) * share)
+            points[i].subtract(local(points[i].state["direction"]), online.size(potential, points[i]) * share)
 
 
 def _whiten(
@@ -296,9 +304,11 @@ def _whiten(
             metric = torch.block_diag(*torch.linalg.inv(roots[i]))  # type: ignore[no-untyped-call]
             watch(p.name, scales[i] * energy * shares[i], scales[i] / known * metric[: side.rows, : side.rows])
         size = online.size(potential, p)
-        if online.refresh > 1:
-            p.state["direction"] = side.out(roots[i] * full[i])
-            p.subtract(p.state["direction"], size * shares[i])
+        if online.refresh > 1 or is_sharded(p.whole):
+            direction = local_part(side.out(roots[i] * full[i]).reshape(p.whole.shape), p.whole)
+            if online.refresh > 1:
+                p.state["direction"] = direction
+            p.subtract(direction, size * shares[i])
         else:
             side.move(p, roots[i] * (full[i] * shares[i]), size)
 
@@ -377,20 +387,29 @@ def _due(online: Online, state: State) -> bool:
     return True
 
 
-def _signal_shares(online: Online, states: list[State], averages: list[Tensor], lengths: Sequence[Tensor]) -> list[Tensor]:
+def _signal_shares(online: Online, points: list[Point], averages: list[Tensor], lengths: Sequence[Tensor]) -> list[Tensor]:
     """The shares of signal in the gradients of weights; 1 at the first step."""
+    states = [p.state for p in points]
     for state, average in zip(states, averages, strict=True):
         if "length" not in state:
             state["length"] = average.new_zeros(())
     kept, counts, wide = [state["length"] for state in states], [state["counted"] for state in states], _wide(averages[0])
     # the root of the average of their squares, which is kept in the type of the gradients
     usual = torch.stack([x.to(wide) for x in kept]).square_().mul_(online.signal)
-    usual = usual.add_(torch.stack(list(lengths)).to(wide).square_(), alpha=1 - online.signal).sqrt_()
+    usual = usual.add_(_whole(torch.stack(list(lengths)).to(wide).square_(), points), alpha=1 - online.signal).sqrt_()
     torch._foreach_copy_(kept, list(usual.unbind()))
-    short = torch.stack(torch._foreach_norm(averages, 2, wide))
+    short = _whole(torch.stack(torch._foreach_norm(averages, 2, wide)).square_(), points).sqrt_()
     seen, shown = (_vector([1 - keeps**count for count in counts], short) for keeps in (online.signal, online.beta))
     share = short / shown / (usual / seen**0.5).clamp_min_(torch.finfo(averages[0].dtype).tiny)
     return list(share.clamp_max_(1.0).unbind())
+
+
+def _whole(squares: Tensor, points: list[Point]) -> Tensor:
+    """The squared lengths of tensors, from those of the parts on this process."""
+    if not any(is_sharded(p.whole) for p in points):
+        return squares
+    parts = {p.name: square for p, square in zip(points, squares, strict=True)}
+    return torch.stack(list(sum_shards(parts, {p.name: p.whole for p in points}).values()))
 
 
 def _vector(values: Sequence[float], like: Tensor) -> Any:

@@ -72,6 +72,11 @@ def spread_like(part: Tensor, param: Tensor) -> Tensor:
     return DTensor.from_local(part.contiguous(), *placed, run_check=False, shape=shape, stride=stride)
 
 
+def gathered(part: Tensor, param: Tensor) -> Tensor:
+    """The whole of a tensor that is spread as a parameter is, of which this process has a part; on every process."""
+    return spread_like(part, param).full_tensor() if is_sharded(param) else part  # type: ignore[attr-defined]
+
+
 def total_for(params: Mapping[str, Tensor]) -> Total:
     """How contributions by tensor name are added: shards over their processes, the rest here."""
     if not any(_shard_groups(x) for x in params.values()):

@@ -15,7 +15,7 @@ from metamd.learning.usage import run_usage as trial
 from metamd.potentials.base import Move
 from metamd.potentials.basis import Basis
 from metamd.potentials.online import Point
-from metamd.potentials.whitening import polynomials
+from metamd.potentials.whitening import POLYNOMIALS
 from metamd.tasks import tabular
 from tests.helpers import small_model, train
 
@@ -89,7 +89,7 @@ def whitened(c, iterations):
     """U f(s) V', f the composition of the polynomials by numbers, s over the root of the norm of C C'."""
     u, s, vh = torch.linalg.svd(c, full_matrices=False)
     s = s / torch.linalg.matrix_norm(c @ c.mT).sqrt()
-    for a, b, d in polynomials(iterations):
+    for a, b, d in POLYNOMIALS[iterations]:
         s = s * (a + b * s**2 + d * s**4)
     return (u * s) @ vh
 
@@ -155,6 +155,33 @@ def test_python_reads_no_number_back_in_a_step(checked, reads, averaging):
     assert count["is_nonzero"] == 0
     plain = MetaMD(model.named_parameters(), Kronecker(), safeguard=True)
     assert calls_of(model, plain, random(16, 6).float())["_local_scalar_dense"] > 0, "the count sees reads"
+
+
+@pytest.mark.parametrize("block", [0, 4])
+def test_the_whole_step_is_one_graph_that_is_traced_a_few_times(block):
+    """Counts of steps become symbols after the first steps: no graph for each of them."""
+    runs = []
+    for compiled in (False, True):
+        model = small_model()
+        scales = {n: 50.0 for n, _ in model.named_parameters()}
+        rule = Online("polar", 0.7, scale=scales, signal=0.9, whiten=3, block=block)
+        potential = Kronecker().bind(list(model.named_parameters()))
+        learned = replace(
+            LearnedOptimiser.from_potential(potential),
+            header=replace(
+                LearnedOptimiser.from_potential(potential).header,
+                usage=Usage("online", schedule="linear", factor=0.5, averaging="tail").to_dict(),
+                online=rule.to_dict(),
+            ),
+        )
+        optimiser = MetaMD(model.named_parameters(), learned, steps=20, check_finite=False)
+        if compiled:
+            torch._dynamo.reset()
+            optimiser.step = torch.compile(optimiser.step, fullgraph=True, backend="eager")
+        train(model, optimiser, 12)
+        runs.append(model)
+    for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_a_step_of_many_weights_takes_few_calls():

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from metamd.potentials.whitening import MOST, REACH, _minimax, inverse_root, polynomials
+from metamd.potentials.whitening import MOST, POLYNOMIALS, REACH, _minimax, inverse_root
 
 
 def composed(iterations, x):
-    for a, b, c in polynomials(iterations):
+    for a, b, c in POLYNOMIALS[iterations]:
         x = x * (a + b * x**2 + c * x**4)
     return x
 

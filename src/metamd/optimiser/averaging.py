@@ -60,11 +60,11 @@ def follow(params: Iterable[tuple[Tensor, dict[str, Any]]], step: int) -> None:
             wide = torch.promote_types(param.dtype, torch.float32)
             store["mean"], store["since"] = param.detach().to(wide, copy=True), step - 1
             continue
-        store["mean"] = store["mean"].to(param.device)
-        mean = local(store["mean"])
+        if store["mean"].device != param.device:
+            store["mean"] = store["mean"].to(param.device)
         means, points = moving.setdefault(store["since"], ([], []))
-        means.append(mean)
-        points.append(local(param).detach().to(mean.dtype))
+        means.append(local(store["mean"]))
+        points.append(local(param) if param.dtype == means[-1].dtype else local(param).to(means[-1].dtype))
     for since, (means, points) in moving.items():
         torch._foreach_lerp_(means, points, tail_share(step - since))
 

@@ -140,11 +140,16 @@ class MetaMD(Optimizer):
         self._active: Active | None = None
         self._versions: dict[str, int] = {}  # of every parameter after the last step; none where nothing is known
         self._awaited: dict[str, int] = {}  # after loading, the digests of the parameters that belong to the state
-        self._steps, self._training = 0, True
+        self._count, self._training = {"steps": 0}, True  # a dict, which torch.compile keeps track of
         self._record = PieceRecord()
         rates = {"lr": used.rate_of(used.momentum), "momentum": used.momentum}
         super().__init__(params, {**rates, "weight_decay": weight_decay, "maximize": maximize})
         self._bind()
+
+    @property
+    def _steps(self) -> int:
+        """How many steps were taken."""
+        return self._count["steps"]
 
     # names and geometry
 
@@ -188,7 +193,7 @@ class MetaMD(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step; a closure evaluates the model again and returns the loss."""
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() and (self._online is None or self.check_finite):
             # The choice of pieces is data dependent: one graph break here, instead of a graph for every outcome.
             return torch.compiler.disable(self._step)(closure)  # type: ignore[no-untyped-call]
         return self._step(closure)
@@ -210,7 +215,7 @@ class MetaMD(Optimizer):
         lengths = self._check(entries, grads)
         self._notice_edits(entries)
         share = self._used.share(self._steps)
-        self._steps += 1
+        self._count["steps"] += 1
         self._open(moving, grads, loss)
 
         # z_{t+1} = argmin <g(x_t), z> + B(z||z_t)/eta
@@ -281,7 +286,8 @@ class MetaMD(Optimizer):
     def _check(self, entries: list[Entry], grads: Params) -> list[Tensor] | None:
         """Refuse a step that cannot be taken, before anything is written; lengths of the gradients, if they are known."""
         for group in self.param_groups:
-            if not math.isfinite(group["lr"]):
+            # to look at a rate that is a tensor, Python has to read it
+            if (self.check_finite or not isinstance(group["lr"], Tensor)) and not math.isfinite(group["lr"]):
                 raise ValueError(f"lr must be finite, got {group['lr']}: a scheduler or an edit of param_groups set it.")
             if self.averaging == "constant":  # a tail average does not use its momentum
                 average.check_averaging(self.averaging, group["momentum"])
@@ -451,7 +457,7 @@ class MetaMD(Optimizer):
         for group in self.param_groups:
             group.pop("certificate", None)  # or a run that goes on without would save it again
         self._sums = sums
-        self._steps, self._training, self._record = saved.steps, saved.training, saved.record
+        self._count, self._training, self._record = {"steps": saved.steps}, saved.training, saved.record
         # The forms are found again at the next step: the versions say that nothing is known of the parameters.
         self._active = Active(saved.weights, np.zeros_like(saved.weights)) if saved.weights.any() else None
         self._versions = {}
@@ -495,7 +501,7 @@ _FIRST = {"weight_decay": 0.0, "maximize": False, "momentum": 0.0}
 
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
-    *("_active", "_awaited", "_hash", "_potential", "_record", "_safeguard", "_steps", "_sums", "_training", "_watch"),
+    *("_active", "_awaited", "_hash", "_potential", "_record", "_safeguard", "_count", "_sums", "_training", "_watch"),
     *("_online", "_order", "_used", "averaging", "check_finite", "exact", "fused"),
 )
 

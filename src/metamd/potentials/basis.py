@@ -244,14 +244,14 @@ class Basis:
         return descend(x, moved, lr, out).to(x.dtype)
 
     def divided(self, name: str, x: Tensor, d: Tensor) -> Tensor:
-        """V diag(d)^-1 V' x of a weight whose metric d is of the columns, as a matrix."""
+        """V diag(d)^-1 V' x as a matrix, d being the metric of the first piece, which is of the columns."""
         place = self.places.get(name)
         m = x.reshape(x.shape[0], -1) if place is None else place.matrix(x)
         right = None if place is None else self._at("right", name, m)
         if right is None:
             return m / d
-        inverse = self._inverse(name, m, d)
-        return right.divide(m, d) if inverse is None else inverse(m)
+        kept = name in self._metrics and d.dtype == m.dtype
+        return self._kept_inverse(name, 0, m)(m) if kept else right.divide(m, d)
 
     @staticmethod
     def _subtract(place: Place, x: Tensor, m: Tensor, inverse: Inverse, lr: float, out: Tensor | None) -> Tensor:
@@ -274,21 +274,24 @@ class Basis:
         """V diag(d)^-1 V' on the right of a matrix, if d is one of the metrics that stay for the whole run."""
         if self.kind == "both" or m.ndim > 2 or d.dtype != m.dtype:  # of a model that was turned into another type since
             return None
-        address = name, d.data_ptr()
-        if address in self._inverses:
-            return self._inverses[address]
-        if all(piece.data_ptr() != d.data_ptr() for piece in self._metrics.get(name, ())):
-            return None
-        right = self._at("right", name, m)
-        assert right is not None
-        if right.full:
-            found = Inverse(right.divide(torch.eye(right.size, dtype=d.dtype, device=d.device), d))
-        else:
-            rest = d[:, right.rank : right.rank + 1].contiguous()
-            thin = (1 / d[0, : right.rank] - 1 / rest[0])[:, None] * right.columns.mT
-            found = Inverse(thin, right.columns.contiguous(), rest)
-        self._inverses[address] = found
-        return found
+        for piece, known in enumerate(self._metrics.get(name, ())):
+            if known.data_ptr() == d.data_ptr():
+                return self._kept_inverse(name, piece, m)
+        return None
+
+    def _kept_inverse(self, name: str, piece: int, like: Tensor) -> Inverse:
+        """V diag(d_j)^-1 V' of a metric that stays for the whole run, found when it is first asked for."""
+        if (name, piece) not in self._inverses:
+            d, right = self._metrics[name][piece], self._at("right", name, like)
+            assert right is not None
+            if right.full:
+                found = Inverse(right.divide(torch.eye(right.size, dtype=d.dtype, device=d.device), d))
+            else:
+                rest = d[:, right.rank : right.rank + 1].contiguous()
+                thin = (1 / d[0, : right.rank] - 1 / rest[0])[:, None] * right.columns.mT
+                found = Inverse(thin, right.columns.contiguous(), rest)
+            self._inverses[name, piece] = found
+        return self._inverses[name, piece]
 
     def _at(self, side: str, name: str, like: Tensor) -> Orthogonal | None:
         """A factor in the type and on the device of a tensor."""

@@ -281,7 +281,7 @@ def _whiten(
     online: Online, potential: MaxDiagonal, points: list[Point], ahead: list[Tensor], shares: list[Any], watch: Watch | None
 ) -> None:
     """Move weights by their shares of (C C')^-1/2 C D^-1/2, C = A D^-1/2; the roots of equal sizes are found together."""
-    sizes = torch.stack([x.to(_wide(x)) for x in torch._foreach_max(torch._foreach_abs(ahead))])
+    sizes = torch.stack([a.amax() for a in torch._foreach_abs(ahead)]).to(_wide(ahead[0]))
     # the products of small gradients would be lost, those of large ones overflow; nothing is rounded by a power of two
     powers = sizes.clamp_min(max(torch.finfo(a.dtype).tiny for a in ahead)).log2().floor().exp2()
     full, scales = (sizes / online.epsilon).clamp_max(1).unbind(), powers.unbind()
@@ -395,13 +395,15 @@ def _signal_shares(online: Online, points: list[Point], averages: list[Tensor], 
             state["length"] = average.new_zeros(())
     kept, counts, wide = [state["length"] for state in states], [state["counted"] for state in states], _wide(averages[0])
     # the root of the average of their squares, which is kept in the type of the gradients
-    usual = torch.stack([x.to(wide) for x in kept]).square_().mul_(online.signal)
-    usual = usual.add_(_whole(torch.stack(list(lengths)).to(wide).square_(), points), alpha=1 - online.signal).sqrt_()
+    usual = torch.stack(kept).to(wide).square().mul_(online.signal)
+    usual = usual.add_(_whole(torch.stack(list(lengths)).square_(), points), alpha=1 - online.signal).sqrt_()
     torch._foreach_copy_(kept, list(usual.unbind()))
-    short = _whole(torch.stack(torch._foreach_norm(averages, 2, wide)).square_(), points).sqrt_()
-    seen, shown = (_vector([1 - keeps**count for count in counts], short) for keeps in (online.signal, online.beta))
-    share = short / shown / (usual / seen**0.5).clamp_min_(torch.finfo(averages[0].dtype).tiny)
-    return list(share.clamp_max_(1.0).unbind())
+    # what averages that begin at zero have seen after t steps is 1 - beta^t of it
+    lengths = list(_whole(torch.stack(torch._foreach_norm(averages, 2, wide)).square_(), points).sqrt_().unbind())
+    short = torch._foreach_div(lengths, [1 - online.beta**count for count in counts])
+    long = torch._foreach_div(list(usual.unbind()), [(1 - online.signal**count) ** 0.5 for count in counts])
+    share = torch._foreach_div(short, torch._foreach_clamp_min(long, torch.finfo(averages[0].dtype).tiny))
+    return list(torch._foreach_clamp_max(share, 1.0))
 
 
 def _whole(squares: Tensor, points: list[Point]) -> Tensor:
@@ -410,8 +412,3 @@ def _whole(squares: Tensor, points: list[Point]) -> Tensor:
         return squares
     parts = {p.name: square for p, square in zip(points, squares, strict=True)}
     return torch.stack(list(sum_shards(parts, {p.name: p.whole for p in points}).values()))
-
-
-def _vector(values: Sequence[float], like: Tensor) -> Any:
-    """One number where all are equal, which is nearly always so; else a tensor of them."""
-    return values[0] if len(set(values)) == 1 else like.new_tensor(values)

@@ -7,7 +7,6 @@ from one on the interval that those before it have left [Amsel2025]. They act on
 """
 
 import math
-from functools import cache
 
 import numpy as np
 import torch
@@ -21,15 +20,23 @@ Each is about as short as that deviation allows. A sixth would reach what float3
 MOST = len(REACH)
 
 
-@cache
-def polynomials(iterations: int) -> tuple[tuple[float, float, float], ...]:
-    """The coefficients (a, b, c) of every iteration.
+def _minimax(low: float, high: float) -> tuple[float, float, float, float]:
+    """a, b, c of the odd quintic that is nearest to one on an interval, and by how much it deviates there.
 
-    Example:
-        >>> [round(float(a), 2) for a, _, _ in polynomials(2)]
-        [5.6, 2.13]
+    By Remez's exchange: it deviates equally, with alternating signs, at both ends and at its two extrema in between.
     """
-    low, high, found = REACH[iterations - 1], 1.0, []
+    inner = ((3 * low + high) / 4, (low + 3 * high) / 4)
+    for _ in range(12):  # it converges quadratically
+        x = np.array([low, *inner, high])
+        a, b, c, deviation = np.linalg.solve(np.stack([x, x**3, x**5, [1, -1, 1, -1]], axis=1), np.ones(4))
+        root = math.sqrt(9 * b * b - 20 * a * c)  # of the derivative a + 3 b x^2 + 5 c x^4
+        inner = (math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c)))
+    return float(a), float(b), float(c), float(deviation)
+
+
+def _composition(reach: float, iterations: int) -> tuple[tuple[float, float, float], ...]:
+    """The coefficients (a, b, c) of every iteration."""
+    low, high, found = reach, 1.0, []
     for _ in range(iterations):
         a, b, c, deviation = _minimax(low, high)
         found.append((a, b, c))
@@ -37,18 +44,8 @@ def polynomials(iterations: int) -> tuple[tuple[float, float, float], ...]:
     return tuple(found)
 
 
-def _minimax(low: float, high: float) -> tuple[float, float, float, float]:
-    """a, b, c of the odd quintic that is nearest to one on an interval, and by how much it deviates there.
-
-    By Remez's exchange: it deviates equally, with alternating signs, at both ends and at its two extrema in between.
-    """
-    inner = ((3 * low + high) / 4, (low + 3 * high) / 4)
-    for _ in range(50):
-        x = np.array([low, *inner, high])
-        a, b, c, deviation = np.linalg.solve(np.stack([x, x**3, x**5, [1, -1, 1, -1]], axis=1), np.ones(4))
-        root = math.sqrt(9 * b * b - 20 * a * c)  # of the derivative a + 3 b x^2 + 5 c x^4
-        inner = (math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c)))
-    return float(a), float(b), float(c), float(deviation)
+POLYNOMIALS = ((), *(_composition(reach, k) for k, reach in enumerate(REACH, start=1)))
+"""The coefficients (a, b, c) of every iteration, by their number."""
 
 
 def inverse_root(products: Tensor, iterations: int) -> Tensor:
@@ -62,7 +59,7 @@ def inverse_root(products: Tensor, iterations: int) -> Tensor:
         # the Frobenius norm bounds the largest eigenvalue
         bound = torch.linalg.matrix_norm(products, keepdim=True).clamp_min(limits.tiny)
         r, z, last = products / bound, None, iterations - 1
-        for i, (a, b, c) in enumerate(polynomials(iterations)):
+        for i, (a, b, c) in enumerate(POLYNOMIALS[iterations]):
             p = torch.baddbmm(r, r, r, beta=b, alpha=c) if r.ndim == 3 else torch.addmm(r, r, r, beta=b, alpha=c)
             p.diagonal(dim1=-2, dim2=-1).add_(a)
             z = p if z is None else p @ z

@@ -11,6 +11,8 @@ from metamd.rivals.base import SETTING_DIGITS, NamedParameters, Range, Rival, Se
 from metamd.rivals.table import DECAY
 
 LR_FACTORS = (1.0, 0.1, 0.3, 3.0, 10.0)
+"""On the recommended factor, where the protocol `paper` tunes MetaMD too: as many values as its grids have for a rate."""
+
 COSTS = ("gradient_evaluations", "hessian_vector_products", "seconds")
 
 

@@ -1,15 +1,16 @@
-"""Random convex runs for the laws of certificates, and the same numbers from the definitions, slow and obvious."""
+"""Random convex runs of all optimisers for the laws of certificates, and their regret from the losses, slow and obvious."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from metamd import Certificate, MaxDiagonal, MetaMD
-from metamd.optimiser.certificate import Sums
-
-AVERAGES: list[dict[str, Any]] = [{}, {}, {"momentum": 0.5}, {"momentum": 0.9}]
+from metamd import Certificate, Diagonal, Euclidean, MaxDiagonal, MetaMD
+from metamd.optimiser.certificate import RunSums, certify_run
+from metamd.potentials.online import Online
 
 
 class Loss:
@@ -34,142 +35,146 @@ class Loss:
         return self.scale * [r, np.sign(r), 0.5 * (1 + np.tanh(r / 2))][self.kind]
 
 
-@dataclass
-class Definition:
-    """A certificate's numbers from the definitions, term by term.
+class Linear(Loss):
+    """<shift, x>: against it the bound is attained by the worst model of the ball."""
 
-    Args:
-        realised: sum <v_t, x_t - u>.
-        bound: B(u || start) + 1/2 sum |v_t|^2_(t,*), less the lag of the averages.
-        losses: the weighted regret of the losses, if nothing but losses was minimised.
-        size: of the terms whose sums these are, which rounding is relative to.
-    """
+    def value(self, x: np.ndarray, shift: np.ndarray) -> float:
+        return float(shift @ x)
 
-    realised: float
-    bound: float
-    losses: float | None
-    size: float
+    def grad(self, x: np.ndarray, shift: np.ndarray) -> np.ndarray:
+        return shift
+
+
+Named = list[tuple[str, Tensor]]
+SIZES = {"a": 2, "b": 3}
+T = torch.optim
+TORCH: dict[str, Callable[[Named, float], T.Optimizer]] = {
+    "SGD": lambda p, lr: T.SGD(p, lr=lr, momentum=0.9, weight_decay=0.1),
+    "Nesterov": lambda p, lr: T.SGD(p, lr=lr, momentum=0.5, nesterov=True),
+    "Adam": lambda p, lr: T.Adam(p, lr=lr),
+    "AMSGrad": lambda p, lr: T.Adam(p, lr=lr, amsgrad=True),
+    "AdamW": lambda p, lr: T.AdamW(p, lr=lr),
+    "NAdam": lambda p, lr: T.NAdam(p, lr=lr),
+    "RAdam": lambda p, lr: T.RAdam(p, lr=lr),
+    "Adamax": lambda p, lr: T.Adamax(p, lr=lr),
+    "Adagrad": lambda p, lr: T.Adagrad(p, lr=lr),
+    "Adadelta": lambda p, lr: T.Adadelta(p, lr=lr),
+    "Adafactor": lambda p, lr: T.Adafactor(p, lr=lr),
+    "RMSprop": lambda p, lr: T.RMSprop(p, lr=lr, momentum=0.5),
+    "Rprop": lambda p, lr: T.Rprop(p, lr=lr),
+    "ASGD": lambda p, lr: T.ASGD(p, lr=lr),
+    "LBFGS": lambda p, lr: T.LBFGS([x for _, x in p], lr=lr, max_iter=3),
+    "LBFGS, Wolfe": lambda p, lr: T.LBFGS([x for _, x in p], lr=lr, max_iter=3, line_search_fn="strong_wolfe"),
+}
+"""All dense optimisers of torch.optim for vectors; Muon takes matrices, and SparseAdam sparse gradients."""
+
+POLAR = Online("polar", scale=dict.fromkeys(SIZES, 30.0))
+AVERAGE = Online("average", scale=dict.fromkeys(SIZES, 30.0))
+OURS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "momentum": {"momentum": 0.8},
+    "decay": {"weight_decay": 0.1},
+    "tail": {"averaging": "tail"},
+    "the paper's step": {"exact": False},
+    "polar": {"metric": POLAR, "averaging": "tail"},
+    "average": {"metric": AVERAGE, "momentum": 0.5},
+    "safeguard": {"safeguard": True},
+}
 
 
 @dataclass
 class RandomRun:
-    """One run of MetaMD on one vector, and all that happened in it."""
+    """A run on two vectors, and every gradient of it: where it was taken, its loss and the factor of that."""
 
-    optimiser: MetaMD
-    metrics: np.ndarray
-    offsets: np.ndarray
-    centred: bool
-    steps: list[dict[str, Any]]
+    about: str
+    certificate: Callable[..., Certificate]
+    phi: MaxDiagonal | None  # None for the Euclidean norm
+    points: list[tuple[np.ndarray, np.ndarray, np.ndarray, float]]  # x, g, shift, factor
     loss: Loss
-    decay: float
-    end: np.ndarray
+    plain: bool  # whether it is plain mirror descent
 
-    def comparator(self, rng: np.random.Generator) -> np.ndarray:
-        """The minimiser of the loss, the end of the run, or any point."""
-        anywhere = self.loss.centre + rng.normal(size=len(self.end)) * np.exp(2 * rng.normal())
-        return [self.loss.centre, self.end, anywhere][rng.integers(3)]
+    @property
+    def start(self) -> np.ndarray:
+        return self.points[0][0]
 
-    def certificate(self, u: np.ndarray) -> Certificate:
-        return self.optimiser.certificate([torch.from_numpy(u)])
+    def metrics(self) -> np.ndarray:
+        """D_1 .. D_N over both vectors, (N, 5)."""
+        if self.phi is None:
+            return np.ones((1, 5))
+        return np.concatenate([self.phi.metric(n).detach().numpy() for n in SIZES], 1)
 
-    def definition(self, u: np.ndarray) -> Definition:
-        start, w1 = self.steps[0]["z"], self.steps[0]["w"]
-        c = start if self.centred else np.zeros_like(start)
+    def norm(self, delta: np.ndarray) -> float:
+        return float(np.sqrt((self.metrics() @ delta**2).max()))
 
-        def phi(x: np.ndarray) -> float:
-            return float((0.5 * self.metrics @ (x - c) ** 2 + self.offsets).max())
+    def regret(self, u: np.ndarray) -> float:
+        """sum_t s_t (f_t(x_t) - f_t(u)), from the losses alone."""
+        return sum(s * (self.loss.value(x, shift) - self.loss.value(u, shift)) for x, _, shift, s in self.points)
 
-        divergence = phi(u) - phi(start) - (w1 @ self.metrics * (start - c)) @ (u - start)
-        rate = np.mean([s["lr"] for s in self.steps])
-        realised = bound = losses = 0.0
-        size = abs(phi(u)) + abs(phi(start)) + np.abs(self.offsets).max()
-        for s in self.steps:
-            d = s["w"] @ self.metrics
-            pull = self.decay * d * s["z"]
-            v = s["lr"] * (s["g"] + pull)
-            realised += s["lr"] * (s["g"] @ (s["x"] - u) + pull @ (s["z"] - u))
-            bound += 0.5 * (v * v / d).sum() - s["lr"] * s["g"] @ (s["z"] - s["x"])
-            size += s["lr"] * np.abs(s["g"] + pull) @ (np.abs(s["x"]) + np.abs(s["z"]) + np.abs(u))
-            losses += s["lr"] * (self.loss.value(s["x"], s["shift"]) - self.loss.value(u, s["shift"]))
-        scaled = [float(q / rate) for q in (realised, divergence + bound, losses)]
-        return Definition(scaled[0], scaled[1], None if self.decay else scaled[2], float(size / rate))
+    def size(self) -> float:
+        return sum(s * (abs(self.loss.value(x, shift)) + np.abs(g) @ (np.abs(x) + 1)) for x, g, shift, s in self.points) + 1
 
 
-def random_run(seed: int, *, sums: type[Sums] | None = None, **options: Any) -> RandomRun:
-    """A run of one to four steps with random dimension, pieces, metrics, offsets, centre, schedule, decay and average."""
+def random_run(seed: int, *, sums: type[RunSums] = RunSums, linear: bool = False) -> RandomRun:
+    """A run of one to six steps, the optimiser, its options, the schedule, clipping and accumulation all drawn."""
     rng = np.random.default_rng(seed)
-    size, n = int(rng.integers(1, 201)), int(rng.integers(2, 6))
-    centred = bool(rng.integers(2))
-    logs = 2 * rng.random() * rng.normal(size=(n, size))
-    offsets = rng.normal(size=n) * rng.integers(2)
-    geometry = MaxDiagonal(n, centre="start" if centred else "origin")
-    phi = geometry.with_metrics({"x": torch.from_numpy(logs)}, torch.from_numpy(offsets))
-    x = torch.nn.Parameter(torch.from_numpy(rng.normal(size=size)))
-    decay = float(rng.integers(2) * rng.random())
-    average = AVERAGES[rng.integers(len(AVERAGES))]
-    loss = Loss(rng, size)
-    rates = loss.rate(rng, logs) * (np.ones(4) if rng.integers(2) else 1 / np.arange(1, 5))
-    optimiser = MetaMD([("x", x)], phi, weight_decay=decay, certify=True, check_finite=False, **{**average, **options})
-    if sums is not None:
-        optimiser._sums = sums(potential=optimiser._sums.potential)
-    steps, w = [], None
-    for lr in rates[: rng.integers(1, 5)]:
-        shift = rng.normal(size=size)
-        at = x.detach().numpy().copy()
-        z = optimiser.state[x]["z"].numpy().copy() if "z" in optimiser.state[x] else at
-        if w is None:
-            first = offsets if centred else 0.5 * np.exp(logs) @ at**2 + offsets
-            w = np.eye(n)[int(np.argmax(first))]
-        g = loss.grad(at, shift)
-        x.grad = torch.from_numpy(g)
-        optimiser.param_groups[0]["lr"] = float(lr)
-        optimiser.step()
-        scale = 1 - average.get("momentum", 0.0)
-        steps.append({"x": at, "z": z, "w": w, "g": g, "lr": lr / scale, "shift": shift})
-        if n > 1:
-            w = optimiser._active.weights
-    end = (optimiser.state[x]["z"] if "z" in optimiser.state[x] else x.detach()).numpy()
-    return RandomRun(optimiser, np.exp(logs), offsets, centred, steps, loss, decay, end.copy())
+    values = {n: rng.normal(size=size) for n, size in SIZES.items()}
+    params = {n: nn.Parameter(torch.from_numpy(x.copy())) for n, x in values.items()}
+    loss, rate = (Linear if linear else Loss)(rng, 5), float(np.exp(rng.normal() - 3))
+    pieces = int(rng.integers(1, 4))
+    fresh = MaxDiagonal(pieces, centre=("start", "origin")[rng.integers(2)])
+    logs = {n: torch.from_numpy(rng.normal(size=(pieces, size))) for n, size in SIZES.items()}
+    geometry = fresh.with_metrics(logs, torch.from_numpy(rng.normal(size=pieces) * rng.integers(2)))
+    clip = float(np.exp(rng.normal())) if rng.integers(3) == 0 else None
+    parts = int(rng.integers(1, 3))  # gradients of a step are accumulated over so many
+    factor, steps = [1.0], int(rng.integers(1, 7))
+    scale = (lambda: factor[0]) if clip is not None else None
+    phi: MaxDiagonal | None = geometry.bind(params)
+    plain = False
+    if rng.integers(2):
+        name = sorted(OURS)[rng.integers(len(OURS))]
+        options = OURS[name]
+        if "metric" in options:
+            geometry = Diagonal().with_metrics({n: x[:1] for n, x in logs.items()})
+        phi = geometry.bind(params)
+        plain = name == "plain" and clip is None
+        optimiser: Any = MetaMD(list(params.items()), geometry, rate, certify=scale is None, check_finite=False, **options)
+    else:
+        name = sorted(TORCH)[rng.integers(len(TORCH))]
+        optimiser = TORCH[name](list(params.items()), rate)
+        named = "param_names" in optimiser.param_groups[0] and rng.integers(2)
+        geometry, phi = (geometry, phi) if named else (Euclidean(), None)
+    if isinstance(optimiser, MetaMD) and scale is None:
+        old = optimiser._sums
+        optimiser._sums = sums(mirror=old.mirror)
+        certificate = optimiser.certificate
+    else:
+        run = certify_run(optimiser, geometry, scale=scale)
+        run._sums = sums()
+        certificate = run.certificate
+    found = []
+    schedule = np.ones(steps) if plain or rng.integers(2) else np.linspace(1, 0.1, steps)
+    first = [group["lr"] for group in optimiser.param_groups]
+    for t in range(steps):
+        shifts = rng.normal(size=(parts, 5))
 
+        def closure(shifts: np.ndarray = shifts) -> float:
+            x = np.concatenate([p.detach().numpy().copy() for p in params.values()])
+            g = sum((loss.grad(x, s) for s in shifts), np.zeros(5))
+            factor[0] = 1.0 if clip is None else min(1.0, clip / max(float(np.linalg.norm(g)), 1e-300))
+            for p, part in zip(params.values(), np.split(g * factor[0], [2]), strict=True):
+                p.grad = torch.from_numpy(part.copy())
+            found.extend((x, loss.grad(x, s), s, factor[0]) for s in shifts)
+            return sum(loss.value(x, s) for s in shifts)
 
-@dataclass
-class Bundle:
-    """Many runs of one piece in one optimiser: each vector has its own loss, rate and decay, and is a run of its own."""
-
-    optimiser: MetaMD
-    runs: dict[str, RandomRun]
-
-
-def random_bundle(seed: int, *, runs: int) -> Bundle:
-    rng = np.random.default_rng(seed)
-    names = [f"run{i}" for i in range(runs)]
-    starts = {n: rng.normal(size=int(rng.integers(1, 201))) for n in names}
-    logs = {n: 2 * rng.random() * rng.normal(size=(1, len(x))) for n, x in starts.items()}
-    average, steps = AVERAGES[rng.integers(len(AVERAGES))], int(rng.integers(1, 8))
-    schedule = np.ones(steps) if rng.integers(2) else np.linspace(1, 0.1, steps)
-    params = {n: torch.nn.Parameter(torch.from_numpy(x.copy())) for n, x in starts.items()}
-    losses = {n: Loss(rng, len(x)) for n, x in starts.items()}
-    rates = {n: loss.rate(rng, logs[n]) for n, loss in losses.items()}
-    decays = {n: float(rng.integers(2) * rng.random()) for n in names}
-    phi = MaxDiagonal(1, centre=["start", "origin"][rng.integers(2)]).with_metrics(
-        {n: torch.from_numpy(x) for n, x in logs.items()}
-    )
-    groups = [{"params": [(n, p)], "weight_decay": decays[n]} for n, p in params.items()]
-    optimiser = MetaMD(groups, phi, certify=True, check_finite=False, **average)
-    found: dict[str, list[dict[str, Any]]] = {n: [] for n in names}
-    scale = 1 - average.get("momentum", 0.0)
-    for factor in schedule:
-        for group, (n, p) in zip(optimiser.param_groups, params.items(), strict=True):
-            at, shift = p.detach().numpy().copy(), rng.normal(size=p.numel())
-            z = optimiser.state[p]["z"].numpy().copy() if "z" in optimiser.state[p] else at
-            g = losses[n].grad(at, shift)
-            p.grad, group["lr"] = torch.from_numpy(g), float(rates[n] * factor)
-            step = {"x": at, "z": z, "w": np.ones(1), "g": g, "lr": group["lr"] / scale, "shift": shift}
-            found[n].append(step)
-        optimiser.step()
-    ends = {n: (optimiser.state[p]["z"] if "z" in optimiser.state[p] else p.detach()).numpy() for n, p in params.items()}
-    parts = {
-        n: RandomRun(optimiser, np.exp(logs[n]), np.zeros(1), False, found[n], losses[n], decays[n], ends[n].copy())
-        for n in names
-    }
-    return Bundle(optimiser, parts)
+        for group, lr in zip(optimiser.param_groups, first, strict=True):
+            group["lr"] = lr * float(schedule[t])
+        if "LBFGS" in name or rng.integers(4) == 0:
+            optimiser.step(closure)
+        else:
+            closure()
+            optimiser.step()
+        if rng.integers(12) == 0:  # an edit from outside does no harm
+            with torch.no_grad():
+                params["a"].mul_(0.5)
+            plain = False
+    return RandomRun(f"{name}, seed {seed}", certificate, phi, found, loss, plain)

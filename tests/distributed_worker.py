@@ -130,21 +130,35 @@ def fsdp_after(rank, world, folder):
     return {"params": whole(model), "pieces": optimiser.active_pieces, "weights": optimiser._active.weights.tolist()}
 
 
-def certified(rank, world, folder):
+def certified(rank, world, folder, made=None):
     """A certificate of shards, and that of a run that went through a distributed checkpoint."""
-    _, model, optimiser = sharded(certify=True)
+    made = made or (lambda: sharded(certify=True)[1:])
+    (model, optimiser), (other, resumed) = made(), made()
     fit(model, optimiser, rank, world, range(15))
     names = dict(zip(("model", "optimiser"), get_state_dict(model, optimiser), strict=True))
     dcp.save(names, checkpoint_id=str(folder / "dcp"))
     fit(model, optimiser, rank, world, range(15, STEPS))
-    _, other, resumed = sharded(certify=True)
     template = dict(zip(("model", "optimiser"), get_state_dict(other, resumed), strict=True))
     dcp.load(template, checkpoint_id=str(folder / "dcp"))
     set_state_dict(other, resumed, model_state_dict=template["model"], optim_state_dict=template["optimiser"])
     fit(other, resumed, rank, world, range(15, STEPS))
     reference = small_model(seed=1, dtype=torch.float64)
-    found = {"one": optimiser.certificate(reference), "resumed": resumed.certificate(reference)}
+    found = {k: o.certificate(reference, radius=1.0) for k, o in (("one", optimiser), ("resumed", resumed))}
     return {k: {**dataclasses.asdict(c), "text": str(c)} for k, c in found.items()}
+
+
+def certified_pieces(rank, world, folder):
+    """One piece, whose state keeps nothing but what the certificate does, and a tail average."""
+    return certified(rank, world, folder, lambda: sharded(certify=True, pieces=1, averaging="tail")[1:])
+
+
+def certified_ddp(rank, world, folder):
+    def made():
+        geometry, model = geometry_and_model(pieces=1)
+        wrapped = DistributedDataParallel(model)
+        return wrapped, MetaMD(wrapped.named_parameters(), geometry, lr=0.1, certify=True)
+
+    return certified(rank, world, folder, made)
 
 
 def fsdp_nonfinite(rank, world, folder):

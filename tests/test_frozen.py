@@ -6,6 +6,7 @@ The artefacts are in `frozen/`, with the script that wrote them. Only the public
 import json
 import math
 import shutil
+from dataclasses import astuple
 
 import pytest
 import safetensors.torch
@@ -189,15 +190,21 @@ def saved(name):
     return torch.load(HERE / f"state-{name}.pt", weights_only=True)
 
 
-def assert_ended(name, optimiser, params):
+def assert_ended(name, optimiser, params, *, whole=False):
     expected, dtype = saved(name)["end"], CASES[name][1]
     found = problems.ended(name, optimiser, params)
     assert set(found) == set(expected)
     assert torch.equal(found["pieces"], expected["pieces"])
     assert_same(found["params"], expected["params"], dtype, name)
     assert_same(found["evaluated"], expected["evaluated"], dtype, name)
-    if "certificate" in expected:
-        torch.testing.assert_close(found["certificate"], expected["certificate"], rtol=1e-8, atol=1e-9, equal_nan=True)
+    if "certificate" in expected and whole and name not in problems.EDITED:
+        # The earlier certificate was that of mirror descent alone, and began again after a load or an edit.
+        bound, realised, _, published, lipschitz, *_ = expected["certificate"].tolist()
+        certificate = found["certificate"]
+        assert certificate.realised == pytest.approx(realised, rel=1e-6 if "kronecker" in name else 1e-8)
+        if certificate.mirror is not None:
+            assert astuple(certificate.mirror) == pytest.approx((bound, published, lipschitz), rel=1e-6)
+        assert (certificate.mirror is not None) == (name in ("certify", "certify-mixture", "certify-kronecker"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -225,7 +232,7 @@ def test_a_whole_run_is_the_same(name):
     if name not in EVALUATED:
         assert_same(problems.values(params), saved(name)["middle"], dtype, name)
     problems.walk(optimiser, schedule, params, grads, MIDDLE)
-    assert_ended(name, optimiser, params)
+    assert_ended(name, optimiser, params, whole=True)
 
 
 # the default recipe

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from metamd.learning.recorded import Recorder, learn, update
     from metamd.learning.reference import learn_start
     from metamd.learning.usage import learn_usage
-    from metamd.optimiser.certificate import Certificate
+    from metamd.optimiser.certificate import Certificate, certify_run
     from metamd.optimiser.guard import OffFamilyWarning
     from metamd.optimiser.optimiser import MetaMD, prepare
     from metamd.potentials import (
@@ -54,7 +54,7 @@ _PUBLIC = {
     ),
     "metamd.files.learned": ("LearnedOptimiser", "load"),
     "metamd.files.recorded_run": ("Run",),
-    "metamd.optimiser.certificate": ("Certificate",),
+    "metamd.optimiser.certificate": ("Certificate", "certify_run"),
     "metamd.optimiser.guard": ("OffFamilyWarning",),
     "metamd.optimiser.optimiser": ("MetaMD", "prepare"),
     "metamd.learning.meta": ("meta_train", "paper"),
@@ -125,6 +125,7 @@ __all__ = [
     "Run",
     "bregman",
     "certify",
+    "certify_run",
     "compare",
     "comparison",
     "data",

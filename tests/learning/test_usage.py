@@ -375,7 +375,7 @@ def test_parameters_without_numbers_are_in_nobodys_way():
     optimiser = metamd.MetaMD(model.named_parameters(), metamd.MaxDiagonal(2), lr=0.1, certify=True)
     model(data["a"][0]).square().mean().backward()
     optimiser.step()
-    assert optimiser.certificate(model).bound > 0
+    assert optimiser.certificate(radius=1.0).bound > 0
 
 
 def overfitted():

@@ -1,20 +1,26 @@
-"""Certificates in use: options of the optimiser, saving, edits from outside, comparators, what they refuse to say."""
+"""Certificates in use: options of the optimiser, any optimiser of torch, saving, edits, comparators, what they say."""
 
 import copy
 import io
 import json
+import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, PNorm
-from metamd.optimiser.certificate import Sums
-from metamd.potentials.base import Move
+import metamd
+from metamd import Diagonal, Euclidean, LearnedOptimiser, MaxDiagonal, MetaMD, NegativeEntropy, PNorm, certify_run
+from metamd.files.header import Radius
 from metamd.potentials.online import Online
 from tests.helpers import equal_parameters, random_basis, random_geometry, small_model, train
+
+POLAR = {n: 30.0 for n, _ in small_model().named_parameters()}
 
 
 def recorded(model, optimiser):
@@ -29,13 +35,8 @@ def recorded(model, optimiser):
     return steps
 
 
-def regret(steps, reference, rates=None):
-    rates = rates or [1.0] * len(steps)
-    return sum(
-        s * float((g * (x - reference[n].double())).sum())
-        for s, step in zip(rates, steps, strict=True)
-        for n, (g, x) in step.items()
-    )
+def regret(steps, reference):
+    return sum(float((g * (x - reference[n].double())).sum()) for step in steps for n, (g, x) in step.items())
 
 
 def near(model, seed=0):
@@ -43,250 +44,502 @@ def near(model, seed=0):
     return {n: (p.detach() + 0.2 * torch.randn(p.shape, generator=g).to(p.dtype)) for n, p in model.named_parameters()}
 
 
-OPTIONS = {
+GEOMETRIES = {
     "one piece": {"pieces": 1},
     "mixture": {"pieces": 3},
     "origin": {"pieces": 3, "centre": "origin"},
     "by role": {"pieces": 2, "tying": "role"},
-    "by channel": {"pieces": 2, "tying": "channel"},
 }
-RUNS = [{}, {"momentum": 0.9}, {"exact": False}]
+OPTIONS = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "decay": {"weight_decay": 0.1},
+    "the paper's step": {"exact": False},
+    "tail": {"averaging": "tail"},
+    "average": {"metric": Online("average", scale=POLAR)},
+    "polar": {"metric": Online("polar", scale=POLAR), "averaging": "tail"},
+}
+
+
+def certified(model, geometry=None, **options):
+    geometry = random_geometry(model, pieces=1 if "metric" in options else 3) if geometry is None else geometry
+    return MetaMD(model.named_parameters(), geometry, lr=0.1, certify=True, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("options", RUNS, ids=str)
-@pytest.mark.parametrize("geometry", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_realised_regret_is_that_of_the_gradients_used(dtype, options, geometry):
+    if "metric" in OPTIONS[options] and geometry != "one piece":
+        pytest.skip("online metrics have one piece")
     model = small_model(dtype=dtype)
-    optimiser = MetaMD(
-        model.named_parameters(), random_geometry(model, **OPTIONS[geometry]), lr=0.1, certify=True, **options
-    )
+    optimiser = certified(model, random_geometry(model, **GEOMETRIES[geometry]), **OPTIONS[options])
     steps = recorded(model, optimiser)
-    train(model, optimiser, 25)
+    train(model, optimiser, 12)
     reference = near(model)
-    certificate = optimiser.certificate(reference)
-    exact = dtype == torch.float64 or ("exact" in options and OPTIONS[geometry]["pieces"] > 1)
-    assert certificate.realised == pytest.approx(regret(steps, reference), rel=1e-9 if exact else 1e-4, abs=1e-3)
-    assert certificate.guaranteed == (certificate.uncovered == 0)
-    assert certificate.realised <= certificate.identity <= certificate.bound * (1 + 1e-4) or certificate.uncovered
-    assert certificate.steps == 25
+    found = optimiser.certificate(reference, radius=1.0)
+    assert found.realised == pytest.approx(regret(steps, reference), rel=1e-12, abs=1e-12)
+    assert found.steps == 12
+    assert found.guaranteed
+    plain = options in ("plain", "tail") and dtype != torch.bfloat16
+    assert (optimiser.certificate(reference).mirror is not None) == plain or options == "the paper's step"
+    assert 0 < found.rounding < 1e-9
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_learned_coordinates(dtype, pieces):
-    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(27, 2)).to(dtype)
-    geometry = random_basis(dict(model.named_parameters()), pieces=pieces)
-    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.02, weight_decay=0.1, certify=True)
-    start, steps = copy.deepcopy(model), recorded(model, optimiser)
-    for t in range(15):
-        x = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(t)).to(dtype)
+def test_learned_coordinates():
+    """The dual norm with dense matrices."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(27, 2)).double()
+    phi = random_basis(dict(model.named_parameters()), pieces=1)
+    optimiser = certified(model, phi)
+    steps = recorded(model, optimiser)
+    for t in range(5):
+        x = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(t)).double()
         optimiser.zero_grad()
         (model(x) - x.sum((1, 2, 3), keepdim=True)[:, :, 0, 0]).square().mean().backward()
         optimiser.step()
-    certificate = optimiser.certificate(start)
-    assert certificate.guaranteed
-    assert certificate.realised <= certificate.identity <= certificate.bound * (1 + 1e-4)
-    assert certificate.bound <= certificate.published
-    if pieces == 1:
-        phi = geometry
-
-        def pulled(n, x):  # wd D x
-            return 0.1 * phi.basis.out_of(n, phi.metric(n)[0].detach() * phi.basis.into(n, x))
-
-        ridge = [{n: (g + pulled(n, x), x) for n, (g, x) in step.items()} for step in steps]
-        assert certificate.realised == pytest.approx(regret(ridge, start.state_dict()), rel=1e-4)
+    start, square, path = {n: x for n, (_, x) in steps[0].items()}, 0.0, 0.0
+    for n, p in model.named_parameters():
+        eye = torch.eye(p.numel(), dtype=torch.float64).view(p.numel(), *p.shape)
+        d = torch.stack([phi.basis.out_of(n, phi.metric(n)[0].detach() * phi.basis.into(n, e)).flatten() for e in eye])
+        total = sum(step[n][0] for step in steps).flatten()
+        square += float(total @ torch.linalg.solve(d, total))
+        path += sum(float((g * (x - start[n])).sum()) for g, x in (step[n] for step in steps))
+    found = optimiser.certificate(radius=0.3)
+    assert found.bound - found.rounding == pytest.approx(path + 0.3 * math.sqrt(square), rel=1e-9)
 
 
-def test_learned_coordinates_with_an_average():
-    """The whole inequality from its terms: B(u || start) + 1/2 sum |lr g|^2 less the lag, with dense matrices."""
-    torch.manual_seed(0)
-    p = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
-    phi = random_basis({"p": p}, pieces=1)
-    phi = phi.bind([("p", p)])
-    eye = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
-    d = torch.stack([phi.basis.out_of("p", phi.metric("p")[0].detach() * phi.basis.into("p", e)).flatten() for e in eye])
-    torch.testing.assert_close(d, d.T)
-    scale, centre = torch.randn(2, 12, dtype=torch.float64)
-    rate = 0.5 / float(torch.linalg.eigvals(torch.linalg.solve(d, (scale**2).diag())).real.max())
-    lr = rate * (1 - 0.8)
-    optimiser = MetaMD([("p", p)], phi, lr=lr, certify=True, momentum=0.8)
-    start = z = p.detach().flatten().clone()
-    u = centre
-    realised = bound = losses = 0.0
-    for _ in range(20):
-        x = p.detach().flatten().clone()
-        g = scale**2 * (x - centre)
-        p.grad = g.view(3, 4).clone()
+def test_a_radius_for_every_tensor():
+    model = small_model(dtype=torch.float64)
+    optimiser = certified(model, Euclidean())
+    steps = recorded(model, optimiser)
+    train(model, optimiser, 7)
+    radii = {n: 0.1 * (i + 1) for i, (n, _) in enumerate(model.named_parameters())}
+    found = optimiser.certificate(radius=radii)
+    duals = {n: float(sum(step[n][0] for step in steps).norm()) for n in radii}
+    path = regret(steps, {n: x for n, (_, x) in steps[0].items()})
+    assert found.bound == pytest.approx(path + sum(radii[n] * duals[n] for n in radii), rel=1e-10)
+    assert found.per_layer["0.weight"].dual == pytest.approx(duals["0.weight"], rel=1e-12)
+    with pytest.raises(ValueError, match=r"the radius must name every tensor that was trained, but '0\.bias' is missing"):
+        optimiser.certificate(radius={"0.weight": 1.0})
+
+
+@pytest.mark.parametrize("potential", [Euclidean(), PNorm(1.5), NegativeEntropy("orthant")], ids=repr)
+def test_potentials_without_forms_have_the_euclidean_ball(potential):
+    p = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    optimiser = MetaMD([p], potential, lr=0.1, certify=True)
+    for _ in range(3):
+        p.grad = torch.ones(2, dtype=torch.float64)
         optimiser.step()
-        realised += float(g @ (x - u))
-        bound += float(0.5 * rate * g @ torch.linalg.solve(d, g) - g @ (z - x))
-        losses += float(0.5 * (scale * (x - centre)).square().sum())
-        z = z - rate * torch.linalg.solve(d, g)
-        torch.testing.assert_close(p.detach().flatten(), x + (1 - 0.8) * (z - x), rtol=1e-9, atol=1e-11)
-    bound += float(0.5 * (u - start) @ d @ (u - start)) / rate
-    found = optimiser.certificate([u.view(3, 4)])
-    assert found.realised == pytest.approx(realised, rel=1e-9)
-    assert found.bound == pytest.approx(bound, rel=1e-9)
-    assert losses <= found.realised <= found.bound
+    found = optimiser.certificate(radius=1.0)
+    assert found.per_layer["0"].dual == pytest.approx(3 * math.sqrt(2))
+    assert "in the Euclidean norm" in str(found)
+    assert (found.mirror is not None) == isinstance(potential, Euclidean)
 
 
-def test_the_comparison_above_rejects_a_telescoped_sum_of_half_precision():
-    """Where bfloat16 swallows every step, the parameters say that nothing happened; the kept sum knows better."""
+def test_sums_of_half_precision_are_not_lost():
+    """bfloat16 swallows every step, and its largest sum of ones is 256."""
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimiser = MetaMD([p], Euclidean(), lr=1e-4, certify=True)
-    for _ in range(100):
-        p.grad = torch.full((4,), 0.5, dtype=torch.bfloat16)
+    optimiser = MetaMD([p], Euclidean(), lr=1e-5, certify=True)
+    for _ in range(1000):
+        p.grad = torch.full((4,), 0.333984375, dtype=torch.bfloat16)
         optimiser.step()
-    assert torch.equal(p.detach(), torch.ones(4, dtype=torch.bfloat16))
-    certificate = optimiser.certificate([torch.zeros(4)])
-    assert certificate.realised == pytest.approx(100 * 0.5 * 4, rel=1e-12)
-    del optimiser.state[p]["certificate_sum"]
-    assert optimiser.certificate([torch.zeros(4)]).realised == pytest.approx(0)
+    assert optimiser.certificate([torch.zeros(4)]).realised == pytest.approx(1000 * 0.333984375 * 4, rel=1e-12)
 
 
-def test_sums_over_100_000_steps_of_bfloat16_are_not_lost():
-    """The largest bfloat16 sum of ones is 256; a float32 sum of these products would be off in the fifth digit."""
-    p = nn.Parameter(torch.tensor([1.0, -3.0], dtype=torch.bfloat16))
-    potential, store = Diagonal(tying="tensor").bind({"p": p}), {}
-    sums = Sums(potential=potential.fixed({"p": torch.ones(1, 1)}))
-    grads = [torch.tensor([1.0, k], dtype=torch.bfloat16) for k in (0.333984375, 3.015625)]
-    for t in range(100_000):
-        sums.observe(np.ones(1), {"p": Move(grads[t % 2], 1e-6)}, {"p": p}, {"p": store})
-    assert sums.steps == 100_000
-    assert torch.allclose(store["certificate_sum"], 5e4 * 1e-6 * (grads[0].double() + grads[1].double()), rtol=1e-7)
-    energy = 5e4 * 1e-12 * sum(float((g.double() ** 2).sum()) for g in grads)
-    assert sums.rows["p"].energy == pytest.approx(energy, rel=1e-6)
+def test_large_tensors_are_summed_in_chunks_and_whatever_their_strides():
+    g = torch.randn(3, 50_000, generator=torch.Generator().manual_seed(1))
+    for turn in (False, True):
+        values = torch.randn(50_000, 3).t() if turn else torch.randn(3, 50_000)
+        p = nn.Parameter(values)
+        optimiser = MetaMD([p], Euclidean(), lr=0.5, certify=True)
+        start = p.detach().clone()
+        for _ in range(2):
+            p.grad = torch.empty_like(p).copy_(g)
+            optimiser.step()
+        found = optimiser.certificate([start])
+        assert found.realised == pytest.approx(-0.5 * float(g.double().square().sum()), rel=1e-6)
+        assert torch.equal(optimiser.state[p]["certificate_sum"], 2 * g.double())
+
+
+# the tail average
+
+
+def test_the_tail_average_before_the_last_step_is_certified():
+    """f(mean) - f(u) for one convex f and every u of the ball, from the average's own weights."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(20, 4, generator=g).double(), torch.randn(20, generator=g).double()
+    x = nn.Parameter(torch.randn(4, generator=g).double())
+
+    def f(x):
+        return torch.nn.functional.softplus(a @ x - b).mean() + (a @ x).square().mean()
+
+    optimiser = MetaMD([("x", x)], Euclidean(), lr=0.3, averaging="tail", certify=True)
+    start = x.detach().clone()
+    for t in range(30):
+        optimiser.zero_grad()
+        f(x).backward()
+        before = optimiser.state[x]["mean"].clone() if t else None
+        optimiser.step()
+        found = optimiser.certificate(radius=1.0)
+        if before is None:
+            assert found.average is None
+            continue
+        for seed in range(5):
+            way = torch.randn(4, generator=torch.Generator().manual_seed(seed)).double()
+            assert float(f(before) - f(start + way / way.norm())) <= found.average + 1e-9
+    assert found.average < found.mean, "the average is better than the mean of the run"
+    assert "tail average as it was before the last step" in str(found)
+
+
+def test_an_average_that_begins_again_is_certified_from_there():
+    x = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimiser = MetaMD([("x", x)], Euclidean(), lr=0.1, averaging="tail", certify=True)
+    for t in range(6):
+        if t == 3:
+            with torch.no_grad():
+                x.mul_(2)
+        x.grad = x.detach().clone()
+        optimiser.step()
+        assert (optimiser.certificate(radius=1.0).average is None) == (t in (0, 3))
 
 
 # saving
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("options", [{"pieces": 1}, {"pieces": 3}, {"pieces": 3, "centre": "origin"}], ids=str)
-@pytest.mark.parametrize("kind", [{}, {"momentum": 0.9}, {"exact": False}], ids=str)
-def test_a_resumed_run_has_the_certificate_of_an_uninterrupted_one(dtype, options, kind):
-    model = small_model(dtype=dtype)
-    geometry = random_geometry(model, **options)
-    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.2, weight_decay=0.01, certify=True, **kind)
-    train(model, optimiser, 15)
+def saved_and_loaded(state):
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimiser": optimiser.state_dict()}, file)
+    torch.save(state, file)
     file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_resumed_run_has_the_certificate_of_an_uninterrupted_one(dtype, options):
+    model = small_model(dtype=dtype)
+    kind = OPTIONS[options]
+    geometry = random_geometry(model, pieces=1 if "metric" in kind else 3)
+    optimiser = certified(model, geometry, **kind)
+    train(model, optimiser, 6)
+    saved = saved_and_loaded({"model": model.state_dict(), "optimiser": optimiser.state_dict()})
     other = small_model(seed=9, dtype=dtype)
-    resumed = MetaMD(other.named_parameters(), geometry, certify=True, **kind)
+    resumed = certified(other, geometry, **kind)
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimiser"])
     reference = near(model)
-    assert resumed.certificate(reference) == optimiser.certificate(reference)
-    train(model, optimiser, 15, first=15)
-    train(other, resumed, 15, first=15)
+    train(model, optimiser, 6, first=6)
+    train(other, resumed, 6, first=6)
     assert equal_parameters(model, other)
-    assert resumed.certificate(reference) == optimiser.certificate(reference)
-    assert resumed.certificate(reference).steps == 30
+    assert resumed.certificate(reference, radius=1.0) == optimiser.certificate(reference, radius=1.0)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_copies_go_on_with_the_same_certificate(copier):
     model = small_model()
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.2, certify=True)
-    train(model, optimiser, 10)
+    optimiser = certified(model)
+    train(model, optimiser, 5)
     other, copied = copier((model, optimiser))
-    train(model, optimiser, 10, first=10)
+    train(model, optimiser, 5, first=5)
     reference = near(model)
-    assert copied.certificate(reference).steps == 10
-    train(other, copied, 10, first=10)
-    assert copied.certificate(reference) == optimiser.certificate(reference)
+    assert copied.certificate(reference).steps == 5
+    train(other, copied, 5, first=5)
+    assert copied.certificate(reference, radius=2.0) == optimiser.certificate(reference, radius=2.0)
+
+
+CHECKPOINTED = {
+    "one piece": (lambda m: random_geometry(m, pieces=1), {}),
+    "origin": (lambda m: random_geometry(m, centre="origin"), {}),
+    "Euclidean": (lambda m: Euclidean(), {}),
+    "sum": (lambda m: Diagonal(), {"metric": Online("sum", scale=POLAR)}),
+    "tail": (lambda m: Diagonal(), {"averaging": "tail"}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CHECKPOINTED)
+@pytest.mark.filterwarnings("ignore:.*torch.distributed is")
+def test_certified_runs_resume_through_distributed_checkpoints(dtype, case, tmp_path):
+    """In one process; test_distributed.py has DDP and FSDP2."""
+    geometry, options = CHECKPOINTED[case]
+
+    def made():
+        model = small_model(dtype=dtype)
+        return model, certified(model, geometry(model), **options)
+
+    (model, optimiser), (other, resumed) = made(), made()
+    train(model, optimiser, 5)
+    state = dict(zip(("model", "optimiser"), get_state_dict(model, optimiser), strict=True))
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    template = dict(zip(("model", "optimiser"), get_state_dict(other, resumed), strict=True))
+    dcp.load(template, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    set_state_dict(other, resumed, model_state_dict=template["model"], optim_state_dict=template["optimiser"])
+    train(model, optimiser, 5, first=5)
+    train(other, resumed, 5, first=5)
+    assert equal_parameters(model, other)
+    reference = near(model)
+    assert resumed.certificate(reference, radius=1.0) == optimiser.certificate(reference, radius=1.0)
+
+
+def test_the_empty_step_that_a_checkpoint_takes_is_none():
+    """torch.distributed.checkpoint steps a fresh optimiser with zero gradients and lr 0: the mean must not count it."""
+    model = small_model()
+    optimiser = certified(model)
+    get_state_dict(model, optimiser)
+    with pytest.raises(ValueError, match="no gradient was counted yet"):
+        optimiser.certificate(radius=1.0)
+    train(model, optimiser, 3)
+    assert optimiser.certificate(radius=1.0).steps == 3
 
 
 def test_a_run_continued_from_a_state_dict_without_sums_begins_again():
     model = small_model()
-    plain = MetaMD(model.named_parameters(), random_geometry(model), lr=0.2)
-    train(model, plain, 10)
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.2, certify=True)
+    plain = MetaMD(model.named_parameters(), random_geometry(model), lr=0.1)
+    train(model, plain, 5)
+    optimiser = certified(model, random_geometry(model))
     optimiser.load_state_dict(plain.state_dict())
-    train(model, optimiser, 5, first=10)
-    certificate = optimiser.certificate(near(model))
-    assert (certificate.steps, certificate.restarts, certificate.guaranteed) == (5, 1, True)
-    assert "without certify=True" in str(certificate)
-    other = MetaMD(model.named_parameters(), random_geometry(model), lr=0.2, certify=True, exact=False)
-    other.load_state_dict(optimiser.state_dict())
-    train(model, other, 5, first=15)
-    assert "the run was continued with exact=False" in str(other.certificate(near(model)))
-    assert "certificate" in optimiser.state_dict()["param_groups"][0]
+    steps = recorded(model, optimiser)
+    train(model, optimiser, 4, first=5)
+    reference = near(model)
+    found = optimiser.certificate(reference)
+    assert found.steps == 4
+    assert found.realised == pytest.approx(regret(steps, reference), rel=1e-12)
+    assert "Earlier steps do not count: the run was continued from a state_dict without these sums" in str(found)
+    assert found.mirror is None
     plain.load_state_dict(optimiser.state_dict())
     assert "certificate" not in plain.state_dict()["param_groups"][0], "the sums of earlier steps would be taken for all"
 
 
-def test_online_metrics_have_no_certificate():
-    model = small_model()
-    online = Online("sum", scale={n: 20.0 for n, _ in model.named_parameters()})
-    with pytest.raises(ValueError, match=r"certify=True covers the learned metric, .* got an online metric"):
-        MetaMD(model.named_parameters(), Diagonal(), metric=online, certify=True)
-    optimiser = MetaMD(model.named_parameters(), Diagonal(), lr=0.1, certify=True)
-    train(model, optimiser, 2)
+def test_sums_of_an_earlier_version_begin_again():
+    model = small_model(dtype=torch.bfloat16)
+    optimiser = certified(model)
+    train(model, optimiser, 3)
     state = optimiser.state_dict()
-    for group in state["param_groups"]:  # as the version that certified such runs wrote it
-        group["certificate"] = json.dumps({**json.loads(group["certificate"]), "rule": "sum 0123", "momenta": [0.0]})
-    plain = MetaMD(model.named_parameters(), Diagonal(), lr=0.1)
-    plain.load_state_dict(state)
-    train(model, plain, 1)
-    with pytest.raises(ValueError, match="has the certificate of an online metric"):
-        optimiser.load_state_dict(state)
-    train(model, optimiser, 1)  # it is as it was
+    for group in state["param_groups"]:  # as that version wrote it
+        group["certificate"] = json.dumps({"paper": False, "steps": 3, "rows": {}, "weights": [1.0]})
+    optimiser.load_state_dict(state)
+    steps = recorded(model, optimiser)
+    train(model, optimiser, 2, first=3)
+    reference = near(model)
+    assert optimiser.certificate(reference).realised == pytest.approx(regret(steps, reference), rel=1e-12)
 
 
-# edits from outside
+# edits from outside, and whatever else the old certificates were wrong about
 
 
-@pytest.mark.parametrize("options", [{"pieces": 1}, {"pieces": 3}, {"pieces": 3, "centre": "origin"}], ids=str)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_an_edit_from_outside_restarts_the_certificate_and_says_so(options, momentum):
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"averaging": "tail"}], ids=str)
+def test_an_edit_from_outside_does_no_harm(options):
     model = small_model(dtype=torch.float64)
-    geometry = random_geometry(model, **options)
-    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1, momentum=momentum, certify=True)
-    train(model, optimiser, 10)
+    optimiser = certified(model, random_geometry(model, pieces=1), **options)
+    steps = recorded(model, optimiser)
+    train(model, optimiser, 5)
     with torch.no_grad():
         model[0].weight.mul_(1.5)
-    steps = recorded(model, optimiser)
-    train(model, optimiser, 12, first=10)
+    train(model, optimiser, 5, first=5)
     reference = near(model)
-    certificate = optimiser.certificate(reference)
-    assert (certificate.steps, certificate.restarts, certificate.guaranteed) == (12, 1, True)
-    assert certificate.realised == pytest.approx(regret(steps, reference), rel=1e-9)
-    assert "restarted 1 times, last because a parameter was changed or added from outside" in str(certificate)
+    found = optimiser.certificate(reference)
+    assert (found.steps, found.mirror) == (10, None)
+    assert found.realised == pytest.approx(regret(steps, reference), rel=1e-12)
 
 
-def test_an_edit_that_torch_does_not_count_is_found_in_the_sums():
+@pytest.mark.parametrize("edit", ["data", "after load_state_dict", "after deepcopy"])
+def test_edits_that_nobody_notices_take_the_papers_bounds_away(edit):
     model = small_model(dtype=torch.float64)
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model, pieces=1), lr=0.1, certify=True)
-    train(model, optimiser, 10)
-    assert optimiser.certificate(near(model)).guaranteed
-    model[0].weight.data = model[0].weight.data * 1.5
-    train(model, optimiser, 10, first=10)
-    certificate = optimiser.certificate(near(model))
-    assert not certificate.guaranteed
-    assert "no guarantee: start, end and gradients of the run do not fit together" in str(certificate)
-
-
-def test_parameters_changed_after_the_last_step_are_refused():
-    model = small_model()
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.1, certify=True)
+    optimiser = certified(model, random_geometry(model, pieces=1))
     train(model, optimiser, 5)
-    best = copy.deepcopy(model.state_dict())
-    assert optimiser.certificate(best).steps == 5
-    model.load_state_dict({n: x + 1 for n, x in best.items()})
-    with pytest.raises(ValueError, match=r"'0\.weight' was changed after the last step"):
-        optimiser.certificate(best)
+    assert optimiser.certificate(near(model)).mirror is not None
+    if edit == "after load_state_dict":
+        optimiser.load_state_dict(optimiser.state_dict())
+    if edit == "after deepcopy":
+        model, optimiser = copy.deepcopy((model, optimiser))
+    model[0].weight.data = model[0].weight.data * 1.5
+    train(model, optimiser, 5, first=5)
+    assert optimiser.certificate(near(model)).mirror is None
+    assert optimiser.certificate(near(model)).guaranteed
 
 
-# comparators
+def test_frozen_tensors_that_the_reference_moves_are_named():
+    model = small_model(dtype=torch.float64)
+    model[0].requires_grad_(False)
+    optimiser = certified(model)
+    steps = recorded(model, optimiser)
+    train(model, optimiser, 5)
+    reference = near(model)
+    found = optimiser.certificate(reference, radius=1.0)
+    assert found.realised == pytest.approx(regret(steps, reference), rel=1e-12)
+    words = str(found)
+    assert "here '0.weight', '0.bias' had none" in words
+    assert "The reference differs there, in '0.weight', '0.bias'" in words
+    assert "and with this model in those outside the optimiser" in words
+    same = {**reference, **{f"0.{n}": p for n, p in model[0].named_parameters()}}
+    assert "The reference differs there" not in str(optimiser.certificate(same))
+    model[0].requires_grad_(True)
+    train(model, optimiser, 5, first=5)
+    late = optimiser.certificate(radius=1.0)
+    assert "Losses of steps in which '0.weight', '0.bias' had no gradient must not depend on it." in str(late)
+
+
+def test_clipped_gradients_are_weights():
+    """f = 50 (x - 9)^2 from 0, clipped to length 1: unweighted, the sums say nothing of sum f."""
+    for given in (False, True):
+        x, factor = nn.Parameter(torch.zeros(1, dtype=torch.float64)), [1.0]
+        opt = torch.optim.SGD([x], lr=0.1)
+        run = certify_run(opt, scale=(lambda factor=factor: factor[0]) if given else None)
+        weighted = weight = 0.0
+        for _ in range(20):
+            opt.zero_grad()
+            loss = 50 * (x - 9).square().sum()
+            loss.backward()
+            length = nn.utils.clip_grad_norm_([x], 1.0)
+            factor[0] = min(1.0, 1.0 / (float(length) + 1e-6))
+            weighted, weight = weighted + factor[0] * loss.item(), weight + factor[0]
+            opt.step()
+        found = run.certificate([torch.tensor([9.0])], radius=9.0)
+        assert weighted <= found.realised <= found.bound
+        if given:
+            assert found.weight == pytest.approx(weight)
+            assert weighted / weight <= found.mean
+            assert "weighted by their factors" in str(found)
+        else:
+            assert "clipped in norm or scaled weigh their losses by that factor" in str(found)
+
+
+def test_maximising_certifies_the_negative_loss_and_games_are_none():
+    p = nn.Parameter(torch.tensor([0.5, -1.0], dtype=torch.float64))
+    optimiser = MetaMD([p], MaxDiagonal(2), lr=0.1, maximize=True, certify=True)
+    reference, total = torch.ones(2, dtype=torch.float64), 0.0
+    for _ in range(10):
+        optimiser.zero_grad()
+        gain = -(p - reference).square().sum()
+        gain.backward()
+        total -= gain.item()
+        optimiser.step()
+    found = optimiser.certificate([reference], radius=3.0)
+    assert total <= found.realised <= found.bound
+    assert "about its negative" in str(found)
+    model = small_model()
+    named = list(model.named_parameters())
+    game = MetaMD([{"params": named[:2]}, {"params": named[2:], "maximize": True}], Euclidean(), 0.1, certify=True)
+    train(model, game, 3)
+    assert "a game, and not the regret of one loss" in str(game.certificate(radius=1.0))
+
+
+def test_a_diverged_run_has_no_guarantee():
+    x = nn.Parameter(torch.ones(1))
+    run = certify_run(opt := torch.optim.SGD([x], lr=1.0))
+    x.grad = torch.tensor([math.inf])
+    opt.step()
+    found = run.certificate(radius=1.0)
+    assert not found.guaranteed
+    assert "No guarantee: the sums are not finite" in str(found)
+
+
+# any optimiser of torch
+
+
+def test_certify_run_counts_every_evaluation_of_a_closure():
+    x, seen = nn.Parameter(torch.tensor([3.0, -1.0], dtype=torch.float64)), []
+    opt = torch.optim.LBFGS([x], max_iter=4, line_search_fn="strong_wolfe")
+    run = certify_run(opt)
+
+    def closure():
+        opt.zero_grad()
+        loss = torch.cosh(x).sum()
+        loss.backward()
+        seen.append((x.detach().clone(), x.grad.clone(), loss.item()))
+        return loss
+
+    for _ in range(3):
+        opt.step(closure)
+    opt.step(closure=closure)
+    u = torch.zeros(2, dtype=torch.float64)
+    found = run.certificate([u], radius=4.0)
+    assert found.steps == len(seen) > 4
+    assert found.realised == pytest.approx(sum(float(g @ (at - u)) for at, g, _ in seen), rel=1e-12)
+    assert found.mean_loss == pytest.approx(sum(loss for *_, loss in seen) / len(seen))
+    assert sum(loss - 2.0 for *_, loss in seen) <= found.realised
+
+
+def test_certify_run_and_metamd_itself_agree():
+    model = small_model()
+    optimiser = certified(model, momentum=0.5)
+    run = certify_run(optimiser)
+    train(model, optimiser, 6)
+    reference = near(model)
+    inside, outside = (o.certificate(reference, radius=2.0) for o in (optimiser, run))
+    assert (inside.bound, inside.realised) == (outside.bound, outside.realised)
+    run.remove()
+    train(model, optimiser, 1, first=6)
+    assert run.certificate(radius=1.0).steps == 6
+
+
+def test_certify_run_goes_on_from_its_state():
+    def made():
+        model = small_model()
+        optimiser = torch.optim.Adam(model.named_parameters(), lr=0.01)
+        return model, optimiser, certify_run(optimiser, random_geometry(model))
+
+    model, optimiser, run = made()
+    train(model, optimiser, 4)
+    saved = saved_and_loaded([model.state_dict(), optimiser.state_dict(), run.state_dict()])
+    other, again, resumed = made()
+    for thing, state in zip((other, again, resumed), saved, strict=True):
+        thing.load_state_dict(state)
+    train(model, optimiser, 4, first=4)
+    train(other, again, 4, first=4)
+    reference = near(model)
+    assert resumed.certificate(reference, radius=2.0) == run.certificate(reference, radius=2.0)
+    stranger = certify_run(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
+    with pytest.raises(ValueError, match=r"these sums are of a run with a parameter '0\.bias', but the optimiser has '0'"):
+        stranger.load_state_dict(saved[2])
+
+
+def test_certify_run_refuses_what_it_cannot_count():
+    layer = nn.Embedding(4, 2, sparse=True)
+    opt = torch.optim.SparseAdam(list(layer.parameters()))
+    run = certify_run(opt)
+    layer(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"certify_run needs dense real gradients, but that of '0' is sparse"):
+        opt.step()
+    run.remove()
+    opt.step()
+    with pytest.raises(TypeError, match="certify_run needs a torch optimiser, got Linear"):
+        certify_run(nn.Linear(2, 2))
+
+
+def test_loss_scales_that_an_optimiser_takes_off_itself_are_weights():
+    """GradScaler leaves gradients scaled for fused optimisers, and tells them which steps to skip."""
+    x = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    run = certify_run(opt := torch.optim.SGD([x], lr=0.1))
+    for found_inf in (0.0, 1.0, 0.0):
+        opt.grad_scale, opt.found_inf = torch.tensor(8.0), torch.tensor(found_inf)
+        x.grad = torch.full((2,), math.nan if found_inf else 8.0, dtype=torch.float64)
+        run._count(None)
+    found = run.certificate([torch.zeros(2)])
+    assert found.weight == 16
+    assert found.realised / found.weight == pytest.approx(2.0)
+
+
+def test_parameters_that_join_later():
+    model, extra = small_model(), nn.Linear(3, 1)
+    for run_of in (lambda o: o, certify_run):
+        optimiser = MetaMD(model.named_parameters(), MaxDiagonal(2), lr=0.1, certify=True)
+        run = run_of(optimiser)
+        train(model, optimiser, 3)
+        optimiser.add_param_group({"params": [(f"extra.{n}", p) for n, p in extra.named_parameters()]})
+        model(torch.ones(2, 5)).sum().backward()
+        extra(torch.ones(3)).sum().backward()
+        optimiser.step()
+        assert "Losses of steps in which 'extra.weight', 'extra.bias' had no gradient" in str(run.certificate(radius=1.0))
+        optimiser.zero_grad()
+
+
+# comparators and words
 
 
 def test_a_reference_may_be_given_in_several_ways():
     model = small_model()
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.1, certify=True)
+    optimiser = certified(model)
     train(model, optimiser, 5)
     other = small_model(seed=1)
     first = optimiser.certificate(other.state_dict())
@@ -306,298 +559,90 @@ def test_a_reference_may_be_given_in_several_ways():
 
 def test_what_is_missing_is_said():
     model = small_model()
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.1, certify=True)
-    with pytest.raises(ValueError, match="no step was taken yet"):
+    optimiser = certified(model)
+    with pytest.raises(ValueError, match="no gradient was counted yet"):
         optimiser.certificate(model)
     train(model, optimiser, 1)
-    for arguments in ({}, {"reference": model, "radius": 1.0}):
-        with pytest.raises(ValueError, match="a reference or a radius, and not both"):
-            optimiser.certificate(**arguments)
-    with pytest.raises(ValueError, match="radius must be finite and not negative, got -1"):
-        optimiser.certificate(radius=-1)
+    with pytest.raises(ValueError, match=r"no file has given a radius. Run metamd certify FILE FAMILY"):
+        optimiser.certificate()
+    for wrong in (-1.0, math.nan, {"0.weight": -1.0}):
+        with pytest.raises(ValueError, match="radius must be finite and not negative"):
+            optimiser.certificate(radius=wrong)
     with pytest.raises(ValueError, match="Build MetaMD with certify=True"):
         MetaMD(model.named_parameters(), Euclidean()).certificate(model)
-    with pytest.raises(ValueError, match=r"potential of quadratic forms .* got PNorm"):
-        MetaMD(model.named_parameters(), PNorm(1.5), certify=True)
 
 
-@pytest.mark.parametrize("options", [{"pieces": 1}, {"pieces": 3}, {"pieces": 3, "centre": "origin"}], ids=str)
-def test_a_radius_covers_every_comparator_within_it(options):
-    model = small_model(dtype=torch.float64)
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model, **options), lr=0.1, certify=True)
-    start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    train(model, optimiser, 20)
-    phi = optimiser.potential
-    directions = [near(model, seed) for seed in range(20)]
-    rho = max(float(2 * phi.divergence(u, start).detach()) ** 0.5 for u in directions)
-    ball = optimiser.certificate(radius=rho)
-    assert ball.guaranteed
-    assert ball.identity is None
-    assert "every u within the radius" in str(ball)
-    singles = [optimiser.certificate(u) for u in directions]
-    assert max(c.realised for c in singles) <= ball.realised
-    assert max(c.bound for c in singles) <= ball.bound * (1 + 1e-12)
-    if options["pieces"] == 1:
-        # The worst comparator is known: start - rho D^-1 sum g / |sum g|. It attains the largest regret.
-        total = {n: phi.metric(n)[0] * (start[n] - p.detach()) for n, p in model.named_parameters()}
-        length = sum(float((s**2 / phi.metric(n)[0]).sum()) for n, s in total.items()) ** 0.5
-        worst = {n: start[n] - rho / length * s / phi.metric(n)[0] for n, s in total.items()}
-        assert optimiser.certificate(worst).realised == pytest.approx(ball.realised, rel=1e-10)
-        assert ball.realised <= ball.bound
+def with_radius(model, **said):
+    radius = {"quantile": 2.0, "scales": {n: 0.5 for n, _ in model.named_parameters()}, "confidence": 0.95, "tasks": 39}
+    statement = {"about": "next task", "quantity": "loss after 50 steps", "bound": 0.25, "verdict": "holds"}
+    made = {"radius": {**radius, "reference": "a longer run", **said}, "statements": [{**statement, "confidence": 0.95}]}
+    learned = LearnedOptimiser.from_potential(random_geometry(model, pieces=1))
+    return replace(learned, header=replace(learned.header, held_out={"certificates": {"digits": made}}))
 
 
-# the variants
-
-
-def grouped(model, lrs, pieces):
-    named = list(model.named_parameters())
-    groups = [{"params": named[:2], "lr": lrs[0]}, {"params": named[2:], "lr": lrs[1]}]
-    return MetaMD(groups, random_geometry(model, pieces=pieces), certify=True)
-
-
-def test_rates_of_groups_are_metrics_for_one_piece_and_scales_of_gradients_for_several():
-    model = small_model(dtype=torch.float64)
-    one = grouped(model, (0.1, 0.3), 1)
-    steps = recorded(model, one)
-    train(model, one, 15)
-    reference = near(model)
-    certificate = one.certificate(reference)
-    assert certificate.realised == pytest.approx(regret(steps, reference), rel=1e-9)
-    assert "bounds the regret of l when the losses are convex" in certificate.holds
-    model = small_model(dtype=torch.float64)
-    several = grouped(model, (0.1, 0.3), 3)
-    steps = recorded(model, several)
-    train(model, several, 15)
-    reference = near(model)
-    certificate = several.certificate(reference)
-    scaled = [{n: (g * (1 / 3 if n.startswith("0.") else 1.0), x) for n, (g, x) in step.items()} for step in steps]
-    assert certificate.realised == pytest.approx(regret(scaled, reference), rel=1e-9)
-    assert certificate.guaranteed
-    assert "not the regret of a loss" in certificate.holds
-    assert "scaled" in certificate.form
-
-
-def test_schedules_weigh_the_steps():
-    model = small_model(dtype=torch.float64)
-    optimiser = grouped(model, (0.1, 0.3), 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda t: max(0.0, min(t, 10 - t)) / 5)  # begins and ends at 0
-    steps, rates = recorded(model, optimiser), []
-    for t in range(11):
-        rates.append(optimiser.param_groups[0]["lr"])
-        train(model, optimiser, 1, first=t)
-        schedule.step()
-    reference = near(model)
-    certificate = optimiser.certificate(reference)
-    weights = [r / np.mean(rates[1:-1]) for r in rates]
-    assert certificate.steps == 9
-    assert certificate.realised == pytest.approx(regret(steps, reference, weights), rel=1e-9)
-    assert "weighted by lr_t / mean lr" in certificate.form
-    assert "Unweighted, B(u || z_t) would be needed" in certificate.holds
-    optimiser.param_groups[0]["lr"] = 1.0  # one group alone leaves the common schedule
-    train(model, optimiser, 1, first=11)
-    assert "not the regret of a loss" in optimiser.certificate(near(model)).holds
-
-
-def test_maximising_certifies_the_negative_loss():
-    p = nn.Parameter(torch.tensor([0.5, -1.0], dtype=torch.float64))
-    optimiser = MetaMD([p], MaxDiagonal(2), lr=0.1, maximize=True, certify=True)
-    reference, total = torch.ones(2, dtype=torch.float64), 0.0
-    for _ in range(10):
-        optimiser.zero_grad()
-        gain = -(p - reference).square().sum()
-        gain.backward()
-        total -= gain.item()
-        optimiser.step()
-    certificate = optimiser.certificate([reference])
-    assert total <= certificate.realised <= certificate.bound
-    assert "regret of -l" in certificate.holds
-
-
-def test_weight_decay_is_part_of_what_is_certified():
-    model = small_model(dtype=torch.float64)
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model, pieces=1), lr=0.1, weight_decay=0.5, certify=True)
-    steps = recorded(model, optimiser)
-    train(model, optimiser, 20)
-    reference, d = near(model), {n: optimiser.potential.metric(n)[0] for n, _ in model.named_parameters()}
-    ridge = [{n: (g + 0.5 * d[n] * x, x) for n, (g, x) in step.items()} for step in steps]
-    certificate = optimiser.certificate(reference)
-    assert certificate.realised == pytest.approx(regret(ridge, reference), rel=1e-9)
-    assert "l + wd/2 |theta|^2_D" in certificate.holds
-
-
-@pytest.mark.parametrize(
-    ("options", "rate", "formula"),
-    [
-        ({"momentum": 0.9}, 0.2, "B(u || start)/eta + eta/2 sum |g_t|^2_(t,*) + lag"),
-        ({}, 0.02, "B(u || start)/lr + lr/2 sum |g_t|^2_(t,*)"),
-    ],
-)
-def test_the_printed_formula_gives_the_printed_bound(options, rate, formula):
-    curvature = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    x = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
-    optimiser = MetaMD([("x", x)], Diagonal(), lr=0.02, certify=True, **options)
-    start, squares, lag = x.detach().clone(), 0.0, 0.0
-    for _ in range(20):
-        optimiser.zero_grad()
-        (curvature * x * x / 2).sum().backward()
-        z = optimiser.state[x].get("z", x.detach())
-        squares, lag = squares + float(x.grad @ x.grad), lag + float(x.grad @ (x.detach() - z))
-        optimiser.step()
-    certificate = optimiser.certificate([torch.zeros(2, dtype=torch.float64)])
-    assert certificate.lag == pytest.approx(lag)
-    bound = float(start @ start) / 2 / rate + rate / 2 * squares + lag
-    printed = str(certificate).splitlines()
-    words, number = printed[1].split(" = ")
-    assert words.split(maxsplit=1)[1].rstrip() == formula
-    assert float(number) == pytest.approx(bound, rel=1e-4)
-    assert any("eta = lr/(1 - momentum)" in line for line in printed) == ("eta" in formula)
-    assert any(line.startswith("  lag  ") for line in printed) == ("lag" in formula)
-
-
-def test_frozen_late_and_absent_tensors():
-    for centre in ("start", "origin"):
-        model = small_model(dtype=torch.float64)
-        model[0].requires_grad_(False)
-        optimiser = MetaMD(model.named_parameters(), random_geometry(model, centre=centre), lr=0.1, certify=True)
-        steps = recorded(model, optimiser)
-        train(model, optimiser, 10)
-        reference = near(model)
-        certificate = optimiser.certificate(reference)
-        assert certificate.realised == pytest.approx(regret(steps, reference), rel=1e-9)
-        assert certificate.guaranteed
-        assert sum(p.bound for p in certificate.per_layer.values()) == pytest.approx(certificate.bound)
-        model[0].requires_grad_(True)
-        train(model, optimiser, 10, first=10)
-        certificate = optimiser.certificate(near(model))
-        assert certificate.guaranteed
-        # Centred at the start, a tensor that joins stands at the centre; elsewhere it shifts the forms.
-        assert certificate.steps == (20 if centre == "start" else 10)
-        assert ("got its first gradient after the run had begun" in str(certificate)) == (centre == "origin")
-
-
-def test_pieces_that_change_while_a_tensor_is_absent_restart_the_certificate():
-    model = small_model(dtype=torch.float64)
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.3, certify=True)
-    train(model, optimiser, 20)
-    assert (optimiser._active.weights > 0).sum() > 1
-    x = torch.randn(16, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    optimiser.zero_grad()
-    model(x).square().mean().backward()
-    model[0].bias.grad = None
-    optimiser.step()
-    train(model, optimiser, 3, first=20)
-    certificate = optimiser.certificate(near(model))
-    assert (certificate.steps, certificate.restarts, certificate.guaranteed) == (3, 1, True)
-    assert "had no gradient" in certificate.restarted
-
-
-def test_a_tensor_that_joins_off_centre_restarts_the_certificate():
-    """After a restart the centre is not where the tensors stand, and their part of y moves with the weights."""
-    model = small_model(dtype=torch.float64)
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.3, certify=True)
-    train(model, optimiser, 10)
-    with torch.no_grad():
-        model[0].weight.mul_(1.1)
-    model[2].requires_grad_(False)
-    optimiser.zero_grad()
-    train(model, optimiser, 5, first=10)
-    assert (optimiser.certificate(near(model)).steps, optimiser.certificate(near(model)).guaranteed) == (5, True)
-    model[2].requires_grad_(True)
-    train(model, optimiser, 5, first=15)
-    certificate = optimiser.certificate(near(model))
-    assert (certificate.steps, certificate.restarts, certificate.guaranteed) == (5, 2, True)
-
-
-def test_what_a_convex_loss_has_to_do_with_it_is_said_for_partial_runs_and_games():
-    model = small_model(dtype=torch.float64)
-    named = list(model.named_parameters())
-    model[0].requires_grad_(False)
-    optimiser = MetaMD(named, random_geometry(model, pieces=1), lr=0.1, certify=True)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimiser, 0.9)
-    for t in range(4):
-        model[0].requires_grad_(t > 1)
-        train(model, optimiser, 1, first=t)
-        schedule.step()
-    certificate = optimiser.certificate(near(model))
-    assert "did not depend on a tensor while it had no gradient" in certificate.holds
-    assert "scaled" not in certificate.form
-    game = MetaMD(
-        [{"params": named[:2]}, {"params": named[2:], "maximize": True}], random_geometry(model), 0.1, certify=True
+def test_a_file_with_a_radius_certifies_without_being_asked():
+    model = small_model()
+    optimiser = certified(model, with_radius(model))
+    train(model, optimiser, 5)
+    found = optimiser.certificate(mean_loss=0.5)
+    assert found == replace(optimiser.certificate(radius=dict.fromkeys(POLAR, 1.0), mean_loss=0.5), source=found.source)
+    lines = str(found).splitlines()
+    assert lines[1] == "  To expect, convex or not: loss after 50 steps <= 0.25 with probability 95 %."
+    assert lines[2].startswith(
+        "  No model within the radius of every tensor of the start (with probability 95 % over 39 held-out tasks and this "
+        "one, its reference solution, a longer run, lies there) would have had a mean loss, on this run's own batches, "
     )
-    train(model, game, 3)
-    assert "a game, not the regret of a loss" in game.certificate(near(model)).holds
+    assert "if the loss were convex. In general this bounds the linearised loss." in lines[2]
 
 
-def test_clipping_safeguard_and_added_groups():
-    model, extra = small_model(dtype=torch.float64), nn.Linear(3, 1).double()
-    optimiser = MetaMD(model.named_parameters(), MaxDiagonal(2), lr=0.1, certify=True, safeguard=True)
-    steps = recorded(model, optimiser)
-    for t in range(10):
+@pytest.mark.parametrize("said", [{"quantile": "x"}, {"quantile": -1.0}, {"scales": [1]}, {"more": 1}, {"tasks": 1.5}])
+def test_a_radius_of_a_file_is_not_trusted(said):
+    assert with_radius(small_model()).header.radius is not None
+    assert with_radius(small_model(), **said).header.radius is None
+
+
+def test_where_it_says_nothing_it_says_so():
+    model = small_model()
+    optimiser = certified(model)
+    losses = []
+
+    def closure():
         optimiser.zero_grad()
-        model(torch.randn(8, 5, dtype=torch.float64)).square().mean().mul(10.0**t).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 3.0)
-        optimiser.step()
-    certificate = optimiser.certificate(near(model))
-    assert certificate.guaranteed
-    assert certificate.realised <= certificate.bound
-    assert all(sum(float((g * g).sum()) for g, _ in step.values()) <= 9.001 for step in steps)
-    optimiser.add_param_group({"params": [(f"extra.{n}", p) for n, p in extra.named_parameters()]})
-    extra(torch.ones(3, dtype=torch.float64)).sum().backward()
-    optimiser.step()
-    named = {**dict(model.named_parameters()), **{f"extra.{n}": p for n, p in extra.named_parameters()}}
-    assert optimiser.certificate(named).guaranteed
+        loss = model(torch.ones(2, 5)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(4):
+        optimiser.step(closure)
+    wide, narrow = optimiser.certificate(radius=100.0), optimiser.certificate(radius=0.0)
+    assert wide.mean_loss == pytest.approx(np.mean(losses))
+    assert wide.says_nothing
+    assert "that says nothing here: the run's own mean loss is" in str(wide)
+    assert not narrow.says_nothing
+    assert "less than" in str(narrow), "the start itself was worse than the run"
+    train(model, optimiser, 1)
+    assert "only if it is below the run's own mean loss" in str(optimiser.certificate(radius=1.0))
 
 
-def test_euclidean_is_one_metric_of_ones():
-    certificates = []
-    for geometry in (Euclidean(), Diagonal()):
-        model = small_model(dtype=torch.float64)
-        optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1, weight_decay=0.1, certify=True)
-        train(model, optimiser, 10)
-        certificates.append(optimiser.certificate(small_model(seed=2, dtype=torch.float64)))
-    one, two = certificates
-    assert one.bound == pytest.approx(two.bound, rel=1e-12)
-    assert one.realised == pytest.approx(two.realised, rel=1e-12)
-    assert one.published == pytest.approx(one.bound)  # all metrics are the smallest
+def test_the_prepared_pair_is_certified():
+    model = small_model()
+    learned = with_radius(model)
+    optimiser, schedule = metamd.prepare(model.named_parameters(), learned, steps=6, certify=True)
+    for t in range(6):
+        train(model, optimiser, 1, first=t)
+        schedule.step()
+    assert optimiser.certificate().steps == 6
+    assert isinstance(learned.header.radius, Radius)
 
 
 def test_fused_steps_have_the_certificate_of_plain_ones():
     found = []
     for fused in (False, True):
         model = small_model(dtype=torch.float64)
-        optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.2, fused=fused, certify=True)
-        train(model, optimiser, 40)
-        found.append(optimiser.certificate(small_model(seed=2, dtype=torch.float64)))
+        optimiser = certified(model, fused=fused)
+        train(model, optimiser, 20)
+        found.append(optimiser.certificate(small_model(seed=2, dtype=torch.float64), radius=1.0))
     plain, fused = found
-    assert fused.guaranteed
     assert fused.bound == pytest.approx(plain.bound, rel=1e-6)
-    assert fused.realised == pytest.approx(plain.realised, rel=1e-6)
-
-
-def test_large_tensors_are_summed_in_chunks():
-    p = nn.Parameter(torch.randn(3, 50_000, generator=torch.Generator().manual_seed(0)))
-    g = torch.randn(3, 50_000, generator=torch.Generator().manual_seed(1))
-    optimiser = MetaMD([p], MaxDiagonal(2), lr=0.5, certify=True)
-    start = p.detach().clone()
-    for _ in range(2):
-        p.grad = g.clone()
-        optimiser.step()
-    certificate = optimiser.certificate([start])
-    assert certificate.realised == pytest.approx(-0.5 * float(g.double().square().sum()), rel=1e-6)
-    assert certificate.bound == pytest.approx(0.5 * float(g.double().square().sum()), rel=1e-6)
-
-
-def test_it_prints_what_is_guaranteed():
-    model = small_model()
-    optimiser = MetaMD(model.named_parameters(), random_geometry(model), lr=0.1, certify=True)
-    train(model, optimiser, 30)
-    text = str(optimiser.certificate(near(model)))
-    assert text.startswith("regret certificate (exact mirror descent, T = 30)\n")
-    for part in (
-        "bound      B(u || start)/lr + lr/2 sum |g_t|^2_(t,*)",
-        "realised   sum <g_t, x_t - u>",
-        "ratio 0.",
-        "steps not covered (piece changed under the paper's step): 0",
-        "holds for u, any gradients; bounds the regret of l when the losses are convex",
-    ):
-        assert part in text
+    assert fused.mirror.bound == pytest.approx(plain.mirror.bound, rel=1e-6)

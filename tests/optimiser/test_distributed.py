@@ -25,7 +25,7 @@ from tests.helpers import small_model
 from tests.processes import PATIENCE
 
 MODES = {
-    "ddp": ("ddp", "ddp_kronecker", "ddp_nonfinite"),
+    "ddp": ("ddp", "ddp_kronecker", "ddp_nonfinite", "certified_ddp"),
     "fsdp": (
         "fsdp",
         "fsdp_channel",
@@ -40,6 +40,7 @@ MODES = {
         "checkpoint_online",
         "checkpoint_edited",
         "certified",
+        "certified_pieces",
     ),
 }
 """The cases that one launch of two processes runs, one after another."""
@@ -181,18 +182,23 @@ def test_sharded_polar_steps_are_not_those_of_the_shards(ranks):
     assert not close(ranks("checkpoint_online")[0]["polar"]["params"], model.state_dict())
 
 
-def test_certificates_of_shards_are_those_of_one_process(ranks):
-    first, second = ranks("certified")
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [("certified", {}), ("certified_pieces", {"averaging": "tail"}), ("certified_ddp", {})],
+)
+def test_certificates_of_shards_and_of_resumed_runs_are_those_of_one_process(ranks, case, options):
+    first, second = ranks(case)
     assert first == second
     assert first["one"] == first["resumed"]
-    geometry, model = geometry_and_model()
-    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1, certify=True)
+    geometry, model = geometry_and_model(**({} if case == "certified" else {"pieces": 1}))
+    optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1, certify=True, **options)
     fit(model, optimiser, 0, 1)
-    single = optimiser.certificate(small_model(seed=1, dtype=torch.float64))
-    for field in ("bound", "realised", "identity", "published", "lipschitz"):
+    single = optimiser.certificate(small_model(seed=1, dtype=torch.float64), radius=1.0)
+    for field in ("bound", "realised", *(["average"] if options else [])):
         assert first["one"][field] == pytest.approx(getattr(single, field), rel=1e-8), field
+    assert first["one"]["mirror"] == pytest.approx(dataclasses.asdict(single.mirror), rel=1e-8)
     assert first["one"]["guaranteed"]
-    assert (first["one"]["steps"], first["one"]["restarts"]) == (STEPS, 0)
+    assert first["one"]["steps"] == STEPS
 
 
 def test_the_two_ranks_see_different_data():

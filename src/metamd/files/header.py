@@ -1,6 +1,7 @@
 """The header of a learned-optimiser file: what was learned, on which model and family, how, and at what cost."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Container, Mapping
@@ -30,6 +31,39 @@ SIDES: dict[str, tuple[str, ...]] = {"identity": (), "right": ("right",), "both"
 
 TABLES = {"tensors": "key", "model": "name", "factors": "key", "start": "name"}
 """Fields that map names to shapes; in JSON they are lists, since the order of a model's layers matters."""
+
+
+@dataclass(frozen=True)
+class Radius:
+    """How far solutions lie from their starts: N_l(solution - start) <= quantile scales[l] for all tensors l together.
+
+    N_l is the learned metric of the tensor. The quantile is split conformal, so that the next task obeys it with probability
+    `confidence`, over the held-out tasks and the next one.
+    """
+
+    quantile: float
+    scales: Mapping[str, float]  # by name of the tensor, fixed on other tasks
+    confidence: float
+    tasks: int  # m, the held-out tasks
+    reference: str  # what found the solutions, in words
+
+    def __post_init__(self) -> None:
+        numbers = [self.quantile, self.confidence, *self.scales.values()]
+        if not all(type(x) is float and 0 <= x < math.inf for x in numbers) or type(self.tasks) is not int:
+            raise ValueError("a radius must have numbers that are finite and not negative. Make one with metamd certify.")
+
+    @property
+    def by_tensor(self) -> dict[str, float]:
+        """rho_l by tensor."""
+        return {n: self.quantile * s for n, s in self.scales.items()}
+
+    @property
+    def source(self) -> str:
+        """Where it is from, in words."""
+        return (
+            f"with probability {100 * self.confidence:.3g} % over {self.tasks} held-out tasks and this one, its reference "
+            f"solution, {self.reference}, lies there"
+        )
 
 
 @dataclass(frozen=True)
@@ -135,6 +169,31 @@ class Header:
         basis = Basis(self.basis, factors=empty)  # type: ignore[arg-type]
         stored = {k: s[1:] for k, s in self.tensors.items()}
         match(self.tying, basis.slots(self.tying, self.model), self.model, stored, lenient=True)
+
+    @property
+    def radius(self) -> Radius | None:
+        """What the last certificate in the file says of the distance of solutions; None if it says nothing."""
+        found = self._certificate().get("radius")
+        try:
+            return Radius(**found) if isinstance(found, Mapping) else None
+        except (TypeError, ValueError, AttributeError):
+            return None
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """What the last certificate in the file says of the next task, in words."""
+        rows = self._certificate().get("statements")
+        return tuple(
+            f"{row['quantity']} <= {row['bound']:.4g} with probability {100 * row['confidence']:.3g} %"
+            for row in (rows if isinstance(rows, list) else ())
+            if isinstance(row, Mapping) and (row.get("about"), row.get("verdict")) == ("next task", "holds")
+            if _number(row.get("bound")) and _number(row.get("confidence")) and isinstance(row.get("quantity"), str)
+        )
+
+    def _certificate(self) -> Mapping[str, Any]:
+        made = self.held_out.get("certificates")
+        last = list(made.values())[-1] if isinstance(made, Mapping) and made else {}
+        return last if isinstance(last, Mapping) else {}
 
     def to_dict(self) -> dict[str, Any]:
         """The header in plain JSON types, structural fields first."""

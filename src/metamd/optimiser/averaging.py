@@ -69,6 +69,11 @@ def follow(params: Iterable[tuple[Tensor, dict[str, Any]]], step: int) -> None:
         torch._foreach_lerp_(means, points, tail_share(step - since))
 
 
+def last_share(store: dict[str, Any], steps: int) -> float:
+    """The weight that the tail average of a parameter gave, after so many steps, to the point where it is; 0 without one."""
+    return tail_share(steps - store["since"]) if "mean" in store else 0.0
+
+
 def to_average(param: Tensor, store: dict[str, Any]) -> None:
     """Put the tail average of a parameter in its place, and keep the iterate."""
     store["z"] = param.detach().clone()

@@ -1,275 +1,328 @@
-"""The regret certificate of a run: the sums that are taken along in float64 while it goes on, and the bounds they give.
+"""The certificate of a run: what its own gradients say against every model near its start, whatever the optimiser did.
 
-A step moves the dual point by v_t = lr g_t + lr wd D(w_t) z_t, so that y_{t+1} = y_t - v_t. Each tensor keeps sum |v_t|^2
-in the local dual norm and in the Euclidean one, and sum <v_t, z_t - start>. Gradients at an average x_t add
-sum <lr g_t, z_t - x_t>. sum v_t is y_1 - y_{T+1} and needs no buffer, unless half precision or the paper's step break
-that. The theorems and their proofs are in docs/concepts/certificates.md.
+Gradients g_t of f_t are taken at x_t, and c is the start. A run keeps, tensor by tensor and in float64,
+
+    S = sum_t <g_t, x_t - c>,    G = sum_t g_t.
+
+For convex f_t and every u, sum_t (f_t(x_t) - f_t(u)) <= sum_t <g_t, x_t - u> = S - <G, u - c>. The largest value over the
+ball N(u - c) <= rho is S + rho N*(G), N* the dual norm. Nothing is assumed of the steps. Where they were plain mirror
+descent, the bounds of the paper stand beside it. Proofs are in docs/concepts/certificates.md.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from metamd.files.usage import Average
-from metamd.potentials.base import Active, Move, Moves, Params, Potential
+from metamd.files.header import Header
+from metamd.files.learned import LearnedOptimiser
+from metamd.optimiser import binding
+from metamd.potentials.base import Active, Moves, Params, Potential
 from metamd.potentials.classical import Euclidean
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
-from metamd.potentials.forms import Array, combine, grouped_squares, half_forms
+from metamd.potentials.forms import Array, combine
 from metamd.potentials.sharding import is_sharded, local, local_part, sum_shards
 from metamd.potentials.tying import Rename, clean_name, some
 
-START, SUM = "certificate_start", "certificate_sum"
-"""Where the state of a parameter keeps theta_1, if that is not its centre, and sum v_t, where that is kept."""
+START, SUM, AVERAGED = "certificate_start", "certificate_sum", "certificate_averaged"
+"""Where the state of a parameter keeps its start, if that is not the potential's centre; G; and the tail average of G."""
 
-SHARED = "(shared)"
-"""The row of `Certificate.per_layer` for what belongs to no tensor: offsets, tensors that never moved, rounding."""
+VERSION = 2
+"""Of the text in a state_dict. The first kept the sums of mirror descent alone."""
 
 Reference = Mapping[str, Tensor] | nn.Module | Iterable[Tensor]
-Stores = Mapping[str, dict[str, Any]]
-_CHUNK = 2**16  # numbers that stay in the cache: about 1 MB for the four rows of a chunk in float32
-_SAME = 1e-12  # rates that differ by rounding alone
+Scale = float | Tensor | Callable[[], float | Tensor]
+_CHUNK = 2**16  # numbers whose two float64 rows stay in the cache
+_ROUNDOFF = 2.0**-53
+_PATH, _SQUARE, _AWAY, _AVERAGE, _SHARES = range(5)
+"""Of a row: S, sum |g|^2, sum |x - c|^2; S under the weights of the tail average, and the sum of these weights."""
+
+
+class Seen(NamedTuple):
+    """A parameter in a step, with the gradient that was taken where it is."""
+
+    name: str
+    param: Tensor
+    grad: Tensor | None
+    store: dict[str, Any]  # where its tensors are kept
+    ascent: bool = False  # whether the optimiser maximises
+    share: float | None = None  # the weight of this point in the tail average of the parameters; 0 if that begins later
 
 
 @dataclass
-class Row:
-    """The sums of one tensor."""
+class RunSums:
+    """The sums of a run, one object for every optimiser; tensors of a parameter's size lie in its `store`.
 
-    energy: float = 0.0  # sum v'D(w_t)^-1 v
-    square: float = 0.0  # sum v'v
-    path: float = 0.0  # sum <v, z_t - start>
-    lag: float = 0.0  # sum <lr g, z_t - x_t>; zero unless gradients are taken at an average
-    rate: float = 0.0  # the first lr that was not zero; later ones are multiples of it
-
-
-@dataclass
-class Sums:
-    """The sums of a run since it began, or since its parameters were last changed from outside.
-
-    An optimiser binds its potential, calls `before` and `after` around every step, and saves `encode()`.
+    `add` is called once for every gradient, before the step; it reads nothing back from the device.
     """
 
-    paper: bool = False  # whether the run takes the paper's step
     steps: int = 0  # T
-    rows: dict[str, Row] = field(default_factory=dict)  # of the tensors that had a gradient
-    weights: list[float] = field(default_factory=list)  # w_1, the active pieces at the start
-    factors: float = 0.0  # sum lr_t / lr_1
-    squared_rates: float = 0.0  # sum lr_t^2, the largest rate of each step counting
-    lipschitz: float = 0.0  # the largest |v_t|^2 / lr_t^2
-    constant: bool = True  # whether no rate ever changed
-    proportional: bool = True  # whether the rates of all tensors changed by the same factors
-    equal: bool = True  # whether all tensors had the same rate in every step
-    decay: float = 0.0  # the largest weight decay
+    names: list[str] = field(default_factory=list)  # of the tensors that had a gradient
+    table: Tensor = field(default_factory=lambda: torch.zeros(0, 5, dtype=torch.float64))  # their sums, a row for each
+    seen: dict[str, int] = field(default_factory=dict)  # in how many steps a tensor had a gradient
+    weight: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # the sum of the known factors
+    losses: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # the sum of those that are known
+    counted: int = 0  # how many losses were known
+    scaled: bool = False  # whether the factors of the gradients are known
     ascent: bool = False  # whether some tensor was maximised
     descent: bool = False  # whether some tensor was minimised
-    partial: bool = False  # whether some tensor had no gradient, or no rate, in a step in which others had
-    uncovered: int = 0  # steps in which the piece changed under the paper's step
-    restarts: int = 0  # how often the sums began again
-    reason: str = ""  # why they last did
-    potential: MaxDiagonal | None = None  # phi, with its metrics evaluated; neither saved nor copied
-    last: tuple[Array, frozenset[str]] = (np.ones(1), frozenset())  # w_t and the tensors of the step that is being taken
+    reason: str = ""  # why earlier steps of the run do not count; empty if they do
+    mirror: "MirrorSums | None" = None  # for the paper's bounds, while the steps are those of plain mirror descent
+    square: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # |g_t|^2 of the last step
+    header: Header | None = None  # of the file, with its radius; not saved
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "potential": None}  # bound anew, with the optimiser
-
-    def bind(self, bound: Potential, named: Params) -> None:
-        """Take the optimiser's potential, as one of quadratic forms: the theorem's local norms need these."""
-        if isinstance(bound, Euclidean):
-            ones = {
-                n: torch.ones((1,) * (1 + p.ndim), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-                for n, p in named.items()
-            }
-            bound = Diagonal(tying="tensor").bind(named).fixed(ones)
-        if not isinstance(bound, MaxDiagonal):
-            raise ValueError(
-                f"certify=True needs a potential of quadratic forms (Diagonal, MaxDiagonal, Kronecker, Euclidean), got "
-                f"{type(bound).__name__}. For others there is no guarantee to print: leave certify=False."
-            )
-        self.potential = bound
-
-    def restart(self, reason: str) -> None:
-        """Forget the sums: what follows is a run of its own. Before the first step there is nothing to forget."""
-        if self.steps:
-            fresh = Sums(self.paper, restarts=self.restarts + 1, reason=reason, potential=self.potential)
-            self.__dict__.update(vars(fresh))
-
-    # during the run
-
-    def before(self, active: Active | None, moves: Moves, named: Params, stores: Stores) -> None:
-        """Count a step that is about to be taken. `moves` has the tensors with a gradient, which was taken at `named`."""
-        weights = np.ones(1) if active is None else active.weights
-        if active is not None and self.paper:
-            weights = np.eye(len(active.forms))[int(np.argmax(active.forms))]
-        self.observe(weights, moves, named, stores)
-        self.last = weights, frozenset(moves)
-
-    def observe(self, weights: Array, moves: Moves, named: Params, stores: Stores) -> None:
-        """Add up a step under weights w_t; a step whose rates are all zero is none."""
-        phi = self.potential
-        assert phi is not None
-        rates = {n: abs(float(move.lr)) for n, move in moves.items()}
-        if max(rates.values()) == 0:
+    @torch.no_grad()
+    def add(
+        self, seen: Sequence[Seen], *, scale: float | Tensor | None = None, loss: Any = None, counts: bool = True
+    ) -> None:
+        """Count one gradient; without `counts` it is none, as in the empty step that torch's checkpoints take."""
+        moving = [s for s in seen if s.grad is not None]
+        if any(SUM not in s.store and s.name in self.seen for s in seen):
+            self._restart(seen, "the state of a parameter was lost")
+        for s in moving:
+            if SUM not in s.store:
+                _open(s.store, s.param, averaged=s.share is not None)
+        if not counts or not moving:
             return
-        joining = [n for n in moves if n not in self.rows]
-        shifted = [n for n in joining if not _at_centre(stores[n], named[n])]
-        if self.steps and shifted and phi.pieces > 1:
-            self.restart(f"{shifted[0]!r} got its first gradient after the run had begun")
-            joining = list(moves)
-        if not self.steps:
-            self.weights = [float(w) for w in weights]
-        self.partial = self.partial or bool(self.steps and joining)
-        for n in joining:
-            # Half precision rounds iterates as coarsely as steps move them.
-            coarse = named[n].dtype not in (torch.float32, torch.float64)
-            _open(stores[n], named[n], keep_sum=coarse or (self.paper and phi.pieces > 1))
-        self._note(rates, moves)
-        terms = _numbers({n: _terms(phi, n, weights, m, named[n], stores[n]) for n, m in moves.items()})
-        if any(is_sharded(named[n]) for n in moves):
-            parts = {n: torch.tensor(row, dtype=torch.float64) for n, row in terms.items()}
-            terms = {n: row.tolist() for n, row in sum_shards(parts, named).items()}
-        self.add(terms, max(rates.values()))
-
-    def _note(self, rates: Mapping[str, float], moves: Moves) -> None:
-        """What the rates and decays of a step change in what can be claimed."""
-        top = max(rates.values())
-        factor = max(
-            (rate / self.rows[n].rate for n, rate in rates.items() if n in self.rows and self.rows[n].rate), default=1.0
-        )
-        for n, rate in rates.items():
-            known = n in self.rows
-            row = self.rows.setdefault(n, Row())
-            if rate > 0 and row.rate == 0:
-                row.rate = rate / (factor or 1.0)
-                self.proportional = self.proportional and not known and factor > 0
-        factors = [rate / self.rows[n].rate for n, rate in rates.items() if self.rows[n].rate > 0]
-        self.factors += max(factors)
-        self.constant = self.constant and all(abs(f - 1) <= _SAME for f in factors)
-        self.proportional = self.proportional and max(factors) - min(factors) <= _SAME * max(factors)
-        self.equal = self.equal and top - min(rates.values()) <= _SAME * top
-        self.squared_rates += top**2
-        self.partial = self.partial or len(moves) < len(self.rows) or min(rates.values()) == 0
-        for n, move in moves.items():
-            if rates[n] > 0:
-                self.decay = max(self.decay, float(move.decay) / rates[n])
-                self.ascent, self.descent = self.ascent or float(move.lr) < 0, self.descent or float(move.lr) > 0
-
-    def add(self, terms: Mapping[str, list[float]], top: float) -> None:
-        """Add energy, square, path and lag of every tensor in a step whose largest rate is `top`."""
-        squares = 0.0
-        for n, (energy, square, path, lag) in terms.items():
-            row = self.rows[n]
-            row.energy, row.square = row.energy + energy, row.square + square
-            row.path, row.lag = row.path + path, row.lag + lag
-            squares += square
-        self.lipschitz = max(self.lipschitz, squares / top**2)
+        found = _products(moving)
+        if any(is_sharded(s.param) for s in moving):
+            parts = {s.name: row for s, row in zip(moving, found, strict=True)}
+            found = torch.stack(list(sum_shards(parts, {s.name: s.param for s in moving}).values()))
+        self.square = found[:, _SQUARE].sum()
+        if new := [s.name for s in moving if s.name not in self.seen]:
+            self.names += new
+            self.table = torch.cat([self.table.to(found), found.new_zeros(len(new), 5)])
+        self.seen.update({s.name: self.seen.get(s.name, 0) + 1 for s in moving})
+        self.table = self.table.to(found.device)
+        if [s.name for s in moving] == self.names:
+            self.table[:, :3] += found
+        else:
+            self.table[[self.names.index(s.name) for s in moving], :3] += found
+        if any(s.share is not None for s in seen):
+            self._follow(seen, {s.name: row[_PATH] for s, row in zip(moving, found, strict=True)})
+        self.ascent = self.ascent or any(s.ascent for s in moving)
+        self.descent = self.descent or not all(s.ascent for s in moving)
+        if loss is not None:
+            self.losses, self.counted = _plus(self.losses, loss), self.counted + 1
+        self.scaled = scale is not None
+        self.weight = _plus(self.weight, 1.0 if scale is None else scale)
         self.steps += 1
 
-    def after(self, active: Active | None) -> None:
-        """Look at the active pieces after the step."""
-        weights, moved = self.last
-        if active is None or len(weights) == 1 or bool((active.weights == weights).all()):
-            return
-        if self.paper:
-            self.uncovered += 1
-        elif still := [n for n in self.rows if n not in moved]:
-            # It was held where it is, and its part of y changed with the weights: that is not a mirror step of phi.
-            self.restart(f"the active pieces changed in a step in which {still[0]!r} had no gradient")
+    def _follow(self, seen: Sequence[Seen], paths: Mapping[str, Tensor]) -> None:
+        """Give S and G of a step the weights that a tail average of the parameters has given to its point."""
+        for s in seen:
+            if s.share is None or s.name not in self.seen or AVERAGED not in s.store:
+                continue
+            s.store[AVERAGED] = s.store[AVERAGED].to(s.param.device)
+            mean = local(s.store[AVERAGED]).mul_(1 - s.share)
+            if s.grad is not None:
+                mean.add_(local(s.grad).double(), alpha=-s.share if s.ascent else s.share)
+            row = self.table[self.names.index(s.name)]
+            row[_AVERAGE] = row[_AVERAGE] * (1 - s.share) + s.share * paths.get(s.name, 0.0)
+            row[_SHARES] = row[_SHARES] * (1 - s.share) + s.share if s.share else 0.0
 
     # saving
 
     def encode(self) -> str:
-        """All sums as text, for a state_dict; numbers keep every digit."""
-        return json.dumps({k: v for k, v in vars(self).items() if k not in ("potential", "last")}, default=vars)
+        """All numbers as text, for a state_dict: no digit is lost, and no optimiser casts it."""
+        plain = {k: v for k, v in vars(self).items() if k not in ("header", "mirror")}
+        kept = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in plain.items()}
+        mirror = None if self.mirror is None else self.mirror.encode()
+        return json.dumps({"version": VERSION, **kept, "mirror": mirror})
 
     def resumed(self, saved: str | None, steps: int) -> Self:
         """The sums with which a run goes on after so many steps; `saved` is None where it was saved without any."""
-        fresh = type(self)(self.paper, potential=self.potential)
-        if saved is None:
+        fresh = type(self)(header=self.header, mirror=self.mirror and MirrorSums())
+        kept = {} if saved is None else json.loads(saved)
+        if kept.pop("version", 1) != VERSION:
             if steps:
-                fresh.restarts, fresh.reason = 1, "the run was continued from a state_dict without certify=True"
+                fresh.reason = "the run was continued from a state_dict without these sums"
+                fresh.mirror = None
             return fresh
-        kept = json.loads(saved)
-        if kept.get("rule"):
-            raise ValueError(
-                "this state_dict has the certificate of an online metric, and certify=True covers the learned metric alone. "
-                "Build MetaMD with certify=False to go on with the run."
-            )
-        # An earlier version kept sums for online metrics beside these.
-        kept["rows"] = {n: Row(**{f.name: row[f.name] for f in fields(Row)}) for n, row in kept["rows"].items()}
-        found = type(self)(**{k: v for k, v in kept.items() if k in vars(fresh)})
-        found.potential = self.potential
-        if found.paper != self.paper:
-            found.restart(f"the run was continued with exact={not self.paper}")
-            found.paper = self.paper
-        return found
+        mirror, tensors = kept.pop("mirror"), ("weight", "losses", "square", "table")
+        fresh.__dict__.update({k: torch.tensor(v, dtype=torch.float64) if k in tensors else v for k, v in kept.items()})
+        fresh.mirror = None if mirror is None or self.mirror is None else MirrorSums.decode(mirror)
+        return fresh
+
+    def _restart(self, seen: Sequence[Seen], reason: str) -> None:
+        """Begin anew, where sums of earlier steps no longer belong together."""
+        forget_stores(s.store for s in seen)
+        self.__dict__.update(vars(RunSums(header=self.header, reason=reason)))
+
+    def forget(self, reason: str) -> None:
+        """After an edit from outside: the sums go on, for they assume nothing of the steps, but mirror descent has ended."""
+        if self.steps and self.mirror is not None:
+            self.mirror.broken = reason
+
+
+def rate_is_set(group: Mapping[str, Any]) -> bool:
+    """Whether a group's rate is not zero; one that is a tensor is not read."""
+    rate = group.get("lr", 1.0)
+    return isinstance(rate, Tensor) or rate != 0
+
+
+def forget_stores(stores: Iterable[dict[str, Any]]) -> None:
+    """Drop the tensors of sums that no longer count."""
+    for store in stores:
+        for key in (START, SUM, AVERAGED):
+            store.pop(key, None)
+
+
+def _plus(total: Tensor, term: Any) -> Tensor:
+    """A sum in float64 that stays where its terms are."""
+    return total.to(term.device) + term.detach() if isinstance(term, Tensor) else total + term
+
+
+def _open(store: dict[str, Any], param: Tensor, *, averaged: bool) -> None:
+    """Remember where a tensor starts; the potential's centre serves, if that is the same point."""
+    if not ("start" in store and torch.equal(local(store["start"]), local(param))):
+        store[START] = param.detach().clone()
+    for key in (SUM, AVERAGED) if averaged else (SUM,):
+        store[key] = torch.zeros_like(param.detach(), dtype=torch.float64, memory_format=torch.contiguous_format)
 
 
 def _start(store: Mapping[str, Any]) -> Tensor:
-    """theta_1 of the sums: their own copy, or the centre of the potential."""
     return store[START] if START in store else store["start"]
 
 
-def _at_centre(store: Mapping[str, Any], param: Tensor) -> bool:
-    """Whether a tensor stands at the centre of the potential, which is where it started."""
-    return "start" in store and torch.equal(local(store["start"]), local(store.get("z", param)))
+def _products(moving: Sequence[Seen]) -> Tensor:
+    """<g, x - c> of this process's part of every tensor, and the sums of |g|^2 and |x - c|^2; G has g added to it.
 
-
-def _open(store: dict[str, Any], param: Tensor, *, keep_sum: bool) -> None:
-    """Remember where a tensor starts. The potential's centre serves, if that is the same point."""
-    z = store.get("z", param)
-    store.pop(START, None)
-    store.pop(SUM, None)
-    if not _at_centre(store, param):
-        store[START] = z.detach().clone()
-    if keep_sum:
-        store[SUM] = torch.zeros_like(z.detach(), dtype=torch.float64)
-
-
-Terms = tuple[list[float], list[Tensor]]
-"""Four factors, and for every chunk of a tensor the four numbers that they belong to."""
-
-
-def _terms(potential: MaxDiagonal, name: str, weights: Array, move: Move, param: Tensor, store: Mapping[str, Any]) -> Terms:
-    """|v|^2 in the local dual norm, |v|^2, <v, z - start>, <lr g, z - x>, of the part of one tensor on this process."""
-    lr, decay, kept = float(move.lr), float(move.decay), store.get(SUM)
-    x, z = local(param), local(store.get("z", param))
-    points = [move.grad, z, local(_start(store)), *([x] if z is not x else [])]
-    metric = combine(potential.metric(name), weights)
-    dtype = metric.dtype if kept is None else torch.float64  # half precision, or steps that the sum alone remembers
-    turned = [potential.basis.into(name, point.to(dtype)) for point in points]
-    if metric.numel() > 1:
-        metric = metric.expand(turned[0].shape)
-    rows = [row.reshape(-1) for row in (*turned, metric)]
-    scale = 1.0 if decay else lr  # the v below, times this, is v
-    products, moved = [], []
-    for low in range(0, x.numel(), _CHUNK):
-        # In chunks that stay in the cache: single precision is enough within one, the chunks are added in float64.
-        here = rows if x.numel() <= _CHUNK else [row[low : low + _CHUNK] if len(row) > 1 else row for row in rows]
-        g, at, start, *query, d = here
-        v = g * lr + at * d * decay if decay else g
-        products += [torch.dot(v, v / d), torch.dot(v, v), torch.dot(v, at - start)]
-        products.append(torch.dot(g, at - query[0]) if query else products[-1])
-        moved.append(v)
-    if kept is not None and moved:
-        local(kept).add_(potential.basis.out_of(name, torch.cat(moved).reshape(turned[0].shape)), alpha=scale)
-    return [scale**2, scale**2, scale, lr if len(points) > 3 else 0.0], products
-
-
-def _numbers(terms: Mapping[str, Terms]) -> dict[str, list[float]]:
-    """The terms of every tensor as numbers, fetched at once."""
-    products = [p for _, parts in terms.values() for p in parts]
-    same = len({(p.dtype, p.device) for p in products}) < 2
-    numbers = torch.stack(products if same else [p.double().cpu() for p in products]).tolist() if products else []
-    found, low = {}, 0
-    for name, (factors, parts) in terms.items():
-        mine, low = numbers[low : low + len(parts)], low + len(parts)
-        found[name] = [f * sum(mine[i::4]) for i, f in enumerate(factors)]
+    Tensors are taken in batches that stay in the cache: several small ones at once, large ones in several. The squares of a
+    batch stand in the row of its first tensor, since only their sums are needed.
+    """
+    device = moving[0].param.device
+    points = [local(s.param).detach() for s in moving]
+    found = torch.zeros(len(moving), 3, dtype=torch.float64, device=device)
+    paths: list[list[Tensor]] = [[] for _ in moving]
+    for batch in _batches(moving, points):
+        seen = [moving[i] for i, _, _ in batch]
+        grads = [-local(s.grad) if s.ascent else local(s.grad) for s in seen if s.grad is not None]
+        here = points[batch[0][0]].device
+        pair = torch.empty(2, sum(high - low for _, low, high in batch), dtype=torch.float64, device=here)
+        torch.cat(_rows(grads, batch), out=pair[0])
+        torch.cat(_rows([points[i] for i, _, _ in batch], batch), out=pair[1])
+        pair[1] -= torch.cat(_rows([local(_start(s.store)).to(here) for s in seen], batch))
+        parts = torch.split(pair, [high - low for _, low, high in batch], 1)
+        torch._foreach_add_(_rows([_total_of(s) for s in seen], batch), [part[0] for part in parts])
+        for (i, _, _), (g, away) in zip(batch, parts, strict=True):
+            paths[i].append(torch.dot(g, away).to(device))
+        found[batch[0][0], 1:] += torch.linalg.vector_norm(pair, dim=1).square().to(device)
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    found[:, _PATH] = torch.stack([(p[0] if len(p) == 1 else torch.stack([*p, none]).sum()) for p in paths])
     return found
+
+
+def _rows(tensors: Sequence[Tensor], batch: "Batch") -> list[Tensor]:
+    """The pieces of the flattened tensors that a batch has."""
+    flat = [(x.reshape(-1), low, high) for x, (_, low, high) in zip(tensors, batch, strict=True)]
+    return [x if high - low == len(x) else x[low:high] for x, low, high in flat]
+
+
+Batch = list[tuple[int, int, int]]
+"""Pieces of flattened tensors: which tensor, from where, to where."""
+
+
+def _batches(moving: Sequence[Seen], points: Sequence[Tensor]) -> list[Batch]:
+    found: list[Batch] = []
+    room, kind = 0, None
+    for i, (s, x) in enumerate(zip(moving, points, strict=True)):
+        for low in range(0, x.numel(), _CHUNK):
+            high, own = min(low + _CHUNK, x.numel()), (x.device, is_sharded(s.param))
+            if high - low > room or own != kind:
+                found.append([])
+                room, kind = _CHUNK, own
+            found[-1].append((i, low, high))
+            room -= high - low
+    return found
+
+
+def _total_of(s: Seen) -> Tensor:
+    """This process's part of G, on the device of the parameter."""
+    if s.store[SUM].device != s.param.device:
+        s.store[SUM] = s.store[SUM].to(s.param.device)
+    return local(s.store[SUM])
+
+
+# plain mirror descent, for which the paper's bounds hold
+
+
+@dataclass
+class MirrorSums:
+    """What Theorem 1 and the local-norm bound need beside S and G: those of exact mirror descent at one constant rate."""
+
+    rate: float = 0.0  # lr of all tensors in all steps; zero before the first
+    sums: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))  # of g_t' D(w_t)^-1 g_t and |g_t|^2
+    largest: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # max |g_t|^2
+    weights: list[float] = field(default_factory=lambda: [1.0])  # w_1, the active pieces at the start
+    last: list[float] = field(default_factory=lambda: [1.0])  # w_{T+1}
+    names: list[str] = field(default_factory=list)  # the tensors of every step
+    broken: str = ""  # why the run is not plain mirror descent; empty while it is
+
+    @torch.no_grad()
+    def before(self, phi: MaxDiagonal, active: Active | None, moves: Moves, seen: Sequence[Seen], square: Tensor) -> None:
+        """Count a step that is about to be taken; |g_t|^2 is known already."""
+        if any(isinstance(move.lr, Tensor) or isinstance(move.decay, Tensor) for move in moves.values()):
+            self.broken = self.broken or "the rate is a tensor, which is not read"
+        rates = set() if self.broken else {float(move.lr) for move in moves.values()}
+        if rates == {0.0} or self.broken:
+            return
+        weights = np.ones(1) if active is None else active.weights
+        if not self.rate:
+            self.rate, self.names, self.weights = max(rates), sorted(moves), weights.tolist()
+        named = {s.name: s.param for s in seen if s.name in moves}
+        resting = phi.pieces > 1 and not phi.keeps_start and len(named) < len(seen)
+        reasons = {
+            "the rate changed, or was not the same for all tensors": rates != {self.rate},
+            "some tensor was maximised": min(rates) < 0,
+            "the weights decayed": any(float(move.decay) for move in moves.values()),
+            "gradients were taken at averages of the iterates": any("z" in s.store for s in seen),
+            "a tensor had no gradient": resting or sorted(moves) != self.names,
+            "half precision rounds the steps": any(x.dtype not in (torch.float32, torch.float64) for x in named.values()),
+        }
+        self.broken = next((reason for reason, holds in reasons.items() if holds), "")
+        if self.broken:
+            return
+        found = {n: _energy(phi, n, move.grad, weights) for n, move in moves.items()}
+        found = sum_shards(found, named) if any(is_sharded(x) for x in named.values()) else found
+        self.sums = self.sums.to(square.device) + torch.stack((_total(found.values(), square.device), square))
+        self.largest = torch.maximum(self.largest.to(square.device), square)
+        self.last = weights.tolist()
+
+    def after(self, active: Active | None, *, exact: bool) -> None:
+        """Look at the active pieces after the step."""
+        if active is None or len(active.weights) == 1 or not self.rate:
+            return
+        if not exact and active.weights.tolist() != self.last:
+            self.broken = self.broken or "the piece changed under the paper's step, which is no mirror step then"
+        self.last = active.weights.tolist()
+
+    def encode(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+
+    @classmethod
+    def decode(cls, saved: Mapping[str, Any]) -> "MirrorSums":
+        """What `encode` gave."""
+        tensors = {k: torch.tensor(saved[k], dtype=torch.float64) for k in ("sums", "largest")}
+        return cls(**{**saved, **tensors})
+
+
+def _energy(phi: MaxDiagonal, name: str, grad: Tensor, weights: Array) -> Tensor:
+    """g'D(w)^-1 g of this process's part."""
+    turned, d = phi.basis.into(name, grad), combine(phi.metric(name), weights)
+    return torch.dot(turned.reshape(-1), (turned / d).reshape(-1)).double()
+
+
+def _total(parts: Iterable[Tensor], device: torch.device) -> Tensor:
+    return torch.stack([part.to(device) for part in parts]).sum()
 
 
 # the certificate
@@ -277,82 +330,349 @@ def _numbers(terms: Mapping[str, Terms]) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Layer:
-    """One tensor's share of a certificate; the shares add up to the whole."""
+    """One tensor's part of a certificate; the bounds of all tensors add up to the whole."""
 
-    bound: float
-    realised: float
-    distance: float  # the part of the bound that B(u || start) gives
-    gradients: float  # the part of the bound that the gradients give
+    path: float  # S, sum <g_t, x_t - c>
+    dual: float  # N*(G)
+    bound: float | None  # its share of the bound against the ball
+    realised: float | None  # its share of the linearised regret against the reference
+
+
+@dataclass(frozen=True)
+class MirrorBounds:
+    """The paper's bounds on sum <g_t, x_t - u>, for plain mirror descent; with a radius for all u in the ball."""
+
+    bound: float  # B(u || start)/lr + lr/2 sum |g_t|^2 in the local dual norms
+    published: float  # Theorem 1 as printed, with the Euclidean norm and lambda = min D
+    lipschitz: float  # the same with the largest gradient of the run for every gradient
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is guaranteed for a run of mirror descent against a comparator u, and what happened.
+    """What the gradients of a run guarantee against other models. `print` says it in words.
 
     Args:
-        steps: T, since the last restart.
-        bound: B(u || start)/lr + lr/2 sum |g_t|^2 in the local dual norms; it holds if `guaranteed`. For averages, `lag`
-            is added, and eta = lr/(1 - momentum), the rate of the iterates, takes the place of lr.
-        realised: sum <g_t, x_t - u>; with a radius, the largest that any u within it could give.
-        identity: realised + B(u || end)/lr, which is B(u || start)/lr + sum B(z_t || z_{t+1})/lr; None with a radius.
-        published: Theorem 1 as printed, with the Euclidean norm and lambda = min D.
-        lipschitz: the same with the largest gradient norm L of the run for every gradient.
-        guaranteed: whether the theorem covers this run.
-        form: which variant of the theorem it is.
-        holds: what the bound is about, or why there is none.
-        uncovered: steps in which the piece changed under the paper's step.
-        restarts: how often the certificate began again because the parameters were changed from outside.
-        restarted: why it last did.
-        per_layer: the shares of the tensors.
-        averaging: the weights of the average at which gradients were taken; None for gradients at the iterates.
-        lag: sum <g_t, x_t - z_t>, for gradients at an average x_t of the iterates z_t.
+        steps: T, the gradients that were counted.
+        bound: sum_t (f_t(x_t) - f_t(u)) is at most this for every u in the ball, if the f_t are convex; it bounds
+            sum_t <g_t, x_t - u> always. None without a ball.
+        realised: sum_t <g_t, x_t - u> against the reference, the linearised regret; None without one.
+        radius: rho of the ball N(u - start) <= rho, or one for every tensor.
+        norm: N in words.
+        source: where the radius is from, with its probability; empty if it was given.
+        rounding: what rounding of the sums may have changed; it is in `bound`.
+        weight: the sum of the factors of the gradients; T if none were given.
+        per_layer: the parts of the tensors.
+        mirror: the bounds of the paper, if the run was plain mirror descent.
+        average: f(mean) - f(u) is at most this for the tail average before the last step and every u in the ball, if
+            every step had the same convex loss f. None without such an average or a ball.
+        mean_loss: of the run, if it is known.
+        guaranteed: whether anything is; not so if the sums are not finite.
+        conditions: what the statement rests on, in sentences.
+        expected: what the file says to expect of the next task, which needs no convexity.
     """
 
     steps: int
-    bound: float
-    realised: float
-    identity: float | None
-    published: float
-    lipschitz: float
-    guaranteed: bool
-    form: str
-    holds: str
-    uncovered: int
-    restarts: int
-    restarted: str
+    bound: float | None
+    realised: float | None
+    radius: float | Mapping[str, float] | None
+    norm: str
+    source: str
+    rounding: float
+    weight: float
     per_layer: dict[str, Layer]
-    averaging: Average | None = None
-    lag: float = 0.0
+    mirror: MirrorBounds | None
+    average: float | None
+    mean_loss: float | None
+    guaranteed: bool
+    conditions: tuple[str, ...]
+    expected: tuple[str, ...] = ()
 
     @property
-    def ratio(self) -> float:
-        """Realised over bound; NaN where the bound is not positive."""
-        return self.realised / self.bound if self.bound > 0 else math.nan
+    def mean(self) -> float | None:
+        """The bound by step: how far the mean loss of any u in the ball can lie below that of the run."""
+        return None if self.bound is None else self.bound / self.weight
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether losses that are never negative obey the bound by themselves."""
+        return self.mean is not None and self.mean_loss is not None and self.mean >= self.mean_loss
+
+    def sentences(self) -> list[str]:
+        """What `print` shows, a sentence or two for each statement."""
+        found = [f"To expect, convex or not: {text}." for text in self.expected]
+        if not self.guaranteed:
+            return [*found, "No guarantee: the sums are not finite, so the run diverged."]
+        if self.mean is not None:
+            far = f"distance {self.radius:.4g}" if isinstance(self.radius, float) else "the radius of every tensor"
+            batches = (
+                "weighted by their factors, on this run's own batches" if self._weighted else "on this run's own batches"
+            )
+            below = f"more than {self.mean:.4g} below" if self.mean >= 0 else f"less than {-self.mean:.4g} above"
+            found.append(
+                f"No model within {far} of the start{f' ({self.source})' if self.source else ''} would have had a mean "
+                f"loss, {batches}, {below} this run's, if the loss were convex. In general this bounds the linearised "
+                f"loss. Distances are in {self.norm}."
+            )
+            if self.says_nothing:
+                found.append(f"For losses >= 0 that says nothing here: the run's own mean loss is {self.mean_loss:.4g}.")
+            elif self.mean_loss is None:
+                found.append("For losses >= 0 it says something only if it is below the run's own mean loss.")
+        if self.average is not None:
+            found.append(
+                f"If every step had the same convex loss, no such model is more than {self.average:.4g} below the tail "
+                "average as it was before the last step."
+            )
+        if self.realised is not None:
+            found.append(f"The linearised regret against the reference, sum <g_t, x_t - u>, is {self.realised:.5g}.")
+        if self.mirror is not None:
+            m = self.mirror
+            found.append(
+                f"The paper's bounds on sum <g_t, x_t - u>, for plain mirror descent: local norms {m.bound:.5g}, "
+                f"Theorem 1 as published {m.published:.5g}, with max |g_t| {m.lipschitz:.5g}."
+            )
+        return [*found, *self.conditions]
+
+    @property
+    def _weighted(self) -> bool:
+        return self.weight != self.steps
 
     def __str__(self) -> str:
-        """The certificate in a few lines."""
-        ball = self.identity is None
-        u, rate = "every u within the radius" if ball else "u", "lr" if self.averaging is None else "eta"
-        lag = "" if self.averaging is None else " + lag"
-        rows: list[tuple[str, str, float | None]] = [
-            ("bound", f"B(u || start)/{rate} + {rate}/2 sum |g_t|^2_(t,*){lag}", self.bound),
-            ("realised", "sum <g_t, x_t - u>" + (", the largest" if ball else ""), self.realised),
-            ("identity", f"realised + B(u || end)/{rate}", self.identity),
-            ("Theorem 1", f"as published, |g_t|^2 / min D{lag and ',' + lag}", self.published),
-            ("Lipschitz", "the same with max |g_t|", self.lipschitz),
-            ("lag", "sum <g_t, x_t - z_t>, x_t the average", self.lag if lag else None),
-        ]
-        width = max(44, *(len(formula) for _, formula, _ in rows))
-        lines = [f"  {name:<10} {formula:<{width}} = {value:>10.5g}" for name, formula, value in rows if value is not None]
-        lines[1] += "" if math.isnan(self.ratio) else f"     ratio {self.ratio:.2f}"
-        lines.insert(0, f"regret certificate ({self.form}, T = {self.steps})")
-        if self.averaging is not None:
-            lines.append("  eta = lr/(1 - momentum), the rate of the iterates z_t")
-        lines.append(f"  steps not covered (piece changed under the paper's step): {self.uncovered}")
-        if self.restarts:
-            lines.append(f"  restarted {self.restarts} times, last because {self.restarted}: earlier steps do not count")
-        lines.append(f"  holds for {u}, {self.holds}" if self.guaranteed else f"  no guarantee: {self.holds}")
-        return "\n".join(lines)
+        total = "" if self.bound is None else f", sum bound {self.bound:.5g}, of which rounding {self.rounding:.2g}"
+        return "\n".join([f"regret certificate (T = {self.steps}{total})", *(f"  {text}" for text in self.sentences())])
+
+
+CLIPPED = (
+    "Gradients that were clipped in norm or scaled weigh their losses by that factor: certify_run(scale=) takes it. After "
+    "clipping by value or per tensor nothing follows."
+)
+ELSEWHERE = (
+    "Gradients must have been taken at the parameters of the step, which SAM and closures that evaluate elsewhere do not. "
+    "Steps that AMP skips are not counted."
+)
+
+
+class Ball:
+    """A run whose certificate is asked for: its sums, its parameters and their stores, and the norm of the ball."""
+
+    def __init__(self, sums: RunSums, potential: Potential, named: Params, stores: Mapping[str, dict[str, Any]]) -> None:
+        self.sums, self.named, self.stores = sums, named, stores
+        self.names = [n for n in named if n in sums.seen]  # the others have u = start
+        self.learned = isinstance(potential, MaxDiagonal)
+        self.phi = potential if isinstance(potential, MaxDiagonal) else euclidean_metric(named)
+        self.rows: dict[str, list[float]] = dict(zip(sums.names, sums.table.tolist(), strict=True))
+
+    @torch.no_grad()
+    def certificate(
+        self, reference: Reference | None, radius: float | Mapping[str, float] | None, mean_loss: float | None
+    ) -> Certificate:
+        """The certificate against every u in the ball, against the reference, or both."""
+        sums = self.sums
+        if not sums.steps:
+            raise ValueError("there is nothing to certify: no gradient was counted yet. Train first, then ask for it.")
+        radius, source = self._radius(radius, given=reference is not None)
+        u = None if reference is None else reference_tensors(reference, self.named, self.phi.rename)
+        total = {n: local(self.stores[n][SUM]) for n in self.names}
+        duals = self._dual_norms(total, radius)
+        norm = math.sqrt(sum(q**2 for q in duals.values()))
+        bound = average = None
+        shares: dict[str, float] = {}
+        rounding = self._rounding(radius, total)
+        if radius is not None:
+            shares = {n: self.rows[n][_PATH] + _share(n, radius, duals, norm) for n in self.names}
+            bound = math.fsum(shares.values()) + rounding
+            average = self._average(radius)
+        realised = None if u is None else self._realised(u, total)
+        layers = {
+            n: Layer(self.rows[n][_PATH], duals[n], shares.get(n), None if realised is None else realised[n])
+            for n in self.names
+        }
+        if mean_loss is None and sums.counted == sums.steps:
+            mean_loss = float(sums.losses) / sums.steps
+        regret = None if realised is None else math.fsum(realised.values())
+        values = [x for x in (bound, regret, norm) if x is not None]
+        return Certificate(
+            steps=sums.steps,
+            bound=bound,
+            realised=regret,
+            radius=radius,
+            norm="the learned metric" if self.learned else "the Euclidean norm",
+            source=source,
+            rounding=rounding,
+            weight=float(sums.weight),
+            per_layer=layers,
+            mirror=self._mirror(u, radius),
+            average=average,
+            mean_loss=mean_loss,
+            guaranteed=all(map(math.isfinite, values)),
+            conditions=self._conditions(u),
+            expected=() if sums.header is None else sums.header.expected,
+        )
+
+    def _radius(
+        self, radius: float | Mapping[str, float] | None, *, given: bool
+    ) -> tuple[float | dict[str, float] | None, str]:
+        """The radius that was given, or the one of the file, with where it is from."""
+        known, source = None if self.sums.header is None else self.sums.header.radius, ""
+        if radius is None:
+            if given:
+                return None, ""
+            if known is None:
+                raise ValueError(
+                    "a certificate needs a radius or a reference, and no file has given a radius. Run metamd certify FILE "
+                    "FAMILY, which finds one on held-out tasks, or pass radius= or reference=model.state_dict()."
+                )
+            radius, source = known.by_tensor, known.source
+        numbers = list(radius.values()) if isinstance(radius, Mapping) else [radius]
+        if not all(isinstance(r, int | float) and 0 <= r < math.inf for r in numbers):
+            raise ValueError(f"radius must be finite and not negative, got {radius}. Take it from held-out tasks.")
+        if not isinstance(radius, Mapping):
+            return float(radius), source
+        missing = [n for n in self.names if n not in radius]
+        if missing:
+            raise ValueError(
+                f"the radius must name every tensor that was trained, but {missing[0]!r} is missing; it has {some(radius)}. "
+                "Pass one number for the whole model, or find the radius anew with metamd certify."
+            )
+        return {n: float(radius[n]) for n in self.names}, source
+
+    # the terms
+
+    def _dual_norms(self, total: Params, radius: float | Mapping[str, float] | None) -> dict[str, float]:
+        """N*_l(G_l) by tensor; for one ball around all tensors under the weights of the whole."""
+        if isinstance(radius, Mapping) and self.phi.pieces > 1:
+            squares = {n: self.phi.dual_squares({n: g})[n] for n, g in total.items()}
+        else:
+            squares = self.phi.dual_squares(total)
+        return {n: math.sqrt(float(q)) for n, q in sum_shards(squares, self.named).items()}
+
+    def _rounding(self, radius: float | Mapping[str, float] | None, total: Params) -> float:
+        """A bound on what float64 sums can be off by, and learned coordinates that are not quite orthogonal."""
+        steps, phi = self.sums.steps, self.phi
+        square, away = (sum(row[i] for row in self.rows.values()) for i in (_SQUARE, _AWAY))
+        units = (max(self.named[n].numel() for n in self.names) + steps + 8) * _ROUNDOFF
+        found = units * math.sqrt(square * away)
+        lengths = sum_shards({n: g.square().sum() for n, g in total.items()}, self.named)
+        for n in self.names:
+            rho = radius.get(n, 0.0) if isinstance(radius, Mapping) else radius or 0.0
+            length = units * math.sqrt(steps * square) + 2 * _skew(phi, n) * math.sqrt(float(lengths[n]))
+            found += rho / math.sqrt(phi.least(n)) * length  # sqrt(steps * square) is above sum |g_t|
+        return found
+
+    def _average(self, radius: float | Mapping[str, float]) -> float | None:
+        """The bound for the tail average, whose points all had the same weights in all tensors."""
+        whole = all(abs(self.rows[n][_SHARES] - 1) < 1e-9 and "mean" in self.stores[n] for n in self.names)
+        if not whole or len({self.stores[n]["since"] for n in self.names}) > 1:
+            return None
+        duals = self._dual_norms({n: local(self.stores[n][AVERAGED]) for n in self.names}, radius)
+        norm = math.sqrt(sum(q**2 for q in duals.values()))
+        return math.fsum(self.rows[n][_AVERAGE] + _share(n, radius, duals, norm) for n in self.names)
+
+    def _realised(self, u: Params, total: Params) -> dict[str, float]:
+        """S - <G, u - c> by tensor."""
+        away = {
+            n: (g * (local_part(u[n], self.named[n]).double() - local(_start(self.stores[n])).double())).sum()
+            for n, g in total.items()
+        }
+        return {n: self.rows[n][_PATH] - float(x) for n, x in sum_shards(away, self.named).items()}
+
+    def _mirror(self, u: Params | None, radius: float | Mapping[str, float] | None) -> MirrorBounds | None:
+        """The paper's bounds, if the end of the run is where mirror descent with its gradients leads."""
+        m, phi = self.sums.mirror, self.phi
+        if m is None or m.broken or not m.rate or self.sums.reason or not self._telescopes(m):
+            return None
+        if u is not None:
+            points = {n: local_part(u[n], self.named[n]).double() for n in self.names}
+            away = {n: x - local(_start(self.stores[n])).double() for n, x in points.items()}
+            centred = {n: x - phi.start[n].double() if n in phi.start else x for n, x in points.items()}
+            weights, at = np.array(m.weights), phi.half_squares(centred) + phi.offsets.detach().cpu().numpy()
+            far = float(weights @ phi.half_squares(away) + at.max() - weights @ at)
+        elif radius is not None and (phi.pieces == 1 or phi.keeps_start):
+            far = sum(r**2 for r in radius.values()) / 2 if isinstance(radius, Mapping) else radius**2 / 2
+        else:
+            return None
+        (energy, square), least = m.sums.tolist(), phi.strong_convexity().constant
+        half, largest = m.rate / 2, self.sums.steps * float(m.largest)
+        far /= m.rate
+        return MirrorBounds(far + half * energy, far + half * square / least, far + half * largest / least)
+
+    def _telescopes(self, m: MirrorSums) -> bool:
+        """Whether y_{T+1} = y_1 - lr G, up to the rounding of the steps."""
+        phi, parts = self.phi, {}
+        for n in self.names:
+            d, start = phi.metric(n).double(), local(_start(self.stores[n])).double()
+            centre = phi.start[n].double() if n in phi.start else torch.zeros_like(start)
+            turn = [phi.basis.into(n, x) for x in (start - centre, local(self._iterate(n)).double() - centre)]
+            first, last = (combine(d, np.array(w)) * x for w, x in zip((m.weights, m.last), turn, strict=True))
+            moved = m.rate * phi.basis.into(n, local(self.stores[n][SUM]))
+            size = combine(d, np.array(m.last)) * phi.basis.into(n, local(self.named[n]).double())
+            parts[n] = torch.stack([x.square().sum() for x in (first - moved - last, first, last, moved, size)])
+        table = np.sqrt(np.stack([row.cpu().numpy() for row in sum_shards(parts, self.named).values()]))
+        wide = all(self.named[n].dtype == torch.float64 for n in self.names)
+        unit = 2.0**-53 if wide else 2.0**-24
+        slack = math.sqrt(unit) * table[:, 1:4].sum() + 64 * unit * math.sqrt(self.sums.steps) * table[:, 4].sum()
+        return bool(table[:, 0].sum() <= slack)
+
+    def _iterate(self, name: str) -> Tensor:
+        """The last point of the run; in eval mode of a tail average it lies in the store."""
+        found: Tensor = self.stores[name].get("z", self.named[name])
+        return found
+
+    # the words
+
+    def _conditions(self, u: Params | None) -> tuple[str, ...]:
+        sums, found = self.sums, []
+        still = [n for n in self.named if n not in self.names]
+        where = f"; here {some(dict.fromkeys(still))} had none" if still else ""
+        found.append(
+            f"Compared models agree with the start in tensors without a gradient, and with this model in those outside the "
+            f"optimiser{where}."
+        )
+        if u is not None and (moved := [n for n in still if self._differs(n, u[n])]):
+            found.append(
+                f"The reference differs there, in {some(dict.fromkeys(moved))}: the number is for the reference with "
+                "these tensors as this model has them."
+            )
+        if partial := [n for n in self.names if sums.seen.get(n, 0) < sums.steps]:
+            found.append(f"Losses of steps in which {some(dict.fromkeys(partial))} had no gradient must not depend on it.")
+        if sums.ascent:
+            both = "The signs of the groups differ: a game, and not the regret of one loss."
+            found.append(both if sums.descent else "The loss was maximised: the statement is about its negative.")
+        found.append("Losses are weighted by the factors that were given." if sums.scaled else CLIPPED)
+        found.append(ELSEWHERE)
+        if sums.mirror is not None and sums.mirror.broken:
+            found.append(f"The paper's bounds for plain mirror descent do not apply: {sums.mirror.broken}.")
+        if sums.reason:
+            found.append(f"Earlier steps do not count: {sums.reason}.")
+        return tuple(found)
+
+    def _differs(self, name: str, u: Tensor) -> bool:
+        param = self.named[name]
+        return not torch.equal(local_part(u, param).to(local(param)), local(self._iterate(name)))
+
+
+def _skew(phi: MaxDiagonal, name: str) -> float:
+    """By how much the learned coordinates of a tensor miss orthogonality: |V'V - I|."""
+    if name not in phi.basis.places:
+        return 0.0
+    sides = (phi.basis.factors.get(f"{side}/{phi.basis.places[name].key}") for side in ("left", "right"))
+    factors = [v.double() for v in sides if v is not None]
+    return sum(float((v.mT @ v - torch.eye(v.shape[1], dtype=v.dtype, device=v.device)).norm()) for v in factors)
+
+
+def _share(name: str, radius: float | Mapping[str, float], duals: Mapping[str, float], norm: float) -> float:
+    """A tensor's part of rho N*(G), which is rho N*_l^2 / N* in one ball around all tensors."""
+    if isinstance(radius, Mapping):
+        return radius[name] * duals[name]
+    return radius * duals[name] ** 2 / norm if norm else 0.0
+
+
+def euclidean_metric(named: Params) -> MaxDiagonal:
+    """The Euclidean norm as a metric of ones."""
+    ones = {
+        n: torch.ones((1,) * (1 + p.ndim), dtype=torch.promote_types(p.dtype, torch.float32), device=local(p).device)
+        for n, p in named.items()
+    }
+    return Diagonal(tying="tensor").bind(named).fixed(ones)
 
 
 def reference_tensors(reference: Reference, named: Params, rename: Rename | None = None) -> dict[str, Tensor]:
@@ -388,214 +708,141 @@ def reference_tensors(reference: Reference, named: Params, rename: Rename | None
     return {n: found[n].detach() for n in named}
 
 
-# from the sums to the certificate
+# any optimiser of torch
 
 
 class CertifiedRun:
-    """A run whose certificate is asked for: its sums, its parameters, their states, and the active pieces at the end."""
+    """The certificate of an optimiser that `certify_run` watches."""
 
-    def __init__(self, sums: Sums, named: Params, stores: Stores, active: Active | None, averaging: Average) -> None:
-        assert sums.potential is not None
-        self.sums, self.phi, self.named, self.stores = sums, sums.potential, named, stores
-        self.first, self.last = np.array(sums.weights), np.ones(1) if active is None else active.weights
-        self.names = list(sums.rows)  # the tensors that had a gradient; the comparator counts for them alone
-        self.iterates = {n: stores[n].get("z", p) for n, p in named.items()}
-        self.averaging = averaging if averaging != "tail" and any("z" in stores[n] for n in self.names) else None
-        # Where sum v_t was kept, it need not be what the end of the run says.
-        self.keeps_sums = any(SUM in stores[n] for n in self.names)
-        # Whether all tensors have the same weights over time, so that the weighted sum is one of the gradients themselves.
-        # One piece is a sum over tensors, and a rate of their own is a metric of their own; pieces share one rate.
-        self.is_regret = sums.proportional and (self.phi.pieces == 1 or sums.equal)
-        wide = all(named[n].dtype == torch.float64 for n in self.names)
-        self.precision = 2.0**-53 if wide else 2.0**-24  # unit roundoff of the steps; the sums are float64
+    def __init__(self, optimiser: Optimizer, potential: Potential | None, sums: RunSums, scale: Scale | None) -> None:
+        self._optimiser, self._potential, self._sums, self._scale = optimiser, potential, sums, scale
+        self._stores: dict[str, dict[str, Any]] = {}
+        self._named: dict[str, Tensor] = {}
+        self._ids: list[int] = []
+        self._hook = optimiser.register_step_pre_hook(self._before)
+        self._find_names()
 
-    def certificate(self, reference: Reference | None = None, radius: float | None = None) -> Certificate:
-        """The certificate against u = `reference`, or against every u with B(u || start) <= radius^2/2."""
-        if (reference is None) == (radius is None):
-            raise ValueError("a certificate needs a reference or a radius, and not both. Pass reference=model.state_dict().")
-        if radius is not None and not 0 <= radius < math.inf:
-            raise ValueError(f"radius must be finite and not negative, got {radius}. Take it from held-out tasks.")
-        sums = self.sums
-        if not sums.steps:
+    def certificate(
+        self,
+        reference: Reference | None = None,
+        *,
+        radius: float | Mapping[str, float] | None = None,
+        mean_loss: float | None = None,
+    ) -> Certificate:
+        """What is guaranteed for the run so far.
+
+        Args:
+            reference: a model u to compare with: a state_dict, a module, or tensors in the order of the parameters.
+            radius: every u with N(u - start) <= radius is compared with; a mapping has a radius for every tensor. Without
+                one and without a reference it is the radius that the file found on held-out tasks.
+            mean_loss: of the run, to say whether the bound says anything; known already where steps have a closure.
+        """
+        named = self._find_names()
+        if self._potential is None:
+            bound = getattr(self._optimiser, "potential", Euclidean())  # MetaMD has one, bound already
+        else:
+            bound = binding.fit(self._potential, named, {}, None, fused=False, order=())
+        return Ball(self._sums, bound, named, self._stores).certificate(reference, radius, mean_loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, to go on with in another process."""
+        return {"sums": self._sums.encode(), "stores": {n: dict(store) for n, store in self._stores.items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the sums of a `state_dict`, for parameters of the same names."""
+        named = self._find_names()
+        unknown = sorted(set(state_dict["stores"]) - set(named))
+        if unknown:
             raise ValueError(
-                "there is nothing to certify: no step was taken yet, or none since the certificate began again. Train "
-                "first, then ask for it."
+                f"these sums are of a run with a parameter {unknown[0]!r}, but the optimiser has {some(named)}. Build it "
+                "with the same parameters first."
             )
-        terms = self._measure(None if reference is None else reference_tensors(reference, self.named, self.phi.rename))
-        # The mean rate of every tensor, by which regret is counted; a common one where the claim is on scaled gradients.
-        own = np.array([sums.rows[n].rate for n in self.names])
-        own = np.append(own, own.max()) if self.is_regret else np.full(len(own) + 1, own.max())
-        rates = own * sums.factors / sums.steps
-        rates = np.where(rates > 0, rates, rates.max())
-        t = {key: value / rates for key, value in terms.items()}
-        bound, realised = t["distance"] + t["energy"] - t["lag"], t["path"] - t["product"] - t["lag"]
-        identity = float((realised + t["remaining"]).sum())
-        rounding = max(identity - float(bound.sum()), 0.0) if self.keeps_sums and not sums.paper else 0.0
-        bound[-1] += rounding
-        t["energy"][-1] += rounding
-        reason = self._failure(t, float(bound.sum()), identity)
-        far, late, total = float(t["distance"].sum()), float(t["lag"].sum()), float(realised.sum())
-        if radius is not None:
-            far = radius**2 / 2 / float(rates.min())
-            total += radius * math.sqrt((terms["dual"] / rates**2).sum())
-        least = self.phi.strong_convexity().constant
-        published = far + float(t["square"].sum()) / least
-        lipschitz = far + sums.lipschitz * sums.squared_rates / 2 / float(rates.min()) / least
-        shares = zip([*self.names, SHARED], bound, realised, t["distance"], t["energy"], strict=True)
-        layers = {n: Layer(*map(float, row)) for n, *row in shares if n != SHARED or any(row)}
-        return Certificate(
-            steps=sums.steps,
-            bound=far + float(t["energy"].sum()) - late,
-            realised=total,
-            identity=None if radius is not None else identity,
-            published=published + rounding - late,
-            lipschitz=lipschitz + rounding - late,
-            guaranteed=not reason,
-            form=self._form(),
-            holds=reason or self._holds(),
-            uncovered=sums.uncovered,
-            restarts=sums.restarts,
-            restarted=sums.reason,
-            per_layer={} if radius is not None else layers,
-            averaging=self.averaging,
-            lag=-late if late else 0.0,
-        )
+        self._sums = self._sums.resumed(state_dict["sums"], 1)
+        self._stores = {n: {k: x.detach().clone() for k, x in s.items()} for n, s in state_dict["stores"].items()}
 
-    # the terms
+    def remove(self) -> None:
+        """Stop counting."""
+        self._hook.remove()
+
+    def _find_names(self) -> dict[str, Tensor]:
+        ids = [id(p) for group in self._optimiser.param_groups for p in group["params"]]
+        if ids != self._ids:
+            own: Potential = getattr(self._optimiser, "_potential", Euclidean())
+            potential = own if self._potential is None else self._potential
+            self._named, self._ids = binding.named_parameters(self._optimiser.param_groups, potential), ids
+        return self._named
+
+    def _before(self, optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a step: count its gradient, or every gradient that its closure will find."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._count(None)
+            return None
+
+        def counted() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._count(loss)
+            return loss
+
+        return ((args[0], counted, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": counted})
 
     @torch.no_grad()
-    def _measure(self, reference: Params | None) -> dict[str, Array]:
-        """All terms by tensor; the last row is SHARED. Without a comparator, u is the start.
-
-        The sums hold energy, square, path and lag. Start, end and comparator give B(u || start), B(u || end),
-        <sum v, u - start>, |sum v|^2, and its rounding.
-        """
-        sums, phi, first, last = self.sums, self.phi, self.first, self.last
-        kept = np.array([(r.energy / 2, r.square / 2, r.path, r.lag) for r in (*sums.rows.values(), Row())])
-        ends: Params = {}
-        if self.keeps_sums:
-            ends, last = self._where_sums_lead()
-        rows = {n: self._row(n, None if reference is None else reference[n], ends.get(n)) for n in self.names}
-        resting = [n for n in self.iterates if n not in rows and self._counts(n)]
-        still = {n: self._half_forms(n, self._from_centre(n, self.iterates[n])).cpu() for n in resting}
-        table = np.stack([row.numpy() for row in sum_shards(rows, self.named).values()])
-        table = np.concatenate([table, np.zeros((1, table.shape[1]))])
-        at, near, far, rest = np.split(table, [phi.pieces, 2 * phi.pieces, 3 * phi.pieces], axis=1)
-        held = (row.numpy() for row in sum_shards(still, self.named).values())
-        at[-1] = phi.offsets.detach().cpu().numpy() + sum(held, np.zeros(phi.pieces))
-        product, dual, norm = rest.T
-        lengths = np.sqrt(norm) * np.sqrt(2 * (near @ first + far @ last))
-        return {
-            **dict(zip(("energy", "square", "path", "lag"), kept.T, strict=True)),
-            "distance": _divergence(at, near, first),
-            "remaining": _divergence(at, far, last),
-            "product": product,
-            "dual": dual,
-            "rounding": 16 * self.precision * math.sqrt(sums.steps) * lengths,
-        }
-
-    def _where_sums_lead(self) -> tuple[Params, Array]:
-        """The point of the dual point y_1 - sum v_t, which need not be the parameters: a step with all gradients at once."""
-        phi, first = self.phi, self.first
-        start = {n: local(_start(self.stores[n])).double() for n in self.names}
-        still = {n: local(p).double() for n, p in self.iterates.items() if n not in start and self._counts(n)}
-        wide = phi.fixed({n: phi.metric(n).double() for n in self.named}, phi.add_up)
-        wide = wide.centred_at({n: c.double() for n, c in phi.start.items()})
-        total = {n: Move(self._total(n)) for n in start}
-        step = wide.step({**still, **start}, total, active=Active(first, first))
-        return step.params, first if step.active is None else step.active.weights
-
-    def _total(self, name: str) -> Tensor:
-        """Sum v_t of one tensor: what was kept, or y_1 - y_{T+1}."""
-        phi, store = self.phi, self.stores[name]
-        if SUM in store:
-            return local(store[SUM])
-        d, ends = phi.metric(name).double(), ((_start(store), self.first), (self.iterates[name], self.last))
-        before, after = (combine(d, w) * phi.basis.into(name, self._from_centre(name, x)) for x, w in ends)
-        return phi.basis.out_of(name, before - after)
-
-    def _row(self, name: str, reference: Tensor | None, end: Tensor | None) -> Tensor:
-        """1/2 |.|^2 in every D_j of u - c, u - start, u - end; <sum v, u - start>; |sum v|^2 and |u|^2 at the start."""
-        into, start = self.phi.basis.into, local(_start(self.stores[name])).double()
-        end = local(self.iterates[name]).double() if end is None else end
-        u = start if reference is None else local_part(reference, self.named[name]).double()
-        total, mixed = into(name, self._total(name)), combine(self.phi.metric(name).double(), self.first)
-        norms = (total.square() / mixed).sum(), (into(name, u).square() * mixed).sum()
-        others = torch.stack([(total * into(name, u - start)).sum(), *norms])
-        forms = [self._half_forms(name, x) for x in (self._from_centre(name, u), u - start, u - end)]
-        return torch.cat([*forms, others]).cpu()
-
-    def _from_centre(self, name: str, x: Tensor) -> Tensor:
-        x, start = local(x).double(), self.phi.start
-        return x - start[name].double() if name in start else x
-
-    def _half_forms(self, name: str, x: Tensor) -> Tensor:
-        d = self.phi.metric(name).double()
-        return half_forms(grouped_squares(self.phi.basis.into(name, x), d.shape[1:]), d)
-
-    def _counts(self, name: str) -> bool:
-        """Whether a tensor that stays where it is shifts the forms of the pieces against each other."""
-        return self.phi.pieces > 1 and (not self.phi.keeps_start or name in self.phi.start)
-
-    # what is claimed
-
-    def _failure(self, t: Mapping[str, Array], bound: float, identity: float) -> str:
-        """Why the theorem does not cover the run; empty if it does.
-
-        The identity holds for any iterates, and for mirror descent it lies below the bound, on it for one piece. Where it
-        does not, the steps were not those that the sums belong to.
-        """
-        sums = self.sums
-        if sums.uncovered:
-            return (
-                f"the piece changed in {sums.uncovered} of {sums.steps} steps of the paper's step, which is no mirror step "
-                "then. The identity above holds for any iterates; exact=True keeps the bound."
-            )
-        if not math.isfinite(bound) or not math.isfinite(identity):
-            return "the sums are not finite: the run diverged."
-        size = sum(float(np.abs(t[key]).sum()) for key in ("distance", "remaining", "energy", "path", "product"))
-        slack = math.sqrt(self.precision) * size + float(t["rounding"].sum())
-        one_piece = self.phi.pieces == 1 and not self.keeps_sums
-        if identity - bound <= slack and not (one_piece and bound - identity > slack):
-            return ""
-        if self.keeps_sums:
-            return (
-                "half precision rounded the parameters too coarsely for these steps. The identity above holds nevertheless."
-            )
-        return (
-            "start, end and gradients of the run do not fit together. Was a parameter changed through p.data, which torch "
-            "does not count, or the optimiser's state loaded beside another model?"
-        )
-
-    def _form(self) -> str:
-        sums = self.sums
-        parts = {
-            "the paper's step" if sums.paper and self.phi.pieces > 1 else "exact mirror descent": True,
-            "steps weighted by lr_t / mean lr": not sums.constant,
-            "gradients scaled by the lr of their group": not self.is_regret,
-            "weight decay": sums.decay,
-            f"{self.averaging} averaging": self.averaging,
-        }
-        return ", ".join(part for part, has in parts.items() if has)
-
-    def _holds(self) -> str:
-        sums = self.sums
-        loss = ("-l" if sums.ascent else "l") + (" + wd/2 |theta|^2_D" if sums.decay else "")
-        claim = f"any gradients; bounds the regret of {loss} when the losses are convex"
-        if sums.partial:
-            claim += " and did not depend on a tensor while it had no gradient or no lr"
-        if not self.is_regret:
-            claim = "any gradients, scaled by the lr of their group: not the regret of a loss, for pieces share one lr"
-        elif sums.ascent and sums.descent:
-            claim = "any gradients, with the sign of their group: a game, not the regret of a loss"
-        if self.averaging and sums.decay:
-            claim += ", the decay's part taken at the iterates"
-        if not sums.constant:
-            claim += ". Unweighted, B(u || z_t) would be needed at every change of lr"
-        return claim
+    def _count(self, loss: Any) -> None:
+        named, optimiser = self._find_names(), self._optimiser
+        # GradScaler leaves the unscaling, and the decision to skip, to optimisers that can do it themselves.
+        loss_scale, found_inf = (getattr(optimiser, name, None) for name in ("grad_scale", "found_inf"))
+        groups = [group for group in optimiser.param_groups for _ in group["params"]]
+        seen = []
+        for (name, p), group in zip(named.items(), groups, strict=True):
+            grad = p.grad
+            if grad is not None and (grad.is_sparse or grad.is_complex()):
+                raise RuntimeError(
+                    f"certify_run needs dense real gradients, but that of {name!r} is "
+                    f"{'sparse' if grad.is_sparse else 'complex'}. Build the layer without sparse=True, or remove() the "
+                    "certificate."
+                )
+            if grad is not None and found_inf is not None:
+                grad = torch.where(found_inf.to(grad.device) > 0, torch.zeros_like(grad), grad)
+            seen.append(Seen(name, p, grad, self._stores.setdefault(name, {}), bool(group.get("maximize", False))))
+        scale = self._scale() if callable(self._scale) else self._scale
+        if loss_scale is not None:
+            scale = loss_scale.double() * (1.0 if scale is None else scale)
+            scale = scale if found_inf is None else scale * (found_inf <= 0)
+        self._sums.add(seen, scale=scale, loss=loss, counts=any(map(rate_is_set, groups)))
 
 
-def _divergence(at: Array, near: Array, weights: Array) -> Array:
-    """B(u || v) = 1/2 |u - v|^2_D(w) + [phi(u) - <w, F(u)>] with w the weights at v, row by row, from F(u) and F(u - v)."""
-    largest = np.eye(len(weights))[int(np.argmax(at.sum(0)))]
-    return near @ weights + at @ (largest - weights)
+def certify_run(
+    optimiser: Optimizer,
+    geometry: LearnedOptimiser | Potential | str | PathLike[str] | None = None,
+    *,
+    scale: Scale | None = None,
+) -> CertifiedRun:
+    """Certify the run of any torch optimiser from now on: SGD, Adam, L-BFGS, MetaMD.
+
+    Before every step it adds up sum <g, x - start> and sum g in float64. `certificate` then bounds how much better any model
+    near the start could have done. Nothing is assumed of the steps.
+
+    Args:
+        optimiser: whose steps are counted. Where a step has a closure, every evaluation counts as one.
+        geometry: whose metric measures the distance from the start, as for `MetaMD`. Its names need
+            `model.named_parameters()` in the optimiser. Euclidean if not given; for `MetaMD` its own.
+        scale: the factor that the gradients of a step were multiplied by, by norm clipping or loss scaling: a number, or a
+            function that gives the present one. The losses are weighted by it.
+
+    Example:
+        >>> x = torch.nn.Parameter(torch.tensor([3.0]))
+        >>> opt = torch.optim.Adam([x], lr=0.1)
+        >>> run = certify_run(opt)
+        >>> for _ in range(100):
+        ...     opt.zero_grad()
+        ...     (x**2).sum().backward()
+        ...     opt.step()
+        >>> certificate = run.certificate(radius=3.0)
+        >>> round(certificate.mean, 1)  # the mean loss was at most so far above that of any x in [0, 6]
+        2.0
+    """
+    if not isinstance(optimiser, Optimizer):
+        raise TypeError(f"certify_run needs a torch optimiser, got {type(optimiser).__name__}. Pass what takes the steps.")
+    potential, learned = (None, None) if geometry is None else binding.opened(geometry)
+    return CertifiedRun(optimiser, potential, RunSums(header=None if learned is None else learned.header), scale)

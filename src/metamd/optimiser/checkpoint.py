@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metamd.files.text import shown
 from metamd.files.usage import Average
-from metamd.optimiser.certificate import SUM
+from metamd.optimiser.certificate import AVERAGED, SUM
 from metamd.potentials.base import Params
 from metamd.potentials.forms import Array
 from metamd.potentials.online import KEPT, Online
@@ -228,9 +228,9 @@ def mend_state(state_dict: Mapping[str, Any], kind: Kind, groups: Sequence[Mappi
     ids = [i for group in state_dict["param_groups"] for i in group["params"]]
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
         saved = state_dict["state"].get(i, {})
-        for key in (SUM, SEEN, "mean", *KEPT):
+        for key in (SUM, AVERAGED, SEEN, "mean", *KEPT):
             if key in saved:
-                dtype = saved[key].dtype if key in (SUM, SEEN) else torch.promote_types(p.dtype, torch.float32)
+                dtype = saved[key].dtype if key in (SUM, AVERAGED, SEEN) else torch.promote_types(p.dtype, torch.float32)
                 state[p][key] = saved[key].detach().clone().to(p.device, dtype)
         for key in forgotten:
             state.get(p, {}).pop(key, None)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, overload
@@ -17,7 +17,17 @@ from metamd.files.learned import LearnedOptimiser, fingerprint
 from metamd.files.usage import Average, Metric
 from metamd.optimiser import averaging as average
 from metamd.optimiser import binding
-from metamd.optimiser.certificate import Certificate, CertifiedRun, Reference, Sums
+from metamd.optimiser.certificate import (
+    Ball,
+    Certificate,
+    MirrorSums,
+    Reference,
+    RunSums,
+    Seen,
+    euclidean_metric,
+    forget_stores,
+    rate_is_set,
+)
 from metamd.optimiser.checkpoint import (
     EDITED,
     SEEN,
@@ -32,6 +42,7 @@ from metamd.optimiser.checkpoint import (
 )
 from metamd.optimiser.guard import FamilyWatch, Safeguard, energy
 from metamd.potentials.base import Active, Move, Params, Potential, Step
+from metamd.potentials.classical import Euclidean
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.online import Online, Point
 from metamd.potentials.sharding import local, version
@@ -78,7 +89,7 @@ class MetaMD(Optimizer):
         maximize: ascend instead.
         exact: False takes the paper's step.
         fused: one pass over memory by a compiled kernel (CPU).
-        certify: add up what `certificate` needs, at the cost of one copy of the parameters.
+        certify: add up what `certificate` needs: a float64 sum of the gradients, and the start where it is not kept anyway.
         check_finite: refuse a step with NaN or infinite gradients before anything is written.
         safeguard: halve the step while the run blows up.
         averaging: "constant", the average of the momentum, if neither given nor recommended; or "tail", an average beside
@@ -96,7 +107,7 @@ class MetaMD(Optimizer):
         tensor([ 0.8000, -0.8000], requires_grad=True)
     """
 
-    _loading: tuple[Saved, Sums | None] | None = None  # while a state_dict is loaded
+    _loading: tuple[Saved, RunSums | None] | None = None  # while a state_dict is loaded
 
     def __init__(
         self,
@@ -128,12 +139,10 @@ class MetaMD(Optimizer):
         self._order = tuple(getattr(self._potential, "slots", ())) or tuple(() if learned is None else learned.header.model)
         self._safeguard = Safeguard() if safeguard else None
         self._bound: Potential | None = None
-        if certify and self._online is not None:
-            raise ValueError(
-                "certify=True covers the learned metric, with plain mirror descent or constant-weight averages, got an "
-                'online metric. Pass metric="learned", or leave certify=False.'
-            )
-        self._sums = Sums(paper=not exact) if certify else None
+        self._sums = None
+        if certify:
+            plain = self._online is None and isinstance(self._potential, MaxDiagonal | Euclidean)
+            self._sums = RunSums(mirror=MirrorSums() if plain else None, header=None if learned is None else learned.header)
         self._hash: str | None = None
         # By id, which the parameter itself keeps from being given to another; a weak reference would forbid swap_tensors.
         self._places: dict[int, tuple[str, Tensor, torch.device]] = {}
@@ -180,8 +189,6 @@ class MetaMD(Optimizer):
         bound = binding.fit(self._potential, named, starts, self._online, fused=self.fused, order=self._order)
         binding.check_scales(self._online, bound, [n for n, p in named.items() if p.requires_grad])
         self._bound, self._places = bound, {id(p): (n, p, p.device) for n, p in named.items()}
-        if self._sums is not None:
-            self._sums.bind(self._bound, named)
 
     # the step
 
@@ -215,8 +222,12 @@ class MetaMD(Optimizer):
         lengths = self._check(entries, grads)
         self._notice_edits(entries)
         share = self._used.share(self._steps)
+        seen = [] if self._sums is None else self._seen(entries)
         self._count["steps"] += 1
         self._open(moving, grads, loss)
+
+        if self._sums is not None:
+            self._sums.add(seen, loss=loss, counts=any(rate_is_set(e.group) for e in moving))
 
         # z_{t+1} = argmin <g(x_t), z> + B(z||z_t)/eta
         moves, bound = {}, self.potential
@@ -242,11 +253,12 @@ class MetaMD(Optimizer):
                 if not self._versions.keys() >= points.keys():  # somebody else has changed a parameter
                     self._active = bound.activate(points, self._active)
                 active = self._active
-            if self._sums is not None:
-                self._sums.before(active, moves, {e.name: e.param for e in entries}, {e.name: e.state for e in entries})
+            plain = None if self._sums is None else self._sums.mirror
+            if self._sums is not None and plain is not None:
+                plain.before(self._ball_metric(), active, moves, seen, self._sums.square)
             step = bound.step(points, moves, active=active, exact=self.exact, into=points)
-            if self._sums is not None:
-                self._sums.after(step.active)
+            if plain is not None:
+                plain.after(step.active, exact=self.exact)
 
         # x_{t+1} = m x_t + (1 - m) z_{t+1}
         for e in moving:
@@ -310,7 +322,7 @@ class MetaMD(Optimizer):
             e.state.pop("z", None)
             e.state.pop("mean", None)
         if changed and self._sums is not None:
-            self._sums.restart("a parameter was changed or added from outside")
+            self._sums.forget("a parameter was changed or added from outside")
 
     def _edited(self, named: Params) -> set[str]:
         """Which parameters somebody else has changed or added since the last step, change of mode, load or copy."""
@@ -381,25 +393,41 @@ class MetaMD(Optimizer):
         """The active piece after every step so far."""
         return self._record.expand()
 
-    def certificate(self, reference: Reference | None = None, *, radius: float | None = None) -> Certificate:
-        """What is guaranteed for the run so far; needs `certify=True`.
+    def certificate(
+        self,
+        reference: Reference | None = None,
+        *,
+        radius: float | Mapping[str, float] | None = None,
+        mean_loss: float | None = None,
+    ) -> Certificate:
+        """What is guaranteed for the run so far, whatever the options; needs `certify=True`.
 
         Args:
-            reference: the comparator u: a state_dict, a module, or tensors in the order of the parameters.
-            radius: instead of it, rho: every u with B(u || start) <= rho^2/2 is a comparator.
+            reference: a model u to compare with: a state_dict, a module, or tensors in the order of the parameters.
+            radius: every u with N(u - start) <= radius is compared with, N the learned metric; a mapping has a radius for
+                every tensor. Without one and without a reference it is what the file found on held-out tasks.
+            mean_loss: of the run, to say whether the bound says anything; known already where steps have a closure.
         """
         if self._sums is None:
             raise ValueError("this run has no certificate. Build MetaMD with certify=True before training.")
         named = binding.named_parameters(self.param_groups, self._potential)
         stores = {n: self.state.get(p, {}) for n, p in named.items()}
-        edited = self._edited(named)
-        for n in named:
-            if n in edited and "z" not in stores[n]:
-                raise ValueError(
-                    f"the parameter {n!r} was changed after the last step, so that the end of the run is lost. Ask for the "
-                    "certificate before loading or changing parameters; the reference may be any state_dict."
-                )
-        return CertifiedRun(self._sums, named, stores, self._active, self.averaging).certificate(reference, radius)
+        return Ball(self._sums, self.potential, named, stores).certificate(reference, radius, mean_loss)
+
+    def _seen(self, entries: list[Entry]) -> list[Seen]:
+        """The gradients of a step as the certificate counts them, before the step."""
+        tail = self.averaging == "tail"
+        return [
+            Seen(
+                *(e.name, e.param, e.grad, e.state, bool(e.group["maximize"])),
+                average.last_share(e.state, self._steps) if tail else None,
+            )
+            for e in entries
+        ]
+
+    def _ball_metric(self) -> MaxDiagonal:
+        bound = self.potential
+        return bound if isinstance(bound, MaxDiagonal) else euclidean_metric({n: p for n, p, _ in self._places.values()})
 
     # saving and copying
 
@@ -451,12 +479,14 @@ class MetaMD(Optimizer):
         self._loading = saved, None if self._sums is None else self._sums.resumed(certificate, saved.steps)
         return saved.state_dict
 
-    def _resume(self, saved: Saved, sums: Sums | None) -> None:
+    def _resume(self, saved: Saved, sums: RunSums | None) -> None:
         """Take over what torch does not: it has put groups and state in their places, and rounded the state."""
         mend_state(saved.state_dict, self._kind(), self.param_groups, self.state)
         for group in self.param_groups:
             group.pop("certificate", None)  # or a run that goes on without would save it again
         self._sums = sums
+        if sums is not None and not sums.steps:
+            forget_stores(self.state.values())
         self._count, self._training, self._record = {"steps": saved.steps}, saved.training, saved.record
         # The forms are found again at the next step: the versions say that nothing is known of the parameters.
         self._active = Active(saved.weights, np.zeros_like(saved.weights)) if saved.weights.any() else None

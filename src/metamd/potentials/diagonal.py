@@ -1,6 +1,7 @@
 """N diagonal metrics in a basis, and the maximum of their quadratic forms: the paper's learnable potential."""
 
 import copy
+import math
 from collections.abc import Collection, Mapping
 from typing import Literal, Protocol, get_args
 
@@ -220,6 +221,38 @@ class MaxDiagonal(Potential):
         if self.basis.kind == "both" and self.slots:  # a sum over rows and columns
             return [slot.spread(self.table[escape(slot.key)]) for slot in self.slots.values()]
         return list(self.table.values())
+
+    # the norm N = max_j |.|_{D_j} that the forms without offsets are half the squares of, and its dual
+
+    @torch.no_grad()
+    def half_squares(self, delta: Params) -> Array:
+        """1/2 |delta|^2 in every D_j, over all tensors and processes."""
+        return self.add_up({n: half_forms(self._squares(n, x), self.metric(n)) for n, x in delta.items()})
+
+    def least(self, name: str) -> float:
+        """The smallest metric of a tensor, over all its shards; one for a tensor without numbers."""
+        slot = self.slots[name]
+        logs = slot.spread(self.table[escape(slot.key)].detach())
+        return float(logs.min().exp()) if logs.numel() else 1.0
+
+    def norm(self, delta: Params) -> float:
+        """N(delta) of a displacement."""
+        return math.sqrt(2 * float(self.half_squares(delta).max()))
+
+    @torch.no_grad()
+    def dual_squares(self, dual: Params) -> dict[str, Tensor]:
+        """G_l' D_l(w)^-1 G_l by tensor, in float64, of this process's part: their sum is N*(G)^2.
+
+        N*(G)^2 = min_w G'D(w)^-1 G over the simplex, which the solver of the exact step finds; any w is above it.
+        """
+        turned = {n: self.basis.into(n, y.double()) for n, y in dual.items()}
+        metrics = {n: self.metric(n).double() for n in dual}
+        weights = np.full(self.pieces, 1 / self.pieces)
+        if self.pieces > 1:
+            trial = {n: grouped_squares(y / combine(metrics[n], weights), metrics[n].shape[1:]) for n, y in turned.items()}
+            found = find_weights(trial, metrics, weights, np.zeros(self.pieces), total=self.add_up, tolerance=1e-12)
+            weights = found.weights
+        return {n: (y.square() / combine(metrics[n], weights)).sum() for n, y in turned.items()}
 
     # the step
 

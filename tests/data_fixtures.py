@@ -96,6 +96,19 @@ def stalled(content: bytes, state: Loopback) -> Answer:
     return halting(content, state.closing)
 
 
+def dripping(state: Loopback) -> Answer:
+    """A byte now and then, without end, until the client hangs up or the server closes."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        while not state.closing.wait(0.02):
+            handler.wfile.write(b"x")
+            handler.wfile.flush()
+
+    return answer
+
+
 def endless(handler: BaseHTTPRequestHandler) -> None:
     """No length announced and ever more bytes, until the client hangs up."""
     handler.send_response(200)

@@ -128,7 +128,7 @@ def test_records_cannot_be_changed():
         data.dataset("mnist").licence = "mine"
 
 
-def test_download_sizes_add_up_and_are_unknown_for_usps():
+def test_download_sizes_add_up():
     assert data.dataset("mnist").download_size == 9912422 + 28881 + 1648877 + 4542
     assert data.dataset("cifar10").download_size == 170_052_171  # one archive for both splits
-    assert data.dataset("usps").download_size is None
+    assert data.dataset("usps").download_size == 6_579_383 + 1_831_726

@@ -19,6 +19,7 @@ from metamd.files.progress import showing
 from metamd.files.store import locked
 from tests import processes
 from tests.data_fixtures import (
+    dripping,
     endless,
     in_turn,
     loopback,
@@ -103,6 +104,14 @@ def test_a_slow_server_is_waited_for_and_a_stalled_one_is_left(server, tmp_path)
     stuck = remote(NAME, CONTENT, server.serve("stuck", stalled(CONTENT, server)))
     with pytest.raises(DataError, match="timed out"):
         quick(stuck, tmp_path / "stuck", timeout=0.2)
+
+
+def test_a_dripping_mirror_is_left_for_the_next(server, tmp_path):
+    """A byte comes before every timeout of the connection, and the file would never end."""
+    urls = server.serve("drip", dripping(server)), server.serve("good", whole(CONTENT))
+    assert quick(remote(NAME, CONTENT, *urls), tmp_path / "next", timeout=0.3).read_bytes() == CONTENT
+    with pytest.raises(DataError, match=r"timed out, the server sent [0-9]+ bytes in 0\.3 s"):
+        quick(remote(NAME, CONTENT, urls[0]), tmp_path / "alone", timeout=0.3)
 
 
 def test_no_server_at_all_is_said_in_a_sentence(tmp_path):
@@ -204,7 +213,7 @@ def test_the_lock_excludes_another_process(tmp_path):
     assert processes.run(take_lock, tmp_path / "l").out == "in\n"
 
 
-def test_pooch_missing_is_said_in_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pooch", None)
+def test_requests_missing_is_said_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "requests", None)
     with pytest.raises(DataError, match=r"pip install 'metamd\[data\]'"):
         quick(remote(NAME, CONTENT, "http://127.0.0.1:9/a"), tmp_path)

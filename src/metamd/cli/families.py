@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from metamd.cli.options import Certify, Compare, Train
+from metamd.files.text import shown
 from metamd.tasks import FAMILIES
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import starting_at
@@ -33,13 +36,33 @@ def build_family(options: Certify | Compare | Train, recorded: Mapping[str, Any]
             settings["hold_out"] = float(settings["hold_out"])
         except ValueError:
             raise ValueError(f"--hold-out must be an angle such as 30, got {settings['hold_out']!r}.") from None
+    if wrong := [n for n in reused if n not in given and not _fits(reused[n], known[n].default)]:
+        raise ValueError(
+            f"the settings of the family that the file records do not fit it: {wrong[0]} is {shown(reused[wrong[0]])}. "
+            + (f"Pass --{wrong[0].replace('_', '-')}." if wrong[0] in asked else "Learn the file again.")
+        )
     try:
         family = build(**settings)
+        if again:
+            family.build(family.sample(torch.Generator().manual_seed(0)))  # numbers that fit may still not fit together
         return family if options.start is None else starting_at(family, options.start)
-    except TypeError as error:  # a header can hold anything
+    except (TypeError, ArithmeticError, LookupError, RuntimeError) as error:  # a header can hold anything
         if again:
             raise ValueError(f"the settings of the family that the file records do not fit it ({error}).") from None
         raise
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a recorded setting is of the type that its default has: a header can hold anything."""
+    if isinstance(default, bool | str):
+        return type(value) is type(default)
+    if isinstance(default, int):
+        return type(value) is int
+    if isinstance(default, float):
+        return type(value) in (int, float) or (isinstance(value, list) and all(type(x) in (int, float) for x in value))
+    if isinstance(default, list | tuple) and default:
+        return isinstance(value, list) and all(_fits(x, default[0]) for x in value)
+    return True
 
 
 def held_out_side(family: TaskFamily) -> TaskFamily:

@@ -26,7 +26,8 @@ from metamd.files.text import one_line
 
 BARS = " ▁▂▃▄▅▆▇█"
 BINS = 16
-MOST_LAYERS = 40
+MOST_LAYERS = 40  # in the figure
+MOST_ROWS, MOST_LETTERS = 1_000, 10_000  # in the tables
 MOST_TICKS = 12
 """So few step sizes are drawn as ticks: a histogram of them would say nothing."""
 
@@ -65,7 +66,9 @@ def run(options: Inspect) -> None:
     width = max(80, get_terminal_size((120, 24)).columns)  # narrower, rich would drop the names of the layers
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     console.print(_header_table(options.file, learned, found))
-    console.print(_step_table(rows))
+    console.print(_step_table(rows[:MOST_ROWS]))
+    if len(rows) > MOST_ROWS:
+        console.print(f"and {len(rows) - MOST_ROWS:,} rows more, which --json has")
 
 
 def _list_shipped(options: Inspect) -> None:
@@ -135,7 +138,7 @@ def _header_table(file: str, learned: LearnedOptimiser, found: Card | None) -> T
     if learned.header.usage is not None:
         shown["usage"] = f"{learned.usage}; MetaMD(params, learned, steps=T) does so, MetaMD(params, learned) does not"
     for name, value in shown.items():
-        table.add_row(Text(name), Text(_field_text(name, value)))
+        table.add_row(Text(name), Text(_cut(_field_text(name, value))))
     return table
 
 
@@ -159,6 +162,11 @@ def _field_text(name: str, value: Any) -> str:
     return one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
+def _cut(text: str) -> str:
+    """A long value, cut: folding millions of characters would take minutes."""
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} ... ({len(text):,} characters; --json has all)"
+
+
 def _step_table(rows: Sequence[Distribution]) -> Table:
     low, high = span(rows)
     table = Table(title="\nlearned step sizes 1/D", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
@@ -170,7 +178,13 @@ def _step_table(rows: Sequence[Distribution]) -> Table:
     for row in rows:
         key, piece, count, *numbers = row.summary().values()
         ends = ["-" if x is None else f"{x:.3g}" for x in numbers]
-        cells = (one_line(key) if piece == 1 else "", str(piece), f"{count:,}", *ends, histogram(row.log_steps, low, high))
+        cells = (
+            _cut(one_line(key)) if piece == 1 else "",
+            str(piece),
+            f"{count:,}",
+            *ends,
+            histogram(row.log_steps, low, high),
+        )
         table.add_row(*(Text(cell) for cell in cells))
     return table
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from metamd._version import __version__
 from metamd.cli.options import HOMES, Options
 from metamd.files.progress import showing
-from metamd.files.text import one_line
+from metamd.files.text import brief, one_line
 
 SUCCESS, FAILED_PIPE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -32,6 +32,7 @@ ADVICE = {
     errno.EROFS: "{} is on a file system that cannot be written. Choose another path.",
     errno.EISDIR: "a file is required, and {} is a folder. Name a file inside it.",
     errno.ENOENT: "there is no {}. Give the path of one that is there.",
+    errno.ELOOP: "{} is a link that leads back to itself. Give the path of a file.",
     errno.ENAMETOOLONG: "the path {} is longer than the system allows. Choose a shorter one.",
     errno.ENOSPC: "no space is left where {} is. Finished parts are kept: make space, and run the command again.",
 }
@@ -71,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED_PIPE
     except (ValueError, OSError) as error:
-        print(f"metamd: {one_line(sentence(error))}", file=sys.stderr)
+        print(f"metamd: {brief(one_line(sentence(error)), 5_000)}", file=sys.stderr)
         return BAD_INPUT
     return SUCCESS
 

@@ -10,11 +10,13 @@ import errno
 import hashlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from metamd.data.decoders import decompress
 from metamd.data.registry import DataError, RemoteFile
+from metamd.files.limits import open_regular
 from metamd.files.progress import Progress
 
 CHUNK = 2**16
@@ -23,8 +25,9 @@ CHUNK = 2**16
 def download(file: RemoteFile, folder: Path, *, rounds: int = 3, timeout: float = 30.0, pause: float = 1.0) -> Path:
     """The path of an official file in `folder`, fetched from the first mirror that serves it whole.
 
-    A mirror that served a wrong file is not asked again. The `timeout` holds for a connection and for each piece of the
-    file. The `pause` comes before the second round through the mirrors, and doubles before each further one.
+    A mirror that served a wrong file is not asked again. The `timeout` is for a connection and for every 64 KiB of the
+    file, so that a mirror which sends a byte now and then is left. The `pause` comes before the second round through the
+    mirrors, and doubles before each further one.
     """
     target = folder / file.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +56,7 @@ def mismatch(file: RemoteFile, path: Path) -> str | None:
 
     The official bytes are accepted, and so is a file compressed anew whose content is the official content.
     """
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         stream.seek(0)
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -101,17 +104,36 @@ def _plainly(error: OSError) -> str:
 
 def _transfer(file: RemoteFile, url: str, part: Path, timeout: float) -> None:
     try:
-        import pooch
+        import requests
+        from urllib3.exceptions import HTTPError
     except ImportError as error:
-        raise DataError("Downloading needs pooch. Install it with: pip install 'metamd[data]'") from error
+        raise DataError("Downloading needs requests. Install it with: pip install 'metamd[data]'") from error
     # A server that sends a .gz file "gzip-encoded" would have it decompressed on the way; identity prevents that.
     headers = {"Accept-Encoding": "identity", "User-Agent": "metamd"}
     size = None if file.size is None else file.size / 1e6
     with part.open("wb") as stream, Progress(f"{file.name}, MB", size) as progress:
-        fetch = pooch.HTTPDownloader(progressbar=False, chunk_size=CHUNK, timeout=timeout, headers=headers)
-        fetch(url, _Bounded(stream, file.largest, progress), None)
+        bounded = _Bounded(stream, file.largest, progress)
+        with requests.get(url, stream=True, timeout=timeout, headers=headers) as response:
+            response.raise_for_status()
+            try:
+                for piece in _pieces(response.raw, timeout):
+                    bounded.write(piece)
+            except HTTPError as error:
+                raise OSError(error) from None
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _pieces(raw: Any, timeout: float) -> Iterator[bytes]:
+    """The body as it comes. The timeout of a connection is for one byte, and a read waits for a chunk: a drip is neither."""
+    since, came = time.monotonic(), 0
+    while piece := raw.read1(CHUNK):
+        yield piece
+        came += len(piece)
+        if came >= CHUNK:
+            since, came = time.monotonic(), 0
+        elif time.monotonic() - since > timeout:
+            raise OSError(f"timed out, the server sent {came} bytes in {timeout:g} s")
 
 
 class _Bounded:
@@ -120,12 +142,9 @@ class _Bounded:
     def __init__(self, stream: IO[bytes], limit: int, progress: Progress) -> None:
         self.stream, self.left, self.limit, self.progress = stream, limit, limit, progress
 
-    def write(self, chunk: bytes) -> int:
+    def write(self, chunk: bytes) -> None:
         self.left -= len(chunk)
         if self.left < 0:
             raise DataError(f"the server sent more than the {self.limit} bytes expected")
         self.progress.update((self.limit - self.left) / 1e6)
-        return self.stream.write(chunk)
-
-    def flush(self) -> None:
-        """Nothing: flushing once at the end is enough."""
+        self.stream.write(chunk)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import shutil
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,23 @@ from numpy.typing import NDArray
 from metamd.data import registry
 from metamd.data.decoders import ImagesAndLabels, canonical, class_labels, decode, digest
 from metamd.data.registry import DataError, Dataset, Form, Provenance
+from metamd.files.limits import DATA_LIMIT, open_regular, read_regular
+from metamd.files.text import brief
+
+UNREADABLE = (
+    *(
+        zipfile.BadZipFile,
+        zlib.error,
+        KeyError,
+        ValueError,
+        EOFError,
+        OSError,
+        MemoryError,
+        NotImplementedError,
+        SyntaxError,
+    ),
+)
+"""What reading a broken .npz file raises."""
 
 UNRECORDED = "not one of the recorded arrays; vouched for by the checksum beside it"
 
@@ -170,10 +188,13 @@ def check_sum(path: Path) -> bool:
     beside = checksum_file(path)
     if not beside.exists():
         return False
-    words = beside.read_text(encoding="utf-8", errors="replace").split()
-    required = words[0] if words else "nothing"
-    with path.open("rb") as stream:
-        got = hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        words = read_regular(beside, 2**16).decode(errors="replace").split()
+        required = brief(words[0], 80) if words else "nothing"
+        with open_regular(path) as stream:
+            got = hashlib.file_digest(stream, "sha256").hexdigest()
+    except ValueError as error:
+        raise DataError(f"{path} and {beside.name} must be files that can be read: {error}") from None
     if got != required:
         raise DataError(
             f"{path} must have the sha256 {required} that stands in {beside.name}, got {got}. Delete both "
@@ -182,20 +203,53 @@ def check_sum(path: Path) -> bool:
     return True
 
 
-def stored(path: Path, *names: str) -> list[NDArray[Any]]:
-    """Arrays of an `.npz` file as they are."""
+def check_claims(stream: IO[bytes], limit: int = DATA_LIMIT) -> None:
+    """Refuse an `.npz` file whose arrays claim to be larger than so many bytes, before any of it is unpacked."""
+    with zipfile.ZipFile(stream) as archive:
+        claimed = sum(member.file_size for member in archive.infolist())
+        sizes = [_claimed(archive, member) for member in archive.infolist() if member.filename.endswith(".npy")]
+    if max(claimed, *sizes, 0) > limit:
+        raise ValueError(f"its arrays would have {max(claimed, *sizes, 0):,} bytes, where at most {limit:,} are read")
+    stream.seek(0)
+
+
+def _claimed(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
+    """The bytes that the header of an array says it has."""
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+    return int(math.prod(shape)) * int(dtype.itemsize)
+
+
+def stored(path: Path, *names: str, limit: int = DATA_LIMIT) -> list[NDArray[Any]]:
+    """Arrays of an `.npz` file as they are, if they have at most so many bytes."""
     try:
-        with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as found:
-            return [np.asarray(found[name]) for name in names]
-    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError, OSError, MemoryError) as error:
+        with open_regular(path) as stream:
+            check_claims(stream, limit)
+            with np.lib.npyio.NpzFile(stream, allow_pickle=False) as found:
+                return [np.asarray(found[name]) for name in names]
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        KeyError,
+        ValueError,
+        EOFError,
+        OSError,
+        MemoryError,
+        NotImplementedError,
+    ) as error:
         raise DataError(
-            f"{path} must be a readable .npz file with {' and '.join(names)} ({error}). Delete it and make it again."
+            f"{path} must be a readable .npz file with {' and '.join(names)} ({brief(str(error), 300)}). Delete it and make "
+            "it again."
         ) from error
 
 
 def read_npz(path: Path, record: Dataset, split: str) -> ImagesAndLabels:
     """The stored images and labels of one split, with their types, shapes and classes checked."""
-    (images, labels), most = stored(path, "images", "labels"), record.splits[split].count
+    most = record.splits[split].count
+    # labels of up to 8 columns and 8 bytes, and what the archive adds
+    images, labels = stored(path, "images", "labels", limit=most * (math.prod(record.stored) * 8 + 64) + 2**16)
     as_stored = images.dtype == np.uint8 and images.shape[1:] == record.stored and len(images) <= most
     if not as_stored or labels.shape != images.shape[:1]:
         expected = " x ".join(map(str, record.stored))

@@ -20,11 +20,9 @@ from safetensors.torch import load as decode
 from safetensors.torch import save as encode
 from torch import Tensor
 
-from metamd.files.text import shown
+from metamd.files.limits import DATA_LIMIT, HEADER_LIMIT, KEYS_LIMIT, TENSORS_LIMIT, open_regular
+from metamd.files.text import brief, shown
 from metamd.potentials.tying import Shape
-
-HEADER_LIMIT = 8 * 2**20
-"""The largest safetensors header that is read, in bytes; metadata and our own header are inside it."""
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
 """The types that may be stored, in the words of safetensors. F16 is not one: exp(12) overflows there."""
@@ -56,12 +54,7 @@ class Kind:
         `digest` gives the checksum that the file should have, if it is another than that of the text and the tensors.
         """
         try:
-            metadata, tensors = read(path)
-            if set(metadata) != {self.key, self.seal}:
-                raise ValueError(
-                    f"its metadata must have the entries {self.key!r} and {self.seal!r}, got {shown(sorted(metadata))}: it "
-                    f"is a safetensors file, but no {self.name}."
-                )
+            metadata, tensors = read(path, self._check_metadata)
             text = metadata[self.key]
             found = assemble(text, tensors)
             right = checksum(text, tensors, described=self.described) if digest is None else digest(found, text)
@@ -73,7 +66,14 @@ class Kind:
         except OSError as error:
             raise type(error)(f"{str(path)!r} cannot be read: {error.strerror or error}".rstrip(".") + ".") from None
         except ValueError as error:
-            raise ValueError(f"{str(path)!r} cannot be loaded: {error}") from None
+            raise ValueError(brief(f"{str(path)!r} cannot be loaded: {error}")) from None
+
+    def _check_metadata(self, metadata: Mapping[str, str]) -> None:
+        if set(metadata) != {self.key, self.seal}:
+            raise ValueError(
+                f"its metadata must have the entries {self.key!r} and {self.seal!r}, got {shown(sorted(metadata))}: it "
+                f"is a safetensors file, but no {self.name}."
+            )
 
 
 def checksum(text: str, tensors: Mapping[str, Tensor], *, described: bool = True) -> str:
@@ -97,11 +97,18 @@ def strict_json(text: bytes | str, what: str) -> Any:
     """Parse JSON and refuse what parsers disagree on: repeated keys, NaN, half surrogates, very deep nesting."""
 
     refused: list[str] = []
+    seen = 0
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        repeated = (key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-        refused.extend(f"{what} repeats the key {shown(key)}; every key may appear once." for key in repeated)
-        return dict(pairs)
+        nonlocal seen
+        seen += len(pairs)
+        if seen > KEYS_LIMIT:
+            raise ValueError(f"more than {KEYS_LIMIT:,} keys")
+        found = dict(pairs)
+        if len(found) < len(pairs) and not refused:
+            (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            refused.append(f"{what} repeats the key {shown(key)}; every key may appear once.")
+        return found
 
     def constant(name: str) -> None:
         refused.append(f"{what} contains {name}, which is no JSON number. Store null instead.")
@@ -118,13 +125,14 @@ def strict_json(text: bytes | str, what: str) -> Any:
     return value
 
 
-def read(path: Path) -> tuple[dict[str, str], Tensors]:
-    """The metadata and the tensors of a file: the length of its header is judged first, then the header, then the rest."""
+def read(path: Path, accept: Callable[[Mapping[str, str]], None] = lambda metadata: None) -> tuple[dict[str, str], Tensors]:
+    """The metadata and the tensors of a file: the length of its header is judged first, then the header, then the rest.
+
+    `accept` refuses metadata of something else, before the tensors are read.
+    """
     if path.is_dir():
         raise IsADirectoryError("it is a directory. Name the .safetensors file inside it.")
-    if path.exists() and not path.is_file():  # before it is opened: a pipe would wait for ever
-        raise ValueError("it must be a regular file, and it is a pipe or a device. Copy it to a file first.")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
@@ -146,6 +154,9 @@ def read(path: Path) -> tuple[dict[str, str], Tensors]:
         if len(header) < length:
             raise ValueError(f"the file was cut while it was read. {AGAIN}")
         shapes, metadata = _parse_header(header)
+        accept(metadata)
+        if size - 8 - length > DATA_LIMIT:
+            raise ValueError(f"its tensors have {size - 8 - length:,} bytes, where at most {DATA_LIMIT:,} are read. {AGAIN}")
         # One read of one open file: what is decoded is what was checked, whatever happens to the path meanwhile.
         data = file.read(size - 8 - length)
     try:  # safetensors refuses sizes and offsets that do not fill the data exactly
@@ -166,6 +177,8 @@ def _parse_header(header: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError(f"__metadata__ must map texts to texts, got {shown(metadata)}. {AGAIN}")
     types = list(DTYPES.values())
+    if len(table) > TENSORS_LIMIT:
+        raise ValueError(f"it has {len(table):,} tensors, where at most {TENSORS_LIMIT:,} are read. {AGAIN}")
     for name, entry in table.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(f"the tensor {shown(name)} must be described by dtype, shape and data_offsets. {AGAIN}")

@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from metamd.files.container import Kind, Tensors, strict_json, write_atomically
-from metamd.files.text import shown
+from metamd.files.limits import ARCHIVE_LIMIT, JSON_LIMIT, LOG_LIMIT, read_regular
+from metamd.files.text import brief, shown
 
 FORMAT = 1
 ARCHIVE = "records.jsonl.xz"
@@ -154,8 +155,12 @@ class Journal:
             found = tensors, state
         if self.log.exists():
             kept = []
-            for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError, KeyError, TypeError):  # the last record may be cut in the middle
+            try:
+                lines = read_regular(self.log, LOG_LIMIT).decode("utf-8", "replace").splitlines()
+            except ValueError as error:
+                raise ValueError(f"{str(self.log)!r} cannot be read: {error} Delete the log to go on without.") from None
+            for line in lines:
+                with suppress(ValueError, KeyError, TypeError, RecursionError):  # the last record may be cut in the middle
                     if found is not None and json.loads(line)["step"] <= found[1]["step"]:
                         kept.append(f"{line}\n")
             write_atomically(self.log, "".join(kept).encode())
@@ -191,12 +196,19 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def read_json(path: Path, advice: str = "Delete the file, and it is computed again.") -> dict[str, Any]:
     """The object in a JSON file, or a sentence that names the file and says what to do."""
     try:
-        found = strict_json(path.read_bytes(), repr(str(path)))
+        found = strict_json(_content(path), repr(str(path)))
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}. {advice}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{str(path)!r} must hold a JSON object. {advice}")
     return found
+
+
+def _content(path: Path, limit: int = JSON_LIMIT) -> bytes:
+    try:
+        return read_regular(path, limit)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error}") from None
 
 
 FEWER = 3
@@ -231,7 +243,10 @@ def unarchive(folder: Path, into: Path | None = None) -> None:
     """Write the records of an archive as files, in its folder or in another one; cells that are there are kept."""
     where, into = repr(str(folder / ARCHIVE)), into or folder
     try:
-        text = lzma.decompress((folder / ARCHIVE).read_bytes())
+        unpack = lzma.LZMADecompressor(memlimit=2**30)
+        text = unpack.decompress(_content(folder / ARCHIVE, ARCHIVE_LIMIT), ARCHIVE_LIMIT)
+        if not unpack.eof:
+            raise ValueError(f"it is cut short, or unpacks to more than {ARCHIVE_LIMIT:,} bytes")
         settings, files = {}, {}
         for line in text.splitlines():
             said = strict_json(line, f"a line of {where}")
@@ -245,7 +260,9 @@ def unarchive(folder: Path, into: Path | None = None) -> None:
             else:
                 files[place / Path(said["file"]).name] = said["content"]
     except (lzma.LZMAError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{where} is not the archive of an experiment: {error}. Put it back, or delete it.") from None
+        raise ValueError(
+            f"{where} is not the archive of an experiment: {brief(str(error), 600)}. Put it back, or delete it."
+        ) from None
     for place, about in settings.items():
         Records(place, about)
     for path, content in files.items():
@@ -300,8 +317,8 @@ def _differences(found: Any, now: Any, path: str = "") -> list[str]:
     if isinstance(found, dict) and isinstance(now, dict):
         below = {k: k if path in ("", "settings") else f"{path}.{k}" for k in {**found, **now}}
         return [line for k, name in below.items() for line in _differences(found.get(k), now.get(k), name)]
-    was, is_now = ("not there" if x is None else json.dumps(x) for x in (found, now))
-    return [f"{path} is {was}, and would be {is_now}"]
+    was, is_now = ("not there" if x is None else brief(json.dumps(x), 80) for x in (found, now))
+    return [f"{brief(path, 80)} is {was}, and would be {is_now}"]
 
 
 def _as_read_back(value: Any) -> Any:

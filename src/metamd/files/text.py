@@ -1,5 +1,7 @@
 """Texts that come from elsewhere, made safe to print. It needs no torch, as `metamd --help` does not."""
 
+from metamd.files.limits import SENTENCE_LIMIT
+
 
 def one_line(text: str) -> str:
     """An untrusted text that is safe to print: control characters, escapes and text-direction marks are spelled out.
@@ -9,6 +11,11 @@ def one_line(text: str) -> str:
         a\\nb\\x1b[31m
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def brief(text: str, limit: int = SENTENCE_LIMIT) -> str:
+    """A sentence that may quote untrusted text, cut to a readable length."""
+    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
 def shown(value: object) -> str:

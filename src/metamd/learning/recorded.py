@@ -302,6 +302,10 @@ def update(
     return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
 
 
+_HEAVIEST = 1e30
+"""Times squared gradients this is still far from the largest number, 1.8e308."""
+
+
 def _solve(
     runs: Sequence[Run],
     shares: Sequence[float],
@@ -332,6 +336,11 @@ def _solve(
         share = sum(row["weight"] for row in before)
         scales = [{k: (share * v**2, share) for k, v in header.gradient_scale.items()}, *scales]
         rows, cost = before + rows, total_cost(header.cost, cost)
+    if not max(row["weight"] * row["steps"] for row in rows) < _HEAVIEST:
+        raise ValueError(
+            f"weights must be below {_HEAVIEST:g} over the steps of a run, got {max(row['weight'] for row in rows):g}: the "
+            "sums over all runs would overflow. Weights count relative to each other; 1 is the usual one."
+        )
     total = Moments.total(moments, weights)
     # metrics to keep where the runs say nothing, and their types: those of the first that has them
     present = {k: v.detach() for phi in reversed(bound) for k, v in phi.log_d.items()}

@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from metamd.data.folders import folder_classes, image_folder
+from metamd.data.loading import UNREADABLE, check_claims
+from metamd.files.limits import open_regular
+from metamd.files.text import brief, shown
 from metamd.tasks.base import Split, derive_seed, seeded
 
 Arrays = tuple[Tensor, Tensor]
@@ -143,11 +146,20 @@ def _read_npz(path: Path, name: str) -> tuple[Any, ...]:
         raise ValueError(
             f"Dataset {name!r} must be a folder of images or an existing .npz file, got {path}. Write it with numpy.savez."
         )
-    with np.load(path, allow_pickle=False) as arrays:
-        for pair in _PAIRS:
-            if set(pair) <= set(arrays):
-                return tuple(arrays[k] for k in pair)
-        raise ValueError(f"Dataset {name!r} must hold arrays 'inputs' and 'targets', got {sorted(arrays)} in {path}.")
+    try:
+        with open_regular(path) as stream:
+            check_claims(stream)
+            with np.lib.npyio.NpzFile(stream, allow_pickle=False) as arrays:
+                held = sorted(arrays)
+                for pair in _PAIRS:
+                    if set(pair) <= set(held):
+                        return tuple(arrays[k] for k in pair)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"Dataset {name!r} must be a whole .npz file of numbers, but {path} cannot be read ({brief(str(error), 300)}). "
+            "Write it again with numpy.savez."
+        ) from None
+    raise ValueError(f"Dataset {name!r} must hold arrays 'inputs' and 'targets', got {shown(held)} in {path}.")
 
 
 def _stack(dataset: Dataset[Any], name: str) -> tuple[Any, ...]:

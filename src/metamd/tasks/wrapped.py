@@ -13,6 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from metamd.files.limits import open_regular
+from metamd.files.text import brief
 from metamd.potentials.tying import clean_names
 from metamd.tasks.base import Config, Drawn, Task, TaskFamily, config_hash
 
@@ -179,6 +181,7 @@ def uncounted(family: TaskFamily) -> TaskFamily:
 def read_parameters(path: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint (safetensors, or a state_dict by `torch.save`), without executing anything in it."""
     try:
+        open_regular(path).close()  # a pipe would wait for ever
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
@@ -186,7 +189,7 @@ def read_parameters(path: Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"there is no checkpoint {path}. Name a file with the parameters to start from.") from None
     except Exception as e:
         raise ValueError(
-            f"{path} could not be read as a checkpoint of tensors alone: {str(e).splitlines()[0]} "
+            f"{path} could not be read as a checkpoint of tensors alone: {brief((str(e).splitlines() or [''])[0], 400)} "
             "Save model.state_dict() with torch.save or safetensors."
         ) from e
     for key in ("model", "state_dict"):

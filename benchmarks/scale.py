@@ -10,6 +10,7 @@ measured on one of the twelve blocks, and multiplied.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ SIZES = (256, 512, 1024, 2048, 4096)
 ONE = ("Adam, foreach", "Adam, fused", "Muon + AdamW", "SOAP", *POLAR)
 WIDTH, BLOCKS, VOCABULARY, CONTEXT = 768, 12, 50257, 1024
 BUDGET = 20.0  # seconds, after which no further step is timed
+NODES, LINK = (1, 8, 64), 25e9  # of the calculation: processes that share the model, and bytes a second into each of them
 
 Params = dict[str, nn.Parameter]
 
@@ -172,6 +174,19 @@ def apart(what: str, name: str) -> dict[str, Any]:
 # the page
 
 
+def on_nodes(seconds: float, nodes: int) -> tuple[str, ...]:
+    """GPT-2 under FSDP2, by calculation, from the seconds of a step of one process.
+
+    Every process receives what it has not of each weight's averaged gradient, in float32, and whitens all weights.
+    """
+    hidden = BLOCKS * sum(math.prod(shape) for shape in block(0).values() if len(shape) > 1)
+    everything = sum(math.prod(shape) for shape in gpt2().values())
+    received = 4 * hidden * (nodes - 1) / nodes
+    built, shared = seconds + received / LINK, seconds / nodes + 2 * received / LINK
+    state = 4 * (2 * everything - hidden) / nodes  # one average of a weight; of all else two numbers
+    return str(nodes), f"{state / 1e6:,.0f}", f"{received / 1e6:,.0f}", f"{built:.2f}", f"{shared:.2f}"
+
+
 def page(record: dict[str, Any]) -> str:
     """Tables of one weight, and of GPT-2."""
     sizes, names = list(record["weights"]), list(next(iter(record["weights"].values())))
@@ -205,6 +220,11 @@ def page(record: dict[str, Any]) -> str:
         count = next(iter(found.values()))["parameters"]
         parts += [f"## The shape of GPT-2 small, {count:,} parameters\n"]
         parts += [markdown(("", "seconds of a step", "state", "for the step itself"), lines) + "\n"]
+        name = "MetaMD, whiten 3, block 64"
+        heading = ("processes", "state of each, MB", "each receives, MB", "seconds, as built", "if each whitened its share")
+        parts += [f"## The same over several processes, by calculation from the {found[name]['seconds']:.2f} s of {name}\n"]
+        parts += [f"Links of {LINK / 1e9:.0f} GB/s into each process. Forward and backward are not in it.\n"]
+        parts += [markdown(heading, [on_nodes(found[name]["seconds"], n) for n in NODES]) + "\n"]
     return "\n".join(parts)
 
 

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from metamd import MetaMD, Online
@@ -261,7 +262,7 @@ ONLINE = {
 
 
 def online_geometry(rule, model):
-    """A potential and the online metric of a case; in the last one every weight has a metric of its own."""
+    """A potential and the online metric of a case; in the last one every coordinate has a metric of its own."""
     start = {n: p.detach() for n, p in model.named_parameters()}
     geometry = random_geometry(model, pieces=1) if rule == "polar, per parameter" else random_basis(start)
     return geometry.with_metrics(geometry.log_d), Online(**ONLINE[rule], scale=dict.fromkeys(start, 50.0))
@@ -270,8 +271,9 @@ def online_geometry(rule, model):
 def online_sharded(rule):
     model = image_model()
     geometry, online = online_geometry(rule, model)
-    for layer in (model[0], model[3]):
-        fully_shard(layer)
+    columns = rule == "polar, per parameter"  # those of the linear layer; three channels of one cannot be cut otherwise
+    fully_shard(model[0])
+    fully_shard(model[3], shard_placement_fn=(lambda p: Shard(p.ndim - 1)) if columns else None)
     fully_shard(model)
     return model, MetaMD(model.named_parameters(), geometry, metric=online, momentum=0.8)
 

@@ -214,16 +214,23 @@ def stream(x: Tensor, grad: Tensor, phi: metamd.MaxDiagonal) -> Callable[[], Non
 
 
 def table(found: list[dict[str, Any]], heading: str) -> str:
-    lines = [(r["optimiser"], r["ms"], f"{r['ratio']:.2f}", "{:.2f}-{:.2f}".format(*r["quartiles"])) for r in found]
-    return markdown((heading, "ms", "ratio", "quartiles"), lines)
+    lines = [
+        (r["optimiser"], r["ms"], f"{r['ratio']:.2f}", "{:.2f}-{:.2f}".format(*r["quartiles"]), f"{r['undisturbed']:.2f}")
+        for r in found
+    ]
+    return markdown((heading, "ms", "ratio", "quartiles", "of the fastest tenths"), lines)
 
 
 def page(record: dict[str, Any]) -> str:
-    parts = ["# What a step costs\n", "`python benchmarks/step.py`, one thread, medians over rounds. " + ABOUT + "\n"]
+    parts = [
+        "# What a step costs\n",
+        "`python benchmarks/step.py`, one thread, medians over rounds; in brackets the ratio of the "
+        "fastest tenths, which other work on the machine disturbs least. " + ABOUT + "\n",
+    ]
     if "training" in record:
         found = record["training"]
         lines = [
-            (first["optimiser"], *(f"{model[i]['ratio']:.2f}" for model in found.values()))
+            (first["optimiser"], *("{ratio:.2f} ({undisturbed:.2f})".format(**model[i]) for model in found.values()))
             for i, first in enumerate(next(iter(found.values())))
         ]
         base = ("Adam, foreach: ms", *(f"{model[0]['ms']:.1f}" for model in found.values()))

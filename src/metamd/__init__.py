@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from metamd.learning.reference import learn_start
     from metamd.learning.usage import learn_usage
     from metamd.optimiser.certificate import Certificate, certify_run
+    from metamd.optimiser.frameworks import as_optimizer_class
     from metamd.optimiser.guard import OffFamilyWarning
     from metamd.optimiser.optimiser import MetaMD, prepare
     from metamd.potentials import (
@@ -55,6 +56,7 @@ _PUBLIC = {
     "metamd.files.learned": ("LearnedOptimiser", "load"),
     "metamd.files.recorded_run": ("Run",),
     "metamd.optimiser.certificate": ("Certificate", "certify_run"),
+    "metamd.optimiser.frameworks": ("as_optimizer_class",),
     "metamd.optimiser.guard": ("OffFamilyWarning",),
     "metamd.optimiser.optimiser": ("MetaMD", "prepare"),
     "metamd.learning.meta": ("meta_train", "paper"),
@@ -123,6 +125,7 @@ __all__ = [
     "Potential",
     "Recorder",
     "Run",
+    "as_optimizer_class",
     "bregman",
     "certify",
     "certify_run",

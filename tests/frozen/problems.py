@@ -153,7 +153,7 @@ def plain_end(learned, name):
     """The parameters after the steps of a problem, in plain use."""
     start, grads = problem(name)
     params = parameters(start)
-    walk(MetaMD(params.items(), learned), None, params, grads)
+    walk(MetaMD(params.items(), learned, metric="learned"), None, params, grads)
     return values(params)
 
 
@@ -172,7 +172,7 @@ def recommended_end(learned, name):
 
 def _plain(file, **options):
     def build(params):
-        return MetaMD(params.items(), metamd.load(path_of(file)), **options), None
+        return MetaMD(params.items(), metamd.load(path_of(file)), **{"metric": "learned", **options}), None
 
     return build
 

@@ -355,14 +355,15 @@ def test_a_certificate_says_that_the_recommended_usage_is_another():
     assert "(learned metric, momentum 0.9, constant schedule, factor 1) is not certified" in " ".join(other.split())
 
 
-def test_what_a_file_recommends_is_said_and_left_to_prepare(tmp_path, capsys):
-    """MetaMD keeps its defaults, as a torch optimiser does, and says in its repr what the file would have."""
+def test_what_a_file_recommends_is_said_and_needs_the_number_of_steps(tmp_path, capsys):
+    """MetaMD keeps its defaults, as a torch optimiser does, and says what the file would have: once, and in its repr."""
     family = tabular(steps=5)
     learned = learn_from_reference(family, Kronecker(), reference=Reference(lr=0.01), tasks=1)
     used = replace(learned, header=replace(learned.header, usage=Usage("learned", 0.9, "linear", 1.4).to_dict()))
     named = [(n, torch.nn.Parameter(x)) for n, x in family.example().items()]
     words = "learned metric, momentum 0.9, linear schedule, factor 1.4"
-    plain = MetaMD(named, used)
+    with pytest.warns(UserWarning, match=f"recommends more than its metric: {words}. Write .*, steps=N.*metric=.learned"):
+        plain = MetaMD(named, used)
     assert (plain.param_groups[0]["momentum"], plain.param_groups[0]["lr"]) == (0.0, 1.0)
     assert f"The learned file recommends: {words}. MetaMD(params, learned, steps=T) uses it so." in repr(plain)
     assert repr(copy.deepcopy(plain)) == repr(plain)

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -58,7 +59,7 @@ def test_one_call_is_what_the_file_recommends_spelled_out(learned):
     theirs.eval()
     assert equal_parameters(model, other)
     plain = small_model()
-    train(plain, MetaMD(plain.named_parameters(), learned), STEPS)
+    train(plain, MetaMD(plain.named_parameters(), learned, metric="learned"), STEPS)
     assert not equal_parameters(model, plain), "without steps nothing is recommended"
 
 
@@ -66,7 +67,7 @@ def test_a_path_a_name_and_an_object_are_one_and_the_same(learned, tmp_path):
     learned.save(tmp_path / "x.safetensors")
     ends = []
     for given in (learned, tmp_path / "x.safetensors", str(tmp_path / "x.safetensors")):
-        for options in ({}, {"steps": STEPS}):
+        for options in ({"metric": "learned"}, {"steps": STEPS}):
             model = small_model()
             train(model, MetaMD(model.named_parameters(), given, **options), 5)
             ends.append(model)
@@ -138,14 +139,102 @@ def test_a_scheduler_on_top_multiplies_once_more():
     model, other = small_model(dtype=torch.float64), small_model(dtype=torch.float64)
     optimiser = MetaMD(model.named_parameters(), learned, steps=STEPS)
     schedule = torch.optim.lr_scheduler.StepLR(optimiser, 4, gamma=0.5)
-    theirs = MetaMD(other.named_parameters(), learned, lr=0.7)
+    theirs = MetaMD(other.named_parameters(), learned, lr=0.7, metric="learned")
     for t in range(STEPS):
         theirs.param_groups[0]["lr"] = 0.7 * (1 - t / STEPS) * 0.5 ** (t // 4)
-        train(model, optimiser, 1, first=t)
+        sentence = "a scheduler has changed lr from 0.7 to 0.35, on top of what .* linear schedule.* keeps lr constant"
+        with pytest.warns(UserWarning, match=sentence) if t == 4 else nullcontext() as said:  # and once alone
+            train(model, optimiser, 1, first=t)
+        assert said is None or said[0].filename == train.__code__.co_filename, "the warning points at the loop"
         train(other, theirs, 1, first=t)
         schedule.step()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("usage", [Usage("learned", 0.0, "linear"), Usage()], ids=str)
+def test_a_scheduler_that_changes_nothing_is_none_of_our_business(usage):
+    """A constant one, and any one where the file recommends nothing."""
+    model = small_model()
+    optimiser = MetaMD(model.named_parameters(), file_of(usage), steps=STEPS)
+    constant = [1.0] * STEPS if usage != Usage() else [0.5**t for t in range(STEPS)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda t: constant[min(t, STEPS - 1)])
+    for t in range(STEPS):
+        train(model, optimiser, 1, first=t)
+        schedule.step()
+
+
+def test_plain_use_of_a_file_that_recommends_more_is_noticed(learned):
+    named = list(small_model().named_parameters())
+    with pytest.warns(
+        UserWarning, match=r"recommends more than its metric: .*Write MetaMD\(params, learned, steps=N\)"
+    ) as said:
+        MetaMD(named, learned, lr=0.5)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    MetaMD(named, learned, metric="learned")  # said on purpose
+    MetaMD(named, learned.potential)
+    MetaMD(named, file_of(Usage()))  # recommends nothing more
+
+
+def tail_run(steps=STEPS):
+    model = small_model()
+    optimiser = MetaMD(model.named_parameters(), file_of(*USAGES["polar, tail"]), steps=STEPS)
+    train(model, optimiser, steps)
+    return model, optimiser
+
+
+def test_a_block_has_the_average_and_goes_back():
+    (model, optimiser), (other, theirs) = tail_run(6), tail_run(6)
+    iterates = copy.deepcopy(model)
+    theirs.eval()
+    with optimiser.averaged():
+        assert equal_parameters(model, other)
+        assert not equal_parameters(model, iterates)
+        with optimiser.averaged():
+            pass
+        assert equal_parameters(model, other), "the inner block leaves the outer one as it is"
+    assert equal_parameters(model, iterates)
+    with pytest.raises(KeyError), optimiser.averaged():
+        raise KeyError
+    assert equal_parameters(model, iterates), "an error inside of the block changes nothing"
+    train(model, optimiser, 1, first=6)
+    with theirs.averaged():
+        pass
+    with pytest.raises(RuntimeError, match="in eval mode"):
+        theirs.step()
+
+
+def test_a_block_does_nothing_without_a_tail_average():
+    model = small_model()
+    optimiser = MetaMD(model.named_parameters(), file_of(*USAGES["momentum"]), steps=STEPS)
+    train(model, optimiser, 3)
+    before = copy.deepcopy(model)
+    with optimiser.averaged():
+        assert equal_parameters(model, before)
+        train(model, optimiser, 1, first=3)
+
+
+def test_an_average_that_nobody_uses_is_noticed_when_the_finished_run_is_saved():
+    _, optimiser = tail_run(STEPS - 1)
+    optimiser.state_dict()  # a checkpoint on the way
+    model, optimiser = tail_run()
+    with pytest.warns(UserWarning, match=r"the 12 steps of this run are done, and its tail average was never used"):
+        saved = optimiser.state_dict()
+    optimiser.state_dict()
+    copy.deepcopy(optimiser).state_dict()
+    for use in ("eval", "averaged"):
+        _, optimiser = tail_run()
+        if use == "eval":
+            optimiser.eval()
+            optimiser.train()
+        else:
+            with optimiser.averaged():
+                pass
+        assert optimiser.state_dict()["param_groups"][0]["step"] == saved["param_groups"][0]["step"]
+    own = MetaMD(model.named_parameters(), metamd.Euclidean(), lr=0.1, averaging="tail")
+    train(model, own, STEPS)
+    own.state_dict()  # nobody knows where this run ends
 
 
 def test_after_the_end_the_last_rate_is_kept():

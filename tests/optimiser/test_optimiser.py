@@ -243,12 +243,12 @@ def test_the_domain_of_parameters_that_join_is_checked_too():
 def test_roles_are_those_of_the_layers_whatever_the_order_of_the_groups():
     learned = metamd.load("mlp-by-role")
     named = list(metamd.models.MLP().named_parameters())
-    in_order = MetaMD(named, learned).potential.slots
-    head_first = MetaMD([{"params": named[4:], "lr": 0.5}, {"params": named[:4]}], learned)
+    in_order = MetaMD(named, learned, steps=10).potential.slots
+    head_first = MetaMD([{"params": named[4:], "lr": 0.5}, {"params": named[:4]}], learned, steps=10)
     assert {n: s.key for n, s in head_first.potential.slots.items()} == {n: s.key for n, s in in_order.items()}
     other = [(n.replace("first", "embed"), p) for n, p in named]
     bound = learned.bind(other)
-    again = MetaMD([{"params": other[4:]}, {"params": other[:4]}], bound).potential.slots
+    again = MetaMD([{"params": other[4:]}, {"params": other[:4]}], bound, steps=10).potential.slots
     assert again["embed.weight"].key == "first.weight"
     assert again["output.weight"].key == "last.weight"
 

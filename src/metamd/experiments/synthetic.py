@@ -302,7 +302,7 @@ def run_learned(
     def until(t: int, losses: Sequence[float], grads: Params) -> str:
         return "" if tolerance <= norms[-1] < math.inf else "it has arrived, or left for good"
 
-    optimiser = MetaMD([("theta", theta)], learned, exact=exact, check_finite=False)
+    optimiser = MetaMD([("theta", theta)], learned, metric="learned", exact=exact, check_finite=False)
     engine.train(task, OptimiserSteps({"theta": theta}, optimiser), limit + 1, watch=watch, until=until)
     return points, norms
 

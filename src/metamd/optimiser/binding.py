@@ -1,8 +1,10 @@
 """How an optimiser's parameters meet a geometry: options, names, metrics where the parameters are, and what is refused."""
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from os import PathLike
 from typing import Any
@@ -17,7 +19,7 @@ from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import widen
 from metamd.potentials.online import KEPT, Online
 from metamd.potentials.sharding import any_process, is_sharded, local_metric, shard_dims, spread_like, total_for
-from metamd.potentials.tying import clean_names, some
+from metamd.potentials.tying import Shape, clean_names, some
 
 
 def opened(geometry: LearnedOptimiser | Potential | str | PathLike[str]) -> tuple[Potential, LearnedOptimiser | None]:
@@ -31,6 +33,16 @@ def opened(geometry: LearnedOptimiser | Potential | str | PathLike[str]) -> tupl
         f"geometry must be a LearnedOptimiser or a Potential, got {type(found).__name__}. "
         "Use metamd.load(path), or a potential such as metamd.Euclidean()."
     )
+
+
+def opened_file(learned: LearnedOptimiser | str | PathLike[str]) -> LearnedOptimiser:
+    """The learned file itself; a potential alone is refused."""
+    potential, found = opened(learned)
+    if found is None:
+        raise TypeError(
+            f"learned must be a LearnedOptimiser or a path, got {type(potential).__name__}. Pass metamd.load(path)."
+        )
+    return found
 
 
 # options: those that were given, then those that the file recommends
@@ -47,6 +59,11 @@ class Options:
     usage: Usage | None = None  # what the file recommends, where it is used so
     steps: int | None = None  # the length of the schedule that is inside, if there is one
     about: str = ""  # what `print` says about the recommended usage
+
+    @cached_property
+    def recommended(self) -> bool:
+        """Whether the run is set up as a file recommends, where that is more than plain use."""
+        return self.steps is not None and self.usage not in (None, Usage())
 
     def rate_of(self, momentum: float) -> float | Tensor:
         """The lr of a group without one of its own: by default, the one at which z takes the learned steps."""
@@ -72,6 +89,12 @@ def choose(learned: LearnedOptimiser | None, steps: int | None, params: Iterable
     plain: dict[str, Any] = {"metric": "learned", "momentum": 0.0, "averaging": "constant"}
     kept = {"given_lr": given.get("lr"), **{k: given[k] for k in plain if k in given}}
     if steps is None:
+        if usage != Usage() and "metric" not in given:
+            warnings.warn(
+                f"this learned file recommends more than its metric: {usage}. Write MetaMD(params, learned, steps=N), with "
+                'the number of steps of the run, to use it so. Pass metric="learned" to use the metric alone.',
+                stacklevel=3,
+            )
         about = f"\nThe learned file recommends: {usage}. MetaMD(params, learned, steps=T) uses it so." if recommends else ""
         return Options(**{**plain, **kept, "about": about})
     if not isinstance(steps, int | float) or not 1 <= steps < math.inf or steps != int(steps):
@@ -90,17 +113,108 @@ def choose(learned: LearnedOptimiser | None, steps: int | None, params: Iterable
     return Options(**{**advised, **kept, "usage": usage, "steps": steps, "about": about})
 
 
+# names: those that were given, else those of the file's model
+
+
+def with_names(params: Any, potential: Potential, learned: LearnedOptimiser | None) -> Any:
+    """The parameters or groups as torch takes them; those without names get the names of the file's model.
+
+    They are matched by order and shape. Every group must keep the order of the model, and one assignment alone must fit.
+    """
+    if not isinstance(params, list) or not isinstance(potential, MaxDiagonal) or not len(potential.table):
+        return params  # metrics of other potentials are not found by name
+    groups = params if params and all(isinstance(p, dict) for p in params) else [{"params": params}]
+    if any(isinstance(g["params"], set) for g in groups):
+        return params  # torch refuses them
+    lists = [[g["params"]] if isinstance(g["params"], Tensor) else list(g["params"]) for g in groups]
+    groups = [{**g, "params": ps} for g, ps in zip(groups, lists, strict=True)]  # a generator can be read once
+    tensors = [p for ps in lists for p in ps]
+    if not tensors or any("param_names" in g for g in groups) or not all(isinstance(p, Tensor) for p in tensors):
+        return groups if tensors else params
+    model = {} if learned is None else learned.header.model
+    if not model:
+        raise ValueError(
+            "a learned geometry finds its metrics by the names of the parameters, but these have none, and no model is "
+            f"recorded to match them with. {_NAMES}"
+        )
+    shapes = [[tuple(p.shape) for p in ps] for ps in lists]
+    found = assignments(list(model.values()), shapes)
+    if len(found) != 1:
+        raise ValueError(_no_assignment(model, shapes, found))
+    names: list[list[str]] = [[] for _ in groups]
+    for name, i in zip(model, found[0], strict=True):
+        names[i].append(name)
+    return [{**g, "param_names": n} for g, n in zip(groups, names, strict=True)]
+
+
+_NAMES = "Pass model.named_parameters(), or groups whose params are (name, parameter) pairs."
+
+_LOOKED_AT = 10_000
+"""So many partial assignments are looked at; groups that allow more are taken for ambiguous."""
+
+
+def assignments(model: Sequence[Shape], groups: Sequence[Sequence[Shape]]) -> list[list[int]]:
+    """The ways to deal the tensors of a model out to groups that keep its order: none, the only one, or two of several.
+
+    A way says of every tensor which group it is in.
+
+    Example:
+        >>> assignments([(3, 2), (3,), (3,)], [[(3, 2)], [(3,), (3,)]])
+        [[0, 1, 1]]
+        >>> assignments([(3,), (3,)], [[(3,)], [(3,)]])
+        [[1, 0], [0, 1]]
+    """
+    if sorted(model) != sorted(shape for group in groups for shape in group):
+        return []
+    found: list[list[int]] = []
+    # A state is how many tensors each group has by now. What can follow does not depend on how the state was reached.
+    begin = (0,) * len(groups)
+    stack: list[tuple[tuple[int, ...], list[int]]] = [(begin, [])]
+    seen: set[tuple[int, ...]] = set()
+    leads: set[tuple[int, ...]] = set()  # states that the first way passes
+    while stack and len(found) < 2:
+        taken, path = stack.pop()
+        if len(path) == len(model) or taken in leads:
+            found.append(path + (found[0][len(path) :] if found else []))
+            state = list(begin)
+            for i in found[0]:
+                leads.add(tuple(state))
+                state[i] += 1
+        elif taken not in seen:
+            seen.add(taken)
+            if len(seen) > _LOOKED_AT:
+                return [[], []]
+            for i, group in enumerate(groups):
+                if taken[i] < len(group) and group[taken[i]] == model[len(path)]:
+                    stack.append(((*taken[:i], taken[i] + 1, *taken[i + 1 :]), [*path, i]))
+    return found
+
+
+def _no_assignment(model: Mapping[str, Shape], groups: Sequence[Sequence[Shape]], found: Sequence[Sequence[int]]) -> str:
+    """Why parameters without names cannot be matched."""
+    rule = "parameters without names are matched by order and shape with the model that the file was learned on"
+    if found:
+        where = "many tensors" if not found[0] else ""
+        for (name, shape), i, j in zip(model.items(), *found, strict=False):
+            if i != j and not where:
+                where = f"{name!r} of shape {shape} may be in group {min(i, j)} or in group {max(i, j)}"
+        return f"{rule}, but there is more than one way: {where}. {_NAMES}"
+    given = [shape for group in groups for shape in group]
+    said = f"which has {len(model)} tensors, {some(model)}"
+    if len(given) != len(model):
+        return f"{rule}, {said}, but {len(given)} came. Pass all parameters of the model, frozen ones too. {_NAMES}"
+    if len(groups) > 1:
+        return f"{rule}, {said}, but the groups do not fit: each must keep the order of the model. {_NAMES}"
+    wrong = next((n, s, g) for (n, s), g in zip(model.items(), given, strict=True) if s != g)
+    return f"{rule}, but where it has {wrong[0]!r} of shape {wrong[1]}, there is a tensor of shape {wrong[2]}. {_NAMES}"
+
+
 def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Potential) -> dict[str, Tensor]:
     """All parameters by cleaned name; unnamed ones are counted through, where names do not matter."""
     pairs: list[tuple[str, Tensor]] = []
     for group in param_groups:
-        names = group.get("param_names")
-        if names is None and isinstance(potential, MaxDiagonal) and len(potential.table):
-            raise ValueError(
-                "a learned geometry finds its metrics by the names of the parameters, but these have none. "
-                "Pass model.named_parameters(), or groups whose params are (name, parameter) pairs."
-            )
-        pairs += zip(names or [str(len(pairs) + i) for i in range(len(group["params"]))], group["params"], strict=True)
+        names = group.get("param_names") or [str(len(pairs) + i) for i in range(len(group["params"]))]
+        pairs += zip(names, group["params"], strict=True)
     return clean_names(pairs, potential.rename if isinstance(potential, MaxDiagonal) else None)
 
 

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, overload
@@ -73,16 +74,17 @@ class MetaMD(Optimizer):
 
     With `steps` a learned file is used as it recommends: its metric, momentum or tail average, factor and schedule. Options
     that are given win over recommended ones. Without `steps` every option is what its default says, as in any torch
-    optimiser; `print(opt)` has a line about the difference.
+    optimiser. A file that recommends more then gets a warning, unless `metric` is given.
 
     Args:
-        params: as for any torch optimiser; `model.named_parameters()` for a learned geometry.
+        params: as for any torch optimiser; `model.named_parameters()` for a learned geometry. Parameters without names are
+            matched with the model that a file was learned on, by order and shape.
         geometry: a `LearnedOptimiser`, the path of one, the name of a shipped one, or a potential.
         lr: for a learned file, a factor on its step sizes (default: use them unchanged, which is 1 - momentum). For any
             other potential, the learning rate. The lr of a group scales the gradient of that group.
         steps: the number of steps of the run, for which the file's recommended usage is set up. The schedule is inside:
             every step multiplies lr by its share, and the last share is kept after the end. A torch scheduler on top
-            multiplies once more.
+            multiplies once more, and gets a warning.
         momentum: gradients are taken at an average of the iterates, which keeps this share of itself in every step; for
             `Euclidean()` that is SGD with momentum, and lr means the same. 0 if neither given nor recommended.
         weight_decay: decoupled, towards zero.
@@ -93,7 +95,7 @@ class MetaMD(Optimizer):
         check_finite: refuse a step with NaN or infinite gradients before anything is written.
         safeguard: halve the step while the run blows up.
         averaging: "constant", the average of the momentum, if neither given nor recommended; or "tail", an average beside
-            the run. A tail average needs `opt.eval()` before the model is used and `opt.train()` after.
+            the run. The model is used inside `with opt.averaged():`, or between `opt.eval()` and `opt.train()`.
         metric: "learned" if neither given nor recommended; "online": the diagonal follows the run in the learned
             coordinates, at the scale that the file has for it; an `Online` for a rule and scales of your own.
 
@@ -129,10 +131,10 @@ class MetaMD(Optimizer):
     ) -> None:
         given = {"lr": lr, "momentum": momentum, "averaging": averaging, "metric": metric}
         self._potential, learned = binding.opened(geometry)
-        params = params if isinstance(params, Tensor) else list(params)
+        params = binding.with_names(params if isinstance(params, Tensor) else list(params), self._potential, learned)
         used = binding.choose(learned, steps, params, {k: v for k, v in given.items() if v is not None})
         self.exact, self.fused, self.check_finite, self.averaging = exact, fused, check_finite, used.averaging
-        self._used = used
+        self._used, self._said = used, set[str]()
         self._watch = None if learned is None else FamilyWatch(learned.header.horizon, learned.header.gradient_scale)
         self._online = binding.online_metric(used.metric, self._potential, learned)
         # the names of the tensors in the order of the layers, which roles are read off; empty if nobody knows it
@@ -303,6 +305,7 @@ class MetaMD(Optimizer):
                 raise ValueError(f"lr must be finite, got {group['lr']}: a scheduler or an edit of param_groups set it.")
             if self.averaging == "constant":  # a tail average does not use its momentum
                 average.check_averaging(self.averaging, group["momentum"])
+            self._notice_scheduler(group)
         binding.check_scales(self._online, self.potential, grads)
         # the share of signal needs the lengths anyway
         lengths = None if self._online is None else self._online.lengths(list(grads.values()))
@@ -355,7 +358,42 @@ class MetaMD(Optimizer):
         if self._safeguard is not None:
             self._safeguard.update(energy(bound, self._active, grads), None if loss is None else float(loss))
 
+    def _notice_scheduler(self, group: dict[str, Any]) -> None:
+        """Say once that a torch scheduler multiplies what the schedule inside multiplies already."""
+        lr, first = group["lr"], group.get("initial_lr")  # every torch scheduler notes where lr began
+        if first is None or not self._used.recommended or isinstance(lr, Tensor) or lr == first:
+            return
+        self._say_once(
+            "scheduler",
+            f"a scheduler has changed lr from {first:g} to {lr:g}, on top of what this optimiser does by itself: "
+            f"{self._used.usage}. Leave the scheduler out, or take one that keeps lr constant.",
+            stacklevel=9,  # from here to the user's loop: the step, and what torch and the scheduler wrap it with
+        )
+
+    def _say_once(self, about: str, sentence: str, stacklevel: int = 3) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            warnings.warn(sentence, stacklevel=stacklevel)
+
     # the modes of a tail average, which is not in the parameters during training
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A block in which the parameters are the tail average, to evaluate or save the model; without one it does nothing.
+
+        Example:
+            >>> x = torch.nn.Parameter(torch.ones(2))
+            >>> opt = MetaMD([x], MaxDiagonal(pieces=2), lr=0.1, averaging="tail")
+            >>> with opt.averaged():
+            ...     saved = x.detach().clone()
+        """
+        training = self._training
+        self.eval()
+        try:
+            yield
+        finally:
+            if training:
+                self.train()
 
     def eval(self) -> None:
         """Put the tail average into the parameters, to evaluate or save the model."""
@@ -369,6 +407,7 @@ class MetaMD(Optimizer):
     def _switch(self, *, training: bool) -> None:
         if self.averaging != "tail" or self._training == training:
             return
+        self._said.add("average")  # who uses the average needs no word about it
         named = {n: p for n, p, _ in self._places.values()}
         edited = self._edited(named)
         for p, store in self.state.items():
@@ -433,7 +472,13 @@ class MetaMD(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for any torch optimiser. It holds the state of the run, not the geometry: keep the learned file beside it."""
-        kind, guard = self._kind(), self._safeguard or Safeguard()
+        used, kind, guard = self._used, self._kind(), self._safeguard or Safeguard()
+        if self._training and self.averaging == "tail" and used.steps is not None and self._steps >= used.steps:
+            self._say_once(
+                "average",
+                f"the {used.steps} steps of this run are done, and its tail average was never used: the parameters are the "
+                "last iterate. Evaluate and save the model inside `with opt.averaged():`, or after opt.eval().",
+            )
         weights = np.zeros(kind.pieces) if self._active is None else self._active.weights
         shared = {
             "step": torch.tensor(self._steps),
@@ -532,7 +577,7 @@ _FIRST = {"weight_decay": 0.0, "maximize": False, "momentum": 0.0}
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
     *("_active", "_awaited", "_hash", "_potential", "_record", "_safeguard", "_count", "_sums", "_training", "_watch"),
-    *("_online", "_order", "_used", "averaging", "check_finite", "exact", "fused"),
+    *("_online", "_order", "_said", "_used", "averaging", "check_finite", "exact", "fused"),
 )
 
 
@@ -584,11 +629,7 @@ def prepare(
         >>> learned = metamd.LearnedOptimiser.from_potential(metamd.Diagonal().bind(dict(model.named_parameters())))
         >>> opt, schedule = prepare(model.named_parameters(), learned, steps=100)
     """
-    potential, found = binding.opened(learned)
-    if found is None:
-        raise TypeError(
-            f"learned must be a LearnedOptimiser or a path, got {type(potential).__name__}. Pass metamd.load(path)."
-        )
+    found = binding.opened_file(learned)
     optimiser = MetaMD(params, found if refresh is None else refreshed(found, refresh), steps=steps, **options)
     share, optimiser._used = optimiser._used.share, replace(optimiser._used, steps=None)
     return optimiser, LambdaLR(optimiser, share)

@@ -143,9 +143,21 @@ def _no_metric(name: str, shape: Shape, slot: Slot, stored: Shapes) -> str:
     hint = f" By its shape it could read {' or '.join(fits[:3])}." if fits else ""
     return (
         f"the tensor {name!r} of shape {shape} has no metric; there are {some(stored)}.{hint} Map names with "
-        'bind(params, rename=...) of the potential or of metamd.load(file). Or pass bind missing="euclidean", for plain '
-        "gradient steps there."
+        f"MetaMD(params, metamd.load(file).bind(params, rename={_renaming(name, stored)}), ...). Or pass bind "
+        'missing="euclidean", for plain gradient steps there.'
     )
+
+
+def _renaming(name: str, stored: Shapes) -> str:
+    """What `rename=` could be: the prefix that is too much or missing, where that is all."""
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        if ".".join(parts[i:]) in stored:
+            return f"lambda name: name.removeprefix({'.'.join(parts[:i]) + '.'!r})"
+    for key in stored:
+        if key.endswith(f".{name}"):
+            return f"lambda name: {key.removesuffix(name)!r} + name"
+    return "..."
 
 
 def _fitting(stored: Shape, shape: Shape) -> list[TyingName]:

@@ -195,7 +195,7 @@ Y = torch.stack([X[:, 0] + X[:, 1], X[:, 2] * X[:, 3], X[:, 4].sin()], 1)
 BATCH = 16
 
 
-def plain_loop(learned, model, epochs, *, clip=None):
+def plain_loop(learned, model, epochs):
     optimiser = MetaMD(model.named_parameters(), learned, steps=epochs * len(X) // BATCH)
     for _ in range(epochs):
         for x, y in zip(X.split(BATCH), Y.split(BATCH), strict=True):
@@ -224,7 +224,7 @@ def test_the_trainer_of_hugging_face(tmp_path, monkeypatch, scheduler):
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate, which is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     learned = file_of(*USAGES["polar, tail"])
-    model = Regression()
+    model, data = Regression(), [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
     trainer = transformers.Trainer(
         model,
         transformers.TrainingArguments(
@@ -235,11 +235,13 @@ def test_the_trainer_of_hugging_face(tmp_path, monkeypatch, scheduler):
             max_grad_norm=0,
             lr_scheduler_type=scheduler,
             save_strategy="epoch",
+            eval_strategy="epoch",  # for which the Trainer calls eval() and train() of the optimiser
             report_to="none",
             disable_tqdm=True,
             use_cpu=True,
         ),
-        train_dataset=[{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)],
+        train_dataset=data,
+        eval_dataset=data,
         optimizer_cls_and_kwargs=(as_optimizer_class(learned, steps=12), {"lr": 5e-5}),
     )
     sentences = ["lr=5e-05 is ignored"] + ["a scheduler has changed lr from 0.7 to"] * (scheduler == "linear")

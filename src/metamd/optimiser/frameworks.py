@@ -67,6 +67,7 @@ def as_optimizer_class(file: LearnedOptimiser | str | PathLike[str], *, steps: i
                 "lr",
                 f"lr={lr} is ignored: a learned file has its step sizes inside. To scale them, pass a factor as lr to "
                 "metamd.as_optimizer_class.",
+                stacklevel=4,
             )
 
         def _step(self, closure: Callable[[], float] | None) -> float | None:

@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from numbers import Real
 from os import PathLike
 from typing import Any
@@ -60,7 +59,7 @@ class Options:
     steps: int | None = None  # the length of the schedule that is inside, if there is one
     about: str = ""  # what `print` says about the recommended usage
 
-    @cached_property
+    @property
     def recommended(self) -> bool:
         """Whether the run is set up as a file recommends, where that is more than plain use."""
         return self.steps is not None and self.usage not in (None, Usage())

@@ -361,8 +361,8 @@ class MetaMD(Optimizer):
     def _notice_scheduler(self, group: dict[str, Any]) -> None:
         """Say once that a torch scheduler multiplies what the schedule inside multiplies already."""
         lr, first = group["lr"], group.get("initial_lr")  # every torch scheduler notes where lr began
-        if first is None or not self._used.recommended or isinstance(lr, Tensor) or lr == first:
-            return
+        if first is None or isinstance(lr, Tensor) or lr == first or not self._used.recommended:
+            return  # a rate that is a tensor is not read
         self._say_once(
             "scheduler",
             f"a scheduler has changed lr from {first:g} to {lr:g}, on top of what this optimiser does by itself: "

@@ -4,20 +4,26 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import metamd
 from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, certify, load, meta_train, tasks
-from metamd.certification.certification import across_domains, run_task, steps_to
+from metamd.certification.certification import _radius, across_domains, distances, recommended, run_task, steps_to
 from metamd.certification.generalisation import displacements, measure, size_of, training_tasks
 from metamd.certification.statements import HeldOutCertificate, Stated
 from metamd.cli import main as cli
+from metamd.comparison.training import Measuring, train_contender
+from metamd.files.usage import Usage
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
-from metamd.learning.rounds import draw_task
+from metamd.inner.run import train as inner_train
+from metamd.learning.rounds import draw_config, draw_task
+from metamd.rivals import learned_rival
 from metamd.tasks import FAMILIES, Drawn, config_hash
+from tests.helpers import draws
 from tests.meta_families import poisoned
 
 FAMILY = tasks.quadratic(steps=60)
@@ -54,7 +60,7 @@ def test_statements_are_those_of_the_runs(learned, certificate):
         counts.append(next((t for t in range(60) if max(losses[t : t + 2]) <= target), math.inf))
         regrets.append(regret)
     rank = math.ceil(0.95 * 41) - 1
-    for quantity, scores in (("steps", counts), ("loss", ends), ("distance", distances)):
+    for quantity, scores in (("steps", counts), ("training loss", ends), ("distance sqrt", distances)):
         found = certificate.of("next task", quantity)
         assert found.bound == pytest.approx(sorted(scores)[rank], rel=1e-9)
         assert (found.verdict, found.confidence) == ("holds", 0.95)
@@ -124,7 +130,7 @@ def test_a_task_that_was_used_is_refused(learned, purpose):
     with pytest.raises(ValueError, match=r"1 of the 20 tasks drawn were used in learning.*Pass another seed"):
         certify(learned, Repeating(), held_out_tasks=20)
     stripped = replace(learned, header=replace(learned.header, task_hashes=()))
-    found = certify(stripped, Repeating(), held_out_tasks=20)
+    found = certify(stripped, Repeating(), held_out_tasks=20, stated=Stated(theory=True))
     assert any("not checked" in text for text in found.assumptions)
     assert found.of("training tasks").basis == "the file does not say which tasks it was learned on."
 
@@ -139,7 +145,7 @@ def test_tasks_that_are_all_the_same_cannot_be_held_out():
 def test_tasks_that_diverge_count_as_infinite(learned):
     found = certify(learned, poisoned(FAMILY, share=200), held_out_tasks=40, stated=Stated(target=10.0))
     assert found.diverged > 3
-    for quantity in ("steps", "loss"):
+    for quantity in ("steps", "training loss"):
         statement = found.of("next task", quantity)
         assert (statement.bound, statement.verdict) == (None, "no bound")
         assert statement.numbers["infinite"] == found.diverged
@@ -148,12 +154,13 @@ def test_tasks_that_diverge_count_as_infinite(learned):
     assert rare.diverged == 1
     assert rare.reason in " ".join(str(rare).split())
     assert rare.reason.startswith("The ")
-    assert rare.of("next task", "loss").bound is not None
+    assert rare.of("next task", "training loss").bound is not None
 
 
 def test_too_few_tasks_are_no_bound(learned):
-    found = certify(learned, FAMILY, held_out_tasks=1)
-    assert found.of("next task", "loss").verdict == "no bound"
+    found = certify(learned, FAMILY, held_out_tasks=1, stated=Stated(theory=True))
+    assert found.radius is None
+    assert found.of("next task", "training loss").verdict == "no bound"
     assert found.of("mean", "min(steps").verdict == "vacuous"
     assert "regret_cap=b" in found.of("mean", "regret").basis
 
@@ -171,10 +178,10 @@ def test_leaving_one_domain_out_gives_no_guarantee_across_domains():
 
     seen, new = family("a", "b"), family("c")
     learned = meta_train(seen, Diagonal(), outer_steps=2, tasks_per_step=4, objective=metamd.Regret(prior=0.01))
-    found = certify(learned, new, held_out_tasks=20)
+    found = certify(learned, new, held_out_tasks=20, stated=Stated(theory=True))
     assert "no guarantee across domains" in str(found)
     assert "m = 1 held-out domain: c" in found.across_domains
-    assert found.of("next task", "loss").verdict == "holds"  # about seeds within the domain, as it says
+    assert found.of("next task", "training loss").verdict == "holds"  # about seeds within the domain, as it says
     assert "m = 0 held-out domains" in across_domains(learned, seen)
     assert any("not the one of learning: datasets differ" in text for text in found.assumptions)
     assert found.of("training tasks").verdict == "does not apply"
@@ -184,24 +191,24 @@ def test_leaving_one_domain_out_gives_no_guarantee_across_domains():
 def test_without_a_solution_a_comparator_is_needed():
     family = tasks.tabular(features=3, width=4, examples=60, batch_size=20, steps=10)
     learned = meta_train(family, Diagonal(), outer_steps=2, tasks_per_step=2, objective=metamd.Regret(prior=0.01))
-    found = certify(learned, family, held_out_tasks=19)
-    assert "Pass comparator=Reference" in found.of("next task", "distance").basis
+    found = certify(learned, family, held_out_tasks=19, stated=Stated(theory=True))
+    assert "Pass comparator=Reference" in found.of("next task", "distance sqrt").basis
     assert "theta_* of these tasks is not known" in found.of("training tasks").basis
     better = certify(learned, family, held_out_tasks=19, comparator=Reference(lr=0.01), stated=Stated(regret_cap=100.0))
-    assert better.of("next task", "distance").bound > 0
+    assert better.of("next task", "distance sqrt").bound > 0
     assert better.of("mean", "min(regret").verdict in ("holds", "vacuous")
     assert better.of("training tasks", "B(").bound > 0
     turned = meta_train(family, Kronecker(), outer_steps=2, tasks_per_step=2, objective=metamd.Regret(prior=0.01))
-    third = certify(turned, family, held_out_tasks=1, comparator=Reference(lr=0.01))
+    third = certify(turned, family, held_out_tasks=1, comparator=Reference(lr=0.01), stated=Stated(theory=True))
     assert "from a grid (l2)" in third.of("training tasks", "B(").basis
 
 
 def test_a_task_without_an_optimum_has_no_distance(learned):
     family = tasks.logistic(2, examples=4, batch_size=4, l2=0.0, steps=5)
     made = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2, method=metamd.Method(keep="last"))
-    found = certify(made, family, held_out_tasks=20)
-    assert "theta_* of these tasks is not known" in found.of("next task", "distance").basis
-    assert found.of("next task", "loss").verdict == "holds"
+    found = certify(made, family, held_out_tasks=20, stated=Stated(theory=True))
+    assert "theta_* of these tasks is not known" in found.of("next task", "distance sqrt").basis
+    assert found.of("next task", "training loss").verdict == "holds"
 
 
 def test_the_training_bound_with_everything_stated_beforehand():
@@ -231,7 +238,7 @@ def test_a_mixture_that_is_not_centred_has_no_training_bound(learned):
         {"theta": torch.tensor([[0.0, 3.5], [1.0, 3.0]], dtype=torch.float64)}
     )
     provenance = {"task_hashes": learned.header.task_hashes, "seeds": (0,), "cost": learned.header.cost, "target_loss": 10.0}
-    found = certify(LearnedOptimiser.from_potential(two, **provenance), FAMILY, held_out_tasks=2)
+    found = certify(LearnedOptimiser.from_potential(two, **provenance), FAMILY, held_out_tasks=2, stated=Stated(theory=True))
     assert "not centred at the start" in found.of("training tasks", "B(").basis
 
 
@@ -251,6 +258,107 @@ def test_a_shared_start_is_said():
     assert shared.drawn().domain == FAMILY.drawn().domain
 
 
+# as the file recommends
+
+
+def network_family(steps=20):
+    return tasks.tabular(features=3, width=4, examples=60, batch_size=20, steps=steps)
+
+
+@pytest.fixture(scope="module")
+def used():
+    """A file that recommends momentum and a schedule, with a factor of its own."""
+    learned = meta_train(network_family(), Diagonal(), outer_steps=2, tasks_per_step=2, objective=metamd.Regret(prior=0.01))
+    usage = Usage(momentum=0.5, schedule="linear", factor=0.7)
+    return replace(learned, header=replace(learned.header, usage=usage.to_dict(), target_loss=0.5))
+
+
+def test_held_out_tasks_are_trained_as_a_comparison_trains_them(used):
+    family = network_family()
+    for task in held_out(family, 3):
+        score = run_task(task, used, 0.5)
+        measured = train_contender(task, learned_rival(used).untuned(), measuring=Measuring(every=1))
+        assert score.losses["training"] == pytest.approx(measured.final_loss, rel=1e-5)
+        assert score.losses["validation"] == pytest.approx(measured.ends["validation"][0], rel=1e-5)
+        assert score.losses["test"] == pytest.approx(measured.ends["test"][0], rel=1e-5)
+        assert score.steps == measured.steps_to(0.5)
+    plain = run_task(task, replace(used, header=replace(used.header, usage=None)), 0.5)
+    assert plain.losses["training"] != pytest.approx(score.losses["training"], rel=1e-3), "a wrong usage would be seen"
+
+
+def test_a_network_has_statements_about_every_split_and_a_radius(used):
+    found = certify(used, network_family(), held_out_tasks=19)
+    for quantity in ("steps to", "training loss", "validation loss", "test loss", "distance of the solution"):
+        assert found.of("next task", quantity).numbers["tasks"] == 19
+    assert found.of("next task", "test loss").bound == max(found.scores["test loss"])
+    assert found.radius.reference == "the end of a run as recommended, twice as long"
+    assert found.radius.confidence == 0.95
+    assert "as the file recommends for 20 steps (learned metric, momentum 0.5, linear schedule, factor 0.7)" in " ".join(
+        str(found).split()
+    )
+    again = HeldOutCertificate.from_dict(json.loads(found.to_json()))
+    assert again == found
+    by_adam = certify(used, network_family(), held_out_tasks=19, comparator=Reference(lr=0.01)).radius
+    assert by_adam.reference == "the end of a run of Reference(Adam, lr=0.01, factor=2)"
+
+
+def test_the_radius_is_that_of_the_tasks(used):
+    """By hand: the largest over tensors of N_l/s_l, s_l the mean over three further tasks, and its largest of 19."""
+    family, found = network_family(), certify(used, network_family(), held_out_tasks=19).radius
+    configs = [draw_config(family, 0, "radius", i) for i in (1, 2, 3)]
+    scales = [distances(family.build(c), used, None) for c in configs]
+    tasks_ = held_out(family, 19)
+    for n, s in found.scales.items():
+        assert s == pytest.approx(sum(d[n] for d in scales) / 3)
+    scores = [max(d[n] / found.scales[n] for n in d) for d in (distances(t, used, None) for t in tasks_)]
+    assert found.quantile == pytest.approx(max(scores))
+    task, phi = tasks_[0], used.potential.bind(tasks_[0].init())
+    rule = recommended(task, used, 40)
+    inner_train(task, rule, 40)
+    moved = {n: x - task.init()[n] for n, x in rule.model().items()}
+    name = next(iter(moved))
+    by_hand = float((phi.metric(name)[0].detach() * moved[name] ** 2).sum().sqrt())
+    assert distances(task, used, None)[name] == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_a_certified_file_bounds_its_own_runs(used, tmp_path):
+    """The whole path: certify writes the radius, and a run takes it without being asked."""
+    path = tmp_path / "used.safetensors"
+    used.save(path)
+    assert cli.run(["certify", str(path), "tabular", "--held-out-tasks", "19"]) == 0
+    family = tasks.tabular(**{k: v for k, v in used.header.family.items() if k in ("features", "width", "examples")})
+    model = {n: nn.Parameter(x) for n, x in network_family().example().items()}
+    optimiser = metamd.MetaMD(list(model.items()), path, steps=5, certify=True)
+    task = draw_task(network_family(), 7, "certify", 1)
+    for t in range(5):
+        optimiser.zero_grad()
+        task.loss(model, task.batch(t)).backward()
+        optimiser.step()
+    said = str(optimiser.certificate())
+    assert "To expect, convex or not: training loss after 20 steps <= " in said
+    assert "with probability 95 % over 19 held-out tasks and this one, its reference solution" in said
+    assert family.name == "tabular"
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("tail", ["normal", "heavy"])
+def test_the_radius_covers_the_next_task_as_often_as_it_says(tail):
+    """Families of simulated distances of three tensors; 0.9 of 19 tasks. A quantile per tensor would cover too rarely."""
+    rng, families = np.random.default_rng(0), draws(2000)
+    covered = each = 0
+    for _ in range(families):
+        far = np.exp(rng.normal(size=(23, 3))) if tail == "normal" else 1 / rng.random((23, 3)) ** 2
+        rows = [dict(zip("abc", map(float, row), strict=True)) for row in far * np.array([1.0, 10.0, 0.1])]
+        radius, _ = _radius(rows[:19], rows[19:22], 0.1, "simulated")
+        covered += all(rows[22][n] <= rho for n, rho in radius.by_tensor.items())
+        each += all(rows[22][n] <= sorted(r[n] for r in rows[:19])[17] for n in "abc")
+    # three standard deviations of a binomial: one false alarm in 700 runs
+    slack = 3 * math.sqrt(0.9 * 0.1 / families)
+    assert covered / families >= 0.9 - slack
+    assert covered / families <= 0.9 + slack + 1 / 20
+    assert each / families < 0.9 - slack
+
+
 def test_two_looks_in_a_row():
     assert steps_to(1.0, [(0, 0.5), (5, 2.0), (10, 1.0)]) == math.inf
     assert steps_to(1.0, [(0, 0.5), (5, 1.0)]) == 0
@@ -264,6 +372,7 @@ def test_runs_are_looked_at_at_equal_intervals(learned):
     task.evaluate = lambda params, split: seen.append(1) or evaluate(params, split)
     score = run_task(task, learned, 10.0)
     assert len(seen) == 1 + 230 // 4 + 1  # at 0, 4, ..., 228 and 230
+    assert score.losses.keys() == {"training"}
     assert score.steps % 4 == 0
 
 
@@ -329,11 +438,13 @@ def file(tmp_path, learned):
 def test_the_command_prints_and_writes_it(file, tmp_path, capsys):
     before = load(file)
     page = tmp_path / "page.html"
-    assert cli.run(["certify", str(file), "quadratic", "--held-out-tasks", "20", "--report", str(page)]) == 0
+    assert cli.run(["certify", str(file), "quadratic", "--held-out-tasks", "20", "--theory", "--report", str(page)]) == 0
     said = capsys.readouterr()
     assert "held-out certificate: quadratic, 20 tasks, T = 60" in said.out  # the steps that the file records
     assert "Written into the header" in said.out
     assert "held-out tasks: 20 of 20" in said.err
+    assert f"metamd certify {file} quadratic --held-out-tasks 20 --theory --report {page}" in page.read_text()
+    assert "data:image/png" in page.read_text()
     after = load(file)
     assert after.fingerprint() == before.fingerprint()
     assert after.header.held_out["certificates"]["quadratic"]["tasks"] == 20
@@ -350,14 +461,27 @@ def test_inspect_prints_a_certificate_in_lines(file, capsys):
     assert cli.run(["inspect", str(file)]) == 0
     said = capsys.readouterr().out
     assert "certificate from 20 tasks of quadratic" in said
-    assert "next task: loss after 60 steps <= " in said
+    assert "next task: training loss after 60 steps <= " in said
     assert "used in learning (--json lists them)" in said
     assert '"statements"' not in said
 
 
 def test_the_command_in_json_and_elsewhere(file, tmp_path, capsys):
     content, out = file.read_bytes(), tmp_path / "new.safetensors"
-    args = ["--held-out-tasks", "19", "--json", "--out", str(out), "--delta", "0.1", "--regret-cap", "1000", "--seed", "3"]
+    args = [
+        "--held-out-tasks",
+        "19",
+        "--json",
+        "--out",
+        str(out),
+        "--delta",
+        "0.1",
+        "--theory",
+        "--regret-cap",
+        "1000",
+        "--seed",
+        "3",
+    ]
     assert cli.run(["certify", str(file), "quadratic", *args]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["file"] == str(out)

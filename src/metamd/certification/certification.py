@@ -1,25 +1,37 @@
-"""certify: run a learned optimiser on held-out tasks and say what follows for the tasks to come."""
+"""certify: run a learned optimiser on held-out tasks as its file recommends, and say what follows for the tasks to come."""
 
 import json
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from metamd.certification.generalisation import UNKNOWN, from_training_tasks, measure, solve
+from torch import Tensor, nn
+
+from metamd.certification.generalisation import solve, theory
 from metamd.certification.statements import HeldOutCertificate, Stated, Statement
-from metamd.certification.statistics import checked, clopper_pearson, mean_below, next_task
+from metamd.certification.statistics import checked, mean_below, next_task
+from metamd.files.header import Radius
 from metamd.files.learned import LearnedOptimiser
-from metamd.files.usage import Usage
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
-from metamd.inner.run import MirrorDescent, train
+from metamd.inner.run import OptimiserSteps, all_finite, has_exploded, not_finite, train
 from metamd.learning.rounds import draw_config
-from metamd.tasks.base import Config, SolvedTask, Task, TaskFamily, config_hash
+from metamd.optimiser.guard import OffFamilyWarning
+from metamd.optimiser.optimiser import MetaMD
+from metamd.tasks.base import Config, SolvedTask, Split, Task, TaskFamily, config_hash, derive_seed, seeded
 
 LOOKS = 50
 """How often a run is looked at, at equal intervals."""
+
+LONGER = 2
+"""How many times longer than a run that one is which finds a solution, where none is known and no comparator is given."""
+
+SCALED = 3
+"""Further tasks, none of them held out, by which the distances of the tensors are brought to one scale."""
 
 
 def certify(
@@ -33,10 +45,10 @@ def certify(
     comparator: Reference | None = None,
     executor: Executor | None = None,
 ) -> HeldOutCertificate:
-    """Train held-out tasks with a learned optimiser, nothing tuned, and say what follows for the next ones.
+    """Train held-out tasks as the file recommends, nothing tuned, and say what follows for the next ones.
 
-    Split conformal prediction bounds steps, loss and distance of the next task. Hoeffding's or the empirical Bernstein
-    inequality bounds means of capped quantities.
+    Split conformal prediction bounds the steps to a target and the losses of the next task, and how far its solution lies
+    from its start. Hoeffding's or the empirical Bernstein inequality bounds the mean of the steps.
 
     Args:
         learned: the optimiser; a task that it was learned from is refused.
@@ -44,8 +56,9 @@ def certify(
         held_out_tasks: m. A bound on the next task at 95 % needs 19 at least.
         delta: each statement holds with probability 1 - delta.
         seed: of the held-out tasks.
-        stated: target, cap and radius, chosen without looking at the held-out tasks.
-        comparator: finds theta_* of tasks whose optimum is not known.
+        stated: the target, chosen without looking at the held-out tasks; and what the bounds of the paper need.
+        comparator: finds the solutions of tasks whose optimum is not known; by default a run as the file recommends, twice
+            as long.
         executor: where the tasks are trained; in this process if not given.
 
     Example:
@@ -53,7 +66,7 @@ def certify(
         >>> family = tasks.quadratic(steps=50)
         >>> learned = meta_train(family, Diagonal(), outer_steps=3, tasks_per_step=4)
         >>> found = certify(learned, family, held_out_tasks=20)
-        >>> found.of("next task", "loss").verdict
+        >>> found.of("next task", "training loss").verdict
         'holds'
     """
     if not isinstance(learned, LearnedOptimiser):
@@ -81,9 +94,16 @@ def certify(
     def run(config: Config) -> Score:
         return run_task(family.build(config), learned, target, comparator)
 
+    def away(config: Config) -> Mapping[str, float]:
+        return distances(family.build(config), learned, comparator)
+
     pieces = {f"task {i}": partial(run, config) for i, config in enumerate(configs, 1)}
     scores = list(executor.all(pieces, "held-out tasks").values())
-    reasons, lipschitz = [s.diverged for s in scores if s.diverged], max(s.largest_gradient for s in scores)
+    others = {f"scale {i}": partial(away, draw_config(family, seed, "radius", i)) for i in range(1, SCALED + 1)}
+    scales = list(executor.all(others, "tasks for the scale of distances").values())
+    reasons = [s.diverged for s in scores if s.diverged]
+    task = family.build(configs[0])
+    radius, about = _radius([s.distances for s in scores], scales, delta, reference_words(task, comparator))
     return HeldOutCertificate(
         family=family.name,
         fingerprint=learned.fingerprint(),
@@ -95,12 +115,15 @@ def certify(
         target=target,
         task=family.drawn(),
         statements=(
-            *_statements(scores, delta, target, family.steps, stated.regret_cap),
-            *from_training_tasks(learned, family, delta, lipschitz, stated, comparator, executor),
+            *_statements(scores, delta, target, family.steps),
+            about,
+            *(theory(learned, family, configs, delta, stated, comparator, executor) if stated.theory else ()),
         ),
         assumptions=_assumptions(learned, family),
         across_domains=across_domains(learned, family),
         reason=reasons[0] if reasons else "",
+        radius=radius,
+        scores={name: tuple(values) for name, values in _scores(scores).items()},
     )
 
 
@@ -109,35 +132,71 @@ def certify(
 
 @dataclass(frozen=True)
 class Score:
-    """What one held-out run came to. What failed or did not arrive is infinite; what is not known is None."""
+    """What one held-out run came to. What failed or did not arrive is infinite."""
 
     steps: float  # to the target, see `steps_to`
-    loss: float  # after the last step, on a fixed part of the training split
-    distance: float | None  # sqrt(2 B(theta_*||theta_1)), which is ||theta_* - theta_1||_D for one piece
-    regret: float | None  # sum_t <g_t, theta_t - theta_*>
-    largest_gradient: float  # max_t |g_t|
+    losses: Mapping[str, float]  # after the last step, by split; of the training split a fixed part
+    distances: Mapping[str, float]  # N_l(solution - start) by tensor
     diverged: str  # why the run was given up; empty if it was not
 
 
 def run_task(task: Task, learned: LearnedOptimiser, target: float, comparator: Reference | None = None) -> Score:
-    """Train a task by exact mirror descent at lr = 1 and score the run."""
-    descent = MirrorDescent(task, learned.potential.bind(task.init()), certify=True)
+    """Train a task as the file recommends, by the loop that comparisons use, and score the run."""
     # The target is a loss, not a distance above the minimum, by which tasks that know theirs are watched.
     look = Task.monitor(task) if isinstance(task, SolvedTask) else task.monitor()
-    every = max(1, descent.steps // LOOKS)
-    looks = [(0, look(descent.params))]
-    while descent.going:
-        train(task, descent, range(descent.taken, min(descent.taken + every, descent.steps)), until=None)
-        looks.append((descent.taken, look(descent.params)))
-    run, loss = descent.finish(), looks[-1][1]
-    failed = run.diverged or ("The loss at the end is not a number." if math.isnan(loss) else "")
-    steps, loss = (math.inf, math.inf) if failed else (steps_to(target, looks), loss)
-    distance = regret = None
-    if (solution := solve(task, comparator)) is not None:
-        distance = math.sqrt(2 * max(measure(descent.potential, run.start, solution)[0], 0.0))
-        regret = run.regret(solution)
-        regret = math.inf if failed or math.isnan(regret) else regret
-    return Score(steps, loss, distance, regret, run.largest_gradient, failed)
+    splits: list[Split] = [s for s in ("validation", "test") if s in task.splits]
+    with _alone(task, "optimiser"):
+        rule = recommended(task, learned, task.steps)
+        looks, failed, every = [(0, look(rule.model()))], "", max(1, task.steps // LOOKS)
+        while rule.taken < task.steps and not failed:
+            end = min(rule.taken + every, task.steps)
+            failed = train(task, rule, range(rule.taken, end), until=not_finite).diverged
+            looks.append((rule.taken, math.inf if failed else look(rule.model())))
+            if not failed and has_exploded(looks[0][1], looks[-1][1]):
+                failed = f"The training loss rose from {looks[0][1]:g} to {looks[-1][1]:g} by step {rule.taken}."
+        model = rule.model()
+        losses = {"training": looks[-1][1]} | {str(s): task.evaluate(model, s).loss for s in splits}
+    if failed or any(math.isnan(x) for x in losses.values()):
+        failed = failed or "The loss at the end is not a number."
+        losses = dict.fromkeys(losses, math.inf)
+    steps = math.inf if failed else steps_to(target, looks)
+    return Score(steps, losses, distances(task, learned, comparator), failed)
+
+
+@contextmanager
+def _alone(task: Task, purpose: str) -> Iterator[None]:
+    """Inside, torch's generator is the task's own, as in a comparison, and no task is warned of: all of them count."""
+    with seeded(derive_seed(config_hash(task.config), purpose)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffFamilyWarning)
+        yield
+
+
+def recommended(task: Task, learned: LearnedOptimiser, steps: int) -> OptimiserSteps:
+    """The steps that the file recommends for a run of this length, from the start of the task."""
+    params = {n: nn.Parameter(x) for n, x in task.init().items()}
+    return OptimiserSteps(params, MetaMD(list(params.items()), learned, steps=steps, check_finite=False))
+
+
+def distances(task: Task, learned: LearnedOptimiser, comparator: Reference | None) -> dict[str, float]:
+    """N_l(solution - start) by tensor; infinite where the run that was to find the solution failed."""
+    start, solution = task.init(), solve(task, comparator)
+    if solution is None:
+        with _alone(task, "reference"):
+            rule = recommended(task, learned, LONGER * task.steps)
+            done = train(task, rule, LONGER * task.steps, until=not_finite)
+            solution = {} if done.diverged else rule.model()
+    phi = learned.potential.bind(start)
+    moved: dict[str, Tensor] = {n: (x - start[n]).double() for n, x in solution.items()}
+    if not moved or not all_finite(moved):
+        return dict.fromkeys(start, math.inf)
+    return {n: phi.norm({n: x}) for n, x in moved.items()}
+
+
+def reference_words(task: Task, comparator: Reference | None) -> str:
+    """What finds solutions, in words."""
+    if isinstance(task, SolvedTask):
+        return "its optimum"
+    return "the end of a run as recommended, twice as long" if comparator is None else f"the end of a run of {comparator}"
 
 
 def steps_to(target: float, looks: Sequence[tuple[int, float]]) -> float:
@@ -154,29 +213,38 @@ def steps_to(target: float, looks: Sequence[tuple[int, float]]) -> float:
 # the statements
 
 
-def _statements(scores: Sequence[Score], delta: float, target: float, steps: int, cap: float | None) -> list[Statement]:
-    """About the next task, the mean over tasks and the share of tasks above the cap."""
-    counts, distances = [s.steps for s in scores], [s.distance for s in scores if s.distance is not None]
-    regrets = [s.regret for s in scores if s.regret is not None]
-    arrival, distance = f"steps to a loss of {target:.4g}", "distance sqrt(2 B(theta_*||theta_1))"
-    solved = len(distances) == len(scores)
-    missing = Statement("next task", distance, None, "no bound", UNKNOWN, 1 - delta)
-    found = [
-        next_task(counts, delta, arrival),
-        next_task([s.loss for s in scores], delta, f"loss after {steps} steps"),
-        next_task(distances, delta, distance) if solved else missing,
+def _scores(scores: Sequence[Score]) -> dict[str, list[float]]:
+    """The numbers of all tasks, by what they are of."""
+    found = {"steps": [s.steps for s in scores]}
+    return found | {f"{name} loss": [s.losses[name] for s in scores] for name in scores[0].losses}
+
+
+def _statements(scores: Sequence[Score], delta: float, target: float, steps: int) -> list[Statement]:
+    """About the next task, and the mean over tasks."""
+    counts, *_ = (found := _scores(scores)).values()
+    arrival = f"steps to a training loss of {target:.4g}"
+    names = {name: arrival if name == "steps" else f"{name} after {steps} steps" for name in found}
+    return [
+        *(next_task(values, delta, names[name]) for name, values in found.items()),
         mean_below(counts, steps, delta, f"min({arrival}, {steps})"),
     ]
-    if not solved or cap is None:
-        unstated = "the regret has no range of its own: state one beforehand with Stated(regret_cap=b) (--regret-cap)"
-        return [*found, Statement("mean", "regret", None, "no bound", unstated if solved else UNKNOWN, 1 - delta)]
-    above, tasks = sum(r > cap for r in regrets), len(regrets)
-    share, numbers = clopper_pearson(above, tasks, delta / 2), {"above": above, "tasks": tasks}
-    quantity, basis = f"regret above {cap:.4g}", f"{above} of {tasks} were above; Clopper-Pearson"
-    # both together at 1 - delta
-    found.append(mean_below(regrets, cap, delta / 2, f"min(regret, {cap:.4g})"))
-    found.append(Statement("share", quantity, share, "holds" if share < 1 else "vacuous", basis, 1 - delta / 2, numbers))
-    return found
+
+
+def _radius(
+    found: Sequence[Mapping[str, float]], scales: Sequence[Mapping[str, float]], delta: float, reference: str
+) -> tuple[Radius | None, Statement]:
+    """rho_l = q s_l by tensor, q the conformal quantile of max_l N_l/s_l: a score for each task, not for each tensor."""
+    means = {n: sum(s[n] for s in scales) / len(scales) for n in scales[0]}
+    largest = max(means.values())
+    usable = 0 < largest < math.inf
+    # A tensor that did not move in these few tasks may do so in the next one.
+    fixed = {n: max(s, 1e-6 * largest) for n, s in means.items()} if usable else dict.fromkeys(means, 1.0)
+    scores = [max(d[n] / fixed[n] for n in fixed) for d in found]
+    about = next_task(scores, delta, "distance of the solution from the start, largest over tensors, by their scales")
+    if about.bound is None or not usable:
+        return None, about
+    confidence = about.numbers["rank"] / (about.numbers["tasks"] + 1)
+    return Radius(about.bound, fixed, confidence, len(scores), reference), about
 
 
 def across_domains(learned: LearnedOptimiser, family: TaskFamily) -> str:
@@ -204,15 +272,13 @@ def _assumptions(learned: LearnedOptimiser, family: TaskFamily) -> tuple[str, ..
     now = json.loads(json.dumps(family.describe()))
     changed = sorted(k for k in about if k != "name" and about[k] != now.get(k, about[k]))
     other = (f"the family is not the one of learning: {', '.join(changed)} differ",) if changed else ()
-    plain = () if learned.usage == Usage() else (f"the usage that the file recommends ({learned.usage}) is not certified",)
     return (
-        "held-out tasks and the next one are independent draws of the family, and the next is trained as these were: exact "
-        f"mirror descent, lr = 1, {family.steps} steps, no momentum, no decay",
+        "held-out tasks and the next one are independent draws of the family, and the next is trained as these were: as the "
+        f"file recommends for {family.steps} steps ({learned.usage})",
         unseen,
         "each statement is true with its probability by itself, over the draw of all tasks, not all of them at once; "
-        "target, caps and radius were not chosen by looking at these tasks, nor was this file chosen among others by them",
+        "the target was not chosen by looking at these tasks, nor was this file chosen among others by them",
         "steps are counted on a fixed part of the training split at equal intervals, and end at the first of two looks in a "
         "row at or below the target",
-        *plain,
         *other,
     )

@@ -1,4 +1,4 @@
-"""Bounds on the divergence of new tasks from that of the training tasks: the paper's as printed, and corrected ones.
+"""Bounds for plain mirror descent on new tasks: the paper's as printed, corrected ones, and those of held-out runs.
 
 The mean divergence of the tasks that a potential was learned on, (1/n) sum_i B(theta_*^i||theta_1^i), is too good. These
 functions bound its expectation. docs/concepts/held-out.md has the proofs.
@@ -17,17 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metamd.certification.statements import Stated, Statement
+from metamd.certification.statistics import clopper_pearson, mean_below, next_task
 from metamd.files.header import Header
 from metamd.files.learned import LearnedOptimiser
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
-from metamd.inner.run import all_finite
+from metamd.inner.run import MirrorDescent, all_finite
 from metamd.learning.outer import metric_norms
 from metamd.learning.rounds import draw_config
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import grouped_squares
-from metamd.tasks.base import SolvedTask, Task, TaskFamily, config_hash
+from metamd.tasks.base import Config, SolvedTask, Task, TaskFamily, config_hash
 
 Array = NDArray[np.float64]
 
@@ -172,6 +173,68 @@ def on_grid(value: float) -> tuple[float, float]:
     k = math.ceil(math.log(max(value, 1e-300)) / math.log(RATIO) - 1e-9)
     k += RATIO**k < value
     return RATIO**k, 2 / 3 / ((abs(k) + 1) * (abs(k) + 2))
+
+
+@dataclass(frozen=True)
+class PlainScore:
+    """What one held-out run of plain mirror descent came to. What is not known is None."""
+
+    distance: float | None  # sqrt(2 B(theta_*||theta_1)), which is ||theta_* - theta_1||_D for one piece
+    regret: float | None  # sum_t <g_t, theta_t - theta_*>
+    largest_gradient: float  # max_t |g_t|
+
+
+def theory(
+    learned: LearnedOptimiser,
+    family: TaskFamily,
+    configs: Sequence[Config],
+    delta: float,
+    stated: Stated,
+    comparator: Reference | None,
+    executor: Executor,
+) -> list[Statement]:
+    """The bounds of the paper, for exact mirror descent at lr = 1, which need not be what the file recommends."""
+
+    def run(config: Config) -> PlainScore:
+        task = family.build(config)
+        done = MirrorDescent(task, learned.potential.bind(task.init()), certify=True)
+        record = done.run()
+        solution = solve(task, comparator)
+        if solution is None:
+            return PlainScore(None, None, record.largest_gradient)
+        far = math.sqrt(2 * max(measure(done.potential, record.start, solution)[0], 0.0))
+        regret = record.regret(solution)
+        failed = bool(record.diverged) or math.isnan(regret)
+        return PlainScore(far, math.inf if failed else regret, record.largest_gradient)
+
+    pieces = {f"plain {i}": partial(run, config) for i, config in enumerate(configs, 1)}
+    scores = list(executor.all(pieces, "held-out tasks by plain mirror descent").values())
+    found = [*_distance(scores, delta), *_regret(scores, delta, stated.regret_cap)]
+    lipschitz = max(s.largest_gradient for s in scores)
+    return [*found, *from_training_tasks(learned, family, delta, lipschitz, stated, comparator, executor)]
+
+
+def _distance(scores: Sequence[PlainScore], delta: float) -> list[Statement]:
+    quantity, known = "distance sqrt(2 B(theta_*||theta_1))", [s.distance for s in scores if s.distance is not None]
+    if len(known) < len(scores):
+        return [Statement("next task", quantity, None, "no bound", UNKNOWN, 1 - delta)]
+    return [next_task(known, delta, quantity)]
+
+
+def _regret(scores: Sequence[PlainScore], delta: float, cap: float | None) -> list[Statement]:
+    """The mean of the regret of plain mirror descent below a cap, and the share of tasks above it."""
+    regrets = [s.regret for s in scores if s.regret is not None]
+    if cap is None or len(regrets) < len(scores):
+        unstated = "the regret has no range of its own: state one beforehand with Stated(regret_cap=b) (--regret-cap)"
+        why = unstated if len(regrets) == len(scores) else UNKNOWN
+        return [Statement("mean", "regret", None, "no bound", why, 1 - delta)]
+    above, tasks = sum(r > cap for r in regrets), len(regrets)
+    share, numbers = clopper_pearson(above, tasks, delta / 2), {"above": above, "tasks": tasks}
+    quantity, basis = f"regret above {cap:.4g}", f"{above} of {tasks} were above; Clopper-Pearson"
+    return [  # both together at 1 - delta
+        mean_below(regrets, cap, delta / 2, f"min(regret, {cap:.4g})"),
+        Statement("share", quantity, share, "holds" if share < 1 else "vacuous", basis, 1 - delta / 2, numbers),
+    ]
 
 
 def from_training_tasks(

@@ -2,11 +2,12 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from textwrap import fill
 from typing import Any, Literal
 
+from metamd.files.header import Radius
 from metamd.files.store import as_json
 from metamd.tasks.base import Drawn
 
@@ -30,6 +31,7 @@ class Stated:
 
     Args:
         target: the loss to count steps to; the file's `target_loss` if not given.
+        theory: whether to add the bounds of the paper, for plain mirror descent; so it is if any of the following is stated.
         regret_cap: b, for a bound on the mean of min(regret, b) and on the share of tasks above.
         radius: r, on ||theta_* - theta_1||_2 of every task that can be drawn, for the bound from the training tasks.
         reach: r on the largest coordinate of theta_* - theta_1 instead, for models with many.
@@ -43,6 +45,7 @@ class Stated:
     regret_cap: float | None = None
     radius: float | None = None
     reach: float | None = None
+    theory: bool = False
 
     def __post_init__(self) -> None:
         if self.target is not None and not math.isfinite(self.target):
@@ -50,6 +53,8 @@ class Stated:
         for name, value in (("regret_cap", self.regret_cap), ("radius", self.radius), ("reach", self.reach)):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}. Leave it out to state none.")
+            if value is not None:
+                object.__setattr__(self, "theory", True)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class HeldOutCertificate:
         assumptions: what they rest on.
         across_domains: what follows for other domains.
         reason: why the first task that diverged did; empty if none did, and in files of earlier versions.
+        radius: how far solutions lie from their starts, for the certificate of a run; None in files of earlier versions.
+        scores: the numbers of all tasks, by what they are of, for a figure; infinite where a run failed.
     """
 
     family: str
@@ -103,6 +110,8 @@ class HeldOutCertificate:
     assumptions: tuple[str, ...]
     across_domains: str
     reason: str = ""
+    radius: Radius | None = None
+    scores: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def of(self, about: About, quantity: str = "") -> Statement:
         """The first statement about this whose quantity begins so.
@@ -128,7 +137,10 @@ class HeldOutCertificate:
         try:
             drawn = Drawn(**{**plain["task"], "domains": tuple(plain["task"]["domains"])})
             statements = tuple(Statement(**s) for s in plain["statements"])
-            made = {"task": drawn, "statements": statements, "assumptions": tuple(plain["assumptions"])}
+            made: dict[str, Any] = {"task": drawn, "statements": statements, "assumptions": tuple(plain["assumptions"])}
+            made["radius"] = Radius(**plain["radius"]) if plain.get("radius") is not None else None
+            said = plain.get("scores", {})
+            made["scores"] = {str(n): tuple(math.inf if x is None else float(x) for x in v) for n, v in said.items()}
             found = cls(**{**plain, **made})
             str(found)  # numbers are numbers and texts are texts
             if not {s.about for s in found.statements} <= set(HEADINGS):

@@ -1,7 +1,9 @@
 """`metamd certify`: what held-out tasks guarantee about the next ones, printed and written into the file."""
 
-from dataclasses import replace
+import shlex
+from dataclasses import fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -11,7 +13,7 @@ from metamd.cli.families import build_family, check_place, held_out_side
 from metamd.cli.main import show
 from metamd.cli.options import Certify
 from metamd.comparison.page import write_page
-from metamd.comparison.sections import Section
+from metamd.comparison.sections import Section, score_figure
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import FOLDER, locate
 from metamd.files.store import locked
@@ -33,23 +35,30 @@ def run(options: Certify) -> None:
         held_out_tasks=options.held_out_tasks,
         delta=options.delta,
         seed=options.seed,
-        stated=Stated(options.target, options.regret_cap, options.radius, options.reach),
+        stated=Stated(options.target, options.regret_cap, options.radius, options.reach, options.theory),
         comparator=reference,
         executor=Executor(options.workers, options.ray),
     )
     others = _write_certificate(options.file, out, learned, found)
     if options.report is not None:
-        command = f"metamd certify {options.file} {options.family} --seed {options.seed}"
-        write_page(
-            options.report,
-            f"Held-out certificate of {out.name}",
-            [Section("What held-out tasks guarantee", found.paragraphs())],
-            command=command,
-        )
+        with TemporaryDirectory() as folder:
+            parts = [Section("What held-out tasks guarantee", found.paragraphs(), figures=score_figure(found, Path(folder)))]
+            write_page(options.report, f"Held-out certificate of {out.name}", parts, command=command_line(options))
     beside = f", beside what it says of {one_line('; '.join(others))}" if others else ""
     written = f"Written into the header of {one_line(str(out))} for {one_line(found.place)}{beside}."
     lines = [*(one_line(line) for line in str(found).splitlines()), written]
     show({"file": str(out), "certificate": found.to_dict()}, "\n".join(lines), as_json=options.json)
+
+
+def command_line(options: Certify) -> str:
+    """The command that makes the same certificate again, with all options that are not as by default."""
+    words = ["metamd", "certify", options.file, options.family]
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if each.name not in ("file", "family", "json", "report") and value != each.default:
+            flag = f"--{each.name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, str(value)]
+    return shlex.join([*words, "--report", str(options.report)])
 
 
 def _out_path(options: Certify) -> Path:

@@ -57,10 +57,12 @@ class Certify(TaskOptions):
         held_out_tasks: how many tasks are run; a bound on the next one at 95 percent needs 19 at least.
         delta: each statement holds with probability 1 - delta.
         target: the loss to count steps to, stated beforehand; the one in the file, from its training tasks, if not given.
+        theory: add the bounds of the paper, for plain mirror descent; each of the next three options asks for them too.
         regret_cap: what the regret is clipped at, stated beforehand, for a bound on its mean.
         radius: on the distance from start to solution of any task, stated beforehand, for the bound from training tasks.
         reach: the same on the largest coordinate of that distance.
-        reference_lr: rate of the runs of Adam, twice as long, that find solutions where the family does not know them.
+        reference_lr: rate of runs of Adam, twice as long, that find solutions where the family does not know them; else they
+            are found by runs as the file recommends, twice as long.
         out: write the file here instead, and leave FILE as it is.
         report: write a page here too, such as certificate.html.
     """
@@ -70,6 +72,7 @@ class Certify(TaskOptions):
     held_out_tasks: int = 50
     delta: float = 0.05
     target: float | None = None
+    theory: bool = False
     regret_cap: float | None = None
     radius: float | None = None
     reach: float | None = None

@@ -118,7 +118,7 @@ def write_report(
     with TemporaryDirectory() as figures:
         parts = sections(comparison, Path(figures), versions=versions)
         kept = folder / "certificate.json"
-        parts += certificate_sections(read_json(kept) if kept.is_file() else None)
+        parts += certificate_sections(read_json(kept) if kept.is_file() else None, Path(figures))
         family = comparison.settings.get("family", {})
         name = family.get("family", "") if isinstance(family, dict) else ""
         title = f"{comparison.labels[0]} against {len(comparison.labels) - 1} rivals" + (f" on {name}" if name else "")

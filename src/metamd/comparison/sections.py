@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from metamd.certification.statements import readable
+from metamd.certification.statements import HeldOutCertificate, readable
 from metamd.comparison import figures
 from metamd.comparison.comparison import LEAST, TO_TARGET, Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
@@ -253,14 +253,36 @@ def _abridged(value: Any) -> str:
     return text if len(text) <= 2000 else text[:2000] + " ..."
 
 
-def certificate_sections(found: Any) -> list[Section]:
-    """What the learned file says of held-out tasks, the `held_out` of its header: its certificates as they are printed.
+def certificate_sections(found: Any, folder: Path) -> list[Section]:
+    """What the learned file says of held-out tasks, the `held_out` of its header: sentences and a figure.
 
     What is no certificate is shown as it is. None says that nothing lies beside the records.
     """
     if found is None:
         return [Section("Certificate", [UNCERTIFIED])]
     known, rest = readable(found)
-    parts = [Section(f"Certificate of the file: {name}", c.paragraphs()) for name, c in known.items()]
+    parts = []
+    for i, (name, certificate) in enumerate(known.items()):
+        figure = score_figure(certificate, folder, f"certificate{i or ''}.png")
+        parts.append(Section(f"Certificate of the file: {name}", certificate.paragraphs(), figures=figure))
     texts = ["What else the learned file says about tasks that it was not learned on."]
     return [*parts, replace(configuration(rest, {}), title="Certificate", texts=texts)] if rest else parts
+
+
+def score_figure(certificate: HeldOutCertificate, folder: Path, name: str = "certificate.png") -> list[tuple[Path, str]]:
+    """The losses of the held-out tasks in order, with the bound for the next one; nothing for files without them."""
+    panels, bounds = {}, [s for s in certificate.statements if s.about == "next task" and s.bound is not None]
+    for what, scores in certificate.scores.items():
+        values = sorted(x for x in scores if math.isfinite(x))
+        bound = next((s.bound for s in bounds if s.quantity.startswith(f"{what} ")), None)
+        if what != "steps" and values and bound is not None:
+            places = [(i + 1) / len(scores) for i in range(len(values))]
+            line = figures.Curve("bound for the next task", [places[0], 1.0], [bound, bound], dashed=True)
+            panels[what] = [figures.Curve("held-out tasks", places, values), line]
+    if not panels:
+        return []
+    figures.curves(panels, folder / name, xlabel="share of the tasks", ylabel="loss at the end", logarithmic=False)
+    caption = (
+        f"{certificate.tasks} held-out tasks in order, and the bound for the next at {100 * (1 - certificate.delta):g} %."
+    )
+    return [(folder / name, caption)]

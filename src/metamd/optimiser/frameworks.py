@@ -2,7 +2,6 @@
 
 import copyreg
 from collections.abc import Callable, Iterable
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -15,11 +14,6 @@ class _FromFile(type):
     """The type of the classes that are made here. pickle makes such a class again, from its file."""
 
     made_from: tuple[Any, int, dict[str, Any]]
-
-    def again(cls) -> tuple[partial[type[MetaMD]], tuple[()]]:
-        """What pickle calls to make the class."""
-        file, steps, options = cls.made_from
-        return partial(as_optimizer_class, file, steps=steps, **options), ()
 
 
 def as_optimizer_class(file: LearnedOptimiser | str | PathLike[str], *, steps: int, **options: Any) -> type[MetaMD]:
@@ -44,6 +38,11 @@ def as_optimizer_class(file: LearnedOptimiser | str | PathLike[str], *, steps: i
         >>> cls = as_optimizer_class("lenet-digits", steps=100)
         >>> opt = cls(model.parameters())
     """
+    return _make(file, steps, options)
+
+
+def _make(file: LearnedOptimiser | str | PathLike[str], steps: int, options: dict[str, Any]) -> type[MetaMD]:
+    """The class; a name of the module, so that pickle finds it."""
     learned = binding.opened_file(file)
 
     class RecommendedMetaMD(MetaMD, metaclass=_FromFile):
@@ -78,5 +77,5 @@ def as_optimizer_class(file: LearnedOptimiser | str | PathLike[str], *, steps: i
                 self.eval()
             return loss
 
-    copyreg.pickle(_FromFile, _FromFile.again)  # type: ignore[arg-type]
+    copyreg.pickle(_FromFile, lambda cls: (_make, cls.made_from))  # type: ignore[return-value, arg-type]
     return RecommendedMetaMD

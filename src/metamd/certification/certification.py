@@ -22,7 +22,7 @@ from metamd.inner.run import OptimiserSteps, all_finite, has_exploded, not_finit
 from metamd.learning.rounds import draw_config
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.optimiser.optimiser import MetaMD
-from metamd.tasks.base import Config, SolvedTask, Split, Task, TaskFamily, config_hash, derive_seed, seeded
+from metamd.tasks.base import Config, SolvedTask, Split, Task, TaskFamily, config_hash, derive_seed, require_family, seeded
 
 LOOKS = 50
 """How often a run is looked at, at equal intervals."""
@@ -71,8 +71,7 @@ def certify(
     """
     if not isinstance(learned, LearnedOptimiser):
         raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
-    if not isinstance(family, TaskFamily):
-        raise TypeError(f"family must be a TaskFamily, got {type(family).__name__}. See metamd.tasks for some.")
+    require_family(family)
     if held_out_tasks < 1:
         raise ValueError(f"held_out_tasks must be at least 1, got {held_out_tasks}. 50 is usual.")
     checked([0.0], delta)

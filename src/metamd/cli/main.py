@@ -5,9 +5,11 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any, NoReturn
 
 from metamd._version import __version__
@@ -22,8 +24,11 @@ DESCRIPTION = (
     "options of a command, `metamd --version` prints the version. `--quiet` with any command shows no progress."
 )
 
+NARROWEST = 40  # columns
+
 _UNDER_A_FILE = "a folder is required where {} is or lies under a file. Choose another path, or move the file away."
 _FORBIDDEN = "{} may not be read or written by this user. Choose another path, or change its permissions."
+FULL = (errno.ENOSPC, errno.EFBIG, *([errno.EDQUOT] if hasattr(errno, "EDQUOT") else []))
 ADVICE = {
     errno.ENOTDIR: _UNDER_A_FILE,
     errno.EEXIST: _UNDER_A_FILE,
@@ -34,7 +39,7 @@ ADVICE = {
     errno.ENOENT: "there is no {}. Give the path of one that is there.",
     errno.ELOOP: "{} is a link that leads back to itself. Give the path of a file.",
     errno.ENAMETOOLONG: "the path {} is longer than the system allows. Choose a shorter one.",
-    errno.ENOSPC: "no space is left where {} is. Finished parts are kept: make space, and run the command again.",
+    **dict.fromkeys(FULL, "no space is left where {} is. Finished parts are kept: make space, and run the command again."),
 }
 """Errors of the system in words."""
 
@@ -52,12 +57,15 @@ def run(argv: Sequence[str]) -> int:
         metamd 0.1.0
         0
     """
-    if list(argv) == ["--version"]:
-        print(f"metamd {__version__}")
-        return SUCCESS
+    if sys.stdout is None:  # it was closed: what is printed goes nowhere
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+            return run(argv)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 gets escapes, not an error
     try:
+        if list(argv) == ["--version"]:
+            print(f"metamd {__version__}", flush=True)
+            return SUCCESS
         words = [word for word in argv if word != "--quiet"]
         options = parse(words)
         with showing("always" if len(words) == len(argv) else "never"):
@@ -68,13 +76,23 @@ def run(argv: Sequence[str]) -> int:
         print("metamd: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        with suppress(OSError):  # `metamd ... | head` stopped reading; nothing may be flushed at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()  # `metamd ... | head` stopped reading
         return FAILED_PIPE
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+            _forget_output()
+            error = ValueError(
+                f"the standard output cannot be written ({error.strerror}). Make space where it goes, or send it elsewhere."
+            )
         print(f"metamd: {brief(one_line(sentence(error)), 5_000)}", file=sys.stderr)
         return BAD_INPUT
     return SUCCESS
+
+
+def _forget_output() -> None:
+    """Send the standard output nowhere, so that nothing is flushed at exit."""
+    with suppress(OSError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def sentence(error: ValueError | OSError) -> str:
@@ -93,6 +111,8 @@ def parse(argv: Sequence[str]) -> Options:
     """The options that the words stand for; a word that is none exits with tyro's message and code 2."""
     import tyro
 
+    if get_terminal_size().columns < NARROWEST:
+        os.environ["COLUMNS"] = str(NARROWEST)  # in less, rich goes on for ever
     return tyro.cli(
         Options,
         prog="metamd",

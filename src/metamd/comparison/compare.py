@@ -17,7 +17,7 @@ from metamd.files.store import Records, Result, as_json, write_json
 from metamd.files.versions import environment, versions
 from metamd.inner.executor import Executor
 from metamd.rivals.base import Contender
-from metamd.tasks.base import Config, Task, TaskFamily, config_hash
+from metamd.tasks.base import Config, Task, TaskFamily, config_hash, require_family
 
 Outcomes = dict[tuple[str, str], Outcome]
 """By the contender's key and the hash of the task's config."""
@@ -53,6 +53,12 @@ def compare(
         ['SGD', 'half']
     """
     protocol = protocol or Protocol()
+    require_family(family)
+    if not isinstance(optimisers, Mapping):
+        raise TypeError(
+            f"optimisers must map labels to contenders, got {type(optimisers).__name__}. Pass "
+            '{"SGD": metamd.rivals.rival("sgd").with_setting(lr=0.1)}, say.'
+        )
     if not optimisers:
         raise ValueError("compare needs at least one optimiser, got none.")
     entrants = {label: [c] if isinstance(c, Contender) else list(c) for label, c in optimisers.items()}

@@ -1,5 +1,6 @@
 """Figures from records: nothing is computed here. matplotlib is imported when a figure is drawn."""
 
+import io
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.entrants import ENDINGS, UNTUNED, unscheduled
 from metamd.comparison.statistics import Array, bootstrap
+from metamd.files.container import write_atomically
 from metamd.files.store import as_json
 
 COLOURS = {
@@ -78,12 +80,15 @@ def drawing(path: Path, size: tuple[float, float], rows: int, columns: int, *, s
     grid = figure.subplots(rows, columns, squeeze=False, sharey=share_y)
     yield figure, grid
     # no creation date and no version, so that the same records give the same bytes
-    figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
-    if path.suffix == ".png":  # of 64 colours: a quarter of the size, and no line looks different
+    png, drawn = path.suffix == ".png", io.BytesIO()
+    figure.savefig(drawn, dpi=110, format=path.suffix[1:] or "png", metadata={"Software": None} if png else None)
+    if png:  # of 64 colours: a quarter of the size, and no line looks different
         from PIL import Image
 
-        with Image.open(path) as full:
-            full.convert("RGB").quantize(64, Image.Quantize.FASTOCTREE).save(path, optimize=True)
+        with Image.open(drawn) as full:
+            drawn = io.BytesIO()
+            full.convert("RGB").quantize(64, Image.Quantize.FASTOCTREE).save(drawn, "png", optimize=True)
+    write_atomically(path, drawn.getvalue())
 
 
 def _frame(axes: Any, title: str, xlabel: str) -> None:

@@ -6,6 +6,7 @@ Every file that MetaMD writes with tensors is a `Kind` of it. A crash while writ
 import json
 import os
 import secrets
+import stat
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -209,15 +210,20 @@ def write_atomically(path: Path, data: bytes) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {str(path.parent)!r} to save into. Create it first.")
     temporary = path.parent / f".{secrets.token_hex(8)}.tmp"
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None  # a file that is replaced keeps its mode
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o666 if mode is None else mode)) as file:
+            if mode is not None and hasattr(os, "fchmod"):
+                os.fchmod(file.fileno(), mode)  # what the umask took away
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.errno is not None:  # it names the temporary file, or none
+            raise type(error)(error.errno, error.strerror, str(path)) from None
         raise
     if hasattr(os, "O_DIRECTORY"):  # so that the rename survives a power cut; only some systems can open a directory
         handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -63,6 +63,8 @@ def outcome_lines(comparison: Mapping[str, Any]) -> list[str]:
 
 def locate(path_or_name: str | PathLike[str]) -> Path:
     """The path of a file, or of one shipped with the package: a text of lower-case letters, digits and hyphens is a name."""
+    if not isinstance(path_or_name, str | PathLike):
+        raise TypeError(f"a path or the name of a shipped file is required, got {path_or_name!r}.")
     if not isinstance(path_or_name, str) or not NAME.fullmatch(path_or_name):
         return Path(path_or_name)
     path = FOLDER / f"{path_or_name}.safetensors"

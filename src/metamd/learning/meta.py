@@ -25,7 +25,7 @@ from metamd.learning.usage import Choices, learn_usage, runs_to_choose, runs_to_
 from metamd.potentials.base import Potential
 from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal
 from metamd.potentials.online import Online
-from metamd.tasks.base import TaskFamily
+from metamd.tasks.base import TaskFamily, require_family
 from metamd.tasks.wrapped import Counted, uncounted
 
 FEW = 16
@@ -71,6 +71,7 @@ def meta_train(
         >>> meta_train(tasks.quadratic(steps=50), Diagonal(), outer_steps=3, tasks_per_step=4)
         LearnedOptimiser(max-diagonal, 1 piece, tying='parameter', centre='start', 1 tensor, 2 numbers, horizon=50)
     """
+    require_family(family)
     if potential is None and has_weights(family):
         foreign = [n for n, given in {"method": method != Method(), **changes}.items() if given]
         if foreign:

@@ -266,7 +266,7 @@ def learn(
         >>> learn([run]).potential.log_d["x"].exp()
         tensor([[2.]], grad_fn=<ExpBackward0>)
     """
-    shares = _weights(runs := list(runs), weights)
+    shares = _weights(runs := _listed(runs), weights)
     recorded = sorted({run.tying for run in runs})
     if tying is None and len(recorded) > 1:
         raise ValueError(
@@ -288,6 +288,8 @@ def update(
         weights: one for each new run; 1 if not given.
         decay: the factor on the weights of the earlier runs, at most 1.
     """
+    if not isinstance(learned, LearnedOptimiser):
+        raise TypeError(f"learned must be a LearnedOptimiser, got {type(learned).__name__}. Pass metamd.load(path).")
     if not 0 < decay <= 1:
         raise ValueError(f"decay must be above 0 and at most 1, got {decay}. Pass 1 to keep all runs alike.")
     header, earlier = learned.header, learned.header.learned_from
@@ -296,7 +298,7 @@ def update(
             "this learned optimiser does not hold the sums of the runs it was learned from, so that nothing can be added to "
             "them. Learn one from recorded runs with metamd.learn(runs), and keep its moments."
         )
-    shares = _weights(runs := list(runs), weights)
+    shares = _weights(runs := _listed(runs), weights)
     _check_runs(runs, header.tying, header.model or runs[0].model, {row["fingerprint"] for row in earlier["runs"]})
     found = _solve(runs, shares, header.tying, earlier["prior"], learned, decay)
     return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
@@ -366,6 +368,17 @@ def _solve(
 # the door
 
 
+def _listed(runs: Any) -> list[Run]:
+    """The runs as a list; what is none is refused."""
+    found = list(runs) if isinstance(runs, Iterable) and not isinstance(runs, str | bytes) else [runs]
+    if wrong := [run for run in found if not isinstance(run, Run)]:
+        raise TypeError(
+            f"runs must be a list of recorded runs, got {shown(wrong[0])} in it. Pass what Recorder.finish() gives, or "
+            "metamd.Run.load(path)."
+        )
+    return found
+
+
 def _weights(runs: Sequence[Run], weights: Sequence[float] | None) -> list[float]:
     if not runs:
         raise ValueError(
@@ -388,6 +401,11 @@ def _check_runs(runs: Sequence[Run], tying: TyingName, model: Mapping[str, Shape
         called = f"{run.label} ({i + 1} of {len(runs)})"
         if run.diverged:
             raise ValueError(f"{called} diverged: {run.diverged} Leave it out, and lower the learning rate of the next.")
+        if all(torch.equal(run.start[n], run.end[n]) for n in run.model):
+            raise ValueError(
+                f"{called} never moved: it ends where it started, so that it says nothing of step sizes. Record a run that "
+                "trains; its learning rate may be zero, or its parameters frozen."
+            )
         mark = run.fingerprint()
         if mark in seen:
             raise ValueError(f"{called} is there already: the same record counts once. Give it a larger weight instead.")

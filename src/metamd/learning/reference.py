@@ -34,7 +34,7 @@ from metamd.learning.rounds import (
 )
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of
+from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of, require_family
 from metamd.tasks.wrapped import Counted, SharedStart, uncounted
 
 REFERENCE_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -167,6 +167,7 @@ def learn_start(
         >>> list(start), len(start.tasks), start.cost["gradient_evaluations"]
         (['theta'], 2, 80)
     """
+    require_family(family)
     if not isinstance(uncounted(family), SharedStart):
         raise ValueError(
             f"a learned start needs tasks that begin at one model, but those of {family.name!r} have initialisations of "

@@ -31,7 +31,7 @@ from metamd.potentials.base import Params
 from metamd.potentials.basis import Basis
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Shape, Slot, some
-from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed
+from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed, require_family
 
 TAIL_SHARE = 0.1
 """The last part of a run over which its losses are averaged to tell which end is best."""
@@ -72,8 +72,7 @@ class Findings:
 
 def first_look(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, *, curvature: bool = False) -> Findings:
     """Look at the start of the tasks of the first outer step, of which there are `count`."""
-    if not isinstance(family, TaskFamily):
-        raise TypeError(f"family must be a TaskFamily, got {type(family).__name__}. See metamd.tasks for some.")
+    require_family(family)
     if isinstance(family, Sized) and not len(family):
         raise ValueError(f"the family {family.name!r} is empty. Give it at least one task to sample.")
     try:

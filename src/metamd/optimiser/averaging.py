@@ -12,6 +12,7 @@ c_t = (k + 1)/(t + k) on the newest iterate, the average of the iterates with we
 """
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, get_args
 
 import torch
@@ -24,6 +25,12 @@ TAIL = 9
 """k of a tail average: the last 7 % of the steps have half of the weight."""
 
 
+def require_number(name: str, value: Any) -> None:
+    """Refuse an option that is no number."""
+    if not isinstance(value, Real | Tensor):
+        raise TypeError(f"{name} must be a number, got {value!r}. Pass {name}=0.0 for none.")
+
+
 def check_averaging(averaging: str, momentum: float) -> None:
     """Refuse what no average can be made of."""
     if averaging not in get_args(Average):
@@ -31,6 +38,7 @@ def check_averaging(averaging: str, momentum: float) -> None:
             f"averaging must be one of {', '.join(get_args(Average))}; got {averaging!r}. Earlier versions also had "
             '"anytime" and "schedule-free".'
         )
+    require_number("momentum", momentum)
     if not 0 <= momentum < 1:
         raise ValueError(
             f"Invalid momentum value: it must be at least 0 and below 1, got {momentum}. Pass momentum=0.0 for none."

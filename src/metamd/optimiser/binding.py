@@ -13,6 +13,7 @@ from torch import Tensor
 
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.usage import Average, Metric, Usage
+from metamd.optimiser.averaging import require_number
 from metamd.potentials.base import Params, Potential
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import widen
@@ -83,6 +84,7 @@ class Options:
 
 def choose(learned: LearnedOptimiser | None, steps: int | None, params: Iterable[Any], given: Mapping[str, Any]) -> Options:
     """The options of a run: those that were given, and with `steps` those that the file recommends for all others."""
+    require_number("momentum", given.get("momentum", 0.0))
     recommends = learned is not None and learned.header.usage is not None
     usage = Usage() if learned is None else learned.usage
     plain: dict[str, Any] = {"metric": "learned", "momentum": 0.0, "averaging": "constant"}
@@ -318,6 +320,7 @@ def check_group(group: Mapping[str, Any]) -> None:
             f"Invalid learning rate: lr must be finite and not negative, got {float(lr)}. "
             "Pass lr=1.0 to use the learned step sizes as they are."
         )
+    require_number("weight_decay", group["weight_decay"])
     if not 0 <= group["weight_decay"] < float("inf"):
         raise ValueError(
             f"Invalid weight_decay value: it must be finite and not negative, got {group['weight_decay']}. "

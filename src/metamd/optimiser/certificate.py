@@ -705,6 +705,8 @@ def reference_tensors(reference: Reference, named: Params, rename: Rename | None
                 f"the reference has {n!r} in shape {tuple(found[n].shape)}, but the parameter has {tuple(p.shape)}. Pass "
                 "the state_dict of the same model."
             )
+        if not bool(local(found[n]).isfinite().all()):
+            raise ValueError(f"the reference must be finite, but {n!r} is not. Pass a model that did not diverge.")
     return {n: found[n].detach() for n in named}
 
 

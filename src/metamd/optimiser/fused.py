@@ -84,6 +84,9 @@ class Job(ctypes.Structure):
     )
 
 
+_FORBIDDEN = "failed to map segment"  # what the loader says of a file system that is mounted noexec
+
+
 @functools.cache
 def build() -> ctypes.CDLL:
     """Compile fused.c for this machine in a private directory, and load it."""
@@ -109,8 +112,15 @@ def build() -> ctypes.CDLL:
                     return ctypes.CDLL(str(target))
                 except OSError as error:  # an OpenMP library that is there to link, but not to load
                     said = str(error)
+                    if _FORBIDDEN in said:
+                        break
             else:
                 said = done.stderr
+    if _FORBIDDEN in said:
+        raise RuntimeError(
+            f"fused=True compiles a kernel in {tempfile.gettempdir()!r}, but files there may not run code (noexec). Point "
+            "the environment variable TMPDIR to another folder, or leave fused=False."
+        )
     raise RuntimeError(
         f"fused=True needs a C compiler, and {found[0] if command else Path(compiler).name} could not compile fused.c: "
         f"{said.strip()[-500:]}. Point the environment variable CC to another compiler, or leave fused=False."

@@ -131,6 +131,8 @@ class MetaMD(Optimizer):
     ) -> None:
         given = {"lr": lr, "momentum": momentum, "averaging": averaging, "metric": metric}
         self._potential, learned = binding.opened(geometry)
+        if not isinstance(params, Tensor | Iterable):
+            raise TypeError(f"params must be an iterable of parameters, got {params!r}. Pass model.named_parameters().")
         params = binding.with_names(params if isinstance(params, Tensor) else list(params), self._potential, learned)
         used = binding.choose(learned, steps, params, {k: v for k, v in given.items() if v is not None})
         self.exact, self.fused, self.check_finite, self.averaging = exact, fused, check_finite, used.averaging

@@ -124,6 +124,8 @@ class PNorm(Potential):
     """
 
     def __init__(self, p: float) -> None:
+        if not isinstance(p, int | float):
+            raise TypeError(f"p must be a number in (1, 2], got {p!r}. Pass p=1.5, say.")
         if not 1 < p <= 2:
             raise ValueError(f"p must be in (1, 2], got {p}. Only there is 1/2 |x|_p^2 strongly convex; p = 2 is Euclidean.")
         super().__init__()

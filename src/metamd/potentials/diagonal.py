@@ -75,6 +75,8 @@ class MaxDiagonal(Potential):
         centre: Centre = "start",
         basis: Basis = Basis(),  # noqa: B008
     ) -> None:
+        if type(pieces) is not int:
+            raise TypeError(f"pieces must be a whole number of metrics, got {pieces!r}. Pass pieces=1 for a single one.")
         if pieces < 1:
             raise ValueError(f"pieces must be at least 1, got {pieces}. One piece is a single diagonal metric.")
         if tying not in get_args(TyingName):

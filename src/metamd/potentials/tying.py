@@ -188,6 +188,8 @@ def clean_names(named: Sequence[tuple[str, Tensor]], rename: Rename | None = Non
     """Cleaned names to tensors; two tensors under one name are refused."""
     cleaned: dict[str, Tensor] = {}
     for name, tensor in named:
+        if not isinstance(name, str):
+            raise TypeError(f"names of parameters must be texts, got {name!r}. Pass model.named_parameters().")
         clean = clean_name(name, rename)
         if clean in cleaned:
             raise ValueError(

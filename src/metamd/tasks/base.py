@@ -114,6 +114,12 @@ class Drawn:
     domains: tuple[str, ...] = ()
 
 
+def require_family(family: object) -> None:
+    """Refuse what is no family: the name of one, say."""
+    if not isinstance(family, TaskFamily):
+        raise TypeError(f"family must be a TaskFamily, got {type(family).__name__}. See metamd.tasks for some.")
+
+
 class TaskFamily(ABC):
     """A distribution over tasks whose parameters have the same names.
 

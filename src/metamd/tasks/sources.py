@@ -45,7 +45,8 @@ def read_all(datasets: Mapping[str, Source | Mapping[Split, Source]], shares: Sh
         )
     if not datasets:
         raise ValueError("datasets must name at least one dataset, got none. Pass datasets={'mine': (inputs, targets)}.")
-    if min(shares) < 0 or shares[0] <= 0 or abs(sum(shares) - 1) > 1e-9:
+    numbers = isinstance(shares, tuple | list) and len(shares) == 3 and all(isinstance(x, int | float) for x in shares)
+    if not numbers or min(shares) < 0 or shares[0] <= 0 or abs(sum(shares) - 1) > 1e-9:
         raise ValueError(f"shares must be three fractions that sum to 1, got {shares}. Pass shares=(0.8, 0.1, 0.1), say.")
     _check_folders(datasets)
     data = {name: _split(source, name, shares, seed) for name, source in datasets.items()}
@@ -94,6 +95,14 @@ def read_source(source: Source, name: str) -> Arrays:
         )
     if not len(inputs):
         raise ValueError(f"Dataset {name!r} must have examples, got none.")
+    for what, part in (("inputs", inputs), ("targets", targets)):
+        if part.is_floating_point() or part.is_complex():
+            bad = ~part.reshape(len(part), -1).isfinite().all(1)
+            if bool(bad.any()):
+                raise ValueError(
+                    f"The {what} of dataset {name!r} must be finite, but {int(bad.sum())} of {len(part)} examples have "
+                    f"missing or infinite values, the first at row {int(bad.nonzero()[0])}. Fill them, or leave these out."
+                )
     return inputs, targets
 
 
@@ -132,7 +141,12 @@ def divide(examples: int, shares: tuple[float, float, float], seed: int) -> dict
 
 
 def _tensor(part: Any, name: str) -> Tensor:
-    if isinstance(part, np.ndarray) and part.dtype != object:
+    if isinstance(part, np.ndarray) and part.dtype.kind in "USO":
+        raise TypeError(
+            f"Dataset {name!r} must hold numbers, got an array of {part.dtype}. Number the classes, as in "
+            "numpy.unique(labels, return_inverse=True)[1]."
+        )
+    if isinstance(part, np.ndarray):
         part = torch.from_numpy(part)
     if not isinstance(part, Tensor):
         raise TypeError(f"Dataset {name!r} must hold tensors, got {type(part).__name__}. Convert it with torch.tensor.")

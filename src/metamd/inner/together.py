@@ -42,19 +42,23 @@ def run_many(
     if not tasks:
         raise ValueError("there must be at least one task to run, got none.")
     one_piece = isinstance(potential, MaxDiagonal) and potential.pieces == 1
-    small = sum(x.numel() for x in tasks[0].init().values()) <= SMALL
-    if not small or not one_piece or products or len({t.steps for t in tasks}) > 1 or len(tasks) == 1:
+    if not small(tasks) or not one_piece or products or len(tasks) == 1:
         options: dict[str, Any] = {"lr": lr, "exact": exact, "reference": reference, "products": products}
         pieces = {f"task {i}": partial(run_inner, task, potential, **options) for i, task in enumerate(tasks)}
         return list((executor or Executor()).all(pieces).values())
-    runs = _SideBySide(_Stacked(tasks), potential, lr)
+    runs = _SideBySide(Stacked(tasks), potential, lr)
     began = time.perf_counter()
     train(runs.task, runs, runs.steps, until=None)
     seconds = (time.perf_counter() - began) / len(tasks)
     return [referred(runs.record(i, seconds), task, reference) for i, task in enumerate(tasks)]
 
 
-class _Stacked:
+def small(tasks: Sequence[Task]) -> bool:
+    """Whether tasks whose loss is the same function are trained in less time side by side."""
+    return sum(x.numel() for x in tasks[0].init().values()) <= SMALL and len({t.steps for t in tasks}) == 1
+
+
+class Stacked:
     """Tasks as one: every tensor has one more dimension in front, the task, and the loss is the sum of theirs."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -88,7 +92,7 @@ class _Stacked:
 class _SideBySide:
     """Mirror descent with one piece on stacked tasks, a `StepRule` that records every run."""
 
-    def __init__(self, task: _Stacked, potential: Potential, lr: float) -> None:
+    def __init__(self, task: Stacked, potential: Potential, lr: float) -> None:
         self.task, self.lr, self.steps, count = task, lr, task.tasks[0].steps, len(task.tasks)
         self.params = self.start = self._ends = task.init()
         self.potential = bound(potential, {n: x[0] for n, x in self.start.items()}, lr, self.steps)
@@ -110,12 +114,12 @@ class _SideBySide:
             into = self._squares[n]
             coordinates = torch.func.vmap(lambda x, n=n: self.potential.basis.into(n, x))(g)
             square = coordinates.square().sum_to_size(into.shape)
-            into += square if bool(going.all()) else torch.where(_spread(going, into), square, 0)
+            into += square if bool(going.all()) else torch.where(spread_over(going, into), square, 0)
         self.params = mirror_step(self.params, grads, self.potential, self.lr).params
         if going.all():
             self._ends = self.params
         else:
-            self._ends = {n: torch.where(_spread(going, x), x, self._ends[n]) for n, x in self.params.items()}
+            self._ends = {n: torch.where(spread_over(going, x), x, self._ends[n]) for n, x in self.params.items()}
         self._step += 1
         return ""
 
@@ -154,5 +158,6 @@ class _SideBySide:
         )
 
 
-def _spread(going: Tensor, x: Tensor) -> Tensor:
+def spread_over(going: Tensor, x: Tensor) -> Tensor:
+    """One number per task, in the shape of stacked tensors."""
     return going.view(-1, *[1] * (x.ndim - 1))

@@ -28,6 +28,14 @@ from metamd.potentials.online import Online
 from metamd.tasks.base import TaskFamily, require_family
 from metamd.tasks.wrapped import Counted, uncounted
 
+VECTORS = Choices(
+    metrics=("learned",),
+    momenta=(0.0, 0.5, 0.7, 0.8, 0.9, 0.95),
+    schedules=("constant", "linear", "quadratic"),
+    averages=("constant", "tail"),
+)
+"""What a usage of vectors is chosen from. Their runs go side by side, so that many momenta cost little time."""
+
 FEW = 16
 """Metrics up to which forward mode is taken, which has a tangent for each."""
 
@@ -81,6 +89,7 @@ def meta_train(
             )
         return learn_network(family, tasks=tasks_per_step, seed=seed, journal=journal, workers=workers, log=log)
     method = replace(method, **changes)
+    alone = potential is None
     if potential is None:
         potential = Diagonal()
         method = replace(method, refine=refinement(family)) if method.refine is None and method.closed else method
@@ -102,7 +111,8 @@ def meta_train(
     with nullcontext() if journal is None else journal.opened():
         found = first_look(family, potential, seed, tasks_per_step, curvature=method.start == "curvature")
         plan = Plan(family, method, potential.pieces, tasks_per_step, seed, found, Executor.of(workers))
-        return plan.train(journal, log)
+        learned = plan.train(journal, log)
+    return learn_usage(learned, family, VECTORS, seed=seed, journal=journal, workers=workers) if alone else learned
 
 
 def has_weights(family: TaskFamily) -> bool:

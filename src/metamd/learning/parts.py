@@ -120,6 +120,10 @@ class Parts:
             there[name] = found if self.records is None else self.records.cell(name, partial(dict, found, **cost))
         return {name: there[name] for name in pieces}
 
+    def has(self, name: str) -> bool:
+        """Whether a part is kept."""
+        return self.records is not None and self.records.has(name)
+
     def file(self, name: str, compute: Callable[[], Saved], read: Callable[[Path], Saved]) -> Saved:
         """The part of that name, as a file of its own."""
         if self.records is None:

@@ -7,9 +7,9 @@ training tasks decide the rest, so that nothing is left to tune on the next task
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from statistics import fmean, stdev
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,8 @@ from metamd.files.store import Journal, Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
-from metamd.inner.run import all_finite, train
+from metamd.inner.run import all_finite, train, trouble
+from metamd.inner.together import Stacked, small, spread_over
 from metamd.learning.parts import Forecast, Parts, parts_of, stage
 from metamd.learning.reference import draw_tasks, following_losses, said_reference, solved, tuned_reference
 from metamd.optimiser.averaging import tail_share
@@ -126,16 +127,21 @@ def run_usage(
             gains[t] = float(task.loss(rule.x, task.batch(t))) - float(loss)
 
     done = train(task, rule, task.steps, watch=look)
-    if done.diverged:
+    if done.diverged or not all_finite(rule.x):
         return Outcome(math.inf, rule.x)
     tally = None if comparator is None else rule.tally(task.init(), comparator)
+    found = _judged(np.asarray(done.losses), gains if rule.tail else None, rule.x)
+    return replace(found, tally=tally, energies=tuple(rule.energies))
+
+
+def _judged(losses: Array, gains: Array | None, end: dict[str, Tensor]) -> Outcome:
+    """The losses of a run over all of it, and by its parts; of a tail average with its gains, where it was looked at."""
     # of a tail average what it is better or worse than the iterates on the same batches, which are seen in every step
-    mean = sum(done.losses) / task.steps + (float(np.nanmean(gains)) if rule.tail else 0.0)
-    way = [float(part.mean()) for part in np.array_split(np.asarray(done.losses), min(PHASES, task.steps))]
-    if rule.tail:
+    mean = float(losses.mean()) + (0.0 if gains is None else float(np.nanmean(gains)))
+    way = [float(part.mean()) for part in np.array_split(losses, min(PHASES, len(losses)))]
+    if gains is not None:
         way = [x + float(np.nanmean(part)) for x, part in zip(way, np.array_split(gains, len(way)), strict=True)]
-    finite = all_finite(rule.x)
-    return Outcome(mean if finite else math.inf, rule.x, tuple(way), tally, tuple(rule.energies))
+    return Outcome(mean, end, tuple(way))
 
 
 def steps_of(
@@ -212,6 +218,69 @@ class UsageSteps:
             key = self.phi.slots[name].key
             x[key] = x.get(key, 0.0) + self.online.distance(self.phi, name, comparator[name] - start[name], mean)
         return Tally(x, self.y)
+
+
+def run_together(tasks: Sequence[Task], potential: MaxDiagonal, usages: Sequence[Usage]) -> list[Outcome]:
+    """What `run_usage` gives for each task with its usage, of tasks whose loss is the same function, side by side.
+
+    The metric is a diagonal of one piece.
+    """
+    stacked, steps = Stacked(tasks), tasks[0].steps
+    rule = StackedSteps(stacked, potential, usages, steps)
+    train(stacked, rule, steps, until=None)
+    outcomes = []
+    for i, usage in enumerate(usages):
+        end = {n: x[i] for n, x in rule.x.items()}
+        finished = rule.taken[i] == steps and all_finite(end)
+        gains = rule.gains[:, i] if usage.averaging == "tail" else None
+        outcomes.append(_judged(rule.losses[:, i], gains, end) if finished else Outcome(math.inf, end))
+    return outcomes
+
+
+class StackedSteps:
+    """The steps of `UsageSteps` on stacked tasks, each with a usage of its own; one that diverges stays where it is."""
+
+    def __init__(self, task: Stacked, potential: MaxDiagonal, usages: Sequence[Usage], total: int) -> None:
+        self.task, self.usages, self.total = task, usages, total
+        start = task.init()
+        self.x, self.z = ({n: v.clone() for n, v in start.items()} for _ in range(2))
+        self.metrics = {n: potential.metric(n)[0].detach() for n in start}
+        self.tail = torch.tensor([usage.averaging == "tail" for usage in usages])
+        self.momentum = torch.tensor([usage.momentum for usage in usages], dtype=torch.float64)
+        self.losses, self.gains = np.zeros((total, len(usages))), np.full((total, len(usages)), math.nan)
+        self.taken, self.step_number = np.full(len(usages), total), 0
+
+    @property
+    def params(self) -> Params:
+        """A tail average is taken of iterates that know nothing of it."""
+        return {n: torch.where(spread_over(self.tail, x), self.z[n], x) for n, x in self.x.items()}
+
+    @torch.no_grad()
+    def step(self, loss: Tensor, grads: Params) -> str:
+        """One step of all tasks that go on."""
+        t, values = self.step_number, self.task.losses.double().numpy().copy()
+        squares = torch.stack([g.double().square().reshape(len(g), -1).sum(1) for g in grads.values()]).sum(0)
+        norms, first = squares.sqrt().numpy(), self.losses[0] if t else values
+        for i in np.flatnonzero(self.taken == self.total):
+            if trouble(t, float(first[i]), float(values[i]), float(norms[i])):
+                self.taken[i] = t
+        going = torch.from_numpy(self.taken > t)
+        if not going.any():
+            return "All runs diverged."
+        self.losses[t] = values
+        apart = max(1, self.total // LOOKS)
+        if bool(self.tail.any()) and t % apart == apart // 2:
+            self.task.loss(self.x, self.task.batch(t))
+            self.gains[t] = self.task.losses.double().numpy() - values
+        rates = torch.tensor([usage.factor * usage.share(t, self.total) for usage in self.usages], dtype=torch.float64)
+        self.step_number += 1
+        share = torch.where(self.tail, tail_share(self.step_number), 1 - self.momentum)
+        for n, g in grads.items():
+            x, z = self.x[n], self.z[n]
+            moved = spread_over(rates, z).to(z) * (g / self.metrics[n])
+            z.sub_(torch.where(spread_over(going, z), moved, 0))
+            x.add_(torch.where(spread_over(going, x), spread_over(share, x).to(x) * (z - x), 0))
+        return ""
 
 
 # scales of an online metric
@@ -322,7 +391,7 @@ class Choices:
     Args:
         metrics: "learned", "online".
         momenta: a usage with momentum has no other average.
-        schedules: "constant", "linear", "quadratic", "learned".
+        schedules: "linear", "constant", "quadratic", "learned". Metrics and momenta are compared with the first.
         averages: "constant", "tail". Others are tried against the first.
         factors: on the learned steps; if not given all powers of the root of 2, as far as a next one is better.
         rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
@@ -337,7 +406,7 @@ class Choices:
 
     metrics: Sequence[Metric] = get_args(Metric)
     momenta: Sequence[float] = (0.0, 0.9)
-    schedules: Sequence[Schedule] = get_args(Schedule)
+    schedules: Sequence[Schedule] = ("linear", "constant", "quadratic", "learned")
     averages: Sequence[Average] = ("tail", "constant")
     factors: Sequence[float] | None = None
     rules: Sequence[Online] = RULES
@@ -431,8 +500,8 @@ def learn_usage(
         finder = reference or tuned_reference(family, seed=seed, journal=journal, workers=workers)
     to_scale = draw_tasks(family, seed, "scale", min(SCALED, choices.tasks)) if finder is not None else []
     built = draw_tasks(family, seed, "usage", choices.tasks)
-    if choices.judged_on == "auto" and "validation" not in built[0].splits:
-        choices = replace(choices, judged_on="train")
+    if choices.judged_on == "auto" and ("validation" not in built[0].splits or isinstance(built[0], SolvedTask)):
+        choices = replace(choices, judged_on="train")  # where the smallest training loss is known, it is what is sought
     settings = {"learned": learned.fingerprint(), "reference": said_reference(finder), "tasks": choices.tasks, "seed": seed}
     settings |= {"score": SCORE, "judged_on": choices.judged_on}
     with parts_of(journal, "usage", family, settings, workers) as parts:
@@ -510,6 +579,9 @@ class Trials:
     ) -> None:
         self.tasks, self.potential, self.parts, self.choices = tasks, potential, parts, choices
         self.watch, self.forecast = watch, forecast
+        # many runs of small vectors take as long as one
+        diagonal = potential is not None and potential.pieces == 1 and potential.basis.kind == "identity"
+        self.together = diagonal and choices.metrics == ("learned",) and parts.family.shared_loss and small(tasks)
         self._known: dict[str, Result] = {}
         self._starts: list[Result] = []
         self._lowest = [0.0] * len(tasks)
@@ -517,11 +589,12 @@ class Trials:
     def best(self, metrics: Iterable[Online | None]) -> Used:
         """The best pair of metric and momentum with its own factor, and the schedule or average that is best for it."""
         schedules, averages = self.choices.schedules, self.choices.averages
-        first: Schedule = "linear" if "linear" in schedules else schedules[0]
+        first = schedules[0]
         starts = [self.scheduled(used, first) for online in metrics for used in self._first(online)]
         self.run(starts, FIRST)
         ranked = sorted(starts, key=lambda used: self.score(used, FIRST))
-        finalists = [self.climb(used, FIRST) for used in ranked[:FINALISTS]]
+        climbed = self.climb(ranked if self.together else ranked[:FINALISTS], FIRST)
+        finalists = sorted(climbed, key=lambda used: self.score(used, FIRST))[:FINALISTS]
         self.run(finalists)
         best = min(finalists, key=self.score)
         usage, online = best
@@ -529,9 +602,9 @@ class Trials:
         others += [(replace(usage, averaging=a), online) for a in averages[1:] if not usage.momentum]
         self.run(others, FIRST)
         near = [used for used in others if self.score(used, FIRST) < HOPELESS * self.score(best, FIRST)]
-        tried = [self.climb(used, FIRST) for used in near]
+        tried = self.climb(near, FIRST)
         best = min([best, *sorted(tried, key=lambda used: self.score(used, FIRST))[:1]], key=self.score)
-        return self.climb(best)
+        return self.climb([best])[0]
 
     def _first(self, online: Online | None) -> list[Used]:
         """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
@@ -558,7 +631,7 @@ class Trials:
             self._starts = list(self.parts.all(pieces).values())
         wanted = {name: (i, used) for used in pairs for i, name in enumerate(self._names(used, tasks))}
         new = {name: run for name, run in wanted.items() if name not in self._known}
-        self._known |= self.parts.all({name: partial(self._run, *run) for name, run in new.items()})
+        self._known |= self._computed(new)
         for name, (i, _) in new.items():
             if self._known[name]["end"] is not None:
                 self._lowest[i] = min(self._lowest[i], self._known[name]["end"], *self._known[name]["way"])
@@ -602,13 +675,32 @@ class Trials:
         known = task.minimum() if isinstance(task, SolvedTask) else None
         return {"loss": fmean(losses), "noise": stdev(losses) / math.sqrt(len(losses)), "minimum": known}
 
+    def _computed(self, runs: Mapping[str, tuple[int, Used]]) -> dict[str, Result]:
+        """The records of these runs, by name: side by side where that is quicker, else by the executor."""
+        if not self.together:
+            return self.parts.all({name: partial(self._run, *run) for name, run in runs.items()})
+        here = Parts(self.parts.family, self.parts.records)
+
+        @cache
+        def outcomes() -> dict[str, Outcome]:
+            missing = {name: run for name, run in runs.items() if not here.has(name)}
+            tasks, usages = [self.tasks[i] for i, _ in missing.values()], [used[0] for _, used in missing.values()]
+            return dict(zip(missing, run_together(tasks, self.potential, usages), strict=True))
+
+        def recorded(name: str, number: int, used: Used) -> Result:
+            return self._record(number, used, outcomes()[name])
+
+        return here.all({name: partial(recorded, name, *run) for name, run in runs.items()})
+
     def _run(self, number: int, used: Used) -> Result:
+        return self._record(number, used, run_usage(self.tasks[number], self.potential, used[0], online=used[1]))
+
+    def _record(self, number: int, used: Used, run: Outcome) -> Result:
         """The mean losses of the parts of a run, and that at its end; None if it diverged.
 
         Judged on the validation split there is nothing but the end, for it is not looked at in between.
         """
         task, about = self.tasks[number], self._about(number, used)
-        run = run_usage(task, self.potential, used[0], online=used[1])
         end = self._end(task, run.end) if math.isfinite(run.loss) else math.inf
         if not math.isfinite(end):
             return {**about, "way": [], "end": None}
@@ -618,19 +710,28 @@ class Trials:
         if self.choices.judged_on != "train":
             return task.evaluate(params, "validation").loss
         if isinstance(task, SolvedTask):
-            return task.minimum() + task.monitor()(params)  # without the noise of batches
+            return task.evaluate(params, "train").loss  # without the noise of batches
         return fmean(following_losses(task, params))
 
-    def climb(self, used: Used, tasks: int | None = None) -> Used:
-        """The same usage with the factor from which neither neighbour is better."""
-        best = used
-        for way in (-1, 1):
-            while (factor := self.choices.neighbour(best[0].factor, way)) is not None:
-                further = replace(best[0], factor=factor), best[1]
-                # what is not better on the first tasks is not tried on the others
-                if not all(self.score(further, n) < self.score(best, n) for n in (FIRST, tasks)):
-                    break
-                best = further
+    def climb(self, starts: Sequence[Used], tasks: int | None = None) -> list[Used]:
+        """The same usages, each with the factor from which neither neighbour is better; all go on at the same time."""
+        best, ways = list(starts), [[-1, 1] for _ in starts]
+        while any(ways):
+            further: dict[int, Used] = {}
+            for i, left in enumerate(ways):
+                usage, online = best[i]
+                while left and (factor := self.choices.neighbour(usage.factor, left[0])) is None:
+                    left.pop(0)
+                if left and factor is not None:
+                    further[i] = replace(usage, factor=factor), online
+            for some in dict.fromkeys((FIRST, tasks)):  # what is not better on the first tasks is not tried on the others
+                self.run([*further.values(), *(best[i] for i in further)], some)
+                further = {i: used for i, used in further.items() if self._score(used, some) < self._score(best[i], some)}
+            for i, left in enumerate(ways):
+                if i in further:
+                    best[i] = further[i]
+                elif left:
+                    left.pop(0)
         return best
 
     def scheduled(self, used: Used, schedule: Schedule) -> Used:

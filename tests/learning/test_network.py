@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import signal
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import metamd
 from metamd import (
     Diagonal,
     Evolution,
@@ -71,6 +73,35 @@ def test_options_that_the_default_for_networks_does_not_have_are_refused():
         meta_train(tasks.tabular(steps=5), outer_steps=3, max_norm=2.0)
 
 
+def test_vectors_get_a_usage_with_momentum_where_it_is_better():
+    """Ill-conditioned by couplings that no diagonal sees: the one call ends lower than plain steps."""
+    family = tasks.quadratic([1.0] * 4, coupling=0.5, steps=60)
+    learned = meta_train(family, outer_steps=3, tasks_per_step=4)
+    assert learned.usage.momentum > 0
+    gaps = {"plain": 0.0, "recommended": 0.0}
+    for i in range(4):
+        task = family.build(family.sample(torch.Generator().manual_seed(50 + i)))
+        for name, options in (("plain", {}), ("recommended", {"steps": 60})):
+            params = {n: torch.nn.Parameter(x.clone()) for n, x in task.init().items()}
+            optimiser = metamd.MetaMD(params.items(), learned, **options)
+            for _ in range(60):
+                optimiser.zero_grad()
+                task.loss(params, task.batch(0)).backward()
+                optimiser.step()
+            gaps[name] += math.log(task.monitor()({n: p.detach() for n, p in params.items()}) + 1e-15) / 4
+    assert gaps["recommended"] < gaps["plain"] - 1
+
+
+def test_seconds_are_a_preference_where_a_usage_is_chosen():
+    learned = meta_train(tasks.tabular(steps=6), tasks_per_step=1, prefer="seconds")
+    assert learned.header.choice["prefer"] == "seconds"
+    assert learned.header.choice["seconds_per_step"] > 0
+    with pytest.raises(ValueError, match="prefer='seconds' would change nothing with a potential"):
+        meta_train(tasks.quadratic(steps=5), Diagonal(), prefer="seconds")
+    with pytest.raises(ValueError, match=r'prefer must be "steps" or "seconds", got \'minutes\''):
+        meta_train(tasks.tabular(steps=5), prefer="minutes")
+
+
 def test_the_command_line_has_the_same_default(tmp_path):
     out = tmp_path / "tabular.safetensors"
     assert cli.run(["train", "tabular", "--steps", "10", "--tasks", "1", "--out", str(out)]) == 0
@@ -89,7 +120,12 @@ LOOKS = 3
 def said(learned):
     """All that a file says, but how long it took."""
     header = learned.header.to_dict()
-    return {**header, "cost": {k: v for k, v in header["cost"].items() if k != "seconds"}}, learned.fingerprint()
+    timeless = {
+        name: {k: v for k, v in header[name].items() if "seconds" not in k}
+        for name in ("cost", "choice")
+        if header.get(name)
+    }
+    return header | timeless, learned.fingerprint()
 
 
 class Spied:
@@ -123,7 +159,7 @@ def test_the_cost_is_all_that_was_drawn(whole):
 def test_killed_in_every_stage_it_continues_to_the_same_result(tmp_path, whole):
     """The points are places in the uninterrupted run: a process that began again each time would never come past them."""
     learned, drawn = whole
-    for point in ("batch:60", "renamed:4", "batch:150", f"batch:{drawn // 2}", "renamed:15"):
+    for point in ("batch:60", "renamed:4", "batch:150", f"batch:{drawn // 2}", "renamed:5"):
         killed = processes.run(work, tmp_path, point)
         assert killed.code == -signal.SIGKILL, killed.err
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"reference", "follow", "usage"}

@@ -15,7 +15,7 @@ from metamd.learning import reference as following
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference
 from metamd.learning.rounds import draw_config
-from metamd.learning.usage import Choices, Trials, learn_usage, run_usage
+from metamd.learning.usage import Choices, Trials, learn_usage, run_together, run_usage
 from metamd.tasks import quadratic, tabular
 from metamd.tasks.wrapped import Counted
 
@@ -29,8 +29,8 @@ TRAIN = Choices(judged_on="train")
 
 
 def area(way, end):
-    """The score of one run by hand: two thirds of the mean logarithm over its parts, one third of that at its end."""
-    return math.exp(2 / 3 * sum(map(math.log, way)) / len(way) + math.log(end) / 3)
+    """The score of one run by hand: the cube root of its mean loss, the geometric mean of its parts, and its end."""
+    return (sum(way) / len(way) * math.prod(way) ** (1 / len(way)) * end) ** (1 / 3)
 
 
 @pytest.mark.parametrize("averaging", ["constant", "tail"])
@@ -148,6 +148,51 @@ def planted(score, tasks, choices):
             return {"loss": 0.0, "noise": 0.0, "minimum": None}
 
     return Planted([None] * tasks, None, Parts(Counted(tabular())), choices)
+
+
+@pytest.mark.parametrize("seconds", [{}, {"learned metric": 1e-3, str(Online()): 3e-3}])
+def test_for_few_seconds_runs_have_the_steps_that_fit_the_time_of_the_quickest(learned, seconds):
+    """By hand: a step that takes three times as long is taken a third as often, and the score is that of shorter runs."""
+    family = tabular(steps=30)
+    task = family.build(family.sample(torch.Generator().manual_seed(3)))
+    potential = learned.potential.bind(task.init())
+    online = Online(scale=dict.fromkeys(learned.potential.log_d, 100.0))
+    trials = Trials([task], potential, Parts(Counted(family)), TRAIN, seconds=seconds)
+    trials.run([(Usage(), None), (Usage("online"), online)])
+    ways = [run["way"] for name, run in trials._known.items()]
+    steps = [30, 10 if seconds else 30]
+    for way, (usage, rule), count in zip(ways, ((Usage(), None), (Usage("online"), online)), steps, strict=True):
+        assert tuple(way) == run_usage(task, potential, usage, online=rule, steps=count).way
+
+
+def test_the_rules_offered_for_few_seconds_have_cheaper_ones_with_the_same_scales():
+    few = Choices(prefer="seconds").online
+    assert [rule.refresh for rule in few] == [0, 0, 0, 2, 2, 4, 4]
+    assert Choices().online == few[:3]
+    assert Choices(metrics=("learned",)).online == ()
+
+
+@pytest.mark.parametrize("make", [quadratic, tasks.logistic])
+def test_runs_side_by_side_are_those_that_run_usage_makes(make):
+    """Every task has a usage of its own; one of them diverges and leaves the others alone."""
+    family = make(steps=25)
+    found = meta_train(family, Diagonal(), outer_steps=1, tasks_per_step=2)
+    built = draw_tasks(family, 0, "usage", 4)
+    potential = found.potential.bind(built[0].init())
+    usages = [
+        Usage(momentum=0.9, schedule="linear", factor=2.0),
+        Usage(averaging="tail", factor=0.5),
+        Usage(factor=1e6),
+        Usage(schedule="quadratic", momentum=0.5),
+    ]
+    for task, usage, run in zip(built, usages, run_together(built, potential, usages), strict=True):
+        alone = run_usage(task, potential, usage)
+        assert run.loss == pytest.approx(alone.loss, rel=1e-9)
+        assert run.way == pytest.approx(alone.way, rel=1e-9, abs=1e-12)
+        if math.isfinite(alone.loss):
+            for n, x in alone.end.items():
+                torch.testing.assert_close(run.end[n], x, rtol=1e-9, atol=1e-12)
+    assert [math.isfinite(r.loss) for r in run_together(built, potential, usages)] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(("finalists", "chosen"), [(2, (0.7, 0.35)), (1, (0.9, 0.5))])
@@ -446,7 +491,9 @@ def test_the_end_of_a_run_is_judged_on_validation_data_where_there_is_some(learn
     for family, judge in ((tabular(steps=10), "auto"), (without, "train")):
         geometry = learn_from_reference(family, Diagonal(), reference=Reference(lr=0.01), tasks=1)
         found = learn_usage(geometry, family, **options)
-        assert found.header.choice == {"score": "area under the logarithm of the loss", "judged_on": judge}
+        choice = {k: v for k, v in found.header.choice.items() if k != "seconds_per_step"}
+        assert choice == {"score": "area under the logarithm of the loss", "judged_on": judge, "prefer": "steps"}
+        assert found.header.choice["seconds_per_step"] > 0
         again = type(found.header).from_json(found.header.to_json())
         assert again == found.header
 

@@ -137,6 +137,10 @@ def _header_table(file: str, learned: LearnedOptimiser, found: Card | None) -> T
     shown["held_out"] = _held_out(learned.header.held_out)
     if learned.header.usage is not None:
         shown["usage"] = f"{learned.usage}; MetaMD(params, learned, steps=T) does so, MetaMD(params, learned) does not"
+    if (choice := learned.header.choice) is not None:
+        said = f"for few {choice.get('prefer', 'steps')}, by the {choice['score']}, judged on {choice['judged_on']} data"
+        took = f"; a training step took {1e3 * choice['seconds_per_step']:.3g} ms" if "seconds_per_step" in choice else ""
+        shown["choice"] = said.replace("auto data", "validation data at the end and training data before") + took
     for name, value in shown.items():
         table.add_row(Text(name), Text(_cut(_field_text(name, value))))
     return table

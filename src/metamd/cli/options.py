@@ -209,6 +209,7 @@ class Train(TaskOptions):
         learn_start: begin at the mean of the tasks' solutions, which is kept in the file; for tasks with a shared start.
         judged_on: auto to judge the end of a run on validation data of the training tasks, where they have some, when a
             usage is chosen; train for training data alone; validation for validation data alone.
+        prefer: steps, or seconds to choose the usage that gets farthest in the same time on this machine.
         refresh: choose the usage for cheaper polar steps, with directions found every so many steps; in all if not given.
         outer_steps: learn a diagonal in at most so many rounds of training tasks; 10 if not given, 300 for the paper's.
             Networks are learned from runs of Adam and not in rounds, unless this is given.
@@ -225,6 +226,7 @@ class Train(TaskOptions):
     rank: str = "auto"
     learn_start: bool = False
     judged_on: str = "auto"
+    prefer: str = "steps"
     refresh: int = 0
     outer_steps: int | None = None
     tasks: int = 8

@@ -21,7 +21,7 @@ from metamd.learning.meta import has_weights, learn_network, meta_train, paper, 
 from metamd.learning.recorded import update
 from metamd.learning.reference import learn_start
 from metamd.learning.rounds import step_line
-from metamd.learning.usage import Choices, JudgedOn, rules_for_refresh
+from metamd.learning.usage import Choices, JudgedOn, Prefer, rules_for_refresh
 from metamd.potentials.diagonal import Kronecker, MaxDiagonal
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import starting_at
@@ -74,15 +74,21 @@ def _method(options: Train, family: TaskFamily) -> tuple[Callable[..., LearnedOp
     for why, names in {
         "with --preset paper": ("potential", "tying", "rank") * published,
         "without --preset paper": ("k",) * (not published),
-        "where no usage is chosen": ("judged_on", "refresh") * (not from_adam),
+        "where no usage is chosen": ("judged_on", "refresh", "prefer") * (not from_adam),
     }.items():
         given = [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(Train, n)]
         if given:
             raise ValueError(f"{', '.join(given)} would change nothing {why}. Leave it out.")
     if from_adam:
-        choices = Choices(judged_on=cast(JudgedOn, options.judged_on), rules=rules_for_refresh(options.refresh))
+        rules = rules_for_refresh(options.refresh) if options.refresh else None
+        chosen = {"judged_on": cast(JudgedOn, options.judged_on), "prefer": cast(Prefer, options.prefer)}
+        choices = Choices(rules=rules, **chosen)  # type: ignore[arg-type]
         return learn_network, {"potential": _potential(options, from_adam), "tasks": options.tasks, "choices": choices}
-    told = {"potential": _potential(options, from_adam), "refine": refinement(family)} if not published else paper(options.k)
+    told: dict[str, Any] = paper(options.k) if published else {}
+    if not published and (
+        has_weights(family) or (options.potential, options.tying, options.rank) != (None, None, Train.rank)
+    ):
+        told = {"potential": _potential(options, from_adam), "refine": refinement(family)}
     rounds = {} if options.outer_steps is None else {"outer_steps": options.outer_steps}
     return meta_train, told | rounds | {"tasks_per_step": options.tasks}
 

@@ -21,7 +21,7 @@ from metamd.learning.outer import Adam, GradientDescent, Method, Refine
 from metamd.learning.parts import Forecast
 from metamd.learning.reference import CHECKED, REFERENCE_RATES, learn_from_reference, tuned_reference
 from metamd.learning.rounds import Plan, first_look
-from metamd.learning.usage import Choices, learn_usage, runs_to_choose, runs_to_scale, steps_of
+from metamd.learning.usage import Choices, Prefer, learn_usage, runs_to_choose, runs_to_scale, steps_of
 from metamd.potentials.base import Potential
 from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal
 from metamd.potentials.online import Online
@@ -50,6 +50,7 @@ def meta_train(
     journal: Journal | None = None,
     log: Log | None = None,
     workers: int | Executor = 1,
+    prefer: Prefer = "steps",
     **changes: Any,
 ) -> LearnedOptimiser:
     """Learn metrics with which the tasks of a family are trained in fewer steps.
@@ -72,6 +73,7 @@ def meta_train(
             of every rate of Adam and of every usage tried.
         workers: processes that share the runs, or an `Executor`; the result does not depend on them. Small tasks that share
             one loss run side by side in this process.
+        prefer: "steps" or "seconds", for which a usage is chosen where the potential is not given, see `Choices`.
         changes: fields of `Method` by name, such as `objective=`, `estimator=`, `outer_steps=`, `refine=`, `max_norm=`.
 
     Example:
@@ -87,7 +89,12 @@ def meta_train(
                 f"{', '.join(foreign)} can be given together with a potential, such as Kronecker() or Diagonal(). Without "
                 "one, networks are learned from runs of Adam, which has no such option."
             )
-        return learn_network(family, tasks=tasks_per_step, seed=seed, journal=journal, workers=workers, log=log)
+        options: dict[str, Any] = {"seed": seed, "journal": journal, "workers": workers, "log": log}
+        return learn_network(family, tasks=tasks_per_step, choices=Choices(prefer=prefer), **options)
+    if prefer != "steps" and potential is not None:
+        raise ValueError(
+            f"prefer={prefer!r} would change nothing with a potential, of which no usage is chosen. Leave it out."
+        )
     method = replace(method, **changes)
     alone = potential is None
     if potential is None:
@@ -112,7 +119,12 @@ def meta_train(
         found = first_look(family, potential, seed, tasks_per_step, curvature=method.start == "curvature")
         plan = Plan(family, method, potential.pieces, tasks_per_step, seed, found, Executor.of(workers))
         learned = plan.train(journal, log)
-    return learn_usage(learned, family, VECTORS, seed=seed, journal=journal, workers=workers) if alone else learned
+    if not alone:
+        return learned
+    # where digits count, nobody knows beforehand how many steps a run will have: no schedule that needs to
+    steady: dict[str, Any] = {"schedules": ("constant",), "averages": ("constant",)} if family.counts_digits else {}
+    offered = replace(VECTORS, prefer=prefer, **steady)
+    return learn_usage(learned, family, offered, seed=seed, journal=journal, workers=workers)
 
 
 def has_weights(family: TaskFamily) -> bool:

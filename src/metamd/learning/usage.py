@@ -22,12 +22,13 @@ from metamd.files.store import Journal, Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
-from metamd.inner.run import all_finite, train, trouble
+from metamd.inner.run import OptimiserSteps, StepRule, all_finite, seconds_per_step, train, trouble
 from metamd.inner.together import Stacked, small, spread_over
 from metamd.learning.parts import Forecast, Parts, parts_of, stage
 from metamd.learning.reference import draw_tasks, following_losses, said_reference, solved, tuned_reference
 from metamd.optimiser.averaging import tail_share
 from metamd.optimiser.guard import energy
+from metamd.optimiser.optimiser import MetaMD
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import Array
@@ -36,6 +37,7 @@ from metamd.tasks.base import SolvedTask, Task, TaskFamily, config_hash
 from metamd.tasks.wrapped import Counted
 
 JudgedOn = Literal["auto", "train", "validation"]
+Prefer = Literal["steps", "seconds"]
 Used = tuple[Usage, Online | None]
 """A usage, and its online metric with its scales if it has one."""
 
@@ -53,6 +55,9 @@ ROUNDED = 1e-14
 
 UNKNOWN = 1e-2
 """The same where losses fall below zero and the smallest possible loss is not known, but only the lowest one seen."""
+
+REFRESHED = (2, 4)
+"""Steps after which directions of polar steps are found anew, for usages that are to take few seconds."""
 
 SCALED = 3
 """Tasks on which scales of online metrics are learned: what all of them have in common is corrected by the factor."""
@@ -72,7 +77,7 @@ FINALISTS = 2
 CLIMBED = 3
 """Factors that are tried until neither neighbour is better, about: for the time that is left."""
 
-HOPELESS = 2.0
+HOPELESS = 3.0
 """How many times the best score another schedule or average may have where its factor is still to be found."""
 
 LOOKS = 100
@@ -115,18 +120,20 @@ def run_usage(
     online: Online | None = None,
     comparator: Params | None = None,
     measure: bool = False,
+    steps: int | None = None,
 ) -> Outcome:
     """Train a task with a geometry, bound to its tensors, as `MetaMD` does; `comparator` is u, to tally against."""
-    rule = steps_of(task, potential, usage, online, measure or comparator is not None)
-    apart = max(1, task.steps // LOOKS)
-    gains = np.full(task.steps, math.nan)
+    steps = task.steps if steps is None else steps
+    rule = steps_of(task, potential, usage, online, measure or comparator is not None, steps)
+    apart = max(1, steps // LOOKS)
+    gains = np.full(steps, math.nan)
 
     @torch.no_grad()
     def look(t: int, loss: Tensor, grads: Params) -> None:
         if rule.tail and t % apart == apart // 2:
             gains[t] = float(task.loss(rule.x, task.batch(t))) - float(loss)
 
-    done = train(task, rule, task.steps, watch=look)
+    done = train(task, rule, steps, watch=look)
     if done.diverged or not all_finite(rule.x):
         return Outcome(math.inf, rule.x)
     tally = None if comparator is None else rule.tally(task.init(), comparator)
@@ -145,11 +152,16 @@ def _judged(losses: Array, gains: Array | None, end: dict[str, Tensor]) -> Outco
 
 
 def steps_of(
-    task: Task, potential: MaxDiagonal, usage: Usage, online: Online | None = None, measured: bool = False
+    task: Task,
+    potential: MaxDiagonal,
+    usage: Usage,
+    online: Online | None = None,
+    measured: bool = False,
+    steps: int | None = None,
 ) -> "UsageSteps":
     """The steps of a task from its start."""
     start = {n: x.detach() for n, x in task.init().items()}
-    return UsageSteps(potential, usage, start, task.steps, online, measured)
+    return UsageSteps(potential, usage, start, task.steps if steps is None else steps, online, measured)
 
 
 class UsageSteps:
@@ -394,10 +406,13 @@ class Choices:
         schedules: "linear", "constant", "quadratic", "learned". Metrics and momenta are compared with the first.
         averages: "constant", "tail". Others are tried against the first.
         factors: on the learned steps; if not given all powers of the root of 2, as far as a next one is better.
-        rules: online metrics, whose scales are learned first. The rule "polar" averages gradients, so has no momentum too.
+        rules: online metrics, whose scales are learned first; `RULES` if not given, for few seconds also with directions of
+            polar steps found every second and fourth step. The rule "polar" averages gradients, so has no momentum too.
         judged_on: "auto" judges the end of a run on validation data of the training tasks, where they have some; "train"
             never does; "validation" looks at nothing else, for usages that generalise where low training losses do not.
-        tasks: to decide on, and as many to learn scales on. The end of a run is noisy: few tasks decide by chance.
+        prefer: "steps" compares runs of T steps. "seconds" compares what is reached in the time of T steps of the quickest
+            usage: the others take fewer steps, by the measured time of a step of `MetaMD` on this machine.
+        tasks: to decide on. The end of a run is noisy: few tasks decide by chance.
 
     Example:
         >>> Choices().neighbour(1.0, -1)
@@ -409,8 +424,9 @@ class Choices:
     schedules: Sequence[Schedule] = ("linear", "constant", "quadratic", "learned")
     averages: Sequence[Average] = ("tail", "constant")
     factors: Sequence[float] | None = None
-    rules: Sequence[Online] = RULES
+    rules: Sequence[Online] | None = None
     judged_on: JudgedOn = "auto"
+    prefer: Prefer = "steps"
     tasks: int = 6
 
     def __post_init__(self) -> None:
@@ -419,6 +435,8 @@ class Choices:
                 f'judged_on must be "auto", "train" or "validation", got {self.judged_on!r}. Test data is for what is '
                 "reported."
             )
+        if self.prefer not in get_args(Prefer):
+            raise ValueError(f'prefer must be "steps" or "seconds", got {self.prefer!r}.')
         known = {"metrics": get_args(Metric), "schedules": get_args(Schedule), "averages": get_args(Average)}
         for name in ("momenta", "schedules", "averages", "factors", "rules", "metrics"):
             offered = getattr(self, name)
@@ -429,6 +447,16 @@ class Choices:
                 raise ValueError(f"{name} must be some of {', '.join(map(repr, known[name]))}; got {wrong[0]!r}.")
         if not all(0 < factor < math.inf for factor in self.factors or ()):
             raise ValueError(f"factors must be positive numbers, got {self.factors}. 1.0 takes the steps as they are.")
+
+    @property
+    def online(self) -> tuple[Online, ...]:
+        """The online metrics to try, before their scales are learned."""
+        if "online" not in self.metrics:
+            return ()
+        if self.rules is not None:
+            return tuple(self.rules)
+        cheaper = (replace(rule, refresh=n) for n in REFRESHED for rule in RULES if rule.rule == "polar")
+        return RULES if self.prefer == "steps" else (*RULES, *cheaper)
 
     def nearest(self, factor: float) -> float:
         """The factor to begin with: this one, or the one of those offered whose ratio to it is nearest to one."""
@@ -458,11 +486,11 @@ def learn_usage(
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule, average and factor on training tasks; the choice is stored in the file.
 
-    What counts is the area under the logarithm of the loss over a run, and its logarithm at the end, which counts half as
-    much: ratios matter, wherever in the run they are. With L_k the mean losses of ten equal parts of the run, L the loss at
-    its end, and e the standard error of the losses of ten batches at the start of the task,
+    What counts is the logarithm of the loss, in equal shares over the run as a whole, as the area under it, and at the end:
+    ratios matter, wherever in the run they are. With L_k the mean losses of ten equal parts of the run, L the loss at its
+    end, and e the standard error of the losses of ten batches at the start of the task,
 
-        score = exp E (2/3 mean_k log(L_k + e) + 1/3 log(L + e)),
+        score = exp E (log(mean_k L_k + e) + mean_k log(L_k + e) + log(L + e)) / 3,
 
     so that differences which batches cannot tell from chance decide nothing, and without noise every digit counts. Losses
     are counted from the smallest possible one where the task knows it, else from the lowest seen if that is below zero. The
@@ -482,7 +510,7 @@ def learn_usage(
         journal: where to keep the online scales and every run of a usage, so that the same call continues one that was
             stopped, to the same result.
         workers: processes that share the runs, or an `Executor`; the result does not depend on them.
-        changes: fields of `Choices` by name, such as `judged_on="validation"` or `tasks=2`.
+        changes: fields of `Choices` by name, such as `prefer="seconds"`, `judged_on="validation"` or `tasks=2`.
 
     Example:
         >>> from metamd import Diagonal, meta_train, tasks
@@ -503,24 +531,30 @@ def learn_usage(
     if choices.judged_on == "auto" and ("validation" not in built[0].splits or isinstance(built[0], SolvedTask)):
         choices = replace(choices, judged_on="train")  # where the smallest training loss is known, it is what is sought
     settings = {"learned": learned.fingerprint(), "reference": said_reference(finder), "tasks": choices.tasks, "seed": seed}
-    settings |= {"score": SCORE, "judged_on": choices.judged_on}
+    about: Result = {"score": SCORE, "judged_on": choices.judged_on, "prefer": choices.prefer}
+    settings |= about
     with parts_of(journal, "usage", family, settings, workers) as parts:
         metrics: list[Online | None] = [None] if "learned" in choices.metrics else []
         if finder is not None:
             with stage(family, "online scales", runs_to_scale(choices, finder) * family.steps):
-                metrics += _scaled(learned, to_scale, choices.rules, finder, parts)
+                metrics += _scaled(learned, to_scale, choices.online, finder, parts)
+        seconds = dict[str, float]()
+        if choices.prefer == "seconds":
+            seconds = _step_seconds(learned, built[0], metrics, parts)
         with stage(family, "usages", runs_to_choose(choices) * family.steps) as forecast:
-            trials = Trials(built, learned.potential.bind(built[0].init()), parts, choices, watch, forecast)
+            trials = Trials(built, learned.potential.bind(built[0].init()), parts, choices, watch, forecast, seconds)
             usage, online = trials.best(metrics)
             value = trials.score((usage, online))
             forecast.tell(value, note=f"chosen: {usage}")
+        if math.isfinite(value):
+            about["seconds_per_step"] = _step_seconds(learned, built[0], [online], parts)[_kind(online)]
     if not math.isfinite(value):
         raise ValueError(f"every usage of this geometry diverged on training tasks of {family.name!r}. Learn it again.")
     seen = [*learned.header.task_hashes, *(() if finder is None else finder.chosen_on), *family.tasks]
     header = replace(
         learned.header,
         usage=usage.to_dict(),
-        choice={"score": SCORE, "judged_on": choices.judged_on},
+        choice=about,
         online=_said(online),
         task_hashes=tuple(dict.fromkeys(seen)),
         cost=total_cost(learned.header.cost, family.cost(began)),
@@ -530,14 +564,13 @@ def learn_usage(
 
 def runs_to_scale(choices: Choices, reference: Reference) -> float:
     """How many runs `learn_usage` takes to learn the scales of online metrics, in the length of a task's own."""
-    return min(SCALED, choices.tasks) * (reference.factor + ROUNDS * len(choices.rules))
+    return min(SCALED, choices.tasks) * (reference.factor + ROUNDS * len(_bases(choices.online)))
 
 
 def runs_to_choose(choices: Choices) -> float:
     """About how many runs it takes to choose a usage then: it depends on what is better."""
-    plain = [rule for rule in choices.rules if rule.rule != "polar"] if "online" in choices.metrics else []
-    polar = len(choices.rules) - len(plain) if "online" in choices.metrics else 0
-    starts = len(choices.momenta) * (len(plain) + ("learned" in choices.metrics)) + polar
+    polar = sum(rule.rule == "polar" for rule in choices.online)
+    starts = len(choices.momenta) * (len(choices.online) - polar + ("learned" in choices.metrics)) + polar
     few, more = min(FIRST, choices.tasks), len(choices.schedules) + len(choices.averages) - 2
     climbed = 0 if choices.factors is not None and len(choices.factors) < 2 else CLIMBED
     return few * (starts + FINALISTS * climbed + more * (1 + climbed / 2)) + (FINALISTS + 2) * (choices.tasks - few) + few
@@ -548,12 +581,49 @@ def _scaled(
 ) -> list[Online]:
     """The rules with their scales: one part, as all of them are learned from the same solutions."""
 
+    bases = _bases(rules)
+
     def scaled() -> Result:
         ends = solved(tasks, reference, parts)
-        return {"online": [learn_scale(learned, ends, rule, reference.lr, parts).to_dict() for rule in rules]}
+        return {"online": [learn_scale(learned, ends, rule, reference.lr, parts).to_dict() for rule in bases]}
 
-    name = f"scales-{config_hash({'rules': [rule.to_dict() for rule in rules]})[:8]}"
-    return [Online(**found) for found in parts.all({name: scaled})[name]["online"]]
+    name = f"scales-{config_hash({'rules': [rule.to_dict() for rule in bases]})[:8]}"
+    scales = [Online.from_dict(found).scale for found in parts.all({name: scaled})[name]["online"]]
+    return [replace(rule, scale=scales[bases.index(_base(rule))]) for rule in rules]
+
+
+def _base(rule: Online) -> Online:
+    """The rule that has the same scales: runs to learn them from find all their directions."""
+    return replace(rule, refresh=0)
+
+
+def _bases(rules: Sequence[Online]) -> list[Online]:
+    return [rule for i, rule in enumerate(map(_base, rules)) if rule not in [_base(other) for other in rules[:i]]]
+
+
+def _kind(online: Online | None) -> str:
+    """What the time of a step depends on."""
+    return "learned metric" if online is None else str(online)
+
+
+def _step_seconds(learned: LearnedOptimiser, task: Task, metrics: Sequence[Online | None], parts: Parts) -> dict[str, float]:
+    """The seconds of a training step of `MetaMD` with each of these metrics, a part that is kept."""
+
+    def begun(online: Online | None) -> OptimiserSteps:
+        usage = Usage("learned" if online is None else "online")
+        # without what a run is watched by: a task with other gradients takes as long
+        unwatched: dict[str, Any] = {"gradient_scale": {}, "horizon": None}
+        header = replace(learned.header, usage=usage.to_dict(), online=_said(online), **unwatched)
+        params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
+        return OptimiserSteps(params, MetaMD(params.items(), replace(learned, header=header), steps=task.steps))
+
+    def measured() -> Result:
+        begin: dict[str, Callable[[], StepRule]] = {_kind(online): partial(begun, online) for online in metrics}
+        return {"of": seconds_per_step(task, begin, task.steps, rounds=5, block=5, warm_up=1)}
+
+    name = f"seconds-{config_hash({'of': [_kind(online) for online in metrics]})[:8]}"
+    found: dict[str, float] = parts.all({name: measured})[name]["of"]
+    return found
 
 
 def tried_line(usage: Usage, online: Online | None, score: float) -> str:
@@ -576,9 +646,10 @@ class Trials:
         choices: Choices = Choices(),  # noqa: B008
         watch: Watch | None = None,
         forecast: Forecast | None = None,
+        seconds: Mapping[str, float] | None = None,
     ) -> None:
         self.tasks, self.potential, self.parts, self.choices = tasks, potential, parts, choices
-        self.watch, self.forecast = watch, forecast
+        self.watch, self.forecast, self.seconds = watch, forecast, seconds or {}
         # many runs of small vectors take as long as one
         diagonal = potential is not None and potential.pieces == 1 and potential.basis.kind == "identity"
         self.together = diagonal and choices.metrics == ("learned",) and parts.family.shared_loss and small(tasks)
@@ -645,7 +716,13 @@ class Trials:
                 self.forecast.tell(self._score(used, tasks), note=line)
 
     def _about(self, number: int, used: Used) -> Result:
-        return {"task": number, "usage": used[0].to_dict(), "online": _said(used[1])}
+        about = {"task": number, "usage": used[0].to_dict(), "online": _said(used[1])}
+        return about | ({"steps": self._steps(number, used)} if self.seconds else {})
+
+    def _steps(self, number: int, used: Used) -> int:
+        """T, or as many steps as take the time of T steps of the quickest usage."""
+        steps = self.tasks[number].steps
+        return max(1, round(steps * min(self.seconds.values()) / self.seconds[_kind(used[1])])) if self.seconds else steps
 
     def _names(self, used: Used, tasks: int | None) -> list[str]:
         return [f"run-{config_hash(self._about(i, used))}" for i in range(len(self.tasks[:tasks]))]
@@ -655,15 +732,15 @@ class Trials:
         return math.exp(sum(logs) / len(logs))
 
     def _logarithm(self, number: int, run: Result) -> float:
-        """The area under the logarithm of the loss over a run, and the logarithm at its end, which counts half as much."""
+        """The logarithm of the loss: that of its mean over a run, its mean over the run, and that at the end."""
         if run["end"] is None:
             return math.inf
         start, lowest = self._starts[number], self._lowest[number]
         zero = lowest if start["minimum"] is None else start["minimum"]
         unknown = start["minimum"] is None and lowest < 0
         floor = start["noise"] + (UNKNOWN if unknown else ROUNDED) * (start["loss"] - zero)
-        *way, end = (math.log(max(x - zero, 0.0) + max(floor, sys.float_info.min)) for x in (*run["way"], run["end"]))
-        return (2 * fmean(way) + end) / 3 if way else end
+        *way, end = (max(x - zero, 0.0) + max(floor, sys.float_info.min) for x in (*run["way"], run["end"]))
+        return fmean([math.log(fmean(way)), fmean(map(math.log, way)), math.log(end)]) if way else math.log(end)
 
     def _start(self, task: Task) -> Result:
         """The loss at the start of a task, what it leaves to chance, and its smallest value if that is known.
@@ -693,7 +770,9 @@ class Trials:
         return here.all({name: partial(recorded, name, *run) for name, run in runs.items()})
 
     def _run(self, number: int, used: Used) -> Result:
-        return self._record(number, used, run_usage(self.tasks[number], self.potential, used[0], online=used[1]))
+        steps = self._steps(number, used)
+        run = run_usage(self.tasks[number], self.potential, used[0], online=used[1], steps=steps)
+        return self._record(number, used, run)
 
     def _record(self, number: int, used: Used, run: Outcome) -> Result:
         """The mean losses of the parts of a run, and that at its end; None if it diverged.

@@ -51,7 +51,7 @@ def test_the_score_is_the_area_under_the_logarithm_of_the_loss(learned, averagin
         optimiser.step()
     optimiser.eval()
     end = sum(float(task.loss(params, task.batch(30 + i)).detach()) for i in range(10)) / 10
-    noise = float(first.std() / 10**0.5)
+    noise = float(first.std() / 10**0.5 + first.mean() * 2**-23)
     way = [sum(losses[i : i + 3]) / 3 + noise for i in range(0, 30, 3)]
     score = Trials([task], potential, Parts(Counted(family)), TRAIN).score((Usage(averaging=averaging), None))
     assert score == pytest.approx(area(way, end + noise), rel=1e-5)
@@ -62,7 +62,7 @@ def scored(runs, start, factors=(1.0, 0.5)):
 
     class Planted(Trials):
         def _start(self, task):
-            return {"minimum": None, "noise": 0.0, **start}
+            return {"minimum": None, "noise": 0.0, "precision": 2**-52, **start}
 
         def _run(self, number, used):
             way, end = runs[factors.index(used[0].factor)]
@@ -145,7 +145,7 @@ def planted(score, tasks, choices):
             return {"way": [score(number, *used)], "end": score(number, *used)}
 
         def _start(self, task):
-            return {"loss": 0.0, "noise": 0.0, "minimum": None}
+            return {"loss": 0.0, "noise": 0.0, "precision": 0.0, "minimum": None}
 
     return Planted([None] * tasks, None, Parts(Counted(tabular())), choices)
 

@@ -50,16 +50,14 @@ RULES = (Online(), Online("polar", beta=0.7, signal=0.95), Online("polar", beta=
 SCORE = "area under the logarithm of the loss"
 """What a usage is chosen by, as headers say it."""
 
-ROUNDED = 1e-14
-"""Of the first loss: what is nearer to the smallest loss than this is as good as that, so that there is a logarithm."""
-
 UNKNOWN = 1e-2
-"""The same where losses fall below zero and the smallest possible loss is not known, but only the lowest one seen."""
+"""Of the first loss, where losses fall below zero and the smallest possible one is not known, but only the lowest seen: what
+is nearer to that is as good as that."""
 
 REFRESHED = (2, 4)
 """Steps after which directions of polar steps are found anew, for usages that are to take few seconds."""
 
-SCALED = 3
+SCALED = 2
 """Tasks on which scales of online metrics are learned: what all of them have in common is corrected by the factor."""
 
 ROUNDS = 2
@@ -488,7 +486,7 @@ def learn_usage(
 
     What counts is the logarithm of the loss, in equal shares over the run as a whole, as the area under it, and at the end:
     ratios matter, wherever in the run they are. With L_k the mean losses of ten equal parts of the run, L the loss at its
-    end, and e the standard error of the losses of ten batches at the start of the task,
+    end, and e the standard error of the losses of ten batches at the start of the task, and the rounding of the first loss,
 
         score = exp E (log(mean_k L_k + e) + mean_k log(L_k + e) + log(L + e)) / 3,
 
@@ -738,19 +736,21 @@ class Trials:
         start, lowest = self._starts[number], self._lowest[number]
         zero = lowest if start["minimum"] is None else start["minimum"]
         unknown = start["minimum"] is None and lowest < 0
-        floor = start["noise"] + (UNKNOWN if unknown else ROUNDED) * (start["loss"] - zero)
+        floor = start["noise"] + (UNKNOWN if unknown else start["precision"]) * (start["loss"] - zero)
         *way, end = (max(x - zero, 0.0) + max(floor, sys.float_info.min) for x in (*run["way"], run["end"]))
         return fmean([math.log(fmean(way)), fmean(map(math.log, way)), math.log(end)]) if way else math.log(end)
 
     def _start(self, task: Task) -> Result:
-        """The loss at the start of a task, what it leaves to chance, and its smallest value if that is known.
+        """The loss at the start of a task, what it leaves to chance and to rounding, and its smallest value if it is known.
 
         The standard error of the losses of a few batches is what tells no two usages apart. It is taken at the start, so
         that it is the same for all of them; where every batch is the whole function it is nothing.
         """
         losses = following_losses(task, task.init())
         known = task.minimum() if isinstance(task, SolvedTask) else None
-        return {"loss": fmean(losses), "noise": stdev(losses) / math.sqrt(len(losses)), "minimum": known}
+        precision = max(torch.finfo(x.dtype).eps for x in task.init().values())
+        noise = stdev(losses) / math.sqrt(len(losses))
+        return {"loss": fmean(losses), "noise": noise, "precision": precision, "minimum": known}
 
     def _computed(self, runs: Mapping[str, tuple[int, Used]]) -> dict[str, Result]:
         """The records of these runs, by name: side by side where that is quicker, else by the executor."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from metamd.potentials import whitening
 from metamd.potentials.whitening import MOST, POLYNOMIALS, REACH, _minimax, inverse_root
 
 
@@ -44,3 +45,12 @@ def test_roots_are_found_together_as_they_are_alone(iterations):
     exact = together @ (c @ c.mT) @ together
     error = (exact - torch.eye(5, dtype=torch.float64)).abs().max()
     assert error < (1e-10 if not iterations else 0.2)
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 5])
+def test_eigenvalues_and_products_give_the_same(iterations, monkeypatch):
+    c = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    by_products = inverse_root(c @ c.mT, iterations)
+    monkeypatch.setattr(whitening, "BY_EIGENVALUES", 6)
+    torch.testing.assert_close(inverse_root(c @ c.mT, iterations), by_products)
+    assert not torch.allclose(inverse_root(c @ c.mT, 0), by_products, rtol=1e-3)

@@ -48,25 +48,36 @@ POLYNOMIALS = ((), *(_composition(reach, k) for k, reach in enumerate(REACH, sta
 """The coefficients (a, b, c) of every iteration, by their number."""
 
 
+BY_EIGENVALUES = 1024
+"""Rows from which eigenvalues are found sooner than the products of three iterations, on one thread of a CPU.
+
+Three iterations take 1.3 times as long at 1024 rows and 0.6 at 512; benchmarks/scale.py measures both."""
+
+
 def inverse_root(products: Tensor, iterations: int) -> Tensor:
-    """A^-1/2 of positive semidefinite matrices (..., n, n), by so many iterations; by eigenvalues for 0.
+    """A^-1/2 of positive semidefinite matrices (batch, n, n), by so many iterations; by eigenvalues for 0.
 
     By eigenvalues, directions lost in rounding, of a length below the root of the precision, are left small. What is not
     finite gives NaN: torch would refuse it when other tensors have moved already.
     """
     limits = torch.finfo(products.dtype)
-    if iterations:
-        # the Frobenius norm bounds the largest eigenvalue
-        bound = torch.linalg.matrix_norm(products, keepdim=True).clamp_min(limits.tiny)
-        r, z, last = products / bound, None, iterations - 1
+    # the Frobenius norm bounds the largest eigenvalue
+    bound = torch.linalg.matrix_norm(products, keepdim=True).clamp_min(limits.tiny)
+    if iterations and (products.shape[-1] < BY_EIGENVALUES or products.device.type != "cpu"):
+        r, z = products / bound, products
         for i, (a, b, c) in enumerate(POLYNOMIALS[iterations]):
-            p = torch.baddbmm(r, r, r, beta=b, alpha=c) if r.ndim == 3 else torch.addmm(r, r, r, beta=b, alpha=c)
+            p = torch.baddbmm(r, r, r, beta=b, alpha=c)
             p.diagonal(dim1=-2, dim2=-1).add_(a)
-            z = p if z is None else p @ z
-            r = p @ r @ p if i < last else r
-        assert z is not None
+            z = p @ z if i else p
+            r = p @ r @ p if i < iterations - 1 else r
         return z.mul_(bound.rsqrt())
     broken = products.sum((-2, -1), keepdim=True) * 0  # NaN if anything is not finite, else zero
     values, vectors = torch.linalg.eigh(products.nan_to_num(0.0, 0.0, 0.0))
-    roots = values.maximum((limits.eps * values[..., -1:]).clamp_min(limits.tiny)).sqrt()
-    return ((vectors / roots.unsqueeze(-2)) @ vectors.mT).add_(broken)
+    if iterations:  # the same polynomials, number by number
+        x2, inverse = values.clamp_min(0) / bound.squeeze(-1), bound.squeeze(-1).rsqrt()
+        for a, b, c in POLYNOMIALS[iterations]:
+            factor = a + b * x2 + c * x2.square()
+            x2, inverse = x2 * factor.square(), inverse * factor
+    else:
+        inverse = values.maximum((limits.eps * values[..., -1:]).clamp_min(limits.tiny)).rsqrt()
+    return ((vectors * inverse.unsqueeze(-2)) @ vectors.mT).add_(broken)

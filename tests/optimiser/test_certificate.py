@@ -78,12 +78,15 @@ def test_realised_regret_is_that_of_the_gradients_used(dtype, options, geometry)
     train(model, optimiser, 12)
     reference = near(model)
     found = optimiser.certificate(reference, radius=1.0)
-    assert found.realised == pytest.approx(regret(steps, reference), rel=1e-12, abs=1e-12)
+    exact = dtype == torch.float64
+    truth = regret(steps, reference)
+    assert found.realised == pytest.approx(truth, rel=1e-12 if exact else 1e-5, abs=1e-12 if exact else 1e-7)
+    assert abs(found.realised - truth) <= found.rounding
     assert found.steps == 12
     assert found.guaranteed
     plain = options in ("plain", "tail") and dtype != torch.bfloat16
     assert (optimiser.certificate(reference).mirror is not None) == plain or options == "the paper's step"
-    assert 0 < found.rounding < 1e-9
+    assert 0 < found.rounding < (1e-9 if exact else 1e-4)
 
 
 def test_learned_coordinates():
@@ -303,7 +306,7 @@ def test_a_run_continued_from_a_state_dict_without_sums_begins_again():
     reference = near(model)
     found = optimiser.certificate(reference)
     assert found.steps == 4
-    assert found.realised == pytest.approx(regret(steps, reference), rel=1e-12)
+    assert found.realised == pytest.approx(regret(steps, reference), rel=1e-6)
     assert "Earlier steps do not count: the run was continued from a state_dict without these sums" in str(found)
     assert found.mirror is None
     plain.load_state_dict(optimiser.state_dict())
@@ -321,7 +324,7 @@ def test_sums_of_an_earlier_version_begin_again():
     steps = recorded(model, optimiser)
     train(model, optimiser, 2, first=3)
     reference = near(model)
-    assert optimiser.certificate(reference).realised == pytest.approx(regret(steps, reference), rel=1e-12)
+    assert optimiser.certificate(reference).realised == pytest.approx(regret(steps, reference), rel=1e-6)
 
 
 # edits from outside, and whatever else the old certificates were wrong about

@@ -39,7 +39,7 @@ VERSION = 2
 
 Reference = Mapping[str, Tensor] | nn.Module | Iterable[Tensor]
 Scale = float | Tensor | Callable[[], float | Tensor]
-_CHUNK = 2**16  # numbers whose two float64 rows stay in the cache
+_CHUNK = 2**18  # numbers that are taken at once: what lies in between stays small
 _ROUNDOFF = 2.0**-53
 _PATH, _SQUARE, _AWAY, _AVERAGE, _SHARES = range(5)
 """Of a row: S, sum |g|^2, sum |x - c|^2; S under the weights of the tail average, and the sum of these weights."""
@@ -195,35 +195,37 @@ def _start(store: Mapping[str, Any]) -> Tensor:
 def _products(moving: Sequence[Seen]) -> Tensor:
     """<g, x - c> of this process's part of every tensor, and the sums of |g|^2 and |x - c|^2; G has g added to it.
 
-    Tensors are taken in batches that stay in the cache: several small ones at once, large ones in several. The squares of a
-    batch stand in the row of its first tensor, since only their sums are needed.
+    Products are in the precision of the parameters, float32 at least, and all sums in float64. The squares of a batch stand
+    in the row of its first tensor, since only their sums are needed.
     """
     device = moving[0].param.device
     points = [local(s.param).detach() for s in moving]
     found = torch.zeros(len(moving), 3, dtype=torch.float64, device=device)
     paths: list[list[Tensor]] = [[] for _ in moving]
     for batch in _batches(moving, points):
-        seen = [moving[i] for i, _, _ in batch]
-        grads = [-local(s.grad) if s.ascent else local(s.grad) for s in seen if s.grad is not None]
-        here = points[batch[0][0]].device
-        pair = torch.empty(2, sum(high - low for _, low, high in batch), dtype=torch.float64, device=here)
-        torch.cat(_rows(grads, batch), out=pair[0])
-        torch.cat(_rows([points[i] for i, _, _ in batch], batch), out=pair[1])
-        pair[1] -= torch.cat(_rows([local(_start(s.store)).to(here) for s in seen], batch))
-        parts = torch.split(pair, [high - low for _, low, high in batch], 1)
-        torch._foreach_add_(_rows([_total_of(s) for s in seen], batch), [part[0] for part in parts])
-        for (i, _, _), (g, away) in zip(batch, parts, strict=True):
-            paths[i].append(torch.dot(g, away).to(device))
-        found[batch[0][0], 1:] += torch.linalg.vector_norm(pair, dim=1).square().to(device)
+        seen, here = [moving[i] for i, _, _ in batch], points[batch[0][0]]
+        wide = torch.float64 if here.dtype == torch.float64 else torch.float32
+        grads = _pieces([local(s.grad) for s in seen if s.grad is not None], batch, wide)
+        starts = _pieces([local(_start(s.store)).to(here.device) for s in seen], batch, wide)
+        away = torch._foreach_sub(_pieces([points[i] for i, _, _ in batch], batch, wide), starts)
+        for s, total, g in zip(seen, _pieces([_total_of(s) for s in seen], batch, torch.float64), grads, strict=True):
+            total.add_(g, alpha=-1 if s.ascent else 1)
+        norms = torch.stack([*torch._foreach_norm(grads), *torch._foreach_norm(away)]).view(2, -1).double()
+        found[batch[0][0], 1:] += norms.square().sum(1).to(device)
+        for (i, _, _), s, product in zip(batch, seen, torch._foreach_mul(grads, away), strict=True):
+            path = product.sum(dtype=torch.float64)
+            paths[i].append(-path if s.ascent else path)
     none = torch.zeros((), dtype=torch.float64, device=device)
-    found[:, _PATH] = torch.stack([(p[0] if len(p) == 1 else torch.stack([*p, none]).sum()) for p in paths])
+    sums = [p[0] if len(p) == 1 else torch.stack([*p, none.to(p[0].device)]).sum() if p else none for p in paths]
+    found[:, _PATH] = torch.stack([x if x.device == device else x.to(device) for x in sums])
     return found
 
 
-def _rows(tensors: Sequence[Tensor], batch: "Batch") -> list[Tensor]:
-    """The pieces of the flattened tensors that a batch has."""
-    flat = [(x.reshape(-1), low, high) for x, (_, low, high) in zip(tensors, batch, strict=True)]
-    return [x if high - low == len(x) else x[low:high] for x, low, high in flat]
+def _pieces(tensors: Sequence[Tensor], batch: "Batch", dtype: torch.dtype) -> list[Tensor]:
+    """What a batch has of the tensors, as views where they have the type already."""
+    whole = ((x, low, high) for x, (_, low, high) in zip(tensors, batch, strict=True))
+    parts = [x if high - low == x.numel() else x.reshape(-1)[low:high] for x, low, high in whole]
+    return [x if x.dtype == dtype else x.to(dtype) for x in parts]
 
 
 Batch = list[tuple[int, int, int]]
@@ -235,7 +237,7 @@ def _batches(moving: Sequence[Seen], points: Sequence[Tensor]) -> list[Batch]:
     room, kind = 0, None
     for i, (s, x) in enumerate(zip(moving, points, strict=True)):
         for low in range(0, x.numel(), _CHUNK):
-            high, own = min(low + _CHUNK, x.numel()), (x.device, is_sharded(s.param))
+            high, own = min(low + _CHUNK, x.numel()), (x.device, x.dtype, is_sharded(s.param))
             if high - low > room or own != kind:
                 found.append([])
                 room, kind = _CHUNK, own
@@ -550,7 +552,8 @@ class Ball:
         steps, phi = self.sums.steps, self.phi
         square, away = (sum(row[i] for row in self.rows.values()) for i in (_SQUARE, _AWAY))
         units = (max(self.named[n].numel() for n in self.names) + steps + 8) * _ROUNDOFF
-        found = units * math.sqrt(square * away)
+        coarse = any(self.named[n].dtype != torch.float64 for n in self.names)  # two roundings of every product, in float32
+        found = (units + 4 * (2.0**-24 if coarse else _ROUNDOFF)) * math.sqrt(square * away)
         lengths = sum_shards({n: g.square().sum() for n, g in total.items()}, self.named)
         for n in self.names:
             rho = radius.get(n, 0.0) if isinstance(radius, Mapping) else radius or 0.0

@@ -18,6 +18,7 @@ import torch
 import metamd
 from metamd.cli.main import run
 from metamd.data.loading import check_sum, stored
+from metamd.files import limits
 from metamd.files.learned import LearnedStart
 from metamd.files.limits import KEYS_LIMIT, SENTENCE_LIMIT
 from metamd.files.store import ARCHIVE, Journal, Records, read_cells, read_json, unarchive
@@ -88,6 +89,16 @@ def test_a_file_of_100_tensors_is_still_read(tmp_path):
     learned.save(tmp_path / "f.safetensors")
     assert metamd.load(tmp_path / "f.safetensors").fingerprint() == learned.fingerprint()
     assert KEYS_LIMIT > 100 * 12
+
+
+def test_the_page_has_every_limit():
+    page = (Path(__file__).parents[2] / "docs" / "promises.md").read_text()
+    for name, value in vars(limits).items():
+        if name.endswith("_LIMIT"):
+            for size, unit in ((2**30, " GiB"), (2**20, " MiB"), (1, "")):
+                if value % size == 0 and value >= size:
+                    assert f"| `{name}` | {value // size:,}{unit}" in page
+                    break
 
 
 # records, journals, archives

@@ -44,7 +44,11 @@ Used = tuple[Usage, Online | None]
 Watch = Callable[[Usage, Online | None, float], None]
 """Called with every usage tried, its online metric if it has one, and its score."""
 
-RULES = (Online(), Online("polar", beta=0.7, signal=0.95), Online("polar", beta=0.9, signal=0.95))
+RULES = (
+    Online(),
+    Online("polar", beta=0.7, signal=0.95, whiten=4),
+    Online("polar", beta=0.9, signal=0.95, whiten=4),
+)
 """Online metrics that a usage may have, before their scales are learned."""
 
 SCORE = "area under the logarithm of the loss"
@@ -53,6 +57,9 @@ SCORE = "area under the logarithm of the loss"
 UNKNOWN = 1e-2
 """Of the first loss, where losses fall below zero and the smallest possible one is not known, but only the lowest seen: what
 is nearer to that is as good as that."""
+
+WHITENED = (2, 0)
+"""How far polar steps may be whitened instead, where a rule says how far: less, or exactly."""
 
 REFRESHED = (2, 4)
 """Steps after which directions of polar steps are found anew, for usages that are to take few seconds."""
@@ -495,8 +502,8 @@ def learn_usage(
     end is judged as `Choices.judged_on` says. What diverges on any task is out.
 
     First come pairs of metric and momentum, on two tasks. The best two find their factors there, and all tasks tell which
-    is better. Then the schedule or average that is best on two tasks takes its place, if it is better on all. A factor is
-    left for its neighbour as long as that is better, on two tasks and on all.
+    is better. Then the schedule, average or whitening that is best on two tasks takes its place, if it is better on all. A
+    factor is left for its neighbour as long as that is better, on two tasks and on all.
 
     Args:
         learned: the geometry.
@@ -538,7 +545,8 @@ def learn_usage(
                 metrics += _scaled(learned, to_scale, choices.online, finder, parts)
         seconds = dict[str, float]()
         if choices.prefer == "seconds":
-            seconds = _step_seconds(learned, built[0], metrics, parts)
+            offered = [*metrics, *(other for online in metrics for other in _otherwise_whitened(online))]
+            seconds = _step_seconds(learned, built[0], offered, parts)
         with stage(family, "usages", runs_to_choose(choices) * family.steps) as forecast:
             trials = Trials(built, learned.potential.bind(built[0].init()), parts, choices, watch, forecast, seconds)
             usage, online = trials.best(metrics)
@@ -569,7 +577,7 @@ def runs_to_choose(choices: Choices) -> float:
     """About how many runs it takes to choose a usage then: it depends on what is better."""
     polar = sum(rule.rule == "polar" for rule in choices.online)
     starts = len(choices.momenta) * (len(choices.online) - polar + ("learned" in choices.metrics)) + polar
-    few, more = min(FIRST, choices.tasks), len(choices.schedules) + len(choices.averages) - 2
+    few, more = min(FIRST, choices.tasks), len(choices.schedules) + len(choices.averages) - 2 + len(WHITENED) * bool(polar)
     climbed = 0 if choices.factors is not None and len(choices.factors) < 2 else CLIMBED
     return few * (starts + FINALISTS * climbed + more * (1 + climbed / 2)) + (FINALISTS + 2) * (choices.tasks - few) + few
 
@@ -592,7 +600,12 @@ def _scaled(
 
 def _base(rule: Online) -> Online:
     """The rule that has the same scales: runs to learn them from find all their directions."""
-    return replace(rule, refresh=0)
+    return replace(rule, refresh=0, whiten=0, block=0)
+
+
+def _otherwise_whitened(online: Online | None) -> list[Online]:
+    """The same polar rule, whitened less or more."""
+    return [replace(online, whiten=n) for n in WHITENED] if online is not None and online.whiten else []
 
 
 def _bases(rules: Sequence[Online]) -> list[Online]:
@@ -669,6 +682,7 @@ class Trials:
         usage, online = best
         others = [self.scheduled(best, s) for s in schedules if s != first]
         others += [(replace(usage, averaging=a), online) for a in averages[1:] if not usage.momentum]
+        others += [(usage, other) for other in _otherwise_whitened(online)]
         self.run(others, FIRST)
         near = [used for used in others if self.score(used, FIRST) < HOPELESS * self.score(best, FIRST)]
         tried = self.climb(near, FIRST)

@@ -73,18 +73,18 @@ def test_plain_mirror_descent_is_found_to_be_that():
 
 
 def worst_model(run, radius):
-    """argmin <G, u> over the ball max_j |u - c|_{D_j} <= radius: c - t D(w)^-1 G, w from the dual problem by brute force."""
+    """argmin <G, u> over the ball max_j |u - c|_{D_j} <= radius: c - t D(w)^-1 G, w by a search that zooms into a grid."""
     total, d = sum(s * g for _, g, _, s in run.points), run.metrics()
-    best = None
-    grid = np.linspace(0, 1, 201)
-    weights = [np.ones(1)] if len(d) == 1 else [np.array([w, 1 - w]) for w in grid]
-    if len(d) == 3:
-        weights = [np.array([a, b, 1 - a - b]) for a in grid[::2] for b in grid[::2] if a + b <= 1]
-    for w in weights:
-        value = math.sqrt(float((total**2 / (w @ d)).sum()))
-        if best is None or value < best[0]:
-            best = value, total / (w @ d)
-    return run.start - radius * best[1] / run.norm(best[1]), radius * best[0]
+    free, middle, width = len(d) - 1, np.full(len(d) - 1, 0.5), 0.5
+    best = np.eye(len(d))[0]
+    for _ in range(24 if free else 0):  # a convex function of w: the grid around the best point shrinks to a half each time
+        sides = [np.clip(np.linspace(m - width, m + width, 9), 0, 1) for m in middle]
+        points = np.stack(np.meshgrid(*sides), -1).reshape(-1, free)
+        weights = np.append(points, 1 - points.sum(1, keepdims=True), 1)[points.sum(1) <= 1]
+        best = weights[np.argmin((total**2 / (weights @ d)).sum(1))] if len(weights) else best
+        middle, width = best[:free], width / 2
+    x = total / (best @ d)
+    return run.start - radius * x / run.norm(x), radius * math.sqrt(total @ x)
 
 
 @pytest.mark.law
@@ -92,12 +92,10 @@ def test_linear_losses_attain_it_at_the_worst_model():
     for seed in range(max(40, RUNS // 20)):
         run = random_run(seed, linear=True)
         found = run.certificate(radius=0.7)
-        u, _ = worst_model(run, 0.7)
+        u, gain = worst_model(run, 0.7)
         assert run.norm(u - run.start) <= 0.7 * (1 + 1e-12)
-        exact = len(run.metrics()) == 1
-        tolerance = 1e-9 * run.size() if exact else 0.02 * 0.7 * abs(found.bound - run.regret(run.start)) + 1e-9 * run.size()
         assert run.regret(u) <= found.bound + 1e-9 * run.size()
-        assert run.regret(u) >= found.bound - tolerance, run.about
+        assert run.regret(u) >= found.bound - 1e-4 * gain - 1e-9 * run.size(), run.about
 
 
 # the faults

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metamd.data.registry import DataError
+from metamd.files.limits import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -63,7 +64,7 @@ def _open_image(file: Path, size: tuple[int, int] | None = None) -> Image:
     except ModuleNotFoundError as error:
         raise DataError("Reading images needs Pillow. Install it with `pip install 'metamd[data]'`.") from error
     try:
-        with Image.open(file) as picture:
+        with open_regular(file) as stream, Image.open(stream) as picture:
             if size in (None, picture.size) and picture.mode in GREY + COLOUR:
                 return picture.copy()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -150,7 +150,7 @@ class Journal:
             try:
                 tensors, state, there = CHECKPOINT.read(self.checkpoint, _checkpoint)
             except ValueError as error:
-                raise ValueError(f"{error} Delete the checkpoint to begin again.") from None
+                raise ValueError(f"{brief(str(error), 900)} Delete the checkpoint to begin again.") from None
             _check_settings(there, identity, Path(self.folder))
             found = tensors, state
         if self.log.exists():

@@ -206,13 +206,15 @@ def _products(moving: Sequence[Seen]) -> Tensor:
         seen, here = [moving[i] for i, _, _ in batch], points[batch[0][0]]
         wide = torch.float64 if here.dtype == torch.float64 else torch.float32
         grads = _pieces([local(s.grad) for s in seen if s.grad is not None], batch, wide)
-        starts = _pieces([local(_start(s.store)).to(here.device) for s in seen], batch, wide)
+        starts = [local(_start(s.store)) for s in seen]
+        starts = _pieces([c if c.device == here.device else c.to(here.device) for c in starts], batch, wide)
         away = torch._foreach_sub(_pieces([points[i] for i, _, _ in batch], batch, wide), starts)
         for s, total, g in zip(seen, _pieces([_total_of(s) for s in seen], batch, torch.float64), grads, strict=True):
             total.add_(g, alpha=-1 if s.ascent else 1)
         norms = torch.stack([*torch._foreach_norm(grads), *torch._foreach_norm(away)]).view(2, -1).double()
         found[batch[0][0], 1:] += norms.square().sum(1).to(device)
-        for (i, _, _), s, product in zip(batch, seen, torch._foreach_mul(grads, away), strict=True):
+        torch._foreach_mul_(away, grads)
+        for (i, _, _), s, product in zip(batch, seen, away, strict=True):
             path = product.sum(dtype=torch.float64)
             paths[i].append(-path if s.ascent else path)
     none = torch.zeros((), dtype=torch.float64, device=device)
@@ -261,7 +263,9 @@ class MirrorSums:
     """What Theorem 1 and the local-norm bound need beside S and G: those of exact mirror descent at one constant rate."""
 
     rate: float = 0.0  # lr of all tensors in all steps; zero before the first
-    sums: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))  # of g_t' D(w_t)^-1 g_t and |g_t|^2
+    sums: Tensor = field(
+        default_factory=lambda: torch.zeros(2, dtype=torch.float64)
+    )  # of g_t' D(w_t)^-1 g_t, of several pieces, and |g_t|^2
     largest: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # max |g_t|^2
     weights: list[float] = field(default_factory=lambda: [1.0])  # w_1, the active pieces at the start
     last: list[float] = field(default_factory=lambda: [1.0])  # w_{T+1}
@@ -292,9 +296,12 @@ class MirrorSums:
         self.broken = next((reason for reason, holds in reasons.items() if holds), "")
         if self.broken:
             return
-        found = {n: _energy(phi, n, move.grad, weights) for n, move in moves.items()}
-        found = sum_shards(found, named) if any(is_sharded(x) for x in named.values()) else found
-        self.sums = self.sums.to(square.device) + torch.stack((_total(found.values(), square.device), square))
+        energy = torch.zeros_like(square)
+        if phi.pieces > 1:  # one piece has it from S and the end of the run, see `Ball._mirror`
+            found = {n: _energy(phi, n, move.grad, weights) for n, move in moves.items()}
+            found = sum_shards(found, named) if any(is_sharded(x) for x in named.values()) else found
+            energy = _total(found.values(), square.device)
+        self.sums = self.sums.to(square.device) + torch.stack((energy, square))
         self.largest = torch.maximum(self.largest.to(square.device), square)
         self.last = weights.tolist()
 
@@ -594,6 +601,10 @@ class Ball:
         else:
             return None
         (energy, square), least = m.sums.tolist(), phi.strong_convexity().constant
+        if phi.pieces == 1:  # 1/2 |x_{t+1} - c|^2_D = 1/2 |x_t - c|^2_D - lr <g, x_t - c> + lr^2/2 |g|^2_{D^-1}, added up
+            ends = {n: local(self._iterate(n)).double() - local(_start(self.stores[n])).double() for n in self.names}
+            path = math.fsum(self.rows[n][_PATH] for n in self.names)
+            energy = max(2 / m.rate * (path + float(phi.half_squares(ends)[0]) / m.rate), 0.0)
         half, largest = m.rate / 2, self.sums.steps * float(m.largest)
         far /= m.rate
         return MirrorBounds(far + half * energy, far + half * square / least, far + half * largest / least)

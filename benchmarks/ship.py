@@ -76,8 +76,9 @@ def make(name: str, recipe: Recipe, records: Path = RECORDS, workers: int = 1) -
         path = Path(folder) / f"{name}.safetensors"
         run("train", *recipe.train.split(), "--out", str(path))
         learned = load(path)
-        lasting = {k: v for k, v in learned.header.cost.items() if k != "seconds"}
-        replace(learned, header=replace(learned.header, cost=lasting)).save(path)
+        cost = {k: v for k, v in learned.header.cost.items() if k != "seconds"}
+        choice = learned.header.choice and {k: v for k, v in learned.header.choice.items() if k != "seconds_per_step"}
+        replace(learned, header=replace(learned.header, cost=cost, choice=choice)).save(path)
         found = []
         for number, words in enumerate(recipe.compare, start=1):
             place = records / f"{name}-{number}"

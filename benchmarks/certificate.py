@@ -17,6 +17,8 @@ from metamd import Diagonal, MaxDiagonal, MetaMD
 from metamd.tasks.models import LeNet
 
 CASES = {
+    "as lenet-digits recommends": {"file": "lenet-digits"},
+    "the same, tail average": {"file": "lenet-digits", "averaging": "tail"},
     "one piece": {"pieces": 1},
     "one piece, momentum": {"pieces": 1, "momentum": 0.9},
     "one piece, weight decay": {"pieces": 1, "weight_decay": 0.01},
@@ -25,9 +27,11 @@ CASES = {
 }
 
 
-def prepare(certify, pieces, **options):
-    """LeNet and an optimiser with metrics that differ by some ten per cent, around one."""
+def prepare(certify, pieces=1, file=None, **options):
+    """LeNet and an optimiser: by a shipped file, or with metrics that differ by some ten per cent, around one."""
     model = LeNet(generator=torch.Generator().manual_seed(0))
+    if file is not None:
+        return model, MetaMD(model.named_parameters(), file, steps=10_000, certify=certify, **options)
     fresh = (Diagonal() if pieces == 1 else MaxDiagonal(pieces)).bind(list(model.named_parameters()))
     g = torch.Generator().manual_seed(1)
     geometry = fresh.with_metrics({k: 0.1 * torch.randn(v.shape, generator=g) for k, v in fresh.log_d.items()})

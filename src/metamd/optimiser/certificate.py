@@ -117,16 +117,26 @@ class RunSums:
 
     def _follow(self, seen: Sequence[Seen], paths: Mapping[str, Tensor]) -> None:
         """Give S and G of a step the weights that a tail average of the parameters has given to its point."""
+        groups: dict[tuple[float, bool], list[Seen]] = {}  # nearly always one: those of one share and sign
         for s in seen:
-            if s.share is None or s.name not in self.seen or AVERAGED not in s.store:
-                continue
-            s.store[AVERAGED] = s.store[AVERAGED].to(s.param.device)
-            mean = local(s.store[AVERAGED]).mul_(1 - s.share)
-            if s.grad is not None:
-                mean.add_(local(s.grad).double(), alpha=-s.share if s.ascent else s.share)
-            row = self.table[self.names.index(s.name)]
-            row[_AVERAGE] = row[_AVERAGE] * (1 - s.share) + s.share * paths.get(s.name, 0.0)
-            row[_SHARES] = row[_SHARES] * (1 - s.share) + s.share if s.share else 0.0
+            if s.share is not None and s.name in self.seen and AVERAGED in s.store:
+                if s.store[AVERAGED].device != s.param.device:
+                    s.store[AVERAGED] = s.store[AVERAGED].to(s.param.device)
+                groups.setdefault((s.share, s.ascent), []).append(s)
+        for (share, ascent), group in groups.items():
+            torch._foreach_mul_([local(s.store[AVERAGED]) for s in group], 1 - share)
+            moving = [(local(s.store[AVERAGED]), local(s.grad)) for s in group if s.grad is not None]
+            if moving:
+                means, grads = zip(*moving, strict=True)
+                torch._foreach_add_(means, grads, alpha=-share if ascent else share)
+            rows = [self.names.index(s.name) for s in group]
+            kept = self.table if rows == list(range(len(self.names))) else self.table[rows]
+            kept[:, _AVERAGE] *= 1 - share
+            path = [paths[s.name] if s.name in paths else kept.new_zeros(()) for s in group]
+            kept[:, _AVERAGE] += share * torch.stack(path)
+            kept[:, _SHARES] = kept[:, _SHARES] * (1 - share) + share if share else 0.0
+            if kept is not self.table:
+                self.table[rows] = kept
 
     # saving
 
@@ -209,8 +219,11 @@ def _products(moving: Sequence[Seen]) -> Tensor:
         starts = [local(_start(s.store)) for s in seen]
         starts = _pieces([c if c.device == here.device else c.to(here.device) for c in starts], batch, wide)
         away = torch._foreach_sub(_pieces([points[i] for i, _, _ in batch], batch, wide), starts)
-        for s, total, g in zip(seen, _pieces([_total_of(s) for s in seen], batch, torch.float64), grads, strict=True):
-            total.add_(g, alpha=-1 if s.ascent else 1)
+        totals = _pieces([_total_of(s) for s in seen], batch, torch.float64)
+        if any(s.ascent for s in seen):
+            torch._foreach_add_(totals, torch._foreach_mul(grads, [-1.0 if s.ascent else 1.0 for s in seen]))
+        else:
+            torch._foreach_add_(totals, grads)
         norms = torch.stack([*torch._foreach_norm(grads), *torch._foreach_norm(away)]).view(2, -1).double()
         found[batch[0][0], 1:] += norms.square().sum(1).to(device)
         torch._foreach_mul_(away, grads)

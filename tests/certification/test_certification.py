@@ -462,6 +462,7 @@ def test_inspect_prints_a_certificate_in_lines(file, capsys):
     said = capsys.readouterr().out
     assert "certificate from 20 tasks of quadratic" in said
     assert "next task: training loss after 60 steps <= " in said
+    assert "times the scale of each tensor: with probability" in " ".join(said.split())
     assert "used in learning (--json lists them)" in said
     assert '"statements"' not in said
 

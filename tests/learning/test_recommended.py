@@ -310,12 +310,9 @@ def test_the_command_line_learns_usages_and_starts(flags, tmp_path, capsys):
     else:
         assert learned.header.usage is not None
         said = [line.split(": score")[0] for line in capsys.readouterr().err.splitlines() if ": score " in line]
-        first = said[
-            : said.index(
-                "online metric, tail average, linear schedule, factor 0.5 (polar rule, beta 0.9, signal 0.95, whitened 4 times)"
-            )
-            + 1
-        ]
+        rule = "polar rule, beta 0.9, signal 0.95, whitened 4 times"
+        last = said.index(f"online metric, tail average, linear schedule, factor 0.5 ({rule})")
+        first = said[: last + 1]
         later = said[len(first) :]  # the best of the first is tried again, on more tasks
         assert len(first) == len(set(first)) > 4, "two usages are called the same"
         assert max(map(later.count, later)) <= 2 < len(set(later)), "on two tasks and on all, or two are called the same"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from metamd import Diagonal, MaxDiagonal, MetaMD
+from metamd import Diagonal, MaxDiagonal, MetaMD, certify_run
 from metamd.optimiser import certificate as module
 from metamd.optimiser.certificate import RunSums, Seen
 from metamd.potentials import forms
@@ -96,6 +96,30 @@ def test_linear_losses_attain_it_at_the_worst_model():
         assert run.norm(u - run.start) <= 0.7 * (1 + 1e-12)
         assert run.regret(u) <= found.bound + 1e-9 * run.size()
         assert run.regret(u) >= found.bound - 1e-4 * gain - 1e-9 * run.size(), run.about
+
+
+@pytest.mark.law
+def test_no_run_of_muon_is_beaten_by_a_model_of_its_ball():
+    """Muon takes matrices alone, so that it is not among the runs above."""
+    for seed in range(draws(200)):
+        g = torch.Generator().manual_seed(seed)
+        start, centre = (torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(2))
+        x = torch.nn.Parameter(start.clone())
+        optimiser = torch.optim.Muon([x], lr=float(torch.rand((), generator=g)), weight_decay=0.0)
+        run, points = certify_run(optimiser), []
+        for _ in range(8):
+            slopes = torch.rand(3, 4, generator=g, dtype=torch.float64)
+            points.append((x.detach().clone(), slopes))
+            optimiser.zero_grad()
+            (slopes * (x - centre).square()).sum().backward()
+            optimiser.step()
+        bound = run.certificate(radius=1.0).bound
+        for _ in range(5):
+            away = torch.randn(3, 4, generator=g, dtype=torch.float64)
+            u = start + away / away.norm()
+            regret = sum((w * ((x - centre).square() - (u - centre).square())).sum() for x, w in points)
+            assert regret <= bound + 1e-9
+        assert any((w * (x - centre)).abs().sum() > 0 for x, w in points)
 
 
 # the faults

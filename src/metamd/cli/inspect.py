@@ -135,6 +135,8 @@ def _header_table(file: str, learned: LearnedOptimiser, found: Card | None) -> T
     if count := len(learned.header.task_hashes):
         shown["task_hashes"] = f"{count} task{'s' * (count != 1)} used in learning (--json lists them)"
     shown["held_out"] = _held_out(learned.header.held_out)
+    if (radius := learned.header.radius) is not None:
+        shown["radius"] = f"{radius.quantile:.4g} times the scale of each tensor: {one_line(radius.source)}"
     if learned.header.usage is not None:
         shown["usage"] = f"{learned.usage}; MetaMD(params, learned, steps=T) does so, MetaMD(params, learned) does not"
     if (choice := learned.header.choice) is not None:

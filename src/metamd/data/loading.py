@@ -25,19 +25,8 @@ from metamd.data.registry import DataError, Dataset, Form, Provenance
 from metamd.files.limits import DATA_LIMIT, open_regular, read_regular
 from metamd.files.text import brief
 
-UNREADABLE = (
-    *(
-        zipfile.BadZipFile,
-        zlib.error,
-        KeyError,
-        ValueError,
-        EOFError,
-        OSError,
-        MemoryError,
-        NotImplementedError,
-        SyntaxError,
-    ),
-)
+_OF_PYTHON = (KeyError, ValueError, EOFError, OSError, MemoryError, NotImplementedError, SyntaxError)
+UNREADABLE = (zipfile.BadZipFile, zlib.error, *_OF_PYTHON)
 """What reading a broken .npz file raises."""
 
 UNRECORDED = "not one of the recorded arrays; vouched for by the checksum beside it"
@@ -229,16 +218,7 @@ def stored(path: Path, *names: str, limit: int = DATA_LIMIT) -> list[NDArray[Any
             check_claims(stream, limit)
             with np.lib.npyio.NpzFile(stream, allow_pickle=False) as found:
                 return [np.asarray(found[name]) for name in names]
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        KeyError,
-        ValueError,
-        EOFError,
-        OSError,
-        MemoryError,
-        NotImplementedError,
-    ) as error:
+    except UNREADABLE as error:
         raise DataError(
             f"{path} must be a readable .npz file with {' and '.join(names)} ({brief(str(error), 300)}). Delete it and make "
             "it again."

@@ -258,8 +258,13 @@ EDITED = {"certify-edited", "momentum-edited", "tail-edited"}
 
 CERTIFIED = ("bound", "realised", "identity", "published", "lipschitz", "last", "lag")
 TOLERANCES = {F64: (1e-9, 1e-11), torch.float32: (1e-5, 1e-6), torch.bfloat16: (0.0, 0.0)}
-POLAR = {F64: (1e-7, 1e-8), torch.float32: (2e-4, 5e-5)}
-"""Of polar steps: whitening magnifies the rounding of the shortest directions, by up to the root of the precision a step."""
+POLAR = {F64: (1e-6, 1e-7), torch.float32: (2e-3, 1e-3)}
+"""Of polar steps: whitening magnifies the rounding of the shortest directions, by up to the root of the precision a step.
+
+Processors round differently: two of them were 2e-4 apart after a whole run in float32."""
+
+SINGLE = (1e-6, 1e-7)
+"""Of runs in float64 with a file whose metrics are float32: processors differ in the last bit of their exponentials."""
 
 
 def ended(name, optimiser, params):

@@ -450,7 +450,7 @@ def test_the_command_prints_and_writes_it(file, tmp_path, capsys):
     assert after.header.held_out["certificates"]["quadratic"]["tasks"] == 20
     assert replace(after.header, held_out={}) == before.header
     text = page.read_text()
-    assert "What held-out tasks guarantee" in text
+    assert "Every statement, and what it rests on" in text
     assert "not a valid bound" in text
     assert cli.run(["inspect", str(file)]) == 0
 

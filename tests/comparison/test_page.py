@@ -36,7 +36,7 @@ def undrawn(monkeypatch):
 def test_seeds_are_counted_by_domain_where_they_differ(tmp_path, undrawn):
     one, two = (compare({"a": rival("sgd").untuned()}, QUADRATIC, bare(seeds=n)) for n in (1, 3))
     both = [replace(c, folds=(replace(c.folds[0], group=g),)) for g, c in (("x", one), ("y", two))]
-    text = as_text(sections(Comparison.join(both), tmp_path)[:1])
+    text = as_markdown(sections(Comparison.join(both), tmp_path)[1:2])
     assert "x (seeds: 1, steps: 30), y (seeds: 3, steps: 30)" in " ".join(text.split())
 
 

@@ -13,7 +13,7 @@ from metamd.cli.families import build_family, check_place, held_out_side
 from metamd.cli.main import show
 from metamd.cli.options import Certify
 from metamd.comparison.page import write_page
-from metamd.comparison.sections import Section, score_figure
+from metamd.comparison.sections import certified
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import FOLDER, locate
 from metamd.files.store import locked
@@ -42,8 +42,8 @@ def run(options: Certify) -> None:
     others = _write_certificate(options.file, out, learned, found)
     if options.report is not None:
         with TemporaryDirectory() as folder:
-            parts = [Section("What held-out tasks guarantee", found.paragraphs(), figures=score_figure(found, Path(folder)))]
-            write_page(options.report, f"Held-out certificate of {out.name}", parts, command=command_line(options))
+            title, parts = f"Held-out certificate of {out.name}", certified(found, Path(folder))
+            write_page(options.report, title, parts, command=command_line(options))
     beside = f", beside what it says of {one_line('; '.join(others))}" if others else ""
     written = f"Written into the header of {one_line(str(out))} for {one_line(found.place)}{beside}."
     lines = [*(one_line(line) for line in str(found).splitlines()), written]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,8 +13,8 @@ from metamd.comparison.comparison import Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS
 from metamd.comparison.page import as_markdown, as_text, write_page
 from metamd.comparison.sections import (
-    CONFIGURATION,
     CURVES,
+    OPENING,
     Section,
     certificate_sections,
     configuration,
@@ -54,8 +55,9 @@ def run(options: Report) -> None:
     else:
         found, parts = {}, write_tables(options.folder, out)
     page = str(out / "report.html")
-    text = as_text([part for part in parts if part.title != CONFIGURATION])
-    show(found | {"page": page}, f"{text}\n\nThe report is in {page}.", as_json=options.json)
+    more = "; ".join(dict.fromkeys(part.title for part in parts if part.folded))
+    text = f"{as_text(parts)}\n\nThe report is in {page}." + (f" It also has: {more}." if more else "")
+    show(found | {"page": page}, text, as_json=options.json)
 
 
 def run_reproduce(options: Reproduce) -> None:
@@ -123,20 +125,24 @@ def write_report(
         name = family.get("family", "") if isinstance(family, dict) else ""
         title = f"{comparison.labels[0]} against {len(comparison.labels) - 1} rivals" + (f" on {name}" if name else "")
         _write_report(out, title, parts, folder)
-        for path in (path for part in parts for path, _ in part.figures if path.name != CURVES):
+        for path in (path for part in parts for path, _ in part.figures if path.name not in (OPENING, CURVES)):
             write_atomically(out / path.name, path.read_bytes())
     return comparison, parts
 
 
 def write_tables(folder: Path, out: Path) -> list[Section]:
-    """The same pages of an experiment that compares in a way of its own: its tables, figures, costs and configuration."""
-    parts = tables(read_json(folder / "summary.json"))
+    """The same pages of an experiment that compares in a way of its own: a figure and its first table are not folded."""
+    found = tables(read_json(folder / "summary.json"))
+    first = next((i for i, part in enumerate(found) if part.rows), 0) + 1
     figures = [(path, path.stem.replace("-", " ").capitalize()) for path in sorted(folder.glob("*.png"))]
-    parts += [Section("Figures", figures=figures)] if figures else []
+    parts = [Section(figures=figures[:1])] if figures else []
+    parts += [*found[:first], *(replace(part, folded=True, title=part.title or "More") for part in found[first:])]
+    parts += [Section("Figures", figures=figures[1:], folded=True)] if figures[1:] else []
     with records_in(folder) as records:
         costs = training_costs(read_cells(records))
-    parts += [] if costs is None else [costs]
-    parts += [configuration(Records.settings(folder), {})] if (folder / "run.json").is_file() else []
+    parts += [] if costs is None else [replace(costs, folded=True)]
+    run = [configuration(Records.settings(folder), {})] if (folder / "run.json").is_file() else []
+    parts += [replace(part, folded=True) for part in run]
     _write_report(out, folder.resolve().name.capitalize(), parts, folder)
     return parts
 

@@ -21,30 +21,40 @@ TEMPLATE = """<!doctype html>
 <title>{{ title }}</title>
 <style>
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
+h1 { font-size: 1.6rem; } h2, summary { font-size: 1.2rem; font-weight: 700; margin-top: 2rem; }
+p.headline { font-size: 1.25rem; }
+details { border-top: 1px solid #ddd; } summary { margin: .6rem 0; cursor: pointer; }
+p, td, h1, h2, summary, code { overflow-wrap: anywhere; }
+.wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }
+th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #ddd; overflow-wrap: normal; }
 th:first-child, td:first-child { text-align: left; }
 tr.ours { background: #fdf0ee; font-weight: 600; }
 figure { margin: 1rem 0; } img { max-width: 100%; height: auto; } figcaption { color: #555; font-size: .9rem; }
 code { background: #f4f4f4; padding: .1rem .3rem; }
+@media (max-width: 40rem) { th, td { padding: .25rem .4rem; font-size: .85rem; } body { margin: 1rem auto; } }
 </style>
 </head>
 <body>
 <h1>{{ title }}</h1>
 {% for section in sections %}
-{% if section.title %}<h2>{{ section.title }}</h2>{% endif %}
-{% for text in section.texts %}<p>{{ text }}</p>
-{% endfor %}
-{% if section.rows %}<table>
-<tr>{% for column in section.columns %}<th>{{ column }}</th>{% endfor %}</tr>
-{% for row in section.cells() %}<tr{% if row[0].startswith("MetaMD") %} class="ours"{% endif %}>
-{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>
-{% endfor %}</table>{% endif %}
+{% if section.folded %}<details><summary>{{ section.title }}</summary>
+{% elif section.title %}<h2>{{ section.title }}</h2>{% endif %}
+{% if section.headline %}<p class="headline">{{ section.headline }}</p>
+{% endif %}
 {% for path, caption in section.figures %}<figure>
 <img src="data:image/png;base64,{{ images[path] }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption>
 </figure>
 {% endfor %}
+{% for text in section.texts %}<p>{{ text }}</p>
+{% endfor %}
+{% if section.rows %}<div class="wide"><table>
+<tr>{% for column in section.columns %}<th>{{ column }}</th>{% endfor %}</tr>
+{% for row in section.cells() %}<tr{% if row[0].startswith("MetaMD") %} class="ours"{% endif %}>
+{%- for value in row %}<td>{{ value }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>{% endif %}
+{% if section.folded %}</details>
+{% endif %}
 {% endfor %}
 <p>Made by <code>{{ command }}</code></p>
 </body>
@@ -53,12 +63,13 @@ code { background: #f4f4f4; padding: .1rem .3rem; }
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """The same page for a terminal, without its figures and without what would be empty then; only printable characters."""
+    """The page for a terminal: what is not folded, without figures and empty sections; only printable characters."""
     lines: list[str] = []
-    for section in (s for s in sections if s.rows or s.texts):
+    for section in (s for s in sections if (s.rows or s.texts or s.headline) and not s.folded):
         if title := one_line(section.title):
             lines += ["", title, "-" * len(title)]
-        lines += [*(fill(one_line(text), WIDTH) for text in section.texts), ""]
+        texts = [text for text in (section.headline, *section.texts) if text]
+        lines += [*(fill(one_line(text), WIDTH) for text in texts), ""]
         table = [[one_line(cell) for cell in row] for row in (section.columns, *section.cells())] if section.rows else []
         lines += _columns([list(column) for column in zip(*table, strict=True)])
     return "\n".join(lines).strip()
@@ -82,6 +93,7 @@ def as_markdown(sections: Iterable[Section], *, title: str = "", command: str = 
     for section in sections:
         if section.title:
             blocks.append(f"## {escaped(section.title)}" if title else f"**{escaped(section.title)}**")
+        blocks += [f"**{escaped(section.headline)}**"] if section.headline else []
         blocks += [escaped(text) for text in section.texts]
         if section.rows:
             cells = [[escaped(cell) for cell in row] for row in (section.columns, *section.cells())]

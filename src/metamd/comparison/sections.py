@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from metamd.certification.statements import HeldOutCertificate, readable
+from metamd.certification.statements import HEADINGS, HeldOutCertificate, readable
 from metamd.comparison import figures
 from metamd.comparison.comparison import LEAST, TO_TARGET, Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
-from metamd.comparison.figures import loss_curves
-from metamd.comparison.statistics import smallest_p
+from metamd.comparison.figures import best_schedules, loss_curves
+from metamd.comparison.statistics import Array, smallest_p
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Section:
     columns: Sequence[str] = ()  # the heads of the table
     rows: Sequence[Sequence[str | float | None]] = ()  # a row whose first cell begins with MetaMD stands out
     figures: Sequence[tuple[Path, str]] = ()  # images, PNG, each with its caption
+    headline: str = ""  # the sentence that a reader takes away; it stands above everything else
+    folded: bool = False  # a page shows its title alone until it is opened, and a terminal leaves it out
 
     def cells(self) -> list[list[str]]:
         """The rows as text, numbers with four digits. A number that needs others is given as `formatted` writes it."""
@@ -52,6 +54,9 @@ def accuracy(error: Mapping[str, float]) -> str:
 CONFIGURATION = "Configuration"
 """The title of what a terminal is spared."""
 
+OPENING = "opening.png"
+"""The figure that a page opens with; it is not kept beside it."""
+
 CURVES = "curves.png"
 """The figure of a page that is not kept beside it: an experiment draws its own, of fewer optimisers."""
 
@@ -73,8 +78,11 @@ SHORT_HEADS = {metric: head.split(",")[0] for metric, head in HEADS.items()}
 
 
 def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] | None = None) -> list[Section]:
-    """The parts of the page, with the versions of the libraries as the records have them; figures go into the folder."""
-    return [
+    """The parts of the page, with the versions of the libraries as the records have them; figures go into the folder.
+
+    The first is to be read. The others are folded.
+    """
+    rest = [
         results(comparison),
         _verdicts(comparison),
         _curves(comparison, folder),
@@ -83,6 +91,92 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
         _choices(comparison, folder),
         configuration(comparison.settings, versions or {}),
     ]
+    return [opening(comparison, folder), *(replace(part, folded=True) for part in rest)]
+
+
+def opening(c: Comparison, folder: Path) -> Section:
+    """A sentence, the loss against steps and against seconds, and a line for each optimiser under its better schedule."""
+    ours, shown = c.labels[0], _tuned(c)
+    kept = [metric for metric in c.metrics if metric != "final_loss"]
+    lines = []
+    for label in (label for label in c.labels if label == ours or label in shown or _is_learned(c, label)):
+        cells = [c.estimate(label, metric).value for metric in kept]
+        numbers = [
+            formatted(100 * (1 - x), ".2f") if metric == "test_error" else formatted(x, ".3g", "never")
+            for metric, x in zip(kept, cells, strict=True)
+        ]
+        lines.append([_named(c, label), *numbers])
+    texts = [not_held_out(c, label) for label in c.labels if c.trained_on(label)]
+    return Section(
+        texts=[*texts, _asked(c)],
+        columns=["", *(HEADS[metric].removesuffix(", median") for metric in kept)],
+        rows=lines,
+        figures=_two_clocks(c, [ours, *shown], folder),
+        headline=headline(c),
+    )
+
+
+def _tuned(c: Comparison) -> list[str]:
+    """The tuned rivals, each under its better schedule."""
+    return [label for label in best_schedules(c) if label != c.labels[0]]
+
+
+def _is_learned(c: Comparison, label: str) -> bool:
+    return str(c.folds[0].entrants[label][0].contender["rival"]).startswith("metamd")
+
+
+def headline(c: Comparison) -> str:
+    """What came out, in two sentences: over the run, and until the target."""
+    ours, shown = c.labels[0], _tuned(c)
+    if not shown:
+        return ""
+    others = [label for label in shown if math.isfinite(float(c.values(label, "mean_loss").mean()))]
+    if not others or not math.isfinite(float(c.values(ours, "mean_loss").mean())):
+        failed = ours if others else "Every tuned rival"
+        return f"{failed} failed in at least one run, so there is no mean loss to compare."
+    best = min(others, key=lambda label: float(c.values(label, "mean_loss").mean()))
+    found = next(d for d in c.differences("mean_loss") if d.label == best)
+    sure = {
+        "ahead": "This is more than chance.",
+        "behind": "This is more than chance.",
+        "undecided": f"{len(c.groups)} run{'s' * (len(c.groups) != 1)} each do not decide whether this is chance.",
+    }[found.verdict]
+    several = f"the best of {len(shown)} tuned rivals" if len(shown) > 1 else "the tuned rival"
+    return f"{ours}'s mean training loss is {found.ratio:.2f} times that of {best}, {several}. {sure}"
+
+
+def _asked(c: Comparison) -> str:
+    """What the numbers below are, in a line."""
+    aim, runs = c.aim or Target(c.labels[-1]), len(c.groups)
+    tuned = f"Protocol: {c.protocol}. {PROTOCOLS.get(c.protocol, '')} " if c.protocol else ""
+    kind = "domain" if any(f.trained for f in c.folds) else "held-out domain"
+    return (
+        f"{runs} run{'s' * (runs != 1)} on {len(c.folds)} {kind}{'s' * (len(c.folds) != 1)}. {tuned}The target is the loss "
+        f"of {aim.baseline} after {aim.share:.0%} of its steps. Each rival has its better schedule. Steps and seconds to "
+        "the target are medians, the rest are means."
+    )
+
+
+def _two_clocks(c: Comparison, labels: Sequence[str], folder: Path) -> list[tuple[Path, str]]:
+    """The mean loss of all runs against steps, and against seconds where steps were timed."""
+    each = {label: list(c.curve(label).values()) for label in labels}
+    if len({places for found in each.values() for places, _ in found}) > 1:
+        return []  # domains that were watched at other steps have no mean
+    panels = {"steps": [x for label, found in each.items() for x in _mean_curve(label, found)]}
+    seconds = {label: sum(f.seconds.get(label, math.nan) for f in c.folds) / len(c.folds) for label in labels}
+    if timed := all(map(math.isfinite, seconds.values())):
+        panels["seconds"] = [replace(x, x=[seconds[x.label] * step for step in x.x]) for x in panels["steps"]]
+    if not panels["steps"]:
+        return []
+    path = folder / OPENING
+    figures.curves(panels, path, xlabel="", ylabel="training loss")
+    caption = "Training loss against steps" + ", and against seconds of training" * timed
+    return [(path, f"{caption}: the mean over all runs and its 95 % interval.")]
+
+
+def _mean_curve(label: str, found: Sequence[tuple[Sequence[int], Array]]) -> list[figures.Curve]:
+    runs = np.concatenate([losses for _, losses in found])
+    return figures.banded(label, found[0][0], runs, [i for i, (_, losses) in enumerate(found) for _ in losses])
 
 
 def results(c: Comparison) -> Section:
@@ -100,7 +194,7 @@ def results(c: Comparison) -> Section:
     ]
     rows = []
     for label in c.labels:
-        row = [f"{label} (trained on this domain: not held out)" if c.trained_on(label) else label]
+        row = [_named(c, label)]
         for metric in c.metrics:
             found = asdict(c.estimate(label, metric))
             shown = accuracy(found) if metric == "test_error" else interval(found)
@@ -108,6 +202,10 @@ def results(c: Comparison) -> Section:
             row.append(shown if metric == "test_error" or arrived == 1 else f"{shown}; {arrived:.0%} arrived")
         rows.append(row)
     return Section("Results", texts, ["", *(HEADS[m] for m in c.metrics)], rows)
+
+
+def _named(c: Comparison, label: str) -> str:
+    return f"{label} (trained on this domain: not held out)" if c.trained_on(label) else label
 
 
 def not_held_out(c: Comparison, label: str) -> str:
@@ -259,14 +357,31 @@ def certificate_sections(found: Any, folder: Path) -> list[Section]:
     What is no certificate is shown as it is. None says that nothing lies beside the records.
     """
     if found is None:
-        return [Section("Certificate", [UNCERTIFIED])]
+        return [Section("Certificate", [UNCERTIFIED], folded=True)]
     known, rest = readable(found)
     parts = []
     for i, (name, certificate) in enumerate(known.items()):
         figure = score_figure(certificate, folder, f"certificate{i or ''}.png")
-        parts.append(Section(f"Certificate of the file: {name}", certificate.paragraphs(), figures=figure))
+        said = certificate.paragraphs()
+        parts.append(Section(f"Certificate of the file: {name}", said, figures=figure, folded=True))
     texts = ["What else the learned file says about tasks that it was not learned on."]
-    return [*parts, replace(configuration(rest, {}), title="Certificate", texts=texts)] if rest else parts
+    return [*parts, replace(configuration(rest, {}), title="Certificate", texts=texts, folded=True)] if rest else parts
+
+
+def certified(found: HeldOutCertificate, folder: Path) -> list[Section]:
+    """The page of one certificate: a sentence, the losses of the tasks, the bounds; what they rest on is folded."""
+    percent = f"{100 * (1 - found.delta):g} %"
+    said = [s for s in found.statements if s.bound is not None]
+    rows = [[s.quantity, s.bound, HEADINGS[s.about], s.verdict] for s in said]
+    first = next((s for s in said if s.about == "next task" and s.verdict == "holds"), None)
+    if first is None:
+        headline = f"{found.tasks} held-out tasks give no bound for the next task at {percent}."
+    else:
+        headline = f"For the next task, {first.quantity} is at most {formatted(first.bound)}, with probability {percent}."
+    texts = [f"{found.family}: {found.tasks} held-out tasks of {found.steps} steps, of which {found.diverged} diverged."]
+    heads = ["", "at most", "about", "verdict"]
+    opening = Section(texts=texts, columns=heads, rows=rows, figures=score_figure(found, folder), headline=headline)
+    return [opening, Section("Every statement, and what it rests on", found.paragraphs(), folded=True)]
 
 
 def score_figure(certificate: HeldOutCertificate, folder: Path, name: str = "certificate.png") -> list[tuple[Path, str]]:

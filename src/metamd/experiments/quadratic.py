@@ -6,7 +6,7 @@ family and has nothing tuned. The best diagonal, found by brute force on the tes
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
@@ -230,7 +230,24 @@ def sections(rows: Sequence[Result]) -> list[Section]:
         if here := [r for r in rows if (r["row"], r["start"]) == (row, start)]:
             title = f"Means {means[0]:g} and {means[1]:g}, start ({place:g}, {place:g})"
             parts += _start_tables(title, here, PUBLISHED[row] if start == "far" else {})
-    return parts
+    return [replace(part, headline="" if i else _headline(part)) for i, part in enumerate(parts)]
+
+
+def _headline(part: Section) -> str:
+    """The medians of the first table, of ours and of the best rival whose rate alone is tuned."""
+    medians = {str(row[0]): str(row[1]).split(" (")[0] for row in part.rows}
+    rivals = {
+        k.removesuffix(" (rate)"): float(v.replace(",", ""))
+        for k, v in medians.items()
+        if k.endswith(" (rate)") and v != "never"
+    }
+    if "MetaMD" not in medians or not rivals:
+        return ""
+    best = min(rivals, key=rivals.__getitem__)
+    return (
+        f"MetaMD needs {medians['MetaMD']} iterations in the median, with nothing tuned. {best}, the best rival with a "
+        f"tuned rate, needs {rivals[best]:g}."
+    )
 
 
 def _start_tables(title: str, rows: list[Result], published: Mapping[str, int]) -> Iterator[Section]:

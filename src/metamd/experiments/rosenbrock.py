@@ -7,7 +7,7 @@ the very function it is measured on; the best diagonal is what any single learne
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,16 @@ def sections(rows: Sequence[Result]) -> list[Section]:
     columns = ["optimiser", "loss after 500", "distance to the minimum", "reached", "chosen"]
     lines = {start: [_line(r) for r in rows if r["start"] == start] for start in STARTS}
     titles = {start: f"Start ({x:g}, {y:g})" for start, (x, y) in STARTS.items()}
-    return [Section(titles[start], columns=columns, rows=found) for start, found in lines.items() if found]
+    parts = [Section(titles[start], columns=columns, rows=found) for start, found in lines.items() if found]
+    return [replace(part, headline="" if i else _headline(rows)) for i, part in enumerate(parts)]
+
+
+def _headline(rows: Sequence[Result]) -> str:
+    """Who reaches the minimum."""
+    reached = list(dict.fromkeys(r["optimiser"] for r in rows if r.get("reached")))
+    ours, theirs = ([x for x in reached if x.startswith("MetaMD") == learned] for learned in (True, False))
+    said = f"{', '.join(theirs) or 'No rival'} reach{'' if len(theirs) > 1 else 'es'} the minimum from at least one start"
+    return f"{said}; {', '.join(ours) or 'no MetaMD'} does."
 
 
 def _line(row: Result) -> list[str]:

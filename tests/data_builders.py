@@ -13,7 +13,7 @@ from scipy.io import savemat
 
 import metamd.data as data
 from metamd.data import decoders, registry
-from metamd.data.registry import Dataset, Form, Split
+from metamd.data.registry import Dataset, FileSet, Form, Split
 from tests.data_fixtures import (
     cifar_bytes,
     dataset,
@@ -34,7 +34,7 @@ GREY, COLOUR = (28, 28), (32, 32, 3)
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """An empty cache, no METAMD_DATA and a server; the folder stands for the machine."""
-    for name in ("METAMD_DATA", "METAMD_OFFLINE"):
+    for name in ("METAMD_DATA", "METAMD_OFFICIAL", "METAMD_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("METAMD_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -144,3 +144,17 @@ def tiny(place, server, monkeypatch):
     monkeypatch.setenv("METAMD_DATA", str(place / "npz"))
     (place / "npz").mkdir()
     return idx_files("train")[1:]
+
+
+def publish_files(folder, monkeypatch, **sets):
+    """Put sets of files into the registry and into METAMD_DATA: by set the content of every file."""
+    records = {}
+    for name, contents in sets.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for file, body in contents.items():
+            (folder / name / file).write_bytes(body)
+        files = tuple(remote(file, body, f"http://nowhere.invalid/{file}") for file, body in contents.items())
+        records[name] = FileSet(name, f"{name} of a test", "made by a test", "http://nowhere.invalid", files)
+    monkeypatch.setattr(registry, "file_sets", lambda: records)
+    monkeypatch.setenv("METAMD_DATA", str(folder))
+    return records

@@ -4,7 +4,7 @@
 
 Grey datasets give uint8 images (number, 28, 28), colour ones (number, 32, 32, 3); labels are int64. The
 search goes through the folder METAMD_DATA, the cache, and the official files. torch is imported by `load`
-alone.
+alone. Texts, photographs and other files come as they were published: `metamd.data.published("kodak")`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,26 @@ from typing import TYPE_CHECKING
 
 from metamd.data.folders import image_folder
 from metamd.data.loading import find_split, load_arrays
-from metamd.data.registry import DataError, Dataset, Provenance, dataset, datasets
+from metamd.data.published import files
+from metamd.data.registry import DataError, Dataset, FileSet, Provenance, dataset, datasets, file_sets
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DataError", "Dataset", "Provenance", "available", "dataset", "datasets", "image_folder", "load", "provenance"]
+__all__ = [
+    "DataError",
+    "Dataset",
+    "FileSet",
+    "Provenance",
+    "available",
+    "dataset",
+    "datasets",
+    "file_sets",
+    "files",
+    "image_folder",
+    "load",
+    "provenance",
+]
 
 
 def load(name: str, split: str = "train", *, download: bool = True) -> tuple[Tensor, Tensor]:

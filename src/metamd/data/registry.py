@@ -97,6 +97,23 @@ class Dataset:
 
 
 @dataclass(frozen=True)
+class FileSet:
+    """Files that are kept as they were published: texts, pictures, a solution, a model."""
+
+    name: str
+    title: str
+    licence: str
+    homepage: str
+    files: tuple[RemoteFile, ...]
+    note: str = ""
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files together."""
+        return sum(file.size or 0 for file in self.files)
+
+
+@dataclass(frozen=True)
 class Provenance:
     """Where a loaded split came from; a table says `status` and `note` wherever a number rests on it."""
 
@@ -111,9 +128,21 @@ class Provenance:
 
 @cache
 def datasets() -> Mapping[str, Dataset]:
-    """Every dataset's record, by name."""
-    table = tomllib.loads(resources.files("metamd.data").joinpath("registry.toml").read_text(encoding="utf-8"))
-    return MappingProxyType({name: _dataset(name, entry) for name, entry in table.items()})
+    """The record of every dataset of images with labels, by name."""
+    return MappingProxyType({name: _dataset(name, entry) for name, entry in _table().items() if "splits" in entry})
+
+
+@cache
+def file_sets() -> Mapping[str, FileSet]:
+    """The record of every set of files, by name."""
+    return MappingProxyType({name: _file_set(name, entry) for name, entry in _table().items() if "files" in entry})
+
+
+def file_set(name: str) -> FileSet:
+    """The record of one set of files, by name."""
+    if name not in file_sets():
+        raise DataError(f"No set of files is called {name!r}. Choose one of: {', '.join(file_sets())}.")
+    return file_sets()[name]
 
 
 def dataset(name: str) -> Dataset:
@@ -129,6 +158,20 @@ def split_of(name: str, split: str) -> Split:
     if split not in splits:
         raise DataError(f"{name} has no split {split!r}. Choose one of: {', '.join(splits)}.")
     return splits[split]
+
+
+def _table() -> dict[str, Any]:
+    return tomllib.loads(resources.files("metamd.data").joinpath("registry.toml").read_text(encoding="utf-8"))
+
+
+def _file_set(name: str, entry: Mapping[str, Any]) -> FileSet:
+    hosts = entry.get("hosts", ())
+    files = [
+        RemoteFile(**{**file, "urls": (*(host + file["name"] for host in hosts), *file.get("urls", ()))})
+        for file in entry["files"]
+    ]
+    plain = {key: value for key, value in entry.items() if key not in ("hosts", "files")}
+    return FileSet(name=name, files=tuple(files), **plain)
 
 
 def _dataset(name: str, entry: Mapping[str, Any]) -> Dataset:

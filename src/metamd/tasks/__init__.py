@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from metamd.tasks.base import Config, Drawn, Evaluation, SolvedTask, Split, Task, TaskFamily, config_hash
+from metamd.tasks.pictures import pictures
 from metamd.tasks.supervised import supervised
 from metamd.tasks.synthetic import logistic, quadratic, rosenbrock, tabular
 from metamd.tasks.vision import (
@@ -29,6 +30,7 @@ __all__ = [
     "images",
     "leave_one_out",
     "logistic",
+    "pictures",
     "quadratic",
     "rosenbrock",
     "rotated_mnist",
@@ -48,5 +50,6 @@ FAMILIES: dict[str, Callable[..., TaskFamily]] = {
     "adapt-rotated-mnist": adapt_rotated_mnist,
     "diverse-digits": diverse_digits,
     "images": images,
+    "pictures": pictures,
 }
 """The families that have a name on the command line."""

@@ -5,7 +5,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -24,10 +24,12 @@ class Evaluation:
     Args:
         loss: mean loss.
         accuracy: share of right answers; None where there is no such thing.
+        measures: what the field states beside or instead of a loss, by name and unit: `{"PSNR, dB": 31.2}`.
     """
 
     loss: float
     accuracy: float | None = None
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 class Task(ABC):

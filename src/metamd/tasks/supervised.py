@@ -5,9 +5,10 @@ Initial weights, dropout and batch norms follow from the task and the step alone
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -320,6 +321,11 @@ class DatasetFamily(TaskFamily):
     """What a dataset is called, in configs too."""
     dropout = False
 
+    @property
+    def task(self) -> "type[SupervisedTask]":
+        """What a task is, where it is more than `SupervisedTask`."""
+        return SupervisedTask
+
     def __init__(
         self,
         name: str,
@@ -347,13 +353,37 @@ class DatasetFamily(TaskFamily):
                 f"The config asks for the {self.kind} {name!r}; this family has {', '.join(self.domains)}. "
                 f"Build it with the family or side that sampled it."
             )
-        return SupervisedTask(config, self.recipe, self.splits(name), dropout=self.dropout)
+        return self.task(config, self.recipe, self.splits(name), dropout=self.dropout)
 
     def drawn(self) -> Drawn:
         """One of the datasets, whole, and seeds."""
         which = f"one of the {self.kind}s" if len(self.domains) > 1 else f"the {self.kind}"
         names = ", ".join(self.domains)
         return Drawn(f"{which} {names}", "all its training examples", "drawn anew", "drawn anew", self.domains)
+
+
+class TwoSides(DatasetFamily):
+    """A family with one list of domains to learn from and another that is held out whole."""
+
+    kind = "domain"
+
+    def __init__(
+        self,
+        name: str,
+        recipe: Recipe,
+        sides: tuple[Sequence[str], Sequence[str]],
+        splits: Callable[[str], Mapping[Split, tuple[Rows, Rows]]],
+        *,
+        shared_loss: bool = True,
+    ) -> None:
+        super().__init__(name, recipe, sides[0], splits, shared_loss=shared_loss)
+        self.sides = sides
+
+    def held_out(self) -> Self:
+        """The held-out side: the domains that learning never sees."""
+        other = copy(self)
+        other.domains = tuple(self.sides[1])
+        return other
 
 
 class Supervised(DatasetFamily):

@@ -10,9 +10,11 @@ import pytest
 from scipy import stats
 
 from metamd import Comparison, Measuring, Protocol, compare, tasks
+from metamd.comparison import figures
 from metamd.comparison.comparison import Candidate, Fold, Target
 from metamd.comparison.pace import geometric_mean, pace, pace_section
 from metamd.comparison.page import as_markdown
+from metamd.comparison.sections import sections
 from metamd.comparison.statistics import bootstrap, signed_rank_test, signed_ranks
 from metamd.comparison.training import Outcome
 from metamd.rivals import rival
@@ -99,6 +101,51 @@ def test_a_planted_winner_is_found():
     assert rows["better"]["value"] < rows["worse"]["value"]
     areas = {k: p.area for k, p in comparison.profiles().items()}
     assert areas["better"] > areas["ours"] > areas["worse"]
+
+
+def regression(test_losses):
+    """Nine tasks: ours has lower training losses, and these test losses; no task has an accuracy."""
+    runs = {"ours": [2.0] + [0.8] * 10, "theirs": [2.0] + [1.5] * 5 + [1.0] * 5}
+    entrants = {
+        label: (
+            Candidate(
+                {"rival": label},
+                tuple(
+                    replace(invented(losses), ends=dict.fromkeys(SPLITS, (test_losses[label] + i, None))) for i in range(9)
+                ),
+            ),
+        )
+        for label, losses in runs.items()
+    }
+    return Comparison((Fold("d", entrants, dict.fromkeys(runs, 1.0), {}),), {"steps": 100}).aiming("theirs")
+
+
+SPLITS = ("validation", "test")
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(0.5, "ahead"), (1.5, "ahead, but test loss worse")])
+def test_who_is_ahead_in_training_alone_is_said_to_be_so(ours, verdict, tmp_path, monkeypatch):
+    """A regression: its losses on validation and test data are measures like the others."""
+    found = regression({"ours": ours, "theirs": 1.0})
+    assert found.metrics[-2:] == ["validation_loss", "test_loss"], "and no accuracy"
+    for metric in ("mean_loss", "final_loss", "steps_to_target", "seconds_to_target"):
+        assert found.differences(metric)[0].verdict == verdict
+        assert found.table(metric)[1]["verdict"] == verdict
+    assert [d.verdict for d in found.differences("test_loss")] == ["ahead" if ours < 1 else "behind"]
+    monkeypatch.setattr(figures, "curves", lambda panels, path, **options: None)
+    page = as_markdown(sections(found, tmp_path)[:2])
+    assert f"| {verdict} |" in page
+    assert "validation loss" in page
+    some = replace(found.folds[0].entrants["ours"][0].outcomes[0], ends={})
+    lacking = replace(found.folds[0], entrants={**found.folds[0].entrants, "ours": (Candidate({}, (some,)),)})
+    assert "test_loss" not in replace(found, folds=(lacking,)).metrics, "what one run lacks is not shown"
+    with pytest.raises(ValueError, match="the loss on 'test' was not measured"):
+        some.loss_on("test")
+
+
+def test_functions_without_data_have_no_test_loss():
+    found = compare({"a": rival("sgd").with_setting(lr=0.01)}, QUADRATIC, Protocol(seeds=1))
+    assert found.metrics == ["mean_loss", "final_loss", "steps_to_target", "seconds_to_target"]
 
 
 def test_a_verdict_has_the_direction_of_its_test():

@@ -21,7 +21,8 @@ from metamd.learning.meta import has_weights, learn_network, meta_train, paper, 
 from metamd.learning.recorded import update
 from metamd.learning.reference import learn_start
 from metamd.learning.rounds import step_line
-from metamd.learning.usage import Choices, JudgedOn, Prefer, rules_for_refresh
+from metamd.learning.score import JudgedOn
+from metamd.learning.usage import Choices, Prefer, rules_for_refresh
 from metamd.potentials.diagonal import Kronecker, MaxDiagonal
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import starting_at

@@ -16,8 +16,19 @@ from metamd.files.store import Records, Result, as_json, read_cells, read_json
 from metamd.rivals.base import Tuning, contender_key
 from metamd.tasks.base import Config, config_hash
 
-SHOWN = ("mean_loss", "final_loss", "steps_to_target", "seconds_to_target", "test_error")
+SHOWN = (
+    "mean_loss",
+    "final_loss",
+    "steps_to_target",
+    "seconds_to_target",
+    "validation_loss",
+    "test_loss",
+    "test_error",
+)
 """What a table has, as far as it was measured."""
+
+ON_TEST_DATA = {"test_loss": "test loss", "test_error": "test error"}
+"""What a verdict on training losses is held against, as far as it was measured."""
 
 TO_TARGET = ("steps_to_target", "seconds_to_target")
 
@@ -134,12 +145,17 @@ class Difference:
     p: float  # of the two-sided signed-rank test, corrected for the number of rivals
     # what that test is about; negative speaks for ours. Wins and losses, which have no size, may say otherwise
     rank_sum: float
+    # of a training loss, or of steps and seconds to one: what is larger for ours on test data, by its geometric mean
+    worse: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
-        """`ahead`, `behind`, or `undecided` if p is above 0.05."""
-        decided = "ahead" if self.rank_sum < 0 else "behind"
-        return "undecided" if self.p > 0.05 else decided
+        """`ahead`, `behind`, or `undecided` if p is above 0.05; who is ahead in training alone is said to be so."""
+        if self.p > 0.05:
+            return "undecided"
+        if self.rank_sum > 0:
+            return "behind"
+        return f"ahead, but {' and '.join(self.worse)} worse" if self.worse else "ahead"
 
 
 @dataclass(frozen=True)
@@ -169,9 +185,12 @@ class Comparison:
     def metrics(self) -> list[str]:
         """Those of `SHOWN` that were measured."""
         measured = {"test_error": True, "seconds_to_target": bool(self.folds[0].seconds)}
+        measured |= {"validation_loss": True, "test_loss": True}
         for fold in self.folds:
             for label, candidates in fold.entrants.items():
                 ended = [o for c in candidates for o in c.outcomes if not o.failed]
+                for split in ("validation", "test"):
+                    measured[f"{split}_loss"] &= all(split in o.ends for o in ended)
                 measured["test_error"] &= all(o.ends.get("test", (0.0, None))[1] is not None for o in ended)
                 measured["seconds_to_target"] &= not ended or math.isfinite(fold.seconds.get(label, math.nan))
         return [m for m in SHOWN if measured.get(m, True)]
@@ -244,8 +263,21 @@ class Comparison:
             log = bootstrap(a[both] - b[both], where) if both.any() else Estimate(math.nan, math.nan, math.nan)
             ratio, low, high = math.exp(log.value), math.exp(log.low), math.exp(log.high)
             wins, ties, losses = (int(x.sum()) for x in (ours < row, ours == row, ours > row))
-            found.append(Difference(label, metric, ratio, low, high, wins, ties, losses, p, float(signed_ranks(a, b).sum())))
+            rank_sum, worse = float(signed_ranks(a, b).sum()), self._worse_on_test_data(metric, label)
+            found.append(Difference(label, metric, ratio, low, high, wins, ties, losses, p, rank_sum, worse))
         return found
+
+    def _worse_on_test_data(self, metric: str, label: str) -> tuple[str, ...]:
+        """In what the first optimiser does worse than another one on test data; nothing for a metric of such data."""
+        if metric.startswith(("test", "validation")):
+            return ()
+
+        def larger(other: str) -> bool:
+            each = [np.log(np.maximum(self.values(x, other), LEAST)) for x in (self.labels[0], label)]
+            both = np.isfinite(each[0]) & np.isfinite(each[1])
+            return bool(both.any()) and float((each[0] - each[1])[both].mean()) > 0
+
+        return tuple(said for other, said in ON_TEST_DATA.items() if other in self.metrics and larger(other))
 
     def profiles(self, metric: str = "steps_to_target") -> dict[str, Profile]:
         """The performance profile of each optimiser, for steps or seconds to the target."""

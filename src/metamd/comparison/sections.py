@@ -71,6 +71,8 @@ HEADS = {
     "final_loss": "loss at the end",
     "steps_to_target": "steps to target, median",
     "seconds_to_target": "seconds to target, median",
+    "validation_loss": "validation loss",
+    "test_loss": "test loss",
     "test_error": "test accuracy, %",
 }
 
@@ -232,7 +234,8 @@ def _verdicts(c: Comparison) -> Section:
         "mean of ours over theirs (of the error, for accuracy), where both are finite; below 1 is better. "
         f"In ratios and p, what is below {LEAST:g} counts as {LEAST:g}. p is of a "
         f"two-sided signed-rank test over these pairs, corrected for the number of rivals by Holm's rule. With "
-        f"{pairs} pair{'s' * (pairs != 1)} the smallest p that can come out is {least:.2g}."
+        f"{pairs} pair{'s' * (pairs != 1)} the smallest p that can come out is {least:.2g}. Who is ahead in training, but "
+        "worse on test data by the geometric mean, is said to be so."
     ]
     return Section(f"{ours} against the rivals", texts, ["", "ratio", "wins : losses", "p", "verdict"], rows)
 

@@ -16,7 +16,7 @@ from metamd.files.store import as_json, shortened
 from metamd.inner.run import OptimiserSteps, has_exploded, not_finite, seconds_per_step
 from metamd.inner.run import train as train_task
 from metamd.rivals.base import Contender
-from metamd.tasks.base import Config, Split, Task, config_hash, derive_seed, seeded
+from metamd.tasks.base import Config, SolvedTask, Split, Task, config_hash, derive_seed, seeded
 
 LARGEST_LOSS = 1e300
 """What a loss may be in a record: the sum of some is a number still."""
@@ -32,7 +32,7 @@ class Measuring:
     Args:
         every: steps between two evaluations of the training loss.
         examples: of the training split that it is evaluated on, fixed.
-        splits: on which loss and accuracy are taken at the end.
+        splits: on which loss and accuracy are taken at the end; problems without data have none.
     """
 
     every: int = 10
@@ -72,6 +72,14 @@ class Outcome:
     def loss_after(self, share: float) -> float:
         """The training loss after a share of the steps, at the last evaluation until then."""
         return self.losses[max(i for i, place in enumerate(self.places) if place <= share * self.places[-1])]
+
+    def loss_on(self, split: str) -> float:
+        """The loss at the end on a split that was measured; infinite for a run that was given up."""
+        if split not in self.ends and not self.failed:
+            raise ValueError(
+                f"the loss on {split!r} was not measured, or the task has no such data. Pass Measuring(splits=({split!r},))."
+            )
+        return self.ends.get(split, (math.inf, None))[0]
 
     def accuracy(self, split: str) -> float:
         """The share of right answers on a split that was measured; 0 for a run that was given up."""
@@ -162,7 +170,9 @@ def train_contender(
                 failed = f"The training loss rose from {losses[0] if losses else loss:g} to {loss:g} by step {place}."
                 break
             losses.append(loss)
-        ends = {} if failed else {s: task.evaluate(rule.model(), s) for s in measuring.splits}
+        # a function whose minimum is known, and which has no data, has no loss but the one that is trained
+        splits = () if failed or (isinstance(task, SolvedTask) and not task.splits) else measuring.splits
+        ends = {s: task.evaluate(rule.model(), s) for s in splits}
     watched = tuple(shortened([*losses, *[math.inf] * (len(places) - len(losses))], LOSS_DIGITS))
     mean = math.inf if failed else shortened(total / steps, LOSS_DIGITS)
     measured: dict[str, tuple[float, float | None]] = {

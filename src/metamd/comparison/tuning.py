@@ -25,6 +25,8 @@ METRICS: dict[str, Measure] = {
     "mean_loss": lambda o: o.mean_loss,
     "final_loss": lambda o: o.final_loss,
     "batch_loss": lambda o: o.batch_loss,
+    "validation_loss": lambda o: o.loss_on("validation"),
+    "test_loss": lambda o: o.loss_on("test"),
     "validation_error": lambda o: 1 - o.accuracy("validation"),
     "test_error": lambda o: 1 - o.accuracy("test"),
 }

@@ -5,12 +5,10 @@ training tasks decide the rest, so that nothing is left to tune on the next task
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from statistics import fmean, stdev
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -25,7 +23,19 @@ from metamd.inner.objectives import Reference
 from metamd.inner.run import OptimiserSteps, StepRule, all_finite, seconds_per_step, train, trouble
 from metamd.inner.together import Stacked, small, spread_over
 from metamd.learning.parts import Forecast, Parts, parts_of, stage
-from metamd.learning.reference import draw_tasks, following_losses, said_reference, solved, tuned_reference
+from metamd.learning.reference import draw_tasks, said_reference, solved, tuned_reference
+from metamd.learning.score import (
+    LOOKS,
+    PHASES,
+    SCORE,
+    JudgedOn,
+    Scores,
+    can_be_judged,
+    judged_run,
+    mean_and_parts,
+    run_record,
+    start_of,
+)
 from metamd.optimiser.averaging import tail_share
 from metamd.optimiser.guard import energy
 from metamd.optimiser.optimiser import MetaMD
@@ -33,10 +43,9 @@ from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import Array
 from metamd.potentials.online import Online, Point, State
-from metamd.tasks.base import SolvedTask, Task, TaskFamily, config_hash
+from metamd.tasks.base import Task, TaskFamily, config_hash
 from metamd.tasks.wrapped import Counted
 
-JudgedOn = Literal["auto", "train", "validation"]
 Prefer = Literal["steps", "seconds"]
 Used = tuple[Usage, Online | None]
 """A usage, and its online metric with its scales if it has one."""
@@ -50,13 +59,6 @@ RULES = (
     Online("polar", beta=0.9, signal=0.95, whiten=4),
 )
 """Online metrics that a usage may have, before their scales are learned."""
-
-SCORE = "area under the logarithm of the loss"
-"""What a usage is chosen by, as headers say it."""
-
-UNKNOWN = 1e-2
-"""Of the first loss, where losses fall below zero and the smallest possible one is not known, but only the lowest seen: what
-is nearer to that is as good as that."""
 
 WHITENED = (2, 0)
 """How far polar steps may be whitened instead, where a rule says how far: less, or exactly."""
@@ -87,12 +89,6 @@ CLIMBED = 3
 
 HOPELESS = 3.0
 """How many times the best score another schedule or average may have where its factor is still to be found."""
-
-LOOKS = 100
-"""How often in a run a tail average is compared with the iterate, about."""
-
-PHASES = 10
-"""Equal parts of a run: their mean losses make a score, and a learned schedule has a number at each of their ends."""
 
 SPREAD = 2.25
 """How many times the smallest weight of a schedule the largest may be; 1 gives the linear decay."""
@@ -133,30 +129,11 @@ def run_usage(
     """Train a task with a geometry, bound to its tensors, as `MetaMD` does; `comparator` is u, to tally against."""
     steps = task.steps if steps is None else steps
     rule = steps_of(task, potential, usage, online, measure or comparator is not None, steps)
-    apart = max(1, steps // LOOKS)
-    gains = np.full(steps, math.nan)
-
-    @torch.no_grad()
-    def look(t: int, loss: Tensor, grads: Params) -> None:
-        if rule.tail and t % apart == apart // 2:
-            gains[t] = float(task.loss(rule.x, task.batch(t))) - float(loss)
-
-    done = train(task, rule, steps, watch=look)
-    if done.diverged or not all_finite(rule.x):
+    loss, way = judged_run(task, rule, steps, (lambda: rule.x) if rule.tail else None)
+    if not math.isfinite(loss) or not all_finite(rule.x):
         return Outcome(math.inf, rule.x)
     tally = None if comparator is None else rule.tally(task.init(), comparator)
-    found = _judged(np.asarray(done.losses), gains if rule.tail else None, rule.x)
-    return replace(found, tally=tally, energies=tuple(rule.energies))
-
-
-def _judged(losses: Array, gains: Array | None, end: dict[str, Tensor]) -> Outcome:
-    """The losses of a run over all of it, and by its parts; of a tail average with its gains, where it was looked at."""
-    # of a tail average what it is better or worse than the iterates on the same batches, which are seen in every step
-    mean = float(losses.mean()) + (0.0 if gains is None else float(np.nanmean(gains)))
-    way = [float(part.mean()) for part in np.array_split(losses, min(PHASES, len(losses)))]
-    if gains is not None:
-        way = [x + float(np.nanmean(part)) for x, part in zip(way, np.array_split(gains, len(way)), strict=True)]
-    return Outcome(mean, end, tuple(way))
+    return Outcome(loss, rule.x, way, tally, tuple(rule.energies))
 
 
 def steps_of(
@@ -253,7 +230,8 @@ def run_together(tasks: Sequence[Task], potential: MaxDiagonal, usages: Sequence
         end = {n: x[i] for n, x in rule.x.items()}
         finished = rule.taken[i] == steps and all_finite(end)
         gains = rule.gains[:, i] if usage.averaging == "tail" else None
-        outcomes.append(_judged(rule.losses[:, i], gains, end) if finished else Outcome(math.inf, end))
+        mean, way = mean_and_parts(rule.losses[:, i], gains) if finished else (math.inf, ())
+        outcomes.append(Outcome(mean, end, way))
     return outcomes
 
 
@@ -536,8 +514,7 @@ def learn_usage(
         finder = reference or tuned_reference(family, seed=seed, journal=journal, workers=workers)
     to_scale = draw_tasks(family, seed, "scale", min(SCALED, choices.tasks)) if finder is not None else []
     built = draw_tasks(family, seed, "usage", choices.tasks)
-    if choices.judged_on == "auto" and ("validation" not in built[0].splits or isinstance(built[0], SolvedTask)):
-        choices = replace(choices, judged_on="train")  # where the smallest training loss is known, it is what is sought
+    choices = replace(choices, judged_on=can_be_judged(choices.judged_on, built[0]))
     settings = {"learned": learned.fingerprint(), "reference": said_reference(finder), "tasks": choices.tasks, "seed": seed}
     about: Result = {"score": SCORE, "judged_on": choices.judged_on, "prefer": choices.prefer}
     settings |= about
@@ -668,8 +645,7 @@ class Trials:
         diagonal = potential is not None and potential.pieces == 1 and potential.basis.kind == "identity"
         self.together = diagonal and choices.metrics == ("learned",) and parts.family.shared_loss and small(tasks)
         self._known: dict[str, Result] = {}
-        self._starts: list[Result] = []
-        self._lowest = [0.0] * len(tasks)
+        self._scores: Scores | None = None
 
     def best(self, metrics: Iterable[Online | None]) -> Used:
         """The best pair of metric and momentum with its own factor, and the schedule or average that is best for it."""
@@ -712,15 +688,12 @@ class Trials:
 
     def run(self, pairs: Sequence[Used], tasks: int | None = None) -> None:
         """Run the first tasks with these usages, as far as it was not done."""
-        if not self._starts:
-            pieces = {f"start-{i}": partial(self._start, task) for i, task in enumerate(self.tasks)}
-            self._starts = list(self.parts.all(pieces).values())
+        self._scores = self._scores or Scores.on(self.tasks, self.parts, self._start)
         wanted = {name: (i, used) for used in pairs for i, name in enumerate(self._names(used, tasks))}
         new = {name: run for name, run in wanted.items() if name not in self._known}
         self._known |= self._computed(new)
         for name, (i, _) in new.items():
-            if self._known[name]["end"] is not None:
-                self._lowest[i] = min(self._lowest[i], self._known[name]["end"], *self._known[name]["way"])
+            self._scores.see(i, self._known[name])
         for used in pairs:
             count = sum(name in new for name in self._names(used, tasks))
             if count and self.watch is not None:
@@ -743,31 +716,11 @@ class Trials:
         return [f"run-{config_hash(self._about(i, used))}" for i in range(len(self.tasks[:tasks]))]
 
     def _score(self, used: Used, tasks: int | None) -> float:
-        logs = [self._logarithm(i, self._known[name]) for i, name in enumerate(self._names(used, tasks))]
-        return math.exp(sum(logs) / len(logs))
-
-    def _logarithm(self, number: int, run: Result) -> float:
-        """The logarithm of the loss: that of its mean over a run, its mean over the run, and that at the end."""
-        if run["end"] is None:
-            return math.inf
-        start, lowest = self._starts[number], self._lowest[number]
-        zero = lowest if start["minimum"] is None else start["minimum"]
-        unknown = start["minimum"] is None and lowest < 0
-        floor = start["noise"] + (UNKNOWN if unknown else start["precision"]) * (start["loss"] - zero)
-        *way, end = (max(x - zero, 0.0) + max(floor, sys.float_info.min) for x in (*run["way"], run["end"]))
-        return fmean([math.log(fmean(way)), fmean(map(math.log, way)), math.log(end)]) if way else math.log(end)
+        assert self._scores is not None
+        return self._scores.score([self._known[name] for name in self._names(used, tasks)])
 
     def _start(self, task: Task) -> Result:
-        """The loss at the start of a task, what it leaves to chance and to rounding, and its smallest value if it is known.
-
-        The standard error of the losses of a few batches is what tells no two usages apart. It is taken at the start, so
-        that it is the same for all of them; where every batch is the whole function it is nothing.
-        """
-        losses = following_losses(task, task.init())
-        known = task.minimum() if isinstance(task, SolvedTask) else None
-        precision = max(torch.finfo(x.dtype).eps for x in task.init().values())
-        noise = stdev(losses) / math.sqrt(len(losses))
-        return {"loss": fmean(losses), "noise": noise, "precision": precision, "minimum": known}
+        return start_of(task)
 
     def _computed(self, runs: Mapping[str, tuple[int, Used]]) -> dict[str, Result]:
         """The records of these runs, by name: side by side where that is quicker, else by the executor."""
@@ -792,22 +745,9 @@ class Trials:
         return self._record(number, used, run)
 
     def _record(self, number: int, used: Used, run: Outcome) -> Result:
-        """The mean losses of the parts of a run, and that at its end; None if it diverged.
-
-        Judged on the validation split there is nothing but the end, for it is not looked at in between.
-        """
-        task, about = self.tasks[number], self._about(number, used)
-        end = self._end(task, run.end) if math.isfinite(run.loss) else math.inf
-        if not math.isfinite(end):
-            return {**about, "way": [], "end": None}
-        return {**about, "way": [] if self.choices.judged_on == "validation" else list(run.way), "end": end}
-
-    def _end(self, task: Task, params: Params) -> float:
-        if self.choices.judged_on != "train":
-            return task.evaluate(params, "validation").loss
-        if isinstance(task, SolvedTask):
-            return task.evaluate(params, "train").loss  # without the noise of batches
-        return fmean(following_losses(task, params))
+        """What is kept of a run."""
+        found = run_record(self.tasks[number], run.loss, run.way, run.end, self.choices.judged_on)
+        return {**self._about(number, used), **found}
 
     def climb(self, starts: Sequence[Used], tasks: int | None = None) -> list[Used]:
         """The same usages, each with the factor from which neither neighbour is better; all go on at the same time."""

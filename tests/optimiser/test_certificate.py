@@ -523,6 +523,176 @@ def test_loss_scales_that_an_optimiser_takes_off_itself_are_weights():
     assert found.realised / found.weight == pytest.approx(2.0)
 
 
+def quadratic_run(steps=3, scale=None, lr=0.1, closure=False, maximize=False):
+    """f = |x|^2 in float64 by SGD, whose every loss is known where it has a closure."""
+    x = nn.Parameter(torch.tensor([3.0, -1.0], dtype=torch.float64))
+    opt = torch.optim.SGD([x], lr=lr, maximize=maximize)
+    run, losses = certify_run(opt, scale=scale), []
+    for _ in range(steps):
+
+        def evaluate():
+            opt.zero_grad()
+            loss = x.square().sum() * (-1 if maximize else 1)
+            factor = scale() if callable(scale) else scale
+            (loss * (1.0 if factor is None else factor)).backward()
+            losses.append(loss.item())
+            return loss
+
+        if closure:
+            opt.step(evaluate)
+        else:
+            evaluate()
+            opt.step()
+    return run, losses
+
+
+@pytest.mark.parametrize(
+    ("scale", "kind", "sentence"),
+    [
+        (-1.0, ValueError, "the scale of a gradient must be finite and not negative, got -1"),
+        (math.nan, ValueError, "the scale of a gradient must be finite and not negative, got nan"),
+        (lambda: "x", TypeError, "the scale of a gradient must be a number, got 'x'"),
+        (0.0, ValueError, "the factors of all gradients are zero"),
+        (torch.tensor(0.0), ValueError, "the factors of all gradients are zero"),
+    ],
+)
+def test_factors_that_are_no_weights_are_refused(scale, kind, sentence):
+    """A negative factor would turn the statement round."""
+    x = nn.Parameter(torch.ones(1))
+    run = certify_run(opt := torch.optim.SGD([x], lr=0.1), scale=scale)
+    x.grad = torch.ones(1)
+
+    def step_and_ask():
+        opt.step()
+        run.certificate(radius=1.0)
+
+    with pytest.raises(kind, match=sentence):
+        step_and_ask()
+
+
+def test_a_negative_factor_on_the_device_leaves_no_guarantee():
+    x = nn.Parameter(torch.ones(1))
+    run = certify_run(opt := torch.optim.SGD([x], lr=0.1), scale=lambda: torch.tensor(-1.0))
+    x.grad = torch.ones(1)
+    opt.step()
+    assert not run.certificate(radius=1.0).guaranteed
+
+
+def test_the_mean_loss_is_weighted_as_the_bound_is():
+    factors = iter([1.0, 1.0, 0.1, 0.1, 0.01, 0.01])  # asked for by the closure, and by the certificate
+    run, losses = quadratic_run(3, scale=lambda: next(factors), closure=True)
+    found = run.certificate(radius=0.1)
+    assert found.weight == pytest.approx(1.11)
+    assert found.mean_loss == pytest.approx((losses[0] + 0.1 * losses[1] + 0.01 * losses[2]) / 1.11)
+
+
+def test_the_mean_loss_of_a_maximised_loss_is_that_of_its_negative():
+    run, losses = quadratic_run(3, closure=True, maximize=True)
+    found = run.certificate(radius=100.0)
+    assert found.mean_loss == pytest.approx(-sum(losses) / 3)
+    assert found.says_nothing
+    run, _ = quadratic_run(3, closure=True)
+    assert not replace(run.certificate(radius=100.0), mean_loss=-1.0).says_nothing, "such losses are not >= 0"
+
+
+def test_a_warm_up_from_rate_zero_is_counted_from_its_first_step():
+    """Its gradients were taken; the empty step of a checkpoint has none, also where the rate is a tensor."""
+    model = small_model()
+    for lr in (0.1, torch.tensor(0.1)):
+        opt = torch.optim.Adam(model.named_parameters(), lr=lr)
+        run = certify_run(opt)
+        get_state_dict(model, opt)
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: t / 3)
+        for t in range(4):
+            train(model, opt, 1, first=t)
+            schedule.step()
+        assert run.certificate(radius=1.0).steps == 4
+    own = certified(model)
+    own.param_groups[0]["lr"] = 0.0
+    train(model, own, 1)
+    assert own.certificate(radius=1.0).steps == 1
+
+
+def test_rounding_covers_what_lies_below_the_smallest_normal_number():
+    """Squares of gradients of 1e-25 are zero in float32, and their products are off nevertheless."""
+    for size in (1e-25, 1e-35, 1e-42):
+        x, true = nn.Parameter(torch.full((1000,), 0.7)), 0.0
+        run = certify_run(opt := torch.optim.SGD([x], lr=min(1e38, 1 / size)))
+        for t in range(5):
+            x.grad = torch.randn(1000, generator=torch.Generator().manual_seed(t)) * size
+            true += float((x.grad.double() * x.detach().double()).sum())
+            opt.step()
+        found = run.certificate([torch.zeros(1000)])
+        assert 0 < abs(found.realised - true) <= found.rounding < 1e-20
+
+
+def test_coordinates_that_are_far_from_orthogonal_have_no_guarantee():
+    """Files with such coordinates are refused; a potential in memory may have them."""
+    model = nn.Linear(4, 3, bias=False).double()
+    phi = random_basis(dict(model.named_parameters()), pieces=1)
+    for size, guaranteed in ((1.0, True), (0.1, False)):
+        bad = copy.copy(phi)
+        bad.basis = phi.basis.with_factors({k: v * size for k, v in phi.basis.factors.items()})
+        optimiser = MetaMD(model.named_parameters(), bad, lr=0.1, certify=True)
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        optimiser.step()
+        assert optimiser.certificate(radius=1.0).guaranteed == guaranteed
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({"radius": "x"}, TypeError, "radius must be a number, or one for every tensor, got 'x'"),
+        ({"radius": 1.0, "mean_loss": "x"}, TypeError, "mean_loss must be a number, got 'x'"),
+    ],
+)
+def test_texts_for_numbers_are_refused(options, kind, sentence):
+    run, _ = quadratic_run()
+    with pytest.raises(kind, match=sentence):
+        run.certificate(**options)
+
+
+def test_numbers_may_be_those_of_numpy_and_torch():
+    run, _ = quadratic_run()
+    right = run.certificate(radius=1.0, mean_loss=0.5)
+    assert run.certificate(radius=np.float32(1), mean_loss=np.float32(0.5)) == right
+    assert run.certificate(radius=torch.tensor(1.0), mean_loss=torch.tensor(0.5)) == right
+    assert run.certificate(radius=1.0, mean_loss=math.nan).mean_loss is None, "a run that diverged has no mean loss"
+
+
+def test_sums_that_are_not_those_of_a_run_are_refused():
+    run, _ = quadratic_run()
+    right = run.state_dict()
+    shapes = {"0": {**right["stores"]["0"], "certificate_sum": torch.zeros(5)}}
+    for wrong in ({}, None, {"stores": {"0": 1}}, {"sums": "{}", "stores": []}):
+        with pytest.raises(ValueError, match="this is not what state_dict of a certified run gave"):
+            run.load_state_dict(wrong)
+    for sums in (
+        "x",
+        "[" * 100_000,
+        "[1]",
+        '{"version": 2}',
+        right["sums"].replace('"names": ["0"]', '"names": ["0", "1"]'),
+    ):
+        with pytest.raises(ValueError, match="the sums of a certificate must be as state_dict wrote them"):
+            run.load_state_dict({**right, "sums": sums})
+    for stores in (shapes, {}, {"0": {}}):
+        with pytest.raises(ValueError, match=r"the sums of '0' must have a tensor 'certificate_.*' of its shape \(2,\)"):
+            run.load_state_dict({**right, "stores": stores})
+    model = small_model()
+    optimiser = certified(model)
+    train(model, optimiser, 2)
+    state = optimiser.state_dict()
+    state["state"] = {**state["state"], 0: {**state["state"][0], "certificate_sum": torch.zeros(5)}}
+    with pytest.raises(ValueError, match=r"'certificate_sum' in its state has \(5,\)"):
+        optimiser.load_state_dict(state)
+    state = optimiser.state_dict()
+    state["param_groups"][0]["certificate"] = "x"
+    with pytest.raises(ValueError, match="the sums of a certificate must be as state_dict wrote them"):
+        optimiser.load_state_dict(state)
+    assert run.state_dict()["sums"] == right["sums"], "a refusal changes nothing"
+
+
 def test_parameters_that_join_later():
     model, extra = small_model(), nn.Linear(3, 1)
     for run_of in (lambda o: o, certify_run):
@@ -598,10 +768,28 @@ def test_a_file_with_a_radius_certifies_without_being_asked():
     assert "if the loss were convex. In general this bounds the linearised loss." in lines[2]
 
 
-@pytest.mark.parametrize("said", [{"quantile": "x"}, {"quantile": -1.0}, {"scales": [1]}, {"more": 1}, {"tasks": 1.5}])
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"quantile": "x"}, {"quantile": -1.0}, {"scales": [1]}, {"more": 1}, {"tasks": 1.5}),
+        *({"tasks": -3}, {"confidence": 5.0}, {"reference": 5}, {"quantile": 1e308, "scales": {"x": 1e10}}),
+    ],
+)
 def test_a_radius_of_a_file_is_not_trusted(said):
     assert with_radius(small_model()).header.radius is not None
     assert with_radius(small_model(), **said).header.radius is None
+
+
+def test_words_of_a_file_are_printed_safely():
+    model = small_model()
+    learned = with_radius(model, reference="\x1b[2J\n" + "x" * 10_000)
+    learned.header.held_out["certificates"]["digits"]["statements"][0]["quantity"] = "\x1b[31m\nloss"
+    optimiser = certified(model, learned)
+    train(model, optimiser, 1)
+    said = str(optimiser.certificate())
+    assert "\x1b" not in said
+    assert len(said) < 3000
+    assert len(said.splitlines()) < 10
 
 
 def test_where_it_says_nothing_it_says_so():

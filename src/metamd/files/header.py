@@ -12,7 +12,7 @@ import torch
 
 from metamd._version import __version__
 from metamd.files.container import strict_json
-from metamd.files.text import shown
+from metamd.files.text import brief, one_line, shown
 from metamd.files.usage import Usage
 from metamd.potentials.base import Centre
 from metamd.potentials.basis import Basis
@@ -48,8 +48,9 @@ class Radius:
     reference: str  # what found the solutions, in words
 
     def __post_init__(self) -> None:
-        numbers = [self.quantile, self.confidence, *self.scales.values()]
-        if not all(type(x) is float and 0 <= x < math.inf for x in numbers) or type(self.tasks) is not int:
+        numbers = [self.confidence, self.quantile, *self.by_tensor.values(), *self.scales.values()]
+        counts = type(self.tasks) is int and self.tasks > 0 and self.confidence <= 1 and isinstance(self.reference, str)
+        if not all(type(x) is float and 0 <= x < math.inf for x in numbers) or not counts:
             raise ValueError("a radius must have numbers that are finite and not negative. Make one with metamd certify.")
 
     @property
@@ -62,7 +63,7 @@ class Radius:
         """Where it is from, in words."""
         return (
             f"with probability {100 * self.confidence:.3g} % over {self.tasks} held-out tasks and this one, its reference "
-            f"solution, {self.reference}, lies there"
+            f"solution, {brief(one_line(self.reference), 200)}, lies there"
         )
 
 
@@ -185,7 +186,7 @@ class Header:
         """What the last certificate in the file says of the next task, in words."""
         rows = self._certificate().get("statements")
         return tuple(
-            f"{row['quantity']} <= {row['bound']:.4g} with probability {100 * row['confidence']:.3g} %"
+            f"{brief(one_line(row['quantity']), 200)} <= {row['bound']:.4g} with probability {100 * row['confidence']:.3g} %"
             for row in (rows if isinstance(rows, list) else ())
             if isinstance(row, Mapping) and (row.get("about"), row.get("verdict")) == ("next task", "holds")
             if _number(row.get("bound")) and _number(row.get("confidence")) and isinstance(row.get("quantity"), str)

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from os import PathLike
 from typing import Any, NamedTuple, Self
 
@@ -23,12 +24,13 @@ from torch.optim import Optimizer
 
 from metamd.files.header import Header
 from metamd.files.learned import LearnedOptimiser
+from metamd.files.text import shown
 from metamd.optimiser import binding
 from metamd.potentials.base import Active, Moves, Params, Potential
 from metamd.potentials.classical import Euclidean
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.potentials.forms import Array, combine
-from metamd.potentials.sharding import is_sharded, local, local_part, sum_shards
+from metamd.potentials.sharding import any_process, is_sharded, local, local_part, sum_shards
 from metamd.potentials.tying import Rename, clean_name, some
 
 START, SUM, AVERAGED = "certificate_start", "certificate_sum", "certificate_averaged"
@@ -68,7 +70,9 @@ class RunSums:
     table: Tensor = field(default_factory=lambda: torch.zeros(0, 5, dtype=torch.float64))  # their sums, a row for each
     seen: dict[str, int] = field(default_factory=dict)  # in how many steps a tensor had a gradient
     weight: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # the sum of the known factors
-    losses: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # the sum of those that are known
+    losses: Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.float64)
+    )  # the sum of those that are known, weighted by the factors
     counted: int = 0  # how many losses were known
     scaled: bool = False  # whether the factors of the gradients are known
     ascent: bool = False  # whether some tensor was maximised
@@ -80,16 +84,20 @@ class RunSums:
 
     @torch.no_grad()
     def add(
-        self, seen: Sequence[Seen], *, scale: float | Tensor | None = None, loss: Any = None, counts: bool = True
+        self, seen: Sequence[Seen], *, scale: float | Tensor | None = None, loss: Any = None, idle: bool = False
     ) -> None:
-        """Count one gradient; without `counts` it is none, as in the empty step that torch's checkpoints take."""
+        """Count one gradient; of an `idle` step, whose rates are zero, if it is one.
+
+        Zero gradients at zero rates are the empty step that torch's checkpoints take. A warm-up may begin at rate zero too.
+        """
+        factor = _factor(scale)
         moving = [s for s in seen if s.grad is not None]
         if any(SUM not in s.store and s.name in self.seen for s in seen):
             self._restart(seen, "the state of a parameter was lost")
         for s in moving:
             if SUM not in s.store:
                 _open(s.store, s.param, averaged=s.share is not None)
-        if not counts or not moving:
+        if not moving or (idle and not _any_gradient(moving)):
             return
         found = _products(moving)
         if any(is_sharded(s.param) for s in moving):
@@ -110,9 +118,9 @@ class RunSums:
         self.ascent = self.ascent or any(s.ascent for s in moving)
         self.descent = self.descent or not all(s.ascent for s in moving)
         if loss is not None:
-            self.losses, self.counted = _plus(self.losses, loss), self.counted + 1
+            self.losses, self.counted = _plus(self.losses, _weighted(loss, factor)), self.counted + 1
         self.scaled = scale is not None
-        self.weight = _plus(self.weight, 1.0 if scale is None else scale)
+        self.weight = _plus(self.weight, factor)
         self.steps += 1
 
     def _follow(self, seen: Sequence[Seen], paths: Mapping[str, Tensor]) -> None:
@@ -150,15 +158,25 @@ class RunSums:
     def resumed(self, saved: str | None, steps: int) -> Self:
         """The sums with which a run goes on after so many steps; `saved` is None where it was saved without any."""
         fresh = type(self)(header=self.header, mirror=self.mirror and MirrorSums())
-        kept = {} if saved is None else json.loads(saved)
-        if kept.pop("version", 1) != VERSION:
-            if steps:
-                fresh.reason = "the run was continued from a state_dict without these sums"
-                fresh.mirror = None
-            return fresh
-        mirror, tensors = kept.pop("mirror"), ("weight", "losses", "square", "table")
-        fresh.__dict__.update({k: torch.tensor(v, dtype=torch.float64) if k in tensors else v for k, v in kept.items()})
-        fresh.mirror = None if mirror is None or self.mirror is None else MirrorSums.decode(mirror)
+        try:
+            kept = {} if saved is None else dict(json.loads(saved))
+            if kept.pop("version", 1) != VERSION:
+                if steps:
+                    fresh.reason = "the run was continued from a state_dict without these sums"
+                    fresh.mirror = None
+                return fresh
+            mirror = kept.pop("mirror")
+            tensors = {"weight": (), "losses": (), "square": (), "table": (len(kept["names"]), 5)}
+            kept |= {k: torch.tensor(kept[k], dtype=torch.float64).reshape(shape) for k, shape in tensors.items()}
+            if kept.keys() != vars(fresh).keys() - {"header", "mirror"} or set(kept["seen"]) != set(kept["names"]):
+                raise ValueError("other fields")
+            fresh.__dict__.update(kept)
+            fresh.mirror = None if mirror is None or self.mirror is None else MirrorSums.decode(mirror)
+        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
+            raise ValueError(
+                "the sums of a certificate must be as state_dict wrote them, but they cannot be read "
+                f"({shown(str(error))}). Load another checkpoint."
+            ) from None
         return fresh
 
     def _restart(self, seen: Sequence[Seen], reason: str) -> None:
@@ -172,10 +190,33 @@ class RunSums:
             self.mirror.broken = reason
 
 
-def rate_is_set(group: Mapping[str, Any]) -> bool:
-    """Whether a group's rate is not zero; one that is a tensor is not read."""
-    rate = group.get("lr", 1.0)
-    return isinstance(rate, Tensor) or rate != 0
+def is_idle(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the rates of all groups are zero; one that is a tensor on another device is not read."""
+    rates = [group.get("lr", 1.0) for group in groups]
+    return all(r.device.type == "cpu" and not r.any() if isinstance(r, Tensor) else r == 0 for r in rates)
+
+
+def _any_gradient(moving: Sequence[Seen]) -> bool:
+    found = any(bool(local(s.grad).any()) for s in moving if s.grad is not None)
+    return any_process(found, {s.name: s.param for s in moving})
+
+
+def _factor(scale: Any) -> float | Tensor:
+    """The factor of a gradient, one if none is given; one that is a tensor is not read, and NaN if it is negative."""
+    if isinstance(scale, Tensor):
+        return torch.where(scale >= 0, scale.double(), math.nan)
+    if scale is not None and not isinstance(scale, Real):
+        raise TypeError(f"the scale of a gradient must be a number, got {shown(scale)}. Pass the factor of norm clipping.")
+    factor = 1.0 if scale is None else float(scale)
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"the scale of a gradient must be finite and not negative, got {factor}. Leave it out for 1.")
+    return factor
+
+
+def _weighted(loss: Any, factor: float | Tensor) -> Any:
+    """A loss times its factor; zero where that is zero, for a step that was skipped may have no loss."""
+    loss = loss.detach() if isinstance(loss, Tensor) else loss
+    return torch.where(factor > 0, loss * factor, 0.0) if isinstance(factor, Tensor) else loss * factor
 
 
 def forget_stores(stores: Iterable[dict[str, Any]]) -> None:
@@ -387,7 +428,7 @@ class Certificate:
         mirror: the bounds of the paper, if the run was plain mirror descent.
         average: f(mean) - f(u) is at most this for the tail average before the last step and every u in the ball, if
             every step had the same convex loss f. None without such an average or a ball.
-        mean_loss: of the run, if it is known.
+        mean_loss: of the run, if it is known, weighted as the bound is.
         guaranteed: whether anything is; not so if the sums are not finite.
         conditions: what the statement rests on, in sentences.
         expected: what the file says to expect of the next task, which needs no convexity.
@@ -417,7 +458,7 @@ class Certificate:
     @property
     def says_nothing(self) -> bool:
         """Whether losses that are never negative obey the bound by themselves."""
-        return self.mean is not None and self.mean_loss is not None and self.mean >= self.mean_loss
+        return self.mean is not None and self.mean_loss is not None and self.mean >= self.mean_loss >= 0
 
     def sentences(self) -> list[str]:
         """What `print` shows, a sentence or two for each statement."""
@@ -441,8 +482,8 @@ class Certificate:
                 found.append("For losses >= 0 it says something only if it is below the run's own mean loss.")
         if self.average is not None:
             found.append(
-                f"If every step had the same convex loss, no such model is more than {self.average:.4g} below the tail "
-                "average as it was before the last step."
+                f"If every step had the same convex loss, and no gradient was scaled, no such model is more than "
+                f"{self.average:.4g} below the tail average as it was before the last step."
             )
         if self.realised is not None:
             found.append(f"The linearised regret against the reference, sum <g_t, x_t - u>, is {self.realised:.5g}.")
@@ -502,16 +543,18 @@ class Ball:
         if radius is not None:
             shares = {n: self.rows[n][_PATH] + _share(n, radius, duals, norm) for n in self.names}
             bound = math.fsum(shares.values()) + rounding
-            average = self._average(radius)
+            average = self._average(radius, 2 * rounding)  # each sum is multiplied besides; the weights are at most one
         realised = None if u is None else self._realised(u, total)
         layers = {
             n: Layer(self.rows[n][_PATH], duals[n], shares.get(n), None if realised is None else realised[n])
             for n in self.names
         }
-        if mean_loss is None and sums.counted == sums.steps:
-            mean_loss = float(sums.losses) / sums.steps
+        weight = float(sums.weight)
+        if weight == 0:
+            raise ValueError("there is nothing to certify: the factors of all gradients are zero. Check what scale= gives.")
+        mean_loss = self._mean_loss(mean_loss, weight)
         regret = None if realised is None else math.fsum(realised.values())
-        values = [x for x in (bound, regret, norm) if x is not None]
+        values = [x for x in (bound, regret, norm, weight) if x is not None]
         return Certificate(
             steps=sums.steps,
             bound=bound,
@@ -520,7 +563,7 @@ class Ball:
             norm="the learned metric" if self.learned else "the Euclidean norm",
             source=source,
             rounding=rounding,
-            weight=float(sums.weight),
+            weight=weight,
             per_layer=layers,
             mirror=self._mirror(u, radius),
             average=average,
@@ -544,9 +587,11 @@ class Ball:
                     "FAMILY, which finds one on held-out tasks, or pass radius= or reference=model.state_dict()."
                 )
             radius, source = known.by_tensor, known.source
-        numbers = list(radius.values()) if isinstance(radius, Mapping) else [radius]
-        if not all(isinstance(r, int | float) and 0 <= r < math.inf for r in numbers):
-            raise ValueError(f"radius must be finite and not negative, got {radius}. Take it from held-out tasks.")
+        numbers: list[Any] = list(radius.values()) if isinstance(radius, Mapping) else [radius]
+        if not all(isinstance(r, Real) or (isinstance(r, Tensor) and r.numel() == 1) for r in numbers):
+            raise TypeError(f"radius must be a number, or one for every tensor, got {shown(radius)}. Pass radius=1.0, say.")
+        if not all(0 <= float(r) < math.inf for r in numbers):
+            raise ValueError(f"radius must be finite and not negative, got {shown(radius)}. Take it from held-out tasks.")
         if not isinstance(radius, Mapping):
             return float(radius), source
         missing = [n for n in self.names if n not in radius]
@@ -556,6 +601,17 @@ class Ball:
                 "Pass one number for the whole model, or find the radius anew with metamd certify."
             )
         return {n: float(radius[n]) for n in self.names}, source
+
+    def _mean_loss(self, given: Any, weight: float) -> float | None:
+        """The mean of the losses that the statement is about, weighted as they are; None where it is not known."""
+        sums = self.sums
+        if given is None:
+            given = float(sums.losses) / weight if sums.counted == sums.steps else math.nan
+        if not isinstance(given, Real | Tensor):
+            raise TypeError(f"mean_loss must be a number, got {shown(given)}. Pass the mean of the losses of the run.")
+        if not math.isfinite(given) or (sums.ascent and sums.descent):
+            return None
+        return -float(given) if sums.ascent else float(given)
 
     # the terms
 
@@ -571,9 +627,13 @@ class Ball:
         """A bound on what float64 sums can be off by, and learned coordinates that are not quite orthogonal."""
         steps, phi = self.sums.steps, self.phi
         square, away = (sum(row[i] for row in self.rows.values()) for i in (_SQUARE, _AWAY))
-        units = (max(self.named[n].numel() for n in self.names) + steps + 8) * _ROUNDOFF
+        size = max(self.named[n].numel() for n in self.names)
+        units = (size + steps + 8) * _ROUNDOFF
         coarse = any(self.named[n].dtype != torch.float64 for n in self.names)  # two roundings of every product, in float32
-        found = (units + 4 * (2.0**-24 if coarse else _ROUNDOFF)) * math.sqrt(square * away)
+        # products and squares below the smallest normal number may be lost
+        lost = sum(self.named[n].numel() for n in self.names) * steps * (2.0**-126 if coarse else 2.0**-1022)
+        square, away = square + lost, away + lost
+        found = (units + 4 * (2.0**-24 if coarse else _ROUNDOFF)) * math.sqrt(square * away) + lost
         lengths = sum_shards({n: g.square().sum() for n, g in total.items()}, self.named)
         for n in self.names:
             rho = radius.get(n, 0.0) if isinstance(radius, Mapping) else radius or 0.0
@@ -581,14 +641,14 @@ class Ball:
             found += rho / math.sqrt(phi.least(n)) * length  # sqrt(steps * square) is above sum |g_t|
         return found
 
-    def _average(self, radius: float | Mapping[str, float]) -> float | None:
+    def _average(self, radius: float | Mapping[str, float], rounding: float) -> float | None:
         """The bound for the tail average, whose points all had the same weights in all tensors."""
         whole = all(abs(self.rows[n][_SHARES] - 1) < 1e-9 and "mean" in self.stores[n] for n in self.names)
         if not whole or len({self.stores[n]["since"] for n in self.names}) > 1:
             return None
         duals = self._dual_norms({n: local(self.stores[n][AVERAGED]) for n in self.names}, radius)
         norm = math.sqrt(sum(q**2 for q in duals.values()))
-        return math.fsum(self.rows[n][_AVERAGE] + _share(n, radius, duals, norm) for n in self.names)
+        return math.fsum(self.rows[n][_AVERAGE] + _share(n, radius, duals, norm) for n in self.names) + rounding
 
     def _realised(self, u: Params, total: Params) -> dict[str, float]:
         """S - <G, u - c> by tensor."""
@@ -683,7 +743,9 @@ def _skew(phi: MaxDiagonal, name: str) -> float:
         return 0.0
     sides = (phi.basis.factors.get(f"{side}/{phi.basis.places[name].key}") for side in ("left", "right"))
     factors = [v.double() for v in sides if v is not None]
-    return sum(float((v.mT @ v - torch.eye(v.shape[1], dtype=v.dtype, device=v.device)).norm()) for v in factors)
+    found = sum(float((v.mT @ v - torch.eye(v.shape[1], dtype=v.dtype, device=v.device)).norm()) for v in factors)
+    # |V^-1 G - V'G| <= e/(1 - e) sqrt(1 + e) |G|, e the norm of V'V - 1: below 2 e |G| for such e
+    return found if found < 0.25 else math.inf
 
 
 def _share(name: str, radius: float | Mapping[str, float], duals: Mapping[str, float], norm: float) -> float:
@@ -780,14 +842,26 @@ class CertifiedRun:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with the sums of a `state_dict`, for parameters of the same names."""
         named = self._find_names()
-        unknown = sorted(set(state_dict["stores"]) - set(named))
+        stores = state_dict.get("stores") if isinstance(state_dict, Mapping) else None
+        if not isinstance(stores, Mapping) or not all(isinstance(s, Mapping) for s in stores.values()):
+            raise ValueError("this is not what state_dict of a certified run gave: it must have 'sums' and 'stores'.")
+        unknown = sorted(set(stores) - set(named))
         if unknown:
             raise ValueError(
                 f"these sums are of a run with a parameter {unknown[0]!r}, but the optimiser has {some(named)}. Build it "
                 "with the same parameters first."
             )
-        self._sums = self._sums.resumed(state_dict["sums"], 1)
-        self._stores = {n: {k: x.detach().clone() for k, x in s.items()} for n, s in state_dict["stores"].items()}
+        sums = self._sums.resumed(state_dict.get("sums"), 1)
+        for n, p in named.items():
+            for key in (START, SUM) if n in sums.seen else ():
+                x = stores.get(n, {}).get(key)
+                if not isinstance(x, Tensor) or x.shape != p.shape:
+                    raise ValueError(
+                        f"the sums of {n!r} must have a tensor {key!r} of its shape {tuple(p.shape)}. Load the state of "
+                        "a run of this model."
+                    )
+        self._sums = sums
+        self._stores = {n: {k: x.detach().clone() for k, x in s.items()} for n, s in stores.items()}
 
     def remove(self) -> None:
         """Stop counting."""
@@ -838,7 +912,7 @@ class CertifiedRun:
         if loss_scale is not None:
             scale = loss_scale.double() * (1.0 if scale is None else scale)
             scale = scale if found_inf is None else scale * (found_inf <= 0)
-        self._sums.add(seen, scale=scale, loss=loss, counts=any(map(rate_is_set, groups)))
+        self._sums.add(seen, scale=scale, loss=loss, idle=is_idle(groups))
 
 
 def certify_run(

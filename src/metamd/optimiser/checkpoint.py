@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metamd.files.text import shown
 from metamd.files.usage import Average
-from metamd.optimiser.certificate import AVERAGED, SUM
+from metamd.optimiser.certificate import AVERAGED, START, SUM
 from metamd.potentials.base import Params
 from metamd.potentials.forms import Array
 from metamd.potentials.online import KEPT, Online
@@ -117,7 +117,7 @@ def _check_tensors(store: Any, name: str, param: Tensor) -> None:
     """Refuse a state that cannot be one of this parameter."""
     if not isinstance(store, dict):
         raise ValueError(f"the state of {name!r} must be a dict, got {shown(store)}.")
-    for key in ("z", "mean", "start", SEEN):
+    for key in ("z", "mean", "start", START, SUM, AVERAGED, SEEN):
         value = store.get(key, param)
         if not isinstance(value, Tensor):
             raise ValueError(f"{key!r} in the state of {name!r} must be a tensor, got {shown(value)}.")

@@ -27,7 +27,7 @@ from metamd.optimiser.certificate import (
     Seen,
     euclidean_metric,
     forget_stores,
-    rate_is_set,
+    is_idle,
 )
 from metamd.optimiser.checkpoint import (
     EDITED,
@@ -231,7 +231,7 @@ class MetaMD(Optimizer):
         self._open(moving, grads, loss)
 
         if self._sums is not None:
-            self._sums.add(seen, loss=loss, counts=any(rate_is_set(e.group) for e in moving))
+            self._sums.add(seen, loss=loss, idle=is_idle(e.group for e in moving))
 
         # z_{t+1} = argmin <g(x_t), z> + B(z||z_t)/eta
         moves, bound = {}, self.potential

@@ -26,10 +26,11 @@ class TaskOptions(Printed):
         steps: training steps of one run; if not given those that the file records, or the family's own.
         model: of a family of images: linear, mlp, lenet or resnet18; of pictures: siren or fourier.
         hold_out: the domain of a family of images that is not learned from, but compared and certified on: an angle, or a
-            dataset. Compare and certify take that of the file if not given.
+            dataset; of texts a kind, of speakers speakers or presidents. Compare and certify take that of the file if not
+            given.
         images: per domain, at most.
         width: of a resnet18 (64 is the published one, 16 runs on a small CPU), of an mlp on rotated-mnist, or of the
-            networks of pictures.
+            networks of pictures and texts.
         start: a checkpoint with the parameters that every task begins at, safetensors or torch.save; otherwise each has its
             own initialisation.
         workers: processes that share the runs; the result does not depend on them.
@@ -201,7 +202,7 @@ class Train(TaskOptions):
 
     Args:
         family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images,
-            adapt-rotated-mnist or pictures.
+            adapt-rotated-mnist, pictures, speakers or texts.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
         potential: kronecker, learned coordinates of every weight matrix, for networks; diagonal for all others. Networks may
             be given diagonal too.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from metamd.tasks.base import Config, Drawn, Evaluation, SolvedTask, Split, Task, TaskFamily, config_hash
+from metamd.tasks.language import speakers, texts
 from metamd.tasks.pictures import pictures
 from metamd.tasks.supervised import supervised
 from metamd.tasks.synthetic import logistic, quadratic, rosenbrock, tabular
@@ -35,9 +36,11 @@ __all__ = [
     "rosenbrock",
     "rotated_mnist",
     "rotated_mnist_continuous",
+    "speakers",
     "starting_at",
     "supervised",
     "tabular",
+    "texts",
 ]
 
 FAMILIES: dict[str, Callable[..., TaskFamily]] = {
@@ -51,5 +54,7 @@ FAMILIES: dict[str, Callable[..., TaskFamily]] = {
     "diverse-digits": diverse_digits,
     "images": images,
     "pictures": pictures,
+    "speakers": speakers,
+    "texts": texts,
 }
 """The families that have a name on the command line."""

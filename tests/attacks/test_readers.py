@@ -221,6 +221,7 @@ FORGED = [
     {"steps": 1.5},
     {"steps": "x"},
     {"steps": True},
+    {"steps": 10**30},
     {"start": "x"},
     {"means": ["a", "b"]},
     {"means": {}},
@@ -233,7 +234,29 @@ def test_forged_settings_of_a_family_are_refused(entry, tmp_path, capsys):
     writers.forged(path, family={"name": "quadratic", "spread": 0.1, "steps": 5} | entry)
     code, err = said(["certify", path, "quadratic", "--held-out-tasks", 2], capsys)
     assert code == 2
-    assert "settings of the family that the file records do not fit it" in err
+    assert "settings of the family that the file records do not fit it" in err or "steps must be at most" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--held-out-tasks", "1000000000000"], "held_out_tasks must be at most 1,000,000"),
+        (["--radius", "1e308"], "radius must be at most 1e100"),
+        (["--reach", "1e308"], "reach must be at most 1e100"),
+        (["--delta", "nan"], "delta must lie between 0 and 1"),
+        (["--seed", "0", "--steps", "2000000000"], "steps must be at most 1,000,000,000"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_numbers_that_overflow_or_never_end_are_refused(words, sentence, tmp_path, capsys):
+    code, err = said(["certify", "quadratic", "quadratic", "--out", tmp_path / "out.safetensors", *words], capsys)
+    assert code == 2
+    assert sentence in err
+
+
+def test_update_says_what_a_pipe_is(tmp_path, capsys):
+    os.mkfifo(tmp_path / "file")
+    assert "it is a pipe or a device" in said(["update", tmp_path / "file", tmp_path / "file"], capsys)[1]
 
 
 @pytest.mark.parametrize("weight", ["1e308", "1e300", "inf", "nan", "0", "-1"])

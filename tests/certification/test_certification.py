@@ -401,6 +401,7 @@ def test_bad_input_is_a_sentence(learned, options, sentence):
         ({"target": math.nan}, "target must be a finite loss, got nan"),
         ({"regret_cap": -1.0}, "regret_cap must be positive and finite, got -1.0"),
         ({"radius": math.nan}, "radius must be positive and finite, got nan"),
+        ({"radius": 1e308}, "radius must be at most 1e100, got 1e.308"),
         ({"reach": 0.0}, "reach must be positive and finite, got 0.0"),
     ],
 )

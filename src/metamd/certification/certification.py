@@ -27,6 +27,9 @@ from metamd.tasks.base import Config, SolvedTask, Split, Task, TaskFamily, confi
 LOOKS = 50
 """How often a run is looked at, at equal intervals."""
 
+MOST = 1_000_000
+"""Held-out tasks: all of them are drawn before the first one runs."""
+
 LONGER = 2
 """How many times longer than a run that one is which finds a solution, where none is known and no comparator is given."""
 
@@ -74,6 +77,8 @@ def certify(
     require_family(family)
     if held_out_tasks < 1:
         raise ValueError(f"held_out_tasks must be at least 1, got {held_out_tasks}. 50 is usual.")
+    if held_out_tasks > MOST:
+        raise ValueError(f"held_out_tasks must be at most {MOST:,}, got {held_out_tasks:,}. 50 is usual.")
     checked([0.0], delta)
     stated, executor = stated or Stated(), executor or Executor()
     target = learned.header.target_loss if stated.target is None else stated.target

@@ -53,6 +53,8 @@ class Stated:
         for name, value in (("regret_cap", self.regret_cap), ("radius", self.radius), ("reach", self.reach)):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value}. Leave it out to state none.")
+            if value is not None and value > 1e100:  # bounds have its square
+                raise ValueError(f"{name} must be at most 1e100, got {value}. Leave it out to state none.")
             if value is not None:
                 object.__setattr__(self, "theory", True)
 

@@ -153,7 +153,7 @@ def run_update(options: Update) -> None:
     """Carry out the command."""
     if not options.runs:
         raise ValueError("there must be at least one RUN to add. Write: metamd update FILE RUN [RUN ...].")
-    if not options.file.is_file():
+    if not options.file.exists():
         raise FileNotFoundError(f"there is no file {shown(str(options.file))}. Make one with metamd.learn(runs).save(path).")
     out = options.out or options.file
     if not out.parent.is_dir():

@@ -11,6 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+STEPS_LIMIT = 10**9
+"""The most steps of one run: a forged file may ask for more."""
+
 Config = Mapping[str, Any]
 """All that tells a task from the others of its family, in JSON's own types: it can be stored, hashed and built again."""
 
@@ -138,6 +141,8 @@ class TaskFamily(ABC):
     def __init__(self, name: str, steps: int, *, shared_loss: bool = False) -> None:
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}. It is the number of training steps of one run.")
+        if steps > STEPS_LIMIT:
+            raise ValueError(f"steps must be at most {STEPS_LIMIT:,}, got {steps:.3g}. Pass fewer (--steps).")
         self.name, self.steps, self.shared_loss = name, steps, shared_loss
 
     @abstractmethod

@@ -298,7 +298,7 @@ def test_inspect_prints_long_values_and_many_layers_in_short(tmp_path, capsys):
     out = capsys.readouterr().out
     assert len(out) < 400_000
     out = " ".join(out.split())
-    assert "500 rows more" in out
+    assert "1,460 rows more" in out
     assert "--json has all" in out
 
 

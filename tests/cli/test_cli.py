@@ -143,8 +143,19 @@ def test_inspect_prints_header_and_steps(file, capsys, monkeypatch):
     assert cli.run(["inspect", file]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for text in ("max-diagonal", "horizon         100", "fc1.weight", "median", "█", "not recorded", "[link=evil]Regret()"):
+    for text in (
+        "max-diagonal",
+        "horizon       100 steps",
+        "fc1.weight",
+        "median",
+        "█",
+        "not recorded",
+        "[link=evil]Regret()",
+    ):
         assert text in out, text
+    assert out.splitlines()[1].split(maxsplit=1)[0] == "use", "how it is used comes first"
+    assert "MetaMD(model.named_parameters()" in out
+    assert len(out.splitlines()) < 40, "a card, not a dump of the header"
 
 
 def unsafe(text):

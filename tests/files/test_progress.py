@@ -8,7 +8,7 @@ import pytest
 
 from metamd.cli import main as cli
 from metamd.files import progress as module
-from metamd.files.progress import Progress, showing
+from metamd.files.progress import Progress, ends_with, showing
 
 
 class Terminal(io.StringIO):
@@ -78,3 +78,27 @@ def test_a_command_shows_progress_unless_it_is_told_not_to(words, tmp_path, caps
     command = ["certify", "quadratic", "quadratic", "--held-out-tasks", "2", "--out", str(tmp_path / "x.safetensors")]
     assert cli.run([*command, "--workers", "2", *words]) == 0
     assert capsys.readouterr().err.partition(" in ")[0] == ("" if words else "held-out tasks: 2 of 2")
+
+
+def test_a_long_verb_ends_with_a_sentence_on_a_terminal_alone(monkeypatch, capsys):
+    @ends_with(lambda found: f"inner {found}")
+    def inner():
+        return 1
+
+    @ends_with(lambda found: f"made {found}; use it")
+    def outer():
+        return inner() + 1
+
+    assert outer() == 2
+    assert capsys.readouterr().err == ""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert (outer(), inner()) == (2, 1)
+    said = "made 2; use it\ninner 1\n"
+    assert terminal.getvalue() == said, "a verb inside another one is silent"
+    with showing("always"):  # a command says it itself
+        outer()
+    with pytest.raises(ZeroDivisionError):
+        ends_with(str)(lambda: 1 / 0)()
+    assert terminal.getvalue() == said
+    assert inner.__name__ == "inner"

@@ -375,7 +375,8 @@ def test_what_a_file_recommends_is_said_and_needs_the_number_of_steps(tmp_path, 
     assert optimiser.param_groups[0]["momentum"] == 0.9
     assert cli.run(["inspect", str(tmp_path / "x.safetensors")]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{words}; MetaMD(params, learned, steps=T) does so, MetaMD(params, learned) does not" in said
+    assert words in said
+    assert "MetaMD(model.named_parameters()," in said
 
 
 def polar_file(family):

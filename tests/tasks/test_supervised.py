@@ -1,6 +1,7 @@
 """Any model on any data: sources, splits, initialisation, dropout, batch norm, evaluation, and what is refused."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -521,3 +522,22 @@ def test_a_call_that_fails_leaves_the_model_as_it_was() -> None:
     with pytest.raises(KeyError):
         Called(model)({"weight": own["weight"].detach()}, torch.randn(5, 4))
     assert all(p is own[n] for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("targets", [torch.rand(20, 1), torch.rand(20), torch.rand(20, 3), -torch.ones(20, 3) / 3])
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, nn.CrossEntropyLoss()])
+def test_numbers_are_no_classes(targets: Tensor, loss_fn: Any) -> None:
+    """Cross entropy of one output is zero, whatever the numbers are: a training that does nothing."""
+    outputs = targets.shape[1] if targets.dim() > 1 else 1
+    model = partial(nn.Linear, 4, outputs)
+    assert outputs > 1 or float(F.cross_entropy(model()(torch.rand(20, 4)), torch.rand(20, 1))) == 0
+    with pytest.raises(
+        ValueError, match=r"The loss is cross entropy, whose targets are classes.*For regression, pass loss_fn"
+    ):
+        supervised(model, {"mine": (torch.rand(20, 4), targets)}, loss_fn, batch_size=5)
+    supervised(model, {"mine": (torch.rand(20, 4), targets.reshape(20, -1))}, F.mse_loss, batch_size=5)
+
+
+def test_probabilities_are_targets_of_cross_entropy() -> None:
+    targets = torch.rand(20, 3).softmax(1)
+    assert supervised(partial(nn.Linear, 4, 3), {"mine": (torch.rand(20, 4), targets)}, batch_size=5).steps == 500

@@ -16,6 +16,7 @@ from metamd.certification.statements import HeldOutCertificate, Stated, Statemen
 from metamd.certification.statistics import checked, mean_below, next_task
 from metamd.files.header import Radius
 from metamd.files.learned import LearnedOptimiser
+from metamd.files.progress import ends_with
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
 from metamd.inner.run import OptimiserSteps, all_finite, has_exploded, not_finite, train
@@ -37,6 +38,7 @@ SCALED = 3
 """Further tasks, none of them held out, by which the distances of the tensors are brought to one scale."""
 
 
+@ends_with(lambda found: f"{found}\nKeep it: metamd certify writes it into the file.")
 def certify(
     learned: LearnedOptimiser,
     family: TaskFamily,

@@ -2,14 +2,15 @@
 
 import shlex
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
-from metamd.certification.certification import certify
+from metamd.certification.certification import LONGER, SCALED, certify, recommended
 from metamd.certification.statements import HeldOutCertificate, Stated, certificates
-from metamd.cli.families import build_family, check_place, held_out_side
+from metamd.cli.families import build_family, check_place, duration, held_out_side, show_plan
 from metamd.cli.main import show
 from metamd.cli.options import Certify
 from metamd.comparison.page import write_page
@@ -20,14 +21,19 @@ from metamd.files.store import locked
 from metamd.files.text import one_line, shown
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
+from metamd.learning.meta import seconds_beside_adam
+from metamd.tasks.base import SolvedTask, TaskFamily
 
 
 def run(options: Certify) -> None:
     """Carry out the command."""
     torch.set_num_threads(1)  # tasks are small; sums in one order give the same numbers everywhere
     learned = load(options.file)
-    out = _out_path(options)
     family = held_out_side(build_family(options, learned.header.family))
+    if options.dry_run:
+        show_plan(family, _plan(options, family, learned), as_json=options.json)
+        return
+    out = _out_path(options)
     reference = None if options.reference_lr is None else Reference(lr=options.reference_lr)
     found = certify(
         learned,
@@ -46,8 +52,22 @@ def run(options: Certify) -> None:
             write_page(options.report, title, parts, command=command_line(options))
     beside = f", beside what it says of {one_line('; '.join(others))}" if others else ""
     written = f"Written into the header of {one_line(str(out))} for {one_line(found.place)}{beside}."
-    lines = [*(one_line(line) for line in str(found).splitlines()), written]
+    following = f"A run prints its own certificate with certify=True. On a page: --report {out.stem}.html"
+    lines = [*(one_line(line) for line in str(found).splitlines()), written, *[following] * (options.report is None)]
     show({"file": str(out), "certificate": found.to_dict()}, "\n".join(lines), as_json=options.json)
+
+
+def _plan(options: Certify, family: TaskFamily, learned: LearnedOptimiser) -> str:
+    """What a dry run says of the runs."""
+    task = family.build(family.sample(torch.Generator().manual_seed(0)))
+    seconds = seconds_beside_adam(task, {"MetaMD": partial(recommended, task, learned, task.steps)})["MetaMD"]
+    followed = 0 if isinstance(task, SolvedTask) else LONGER
+    length = (options.held_out_tasks * (1 + followed) + SCALED * followed) * task.steps
+    about = duration(length * seconds / options.workers)
+    return (
+        f"{options.held_out_tasks} held-out tasks as the file recommends, {'and' if followed else 'without'} runs to find "
+        f"their solutions: {length:,} steps of {1e3 * seconds:.2g} ms here, about {about}."
+    )
 
 
 def command_line(options: Certify) -> str:
@@ -55,7 +75,7 @@ def command_line(options: Certify) -> str:
     words = ["metamd", "certify", options.file, options.family]
     for each in fields(options):
         value = getattr(options, each.name)
-        if each.name not in ("file", "family", "json", "report") and value != each.default:
+        if each.name not in ("file", "family", "json", "report", "dry_run") and value != each.default:
             flag = f"--{each.name.replace('_', '-')}"
             words += [flag] if value is True else [flag, str(value)]
     return shlex.join([*words, "--report", str(options.report)])

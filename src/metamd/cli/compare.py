@@ -1,22 +1,25 @@
 """`metamd compare`: a learned optimiser against tuned rivals on held-out tasks; a stopped run continues."""
 
 import sys
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from metamd.certification.certification import recommended
 from metamd.cli import report as report_command
-from metamd.cli.families import build_family, held_out_side
+from metamd.cli.families import build_family, duration, held_out_side, show_plan
 from metamd.cli.options import Compare, Report
 from metamd.comparison.compare import compare, comparison_settings
 from metamd.comparison.comparison import Target
-from metamd.comparison.entrants import Protocol, entrants, labels
+from metamd.comparison.entrants import Protocol, draw_configs, entrants, labels
 from metamd.comparison.tuning import SEARCHES
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.store import Records, write_json
 from metamd.files.text import one_line
 from metamd.inner.executor import Executor
-from metamd.rivals import Contender, Rival, known_rival, learned_rival
+from metamd.learning.meta import seconds_beside_adam
+from metamd.rivals import LEARNERS, Contender, Rival, known_rival, learned_rival
 from metamd.rivals.learned import source
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import SharedStart, starting_at
@@ -41,6 +44,9 @@ def run(options: Compare) -> None:
     ours: dict[str, Contender] = {"MetaMD": _our_contender(learned, options)}
     # A file that does not fit the models of the family is refused here, and data that are not at hand are found missing.
     ours["MetaMD"].start([(n, nn.Parameter(x)) for n, x in family.example().items()])
+    if options.dry_run:
+        show_plan(family, _plan(options, family, learned, protocol), as_json=options.json)
+        return
     rivals = [_known_or_learned(name, known, options) for name in options.rivals]
     Records(
         options.out, comparison_settings(family, protocol)
@@ -77,6 +83,25 @@ def _check_options(options: Compare) -> None:
         )
     if options.search != Compare.search and options.protocol != "paper":
         raise ValueError("--search would change nothing without --protocol paper. Leave it out, or add that.")
+
+
+def _plan(options: Compare, family: TaskFamily, learned: LearnedOptimiser, protocol: Protocol) -> str:
+    """What a dry run says of the runs; what learned rivals take to learn is not known beforehand."""
+    groups = draw_configs(family, protocol.seeds, protocol.seed)
+    task = family.build(next(iter(groups.values()))[0])
+    steps = task.steps if protocol.steps is None else protocol.steps
+    seconds = seconds_beside_adam(task, {"MetaMD": partial(recommended, task, learned, task.steps)})
+    tasks, each = sum(map(len, groups.values())), len(options.rivals) * len(protocol.schedules)
+    tuned = each * protocol.budget if protocol.name == "handicap" else each
+    searched = 0 if protocol.name == "handicap" else (1 + each) * protocol.budget * len(groups)
+    others = tasks * (tuned + len(options.rivals)) + searched
+    whole = steps * (tasks * seconds["MetaMD"] + others * seconds["Adam"]) / options.workers
+    more = " Learned rivals are learned first, which takes longer." * any(n in LEARNERS for n in options.rivals)
+    return (
+        f"{tasks} tasks in {len(groups)} domain{'s' * (len(groups) > 1)}: {tasks} runs of MetaMD and {others} of rivals, of "
+        f"{steps} steps each, which take {1e3 * seconds['MetaMD']:.2g} ms, and {1e3 * seconds['Adam']:.2g} for Adam: about "
+        f"{duration(whole)} with {options.workers} worker{'s' * (options.workers > 1)}.{more}"
+    )
 
 
 def _our_contender(learned: LearnedOptimiser, options: Compare) -> Contender:

@@ -1,6 +1,7 @@
 """`metamd inspect`: what a learned-optimiser file says about itself, and the distribution of its step sizes 1/D."""
 
 import json
+import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,16 @@ from metamd.certification.statements import readable
 from metamd.cli.main import show
 from metamd.cli.options import Inspect
 from metamd.comparison.figures import drawing, literal
+from metamd.files.header import Header
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.shipped import Card, card, locate, names, outcome_lines
 from metamd.files.text import one_line
+from metamd.potentials.tying import some
 
 BARS = " ▁▂▃▄▅▆▇█"
 BINS = 16
 MOST_LAYERS = 40  # in the figure
-MOST_ROWS, MOST_LETTERS = 1_000, 10_000  # in the tables
+MOST_ROWS, MOST_LETTERS = 40, 2_000  # in the tables
 MOST_TICKS = 12
 """So few step sizes are drawn as ticks: a histogram of them would say nothing."""
 
@@ -65,10 +68,11 @@ def run(options: Inspect) -> None:
         return
     width = max(80, get_terminal_size((120, 24)).columns)  # narrower, rich would drop the names of the layers
     console = Console(width=width, markup=False, emoji=False, highlight=False)
-    console.print(_header_table(options.file, learned, found))
+    console.print(_card_table(options.file, learned, found))
     console.print(_step_table(rows[:MOST_ROWS]))
     if len(rows) > MOST_ROWS:
         console.print(f"and {len(rows) - MOST_ROWS:,} rows more, which --json has")
+    console.print("The whole header: --json. The step sizes as a figure: --figure steps.png.")
 
 
 def _list_shipped(options: Inspect) -> None:
@@ -120,32 +124,83 @@ def span(rows: Sequence[Distribution]) -> tuple[float, float]:
     return ends if ends[0] < ends[1] else (ends[0] - 1, ends[1] + 1)
 
 
-def _header_table(file: str, learned: LearnedOptimiser, found: Card | None) -> Table:
+def _card_table(file: str, learned: LearnedOptimiser, found: Card | None) -> Table:
+    """What a reader wants to know first: what it is, how it is used, where it is from, what is known of it."""
+    header = learned.header
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    shown: dict[str, Any] = {"file": file, "fingerprint": learned.fingerprint()}
+    said: dict[str, str | None] = {"file": file}
     if found is not None:
-        judged = "\n".join(line for c in found.comparisons for line in outcome_lines(c))
-        shown |= {"shipped": found.about, "made by": found.command, "judged": judged}
-    shown |= learned.header.to_dict()
-    shown["tensors"] = f"{len(learned.header.tensors)} (below)"
-    shown["factors"] = ", ".join(f"{k} {n} x {r}" for k, (n, r) in learned.header.factors.items()) or "none: the identity"
-    shown["model"] = "\n".join(f"{one_line(n)} {s}" for n, s in learned.header.model.items()) or None
-    if count := len(learned.header.task_hashes):
-        shown["task_hashes"] = f"{count} task{'s' * (count != 1)} used in learning (--json lists them)"
-    shown["held_out"] = _held_out(learned.header.held_out)
-    if (radius := learned.header.radius) is not None:
-        shown["radius"] = f"{radius.quantile:.4g} times the scale of each tensor: {one_line(radius.source)}"
-    if learned.header.usage is not None:
-        shown["usage"] = f"{learned.usage}; MetaMD(params, learned, steps=T) does so, MetaMD(params, learned) does not"
-    if (choice := learned.header.choice) is not None:
-        said = f"for few {choice.get('prefer', 'steps')}, by the {choice['score']}, judged on {choice['judged_on']} data"
-        took = f"; a training step took {1e3 * choice['seconds_per_step']:.3g} ms" if "seconds_per_step" in choice else ""
-        shown["choice"] = said.replace("auto data", "validation data at the end and training data before") + took
-    for name, value in shown.items():
-        table.add_row(Text(name), Text(_cut(_field_text(name, value))))
+        said |= {"shipped": found.about, "made by": found.command}
+    steps = header.horizon or "T"
+    said["use"] = f"opt = metamd.MetaMD(model.named_parameters(), {file!r}, steps={steps})"
+    online = f" ({learned.online})" if learned.usage.metric == "online" and learned.online is not None else ""
+    said["recommends"] = "nothing but plain use" if header.usage is None else f"{learned.usage}{online}"
+    if (choice := header.choice) is not None:
+        judged = choice["judged_on"].replace("auto", "validation data at the end and training")
+        took = f"; a step took {1e3 * choice['seconds_per_step']:.3g} ms" if "seconds_per_step" in choice else ""
+        said["chosen for"] = f"few {choice.get('prefer', 'steps')}, judged on {judged} data, by the {choice['score']}{took}"
+    numbers = sum(math.prod(shape) for shape in header.model.values())
+    if header.model:
+        said["fits"] = f"a model of {len(header.model)} tensors, {numbers:,} numbers: {some(header.model)}"
+    elif header.tying == "role":
+        said["fits"] = "models of any width and depth, by the roles of their layers"
+    pieces = f"{header.pieces} piece{'s' * (header.pieces > 1)}"
+    basis = {
+        "identity": "in the parameters",
+        "right": "in learned coordinates",
+        "both": "in learned coordinates of both sides",
+    }
+    said["geometry"] = (
+        f"{header.potential} of {pieces} {basis[header.basis]}, tying {header.tying!r}, centre {header.centre!r}"
+    )
+    said["coordinates"] = ", ".join(f"{k} {n} x {r}" for k, (n, r) in header.factors.items())
+    said["learned on"] = _learned_on(header)
+    said["learned by"] = (
+        " ".join(x for x in (header.objective, header.estimator and f"with {header.estimator}") if x) or None
+    )
+    said["horizon"] = None if header.horizon is None else f"{header.horizon} steps"
+    said["batch size"] = None if header.batch_size is None else str(header.batch_size)
+    said["cost"] = ", ".join(f"{n.replace('_', ' ')} {x:,.5g}" for n, x in header.cost.items() if x) or None
+    said["start"] = "a learned start is in the file" if header.start else None
+    said["target"] = (
+        None if header.target_loss is None else f"a loss of {header.target_loss:.4g}, which training tasks reached"
+    )
+    if (radius := header.radius) is not None:
+        said["radius"] = f"{radius.quantile:.4g} times the scale of each tensor: {radius.source}"
+    said["guaranteed"] = _held_out(header.held_out) or f"nothing yet; metamd certify {one_line(file)} FAMILY finds it out"
+    said["judged"] = None if found is None else "\n".join(line for c in found.comparisons for line in outcome_lines(c))
+    said["made with"] = ", ".join(f"{n} {v}" for n, v in header.versions.items()) or None
+    said["fingerprint"] = learned.fingerprint()
+    for name, value in said.items():
+        if value:
+            folded = name in ("guaranteed", "judged")  # their lines were made safe one by one
+            table.add_row(Text(name), Text(_cut(value if folded else one_line(value))))
+    if missing := [name for name, value in said.items() if not value and name not in _OPTIONAL]:
+        table.add_row(Text("not recorded"), Text(", ".join(missing)))
     return table
+
+
+_OPTIONAL = ("start", "judged", "radius", "target", "shipped", "made by", "coordinates")
+"""Lines of a card that most files do not need."""
+
+
+def _learned_on(header: Header) -> str | None:
+    """The tasks or runs that a file is from, in words."""
+    if header.learned_from is not None:
+        rows = header.learned_from["runs"]
+        names = ", ".join(repr(row["name"]) for row in rows[:4] if row["name"])
+        return f"{len(rows)} recorded run{'s' * (len(rows) > 1)}{f': {names}' if names else ''}{', ...' * (len(rows) > 4)}"
+    if header.family is None:
+        return None
+    about = header.family
+    listed = about.get("domains") or about.get("datasets")
+    domains = f": {', '.join(map(str, listed))}" if isinstance(listed, list | dict) and listed else ""
+    kept = f"; held out: {about['hold_out']}" if about.get("hold_out") else ""
+    tasks = len(header.task_hashes)
+    count = f"; {tasks} task{'s' * (tasks != 1)} used in learning (--json lists them)" if tasks else ""
+    return f"{about.get('name', about.get('family', json.dumps(about, ensure_ascii=False)))}{domains}{kept}{count}"
 
 
 def _held_out(found: Mapping[str, Any]) -> str | None:
@@ -160,16 +215,8 @@ def _held_out(found: Mapping[str, Any]) -> str | None:
     return "\n".join(map(one_line, lines)) or None
 
 
-def _field_text(name: str, value: Any) -> str:
-    if value is None or value in ("", [], {}):
-        return "not recorded"
-    if name in ("model", "held_out", "judged"):  # their lines were made safe one by one
-        return str(value)
-    return one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-
-
 def _cut(text: str) -> str:
-    """A long value, cut: folding millions of characters would take minutes."""
+    """A long value, cut: nobody reads it here, and folding millions of characters would take minutes."""
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} ... ({len(text):,} characters; --json has all)"
 
 

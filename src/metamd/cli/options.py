@@ -36,6 +36,7 @@ class TaskOptions(Printed):
         workers: processes that share the runs; the result does not depend on them.
         ray: address of a Ray cluster to compute on, with so many workers; local starts one on this machine.
         seed: of everything random.
+        dry_run: print the tasks, the shapes, how many runs, and how long they take about; train and write nothing.
     """
 
     steps: int | None = None
@@ -47,6 +48,7 @@ class TaskOptions(Printed):
     workers: int = 1
     ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     seed: int = 0
+    dry_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,8 @@ class Train(TaskOptions):
 
     Args:
         family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images,
-            adapt-rotated-mnist, pictures, speakers or texts.
+            adapt-rotated-mnist, pictures, speakers or texts; or my.py:family for your own, where family is a TaskFamily in
+            the file my.py, or a function that makes one. The file is executed, with your rights.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
         potential: kronecker, learned coordinates of every weight matrix, for networks; diagonal for all others. Networks may
             be given diagonal too.

@@ -1,14 +1,14 @@
 """`metamd train` learns a file from tasks of a family; `metamd update` learns a file anew with more recorded runs."""
 
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from metamd.cli.families import build_family, check_place
+from metamd.cli.families import build_family, check_place, show_plan, words
 from metamd.cli.main import show
 from metamd.cli.options import Train, Update
 from metamd.files.learned import LearnedOptimiser, load
@@ -17,7 +17,17 @@ from metamd.files.recorded_run import Run
 from metamd.files.store import Journal, Log, locked
 from metamd.files.text import one_line, shown
 from metamd.inner.executor import Executor
-from metamd.learning.meta import has_weights, learn_network, meta_train, paper, refinement
+from metamd.learning.meta import (
+    has_weights,
+    learn_network,
+    meta_train,
+    network_runs,
+    paper,
+    plan_of,
+    plan_of_rounds,
+    refinement,
+)
+from metamd.learning.outer import Method
 from metamd.learning.recorded import update
 from metamd.learning.reference import learn_start
 from metamd.learning.rounds import step_line
@@ -34,6 +44,9 @@ def run(options: Train) -> None:
         raise ValueError(f"--seed must lie between -2^64 and 2^64, got {options.seed}.")
     family = build_family(options)
     learn, told = _method(options, family)
+    if options.dry_run:
+        show_plan(family, _plan(options, family, learn, told), as_json=options.json)
+        return
     check_place(options.out)
     folder = options.out.with_name(options.out.name + ".run")
     if options.out.exists() and not folder.exists():
@@ -60,10 +73,25 @@ def run(options: Train) -> None:
     text = (
         f"Learned {header['pieces']} piece{'s' * (header['pieces'] > 1)} from {len(header['task_hashes'])} tasks in "
         f"{cost['outer_steps']} outer steps, {cost['gradient_evaluations']:,} gradients, {cost['seconds']:.1f} s.\n"
-        f"Written to {one_line(str(options.out))}: `metamd inspect` prints it, metamd.load reads it."
+        f"Written to {one_line(str(options.out))}. What it says of itself: metamd inspect {words(options.out)}\n"
+        f"Use it: opt = metamd.MetaMD(model.named_parameters(), {str(options.out)!r}, steps={family.steps})\n"
+        f"Is it better than tuned rivals: metamd compare {words(options.out, options.family)}\n"
+        f"What held-out tasks guarantee: metamd certify {words(options.out, options.family)}"
     )
     record = {"file": str(options.out), "fingerprint": learned.fingerprint(), "notes": notes, "header": header}
     show(record, text, as_json=options.json)
+
+
+def _plan(options: Train, family: TaskFamily, learn: Callable[..., LearnedOptimiser], told: Mapping[str, Any]) -> str:
+    """What a dry run says of the runs."""
+    workers = Executor(options.workers, options.ray)
+    if learn is learn_network:
+        return plan_of(family, told["potential"], network_runs(options.tasks, told["choices"]), workers)
+    names = {f.name for f in fields(Method)}
+    method = replace(told.get("method", Method()), **{k: v for k, v in told.items() if k in names})
+    alone = "potential" not in told
+    method = replace(method, refine=refinement(family)) if alone and method.closed else method
+    return plan_of_rounds(family, method, options.tasks, alone, workers)
 
 
 def _method(options: Train, family: TaskFamily) -> tuple[Callable[..., LearnedOptimiser], dict[str, Any]]:

@@ -13,6 +13,7 @@ from metamd.comparison.entrants import Entrants, Protocol, draw_configs
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.training import Measuring, Outcome, step_seconds, train_contender
 from metamd.comparison.tuning import METRICS
+from metamd.files.progress import ends_with
 from metamd.files.store import Records, Result, as_json, write_json
 from metamd.files.versions import environment, versions
 from metamd.inner.executor import Executor
@@ -23,6 +24,9 @@ Outcomes = dict[tuple[str, str], Outcome]
 """By the contender's key and the hash of the task's config."""
 
 
+@ends_with(
+    lambda found: f'Compared {len(found.labels)} optimisers. found.table("mean_loss"); metamd report FOLDER makes a page.'
+)
 def compare(
     optimisers: Entrants,
     family: TaskFamily,
@@ -64,7 +68,8 @@ def compare(
     entrants = {label: [c] if isinstance(c, Contender) else list(c) for label, c in optimisers.items()}
     if empty := [label for label, contenders in entrants.items() if not contenders]:
         raise ValueError(f"{empty[0]!r} has no contender. Give it one, or several.")
-    measuring, executor = protocol.measuring, Executor(workers, ray)
+    protocol, executor = measurable(family, protocol), Executor(workers, ray)
+    measuring = protocol.measuring
     groups = draw_configs(family, protocol.seeds, protocol.seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
     settings = comparison_settings(family, protocol)
@@ -98,9 +103,17 @@ def compare(
     return _timed(comparison, entrants, next(iter(tasks.values())), records)
 
 
+def measurable(family: TaskFamily, protocol: Protocol) -> Protocol:
+    """The same protocol without the splits that a dataset of the family does not have: their columns are left out."""
+    drawn = [family.build(c).splits for configs in draw_configs(family, 1, protocol.seed).values() for c in configs]
+    splits = tuple(s for s in protocol.measuring.splits if all(not there or s in there for there in drawn))
+    return replace(protocol, measuring=replace(protocol.measuring, splits=splits))
+
+
 def comparison_settings(family: TaskFamily, protocol: Protocol) -> Result:
     """All that an outcome depends on beside its task and its contender; other optimisers may join later."""
-    steps, watched = family.steps if protocol.steps is None else protocol.steps, as_json(asdict(protocol.measuring))
+    measuring = measurable(family, protocol).measuring
+    steps, watched = family.steps if protocol.steps is None else protocol.steps, as_json(asdict(measuring))
     return {"family": family.describe(), "steps": steps, "measuring": watched, "torch": versions()["torch"]}
 
 

@@ -181,6 +181,12 @@ def entrants(
     given |= {label: r.with_setting(s) for label, (r, s) in scheduled.items()}
     drawn = draw_configs(family, 1, derive_seed(protocol.seed, "tuning"))
     tasks = [family.build(c) for configs in drawn.values() for c in configs]
+    for task in tasks:
+        if task.splits and "validation" not in task.splits:
+            raise ValueError(
+                f"the protocol paper tunes for validation accuracy, and {domain_of(task.config)!r} has only the splits "
+                f'{", ".join(task.splits)}. Give it "validation" too, or compare by the protocol handicap.'
+            )
     search, here = protocol.search(budget=protocol.budget, seed=protocol.seed), Executor.of(workers).ray is None
     hashes, cells = [config_hash(t.config) for t in tasks], {}
     for label, c in given.items():

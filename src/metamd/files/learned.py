@@ -218,6 +218,14 @@ class LearnedOptimiser:
         """The fingerprint of the geometry; what the header says about its origin does not enter."""
         return fingerprint(self.potential)
 
+    def summary(self) -> str:
+        """What it is, and what to do with it, in two lines."""
+        steps = self.header.horizon or "T"
+        return (
+            f"Learned {self}.\nlearned.save(path) keeps it; opt = metamd.MetaMD(model.named_parameters(), path, "
+            f"steps={steps}) uses it."
+        )
+
     def __repr__(self) -> str:
         header, count = self.header, sum(v.numel() for v in self.potential.log_d.values())
         parts = [

@@ -2,11 +2,12 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 Shown = Literal["terminal", "always", "never"]
 """Where progress is shown: on a terminal alone, also as lines in files and pipes, or nowhere."""
@@ -31,6 +32,34 @@ def showing(shown: Shown) -> Iterator[None]:
         yield
     finally:
         _shown.reset(token)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_depth: ContextVar[int] = ContextVar("metamd.verbs", default=0)
+
+
+def ends_with(sentence: Callable[[Any], str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A long verb says on a terminal what it has done and what to do next; one that another verb calls does not.
+
+    The command line says so itself.
+    """
+
+    def decorate(verb: Callable[P, R]) -> Callable[P, R]:
+        @wraps(verb)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            token = _depth.set(_depth.get() + 1)
+            try:
+                found = verb(*args, **kwargs)
+            finally:
+                _depth.reset(token)
+            if not _depth.get() and _shown.get() == "terminal" and sys.stderr.isatty():
+                print(sentence(found), file=sys.stderr, flush=True)
+            return found
+
+        return called
+
+    return decorate
 
 
 class Progress:

@@ -1,6 +1,7 @@
 """meta_train: learn the geometry of a family of tasks; with the recipes for networks and vectors, and that of the paper."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from metamd.files.learned import LearnedOptimiser, total_cost
+from metamd.files.progress import ends_with
 from metamd.files.store import Journal, Log
 from metamd.files.usage import Usage
 from metamd.inner.estimators import Estimator, Forward, Reverse
@@ -22,10 +24,11 @@ from metamd.learning.parts import Forecast
 from metamd.learning.reference import CHECKED, REFERENCE_RATES, learn_from_reference, tuned_reference
 from metamd.learning.rounds import Plan, first_look
 from metamd.learning.usage import Choices, Prefer, learn_usage, runs_to_choose, runs_to_scale, steps_of
+from metamd.optimiser.guard import OffFamilyWarning
 from metamd.potentials.base import Potential
 from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal
 from metamd.potentials.online import Online
-from metamd.tasks.base import TaskFamily, require_family
+from metamd.tasks.base import Task, TaskFamily, require_family
 from metamd.tasks.wrapped import Counted, uncounted
 
 VECTORS = Choices(
@@ -40,6 +43,7 @@ FEW = 16
 """Metrics up to which forward mode is taken, which has a tangent for each."""
 
 
+@ends_with(LearnedOptimiser.summary)
 def meta_train(
     family: TaskFamily,
     potential: Potential | None = None,
@@ -132,6 +136,7 @@ def has_weights(family: TaskFamily) -> bool:
     return any(x.ndim > 1 for x in family.example().values())
 
 
+@ends_with(LearnedOptimiser.summary)
 def learn_network(
     family: TaskFamily,
     potential: MaxDiagonal | None = None,
@@ -161,13 +166,7 @@ def learn_network(
     began, counted = time.perf_counter(), Counted(family)
     kept: dict[str, Any] = {"seed": seed, "journal": journal, "workers": workers}
     shape = Kronecker(rank="auto") if potential is None else potential
-    finder = reference or Reference(torch.optim.Adam, REFERENCE_RATES[0])
-    runs = {
-        "Adam's rate": 0.0 if reference else 2.0 * len(REFERENCE_RATES),
-        "runs to learn from": 2 * tasks * finder.factor + CHECKED,
-    }
-    if choices is not None:
-        runs |= {"online scales": runs_to_scale(choices, finder), "usages": runs_to_choose(choices)}
+    runs = network_runs(tasks, choices, reference)
     forecast = Forecast(f"learning {family.name}", {name: count * family.steps for name, count in runs.items()}, log)
     with forecast.of(counted):
         if forecast.shown:  # else nobody waits for its times
@@ -179,21 +178,24 @@ def learn_network(
         return learned if choices is None else learn_usage(learned, counted, choices, reference=reference, **kept)
 
 
+def network_runs(tasks: int, choices: Choices | None, reference: Reference | None = None) -> dict[str, float]:
+    """How many runs each stage of `learn_network` takes, about, in the length of a task's own."""
+    finder = reference or Reference(torch.optim.Adam, REFERENCE_RATES[0])
+    runs = {
+        "Adam's rate": 0.0 if reference else 2.0 * len(REFERENCE_RATES),
+        "runs to learn from": 2 * tasks * finder.factor + CHECKED,
+    }
+    if choices is not None:
+        runs |= {"online scales": runs_to_scale(choices, finder), "usages": runs_to_choose(choices)}
+    return runs
+
+
 def plan_of(family: TaskFamily, potential: MaxDiagonal, runs: Mapping[str, float], executor: Executor) -> str:
     """What `learn_network` is going to do, and about how long it takes: runs x steps x the measured time of a step."""
     task = uncounted(family).build(family.sample(torch.Generator().manual_seed(0)))
     phi, online = potential.bind(task.init()), Online("polar", beta=0.9)
     polar = replace(online, scale={slot.key: 1e9 for slot in phi.slots.values()})  # steps so short that nothing changes
-
-    def by_adam() -> OptimiserSteps:
-        params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
-        return OptimiserSteps(params, torch.optim.Adam(params.values(), lr=1e-9))
-
-    begin: dict[str, Callable[[], StepRule]] = {
-        "Adam": by_adam,
-        "polar": partial(steps_of, task, phi, Usage("online"), polar),
-    }
-    seconds = seconds_per_step(task, begin, task.steps, rounds=3, block=3, warm_up=1)
+    seconds = seconds_beside_adam(task, {"polar": partial(steps_of, task, phi, Usage("online"), polar)})
     tried = runs.get("online scales", 0.0) + runs.get("usages", 0.0)
     followed = sum(runs.values()) - tried
     whole = task.steps * (followed * seconds["Adam"] + tried * seconds["polar"]) / executor.workers
@@ -202,6 +204,34 @@ def plan_of(family: TaskFamily, potential: MaxDiagonal, runs: Mapping[str, float
         f"which take {1e3 * seconds['Adam']:.2g} and up to {1e3 * seconds['polar']:.2g} ms here: about "
         f"{timedelta(seconds=round(whole))} with {executor.workers} worker{'s' * (executor.workers > 1)}."
     )
+
+
+def plan_of_rounds(family: TaskFamily, method: Method, tasks: int, usages: bool, executor: Executor) -> str:
+    """What `meta_train` is going to do in rounds, and about how long it takes at most."""
+    task = uncounted(family).build(family.sample(torch.Generator().manual_seed(0)))
+    seconds = seconds_beside_adam(task, {})["Adam"]
+    outer = sum(steps for _, steps in method.stages)
+    chosen = runs_to_choose(VECTORS) if usages else 0.0
+    runs = outer * tasks + chosen
+    and_then = f", then about {chosen:.0f} to choose a usage" * usages
+    whole = timedelta(seconds=round(runs * task.steps * seconds / executor.workers))
+    return (
+        f"{family.name}: at most {outer} outer steps of {tasks} runs{and_then}, of {task.steps} steps each, which take "
+        f"{1e3 * seconds:.2g} ms here: about {whole} with "
+        f"{executor.workers} worker{'s' * (executor.workers > 1)}, and less where tasks run side by side."
+    )
+
+
+def seconds_beside_adam(task: Task, others: Mapping[str, Callable[[], StepRule]]) -> dict[str, float]:
+    """The seconds of a training step by Adam, and by these, for what is going to be done."""
+
+    def by_adam() -> OptimiserSteps:
+        params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
+        return OptimiserSteps(params, torch.optim.Adam(params.values(), lr=1e-9))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffFamilyWarning)  # nothing is trained
+        return seconds_per_step(task, {"Adam": by_adam, **others}, task.steps, rounds=3, block=3, warm_up=1)
 
 
 def refinement(family: TaskFamily) -> Refine | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.learned import LearnedOptimiser, LearnedStart, Moments, fingerprint, load
+from metamd.files.progress import ends_with
 from metamd.files.store import Journal, Result
 from metamd.inner.closed_form import Iterate, learn_factors, minimiser, moments_of
 from metamd.inner.executor import Executor
@@ -138,6 +139,7 @@ def tuned_reference(
     return Reference(torch.optim.Adam, best, factor, chosen_on=tuple(config_hash(task.config) for task in built))
 
 
+@ends_with(lambda start: f"Learned a start of {len(start)} tensors. Keep it: start.save(path); learned.with_start(start).")
 def learn_start(
     family: TaskFamily,
     *,
@@ -195,6 +197,7 @@ def learn_start(
         return parts.file("start", found, LearnedStart.load)
 
 
+@ends_with(LearnedOptimiser.summary)
 def learn_from_reference(
     family: TaskFamily,
     potential: MaxDiagonal,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from metamd.files.learned import LearnedOptimiser, total_cost
+from metamd.files.progress import ends_with
 from metamd.files.store import Journal, Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
 from metamd.inner.executor import Executor
@@ -458,6 +459,7 @@ class Choices:
         return float(f"{2 ** (place / 2):.3g}") if abs(place) <= FARTHEST else None
 
 
+@ends_with(LearnedOptimiser.summary)
 def learn_usage(
     learned: LearnedOptimiser,
     family: TaskFamily,

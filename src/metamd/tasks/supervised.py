@@ -218,6 +218,10 @@ def _has_dropout(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], 
     mode, name = HashedDropout(torch.tensor(0)), next(iter(data))
     with _explained(batch, name), seeded(1), mode:
         outputs = model(batch["inputs"])
+    if recipe.loss_fn is F.cross_entropy or isinstance(recipe.loss_fn, nn.CrossEntropyLoss):
+        for key, splits in data.items():
+            for _, targets in splits.values():
+                _check_classes(key, targets, outputs)
     classified = recipe.loss_fn is F.cross_entropy and not batch["targets"].is_floating_point() and outputs.dim() > 1
     for key, splits in data.items() if classified else ():
         largest = max(int(targets.max()) for _, targets in splits.values())
@@ -244,6 +248,20 @@ def _has_dropout(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], 
             "after; put other such layers into eval mode in make_model."
         )
     return mode.calls > 0
+
+
+def _check_classes(name: str, targets: Tensor, outputs: Any) -> None:
+    """Refuse numbers where cross entropy takes classes: of one output it is zero, whatever the numbers are."""
+    if not isinstance(targets, Tensor) or not targets.is_floating_point() or not isinstance(outputs, Tensor):
+        return
+    fits = outputs.dim() > 1 and outputs.shape[1] > 1 and targets.shape[1:] == outputs.shape[1:]
+    if fits and bool((targets >= 0).all()) and bool(((targets.sum(1) - 1).abs() < 1e-3).all()):
+        return
+    raise ValueError(
+        f"The loss is cross entropy, whose targets are classes, or a probability for each class; the targets of dataset "
+        f"{name!r} are other numbers ({targets.dtype}, shape {tuple(targets.shape)}). For regression, pass "
+        "loss_fn=torch.nn.functional.mse_loss. Labels must be integers: targets.long()."
+    )
 
 
 @contextmanager

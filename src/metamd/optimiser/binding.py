@@ -236,7 +236,11 @@ def fit(
         from metamd.optimiser.fused import FusedDiagonals
 
         kernel = FusedDiagonals(metrics, starts, bound.offsets.detach().cpu().numpy())
-    return bound.centred_at(starts).fixed(metrics, total_for(named), kernel)
+    bound = bound.centred_at(starts).fixed(metrics, total_for(named), kernel)
+    for name, p in named.items():
+        if _gathers(online, p):
+            bound.basis.prepare(name, metrics[name])
+    return bound
 
 
 def _gathers(online: Online | None, param: Tensor) -> bool:
@@ -328,14 +332,17 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_nonfinite(named: Params, grads: Params, lengths: Sequence[Tensor] | None = None) -> None:
-    """Refuse NaN and infinite gradients, on all processes if one has them; `lengths` are theirs, where they are known."""
+def are_finite(grads: Params) -> bool:
+    """Whether gradients certainly have no NaN and no infinity."""
     # The sum is the fastest look at every number, and no NaN or infinity cancels in it; it may overflow, so that a second
     # look decides. Unlike a norm it uses all threads.
-    sums = lengths or [g.sum(dtype=None if g.dtype == torch.float64 else torch.float32) for g in grads.values()]
-    names = []
-    if not bool(torch.isfinite(torch.stack([s.to(sums[0]) for s in sums])).all()):
-        names = [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]
+    sums = [g.sum(dtype=None if g.dtype == torch.float64 else torch.float32) for g in grads.values()]
+    return bool(torch.isfinite(torch.stack([s.to(sums[0]) for s in sums])).all())
+
+
+def refuse_nonfinite(named: Params, grads: Params, *, known: bool) -> None:
+    """Refuse NaN and infinite gradients, on all processes if one has them; `known` says that there are none here."""
+    names = [] if known else [n for n, g in grads.items() if not bool(torch.isfinite(g).all())]
     if any_process(bool(names), named):
         where = f"the gradient of {names[0]!r} (and of {len(names) - 1} more)" if names else "a gradient elsewhere"
         raise RuntimeError(

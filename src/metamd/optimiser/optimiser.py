@@ -45,8 +45,8 @@ from metamd.optimiser.guard import FamilyWatch, Safeguard, energy
 from metamd.potentials.base import Active, Move, Params, Potential, Step
 from metamd.potentials.classical import Euclidean
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.online import Online, Point
-from metamd.potentials.sharding import local, version
+from metamd.potentials.online import Online, Point, ordinary
+from metamd.potentials.sharding import is_sharded, local, version
 
 
 @dataclass(slots=True)
@@ -193,6 +193,7 @@ class MetaMD(Optimizer):
         bound = binding.fit(self._potential, named, starts, self._online, fused=self.fused, order=self._order)
         binding.check_scales(self._online, bound, [n for n, p in named.items() if p.requires_grad])
         self._bound, self._places = bound, {id(p): (n, p, p.device) for n, p in named.items()}
+        self._sharded = any(is_sharded(p) for p in named.values())
 
     # the step
 
@@ -249,7 +250,7 @@ class MetaMD(Optimizer):
             self._online.advance(
                 bound, [Point(e.name, e.z, moves[e.name], e.state, e.param) for e in moving], lengths=lengths
             )
-            for e in moving:
+            for e in moving if self._sharded else ():
                 binding.share_state(e.state, e.param)
         else:
             active = None
@@ -309,10 +310,15 @@ class MetaMD(Optimizer):
                 average.check_averaging(self.averaging, group["momentum"])
             self._notice_scheduler(group)
         binding.check_scales(self._online, self.potential, grads)
-        # the share of signal needs the lengths anyway
-        lengths = None if self._online is None else self._online.lengths(list(grads.values()))
+        # the share of signal needs the lengths anyway, and they say whether all numbers are finite
+        found = list(grads.values())
+        lengths = None if self._online is None else self._online.lengths(found, narrow=self.check_finite)
         if self.check_finite:
-            binding.refuse_nonfinite({e.name: e.param for e in entries}, grads, lengths)
+            known = binding.are_finite(grads) if lengths is None else ordinary(lengths)
+            if self._sharded or not known:
+                binding.refuse_nonfinite({e.name: e.param for e in entries}, grads, known=known)
+            if lengths is not None and not known and self._online is not None:
+                lengths = self._online.lengths(found)
         if self._steps == 0 or self._versions:
             self.potential.check({e.name: e.x for e in entries if e.name not in self._versions})
         return lengths

@@ -33,12 +33,13 @@ class Orthogonal:
         self.columns = columns  # U, (n, r) with r <= n, orthonormal
         self.size, self.rank = columns.shape
         self.full = self.rank == self.size  # whether all columns are given
+        self._found: tuple[Tensor, Tensor, Tensor] | None = None
 
     def into(self, x: Tensor, *, back: bool = False) -> Tensor:
         """Rows x Q: their coordinates; or, back from coordinates, x Q'."""
         if self.full:
             return x @ (self.columns.mT if back else self.columns)
-        y, ty, ty_back = self._compact
+        y, ty, ty_back = self.compact()
         return x - (x @ y) @ (ty_back if back else ty)
 
     def divide(self, x: Tensor, d: Tensor) -> Tensor:
@@ -49,17 +50,18 @@ class Orthogonal:
         given, rest = d[..., : self.rank], d[..., self.rank :][..., :1]
         return x / rest + ((x @ self.columns) * (1 / given - 1 / rest)) @ self.columns.mT
 
-    @cached_property
-    def _compact(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Y, T Y' and T' Y' of Q = I - Y T Y', the compact form of the reflections that reduce U."""
-        packed, tau = torch.geqrf(self.columns.detach().double())
-        y = torch.tril(packed, -1) + torch.eye(self.size, self.rank, dtype=packed.dtype, device=packed.device)
-        products, t = y.mT @ y, torch.zeros(self.rank, self.rank, dtype=packed.dtype, device=packed.device)
-        for i in range(self.rank):
-            t[:i, i] = -tau[i] * (t[:i, :i] @ products[:i, i])
-            t[i, i] = tau[i]
-        kind = self.columns.dtype
-        return y.to(kind), (t @ y.mT).to(kind), (t.mT @ y.mT).to(kind)
+    def compact(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Y, T Y' and T' Y' of Q = I - Y T Y', the compact form of the reflections that reduce U, found once."""
+        if self._found is None:
+            packed, tau = torch.geqrf(self.columns.detach().double())
+            y = torch.tril(packed, -1) + torch.eye(self.size, self.rank, dtype=packed.dtype, device=packed.device)
+            products, t = y.mT @ y, torch.zeros(self.rank, self.rank, dtype=packed.dtype, device=packed.device)
+            for i in range(self.rank):
+                t[:i, i] = -tau[i] * (t[:i, :i] @ products[:i, i])
+                t[i, i] = tau[i]
+            kind = self.columns.dtype
+            self._found = y.to(kind), (t @ y.mT).to(kind), (t.mT @ y.mT).to(kind)
+        return self._found
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Inverse:
     matrix: Tensor  # V diag(d)^-1 V' itself; or, for r columns U, diag(1/d - 1/c) U'
     columns: Tensor | None = None  # U, if they are not all
     rest: Tensor | None = None  # c, the number of all other directions, (1, 1)
+    over: tuple[Tensor, Tensor] | None = None  # diag(c/d - 1) U', so that c M D^-1 = M + M U diag(c/d - 1) U', and c^-1/2
 
     def __call__(self, m: Tensor) -> Tensor:
         """M D^-1."""
@@ -243,15 +246,31 @@ class Basis:
             moved = self.out_of(name, self.into(name, grad) / d)
         return descend(x, moved, lr, out).to(x.dtype)
 
-    def divided(self, name: str, x: Tensor, d: Tensor) -> Tensor:
-        """V diag(d)^-1 V' x as a matrix, d being the metric of the first piece, which is of the columns."""
+    def divided(self, name: str, x: Tensor, d: Tensor) -> tuple[Tensor, float | Tensor]:
+        """c x V diag(d)^-1 V' as a matrix and c^-1/2, for a number c; d is the metric of the first piece, of the columns.
+
+        Where not all directions are given, c is the metric of the others: x itself has their part.
+        """
         place = self.places.get(name)
         m = x.reshape(x.shape[0], -1) if place is None else place.matrix(x)
         right = None if place is None else self._at("right", name, m)
         if right is None:
-            return m / d
-        kept = name in self._metrics and d.dtype == m.dtype
-        return self._kept_inverse(name, 0, m)(m) if kept else right.divide(m, d)
+            return m / d, 1.0
+        if name not in self._metrics or d.dtype != m.dtype:
+            return right.divide(m, d), 1.0
+        inverse = self._kept_inverse(name, 0, m)
+        if inverse.columns is None or inverse.over is None:
+            return m @ inverse.matrix, 1.0
+        thin, root = inverse.over
+        return torch.addmm(m, m @ inverse.columns, thin), root
+
+    def prepare(self, name: str, like: Tensor) -> None:
+        """Find what steps of a tensor take of its factors: for `torch.compile` there would be too much to trace."""
+        right = self._at("right", name, like) if name in self.places else None
+        if right is not None and not right.full:
+            right.compact()
+        if right is not None and self.kind == "right" and name in self._metrics:
+            self._kept_inverse(name, 0, like)
 
     @staticmethod
     def _subtract(place: Place, x: Tensor, m: Tensor, inverse: Inverse, lr: float, out: Tensor | None) -> Tensor:
@@ -289,7 +308,8 @@ class Basis:
             else:
                 rest = d[:, right.rank : right.rank + 1].contiguous()
                 thin = (1 / d[0, : right.rank] - 1 / rest[0])[:, None] * right.columns.mT
-                found = Inverse(thin, right.columns.contiguous(), rest)
+                over = rest * thin, rest.reshape(()).rsqrt()
+                found = Inverse(thin, right.columns.contiguous(), rest, over)
             self._inverses[name, piece] = found
         return self._inverses[name, piece]
 

@@ -30,7 +30,7 @@ from metamd.potentials.base import Move
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import widen
 from metamd.potentials.sharding import gathered, is_sharded, local, local_part, sum_shards
-from metamd.potentials.whitening import MOST, inverse_root
+from metamd.potentials.whitening import MOST, inverse_roots
 
 Rule = Literal["sum", "average", "polar"]
 
@@ -66,6 +66,11 @@ class Point:
     def whole(self) -> Tensor:
         """The tensor that x is, or that it is a part of."""
         return self.x if self.param is None else self.param
+
+    @property
+    def in_place(self) -> bool:
+        """Whether Python knows the numbers of the move, and nothing decays."""
+        return not isinstance(self.move.lr, Tensor) and not isinstance(self.move.decay, Tensor) and self.move.decay == 0
 
     def subtract(self, direction: Tensor, size: float | Tensor) -> None:
         """x <- (1 - decay) x - size direction."""
@@ -168,9 +173,16 @@ class Online:
         torch._foreach_add_(found, self.epsilon)
         return list(found)
 
-    def lengths(self, grads: list[Tensor]) -> list[Tensor] | None:
-        """The lengths of gradients, in float64 where the device has it; None where no step asks for them."""
-        return list(torch._foreach_norm(grads, 2, _wide(grads[0]))) if self.signal and grads else None
+    def lengths(self, grads: list[Tensor], *, narrow: bool = False) -> list[Tensor] | None:
+        """The lengths of gradients; None where no step asks for them.
+
+        They are in float64 where the device has it. Narrow ones are found several times sooner, in float32 where the
+        gradients are; whoever takes them looks whether they are `ordinary`.
+        """
+        if not self.signal or not grads:
+            return None
+        narrow = narrow and all(g.dtype != torch.float64 and g.numel() <= SUMMED for g in grads)
+        return list(torch._foreach_norm(grads, 2, torch.float32 if narrow else _wide(grads[0])))
 
     def advance(
         self,
@@ -238,7 +250,7 @@ def polar_step(
 ) -> None:
     """A step of the rule "polar" for all tensors of a device. Python reads no number back, for which a GPU would wait.
 
-    Beside torch's Muon: M_t and A are its two `lerp`s, and `inverse_root` takes the place of its Newton-Schulz iteration.
+    Beside torch's Muon: M_t and A are its two `lerp`s, and `inverse_roots` take the place of its Newton-Schulz iteration.
     """
     beta, grads = online.beta, [widen(p.move.grad) for p in points]
     for p, g in zip(points, grads, strict=True):
@@ -249,107 +261,119 @@ def polar_step(
     ahead = torch._foreach_lerp(grads, averages, beta)  # A, Nesterov's
 
     vectors = [i for i, g in enumerate(grads) if g.ndim < 2]
-    if vectors:  # beside weights: the average gradient over the root of the average square
-        metrics = online.metrics([grads[i] for i in vectors], [points[i].state for i in vectors])
-        for i, metric in zip(vectors, metrics, strict=True):
-            if watch is not None:
-                watch(points[i].name, (grads[i].square() / metric).sum(), metric)
-            size = online.size(potential, points[i]) / (1 - beta ** (points[i].state["counted"] + 1))
-            points[i].subtract(ahead[i].div_(metric), size)
-
+    if vectors:
+        _follow_squares(online, potential, *([x[i] for i in vectors] for x in (points, grads, ahead)), watch)
     weights = [i for i, p in enumerate(points) if p.whole.ndim > 1 and p.whole.numel()]
     if not weights:
         return
     due = [_due(online, points[i].state) for i in weights]
-    shares: list[Any] = [1.0] * len(weights)
+    shares = None
     if online.signal:
         known = lengths or online.lengths(grads) or []
-        known = [known[i] for i in weights]
-        shares = _signal_shares(online, [points[i] for i in weights], [averages[i] for i in weights], known)
-    found = [(i, share) for i, new, share in zip(weights, due, shares, strict=True) if new]
+        shares = _signal_shares(online, *([x[i] for i in weights] for x in (points, averages, known)))
+    found = [at for at, new in enumerate(due) if new]
     # a sharded weight is gathered when its turn comes, so that no process holds more than one of them whole
-    alone = [[(i, share)] for i, share in found if is_sharded(points[i].whole)]
-    for batch in filter(None, [[(i, share) for i, share in found if not is_sharded(points[i].whole)], *alone]):
-        wholes = [gathered(ahead[i], points[i].whole) for i, _ in batch]
-        _whiten(online, potential, [points[i] for i, _ in batch], wholes, [share for _, share in batch], watch)
-    for i, new, share in zip(weights, due, shares, strict=True):
+    alone = [[at] for at in found if is_sharded(points[weights[at]].whole)]
+    for batch in filter(None, [[at for at in found if not is_sharded(points[weights[at]].whole)], *alone]):
+        here = [points[weights[at]] for at in batch]
+        wholes = [gathered(ahead[weights[at]], points[weights[at]].whole) for at in batch]
+        part = shares if shares is None or len(batch) == len(weights) else torch.stack([shares[at] for at in batch])
+        _whiten(online, potential, here, wholes, part, watch)
+    for at, new in enumerate(due):
         if not new:
-            points[i].subtract(local(points[i].state["direction"]), online.size(potential, points[i]) * share)
+            p = points[weights[at]]
+            size = online.size(potential, p)
+            p.subtract(local(p.state["direction"]), size if shares is None else size * shares[at])
+
+
+def _follow_squares(
+    online: Online, potential: MaxDiagonal, points: list[Point], grads: list[Tensor], ahead: list[Tensor], watch: Watch | None
+) -> None:
+    """Move vectors, beside weights: by their average gradient over the root of the average square."""
+    metrics = online.metrics(grads, [p.state for p in points])
+    sizes = [online.size(potential, p) / (1 - online.beta ** (p.state["counted"] + 1)) for p in points]
+    if watch is not None:
+        for p, g, metric in zip(points, grads, metrics, strict=True):
+            watch(p.name, (g.square() / metric).sum(), metric)
+    if all(p.in_place and p.x.dtype == a.dtype for p, a in zip(points, ahead, strict=True)):
+        torch._foreach_addcdiv_([p.x for p in points], ahead, metrics, [-size for size in sizes])
+        return
+    for p, a, metric, size in zip(points, ahead, metrics, sizes, strict=True):
+        p.subtract(a.div_(metric), size)
 
 
 def _whiten(
-    online: Online, potential: MaxDiagonal, points: list[Point], ahead: list[Tensor], shares: list[Any], watch: Watch | None
+    online: Online,
+    potential: MaxDiagonal,
+    points: list[Point],
+    ahead: list[Tensor],
+    shares: Tensor | None,
+    watch: Watch | None,
 ) -> None:
-    """Move weights by their shares of (C C')^-1/2 C D^-1/2, C = A D^-1/2; the roots of equal sizes are found together."""
-    sizes = torch.stack([a.amax() for a in torch._foreach_abs(ahead)]).to(_wide(ahead[0]))
+    """Move weights by their shares of (C C')^-1/2 C D^-1/2, C = A D^-1/2; A is overwritten."""
+    sizes = torch.stack([a.amax() for a in torch._foreach_abs(ahead)])
     # the products of small gradients would be lost, those of large ones overflow; nothing is rounded by a power of two
-    powers = sizes.clamp_min(max(torch.finfo(a.dtype).tiny for a in ahead)).log2().floor().exp2()
-    full, scales = (sizes / online.epsilon).clamp_max(1).unbind(), powers.unbind()
-    sides = [
-        _sides(online, potential, p.name, a) for p, a in zip(points, torch._foreach_div(ahead, list(scales)), strict=True)
-    ]
-    groups: dict[Any, list[int]] = {}
-    for i, side in enumerate(sides):
-        groups.setdefault((side.products.shape[-1], side.products.dtype), []).append(i)
-    roots: dict[int, Tensor] = {}
-    for group in groups.values():
-        products = [sides[i].products for i in group]
-        found = inverse_root(products[0] if len(group) == 1 else torch.cat(products), online.whiten)
-        roots |= dict(zip(group, torch.split_with_sizes(found, [len(x) for x in products]), strict=True))
-    for i, (p, side) in enumerate(zip(points, sides, strict=True)):
-        if watch is not None:
-            # the energy and the metric of the gradient as it is, not over the scale; the metric is over the share
-            known = max(float(shares[i]), torch.finfo(side.products.dtype).tiny)
-            energy = (side.products * roots[i]).sum()
-            metric = torch.block_diag(*torch.linalg.inv(roots[i]))  # type: ignore[no-untyped-call]
-            watch(p.name, scales[i] * energy * shares[i], scales[i] / known * metric[: side.rows, : side.rows])
+    powers = sizes.clamp_min(max(torch.finfo(a.dtype).tiny for a in ahead)).log2_().floor_().exp2_()
+    torch._foreach_mul_(ahead, list(powers.reciprocal().unbind()))
+    sides = [_sides(online, potential, p.name, a) for p, a in zip(points, ahead, strict=True)]
+    roots = inverse_roots([side.products for side in sides], online.whiten)
+    if watch is not None:
+        told = sizes.new_ones(len(points)) if shares is None else shares
+        for p, side, root, power, share in zip(points, sides, roots, powers, told, strict=True):
+            # the energy and the metric of the gradient as it is, not over its power; the metric is over the share
+            energy, metric = (side.products * root).sum() * side.factor, torch.linalg.inv(root) * side.factor
+            metric = torch.block_diag(*metric)[: side.rows, : side.rows]  # type: ignore[no-untyped-call]
+            known = share.clamp_min(torch.finfo(root.dtype).tiny)
+            watch(p.name, (power * share) * energy, (power / known).to(metric.dtype) * metric)
+    factors = sizes.div_(online.epsilon).clamp_max_(1)
+    if any(isinstance(side.factor, Tensor) for side in sides):
+        one = factors.new_ones(())
+        factors = factors * torch.stack([side.factor if isinstance(side.factor, Tensor) else one for side in sides])
+    kept = online.refresh > 1 or is_sharded(points[0].whole)  # the share is not in a direction that is taken again
+    torch._foreach_mul_(roots, list((factors if kept or shares is None else factors * shares).unbind()))
+    for at, (p, side, root) in enumerate(zip(points, sides, roots, strict=True)):
         size = online.size(potential, p)
-        if online.refresh > 1 or is_sharded(p.whole):
-            direction = local_part(side.out(roots[i] * full[i]).reshape(p.whole.shape), p.whole)
-            if online.refresh > 1:
-                p.state["direction"] = direction
-            p.subtract(direction, size * shares[i])
-        else:
-            side.move(p, roots[i] * (full[i] * shares[i]), size)
+        if not kept:
+            side.move(p, root, size)
+            continue
+        direction = local_part(side.out(root).reshape(p.whole.shape), p.whole)
+        if online.refresh > 1:
+            p.state["direction"] = direction
+        p.subtract(direction, size if shares is None else size * shares[at])
 
 
 @dataclass(slots=True)
 class _Sides:
     """A weight as a step sees it: the root of its `products` stands on the left of `right`, block by block."""
 
-    products: Tensor  # C C' of every block, (blocks, n, n)
-    right: Tensor  # C D^-1/2, (blocks, n, columns); C itself where D^-1/2 is not of the columns alone
+    products: Tensor  # c C C' of every block, (blocks, n, n), c a number
+    right: Tensor  # c C D^-1/2, (blocks, n, columns); c C itself where D^-1/2 is not of the columns alone
+    factor: float | Tensor  # c^-1/2, by which root and direction are too long
     rows: int  # of the weight; the last block may have some more, which are zero
     finish: Callable[[Tensor], Tensor] | None  # from (C C')^-1/2 C to the direction, where D^-1/2 is missing
 
     def out(self, root: Tensor) -> Tensor:
         """The direction, as a matrix or in the shape of the weight."""
-        found = (root @ self.right).flatten(0, 1)[: self.rows]
+        found = torch.bmm(root, self.right).flatten(0, 1)[: self.rows]
         return found if self.finish is None else self.finish(found)
 
     def move(self, point: Point, root: Tensor, size: float | Tensor) -> None:
         """x <- (1 - decay) x - size root right, in one product where memory allows it."""
-        x, decay = point.x, point.move.decay
-        fits = self.right.shape[0] * self.right.shape[1] == self.rows and x.dtype == self.right.dtype
-        if (
-            self.finish is not None
-            or not fits
-            or isinstance(size, Tensor)
-            or isinstance(decay, Tensor)
-            or not x.is_contiguous()
-        ):
+        x, decay, right = point.x, point.move.decay, self.right
+        fits = self.finish is None and right.shape[0] * right.shape[1] == self.rows and x.dtype == right.dtype
+        if not fits or isinstance(size, Tensor) or isinstance(decay, Tensor) or not x.is_contiguous():
             point.subtract(self.out(root), size)
         else:
-            x.view(self.right.shape).baddbmm_(root, self.right, beta=1 - decay, alpha=-size)
+            x.view(right.shape).baddbmm_(root, right, beta=1 - decay, alpha=-size)
 
 
 def _sides(online: Online, potential: MaxDiagonal, name: str, a: Tensor) -> _Sides:
     rows, basis, d = a.shape[0], potential.basis, potential.metric(name)[0]
     if d.ndim == 2 and d.shape[0] == 1 and rows <= math.prod(a.shape[1:]):
         # the metric is of the columns: C C' = A D^-1 A' and C D^-1/2 = A D^-1, one product with D^-1 for both
-        left = _blocks(a.reshape(rows, -1), online.block)
-        right = _blocks(basis.divided(name, a, d), online.block)
-        return _Sides(right @ left.mT, right, rows, None)
+        inverse, factor = basis.divided(name, a, d)
+        left, right = (_blocks(m, online.block) for m in (a.reshape(rows, -1), inverse))
+        return _Sides(_product(right, left), right, factor, rows, None)
     coordinates, root = basis.into(name, a), d.sqrt()
     c = (coordinates / root).reshape(rows, -1)
     wide = rows <= c.shape[1]
@@ -359,7 +383,19 @@ def _sides(online: Online, potential: MaxDiagonal, name: str, a: Tensor) -> _Sid
         return basis.out_of(name, found.reshape(coordinates.shape) / root)
 
     c = _blocks(c if wide else c.mT, online.block)
-    return _Sides(c @ c.mT, c, min(rows, coordinates.numel() // rows), finish)
+    return _Sides(_product(c, c), c, 1.0, min(rows, coordinates.numel() // rows), finish)
+
+
+COPIED = 2**13
+"""Numbers from which a matrix is transposed by a copy on a CPU: the product with it is 1.3 to 2 times as fast, with the copy."""
+
+
+def _product(right: Tensor, left: Tensor) -> Tensor:
+    """Right left', block by block."""
+    other = left.mT
+    if other.stride(-1) > 1 and left.device.type == "cpu" and left.numel() >= COPIED:
+        other = other.contiguous()
+    return torch.bmm(right, other)
 
 
 def _blocks(m: Tensor, most: int) -> Tensor:
@@ -372,6 +408,18 @@ def _blocks(m: Tensor, most: int) -> Tensor:
 def _wide(x: Tensor) -> torch.dtype:
     """The type for lengths, whose squares are lost or overflow in float32 where they themselves are not."""
     return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def ordinary(lengths: Sequence[Tensor]) -> bool:
+    """Whether lengths are finite, and their squares in float32 neither lost nor infinite; Python reads one number."""
+    return float(torch.stack(list(lengths)).log2_().abs_().amax()) < ORDINARY
+
+
+SUMMED = 2**18
+"""So many squares are added up in float32: torch's norm of 100,000 numbers is off by 3e-7, that of 4 million by 8e-5."""
+
+ORDINARY = 50.0
+"""The powers of two, up and down, between which lengths are ordinary: squares of parts of 2^-13 of them are numbers still."""
 
 
 def _due(online: Online, state: State) -> bool:
@@ -387,28 +435,32 @@ def _due(online: Online, state: State) -> bool:
     return True
 
 
-def _signal_shares(online: Online, points: list[Point], averages: list[Tensor], lengths: Sequence[Tensor]) -> list[Tensor]:
+def _signal_shares(online: Online, points: list[Point], averages: list[Tensor], lengths: list[Tensor]) -> Tensor:
     """The shares of signal in the gradients of weights; 1 at the first step."""
     states = [p.state for p in points]
     for state, average in zip(states, averages, strict=True):
         if "length" not in state:
             state["length"] = average.new_zeros(())
-    kept, counts, wide = [state["length"] for state in states], [state["counted"] for state in states], _wide(averages[0])
-    # the root of the average of their squares, which is kept in the type of the gradients
-    usual = torch.stack(kept).to(wide).square().mul_(online.signal)
-    usual = usual.add_(_whole(torch.stack(list(lengths)).square_(), points), alpha=1 - online.signal).sqrt_()
+    kept, counts = [state["length"] for state in states], [state["counted"] for state in states]
+    short = _whole(torch.stack(torch._foreach_norm(averages, 2, lengths[0].dtype)), points)
+    # the root of the average of the squared lengths, which is kept in the type of the gradients
+    now = _whole(torch.stack(lengths), points).mul_((1 - online.signal) ** 0.5)
+    usual = torch.hypot(torch.stack(kept).mul_(online.signal**0.5), now)
     torch._foreach_copy_(kept, list(usual.unbind()))
+    share = short.div_(usual.clamp_min_(torch.finfo(averages[0].dtype).tiny))
     # what averages that begin at zero have seen after t steps is 1 - beta^t of it
-    lengths = list(_whole(torch.stack(torch._foreach_norm(averages, 2, wide)).square_(), points).sqrt_().unbind())
-    short = torch._foreach_div(lengths, [1 - online.beta**count for count in counts])
-    long = torch._foreach_div(list(usual.unbind()), [(1 - online.signal**count) ** 0.5 for count in counts])
-    share = torch._foreach_div(short, torch._foreach_clamp_min(long, torch.finfo(averages[0].dtype).tiny))
-    return list(torch._foreach_clamp_max(share, 1.0))
+    seen = [(1 - online.signal**count) ** 0.5 / (1 - online.beta**count) for count in counts]
+    if all(count == counts[0] for count in counts):
+        share.mul_(seen[0])
+    else:
+        share = torch.stack(torch._foreach_mul(list(share.unbind()), seen))
+    return share.clamp_max_(1.0)
 
 
-def _whole(squares: Tensor, points: list[Point]) -> Tensor:
-    """The squared lengths of tensors, from those of the parts on this process."""
+def _whole(lengths: Tensor, points: list[Point]) -> Tensor:
+    """The lengths of tensors, from those of the parts on this process."""
     if not any(is_sharded(p.whole) for p in points):
-        return squares
+        return lengths
+    squares = lengths.to(_wide(lengths)).square_()
     parts = {p.name: square for p, square in zip(points, squares, strict=True)}
-    return torch.stack(list(sum_shards(parts, {p.name: p.whole for p in points}).values()))
+    return torch.stack(list(sum_shards(parts, {p.name: p.whole for p in points}).values())).sqrt_()

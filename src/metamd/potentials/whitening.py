@@ -7,10 +7,12 @@ from one on the interval that those before it have left [Amsel2025]. They act on
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 REACH = (0.4, 0.1, 0.025, 0.006, 0.0014)
 """After 1, 2, ... iterations: the shortest direction that is brought to 1 +- 0.07, as a share of the bound on the longest.
@@ -54,6 +56,41 @@ BY_EIGENVALUES = 1024
 Three iterations take 1.3 times as long at 1024 rows and 0.6 at 512; benchmarks/scale.py measures both."""
 
 
+CALLS = 4_000_000
+"""Multiplications that take as long as calling torch for the products of one size more, on one thread of a CPU."""
+
+
+def inverse_roots(products: Sequence[Tensor], iterations: int) -> list[Tensor]:
+    """A^-1/2 of many positive semidefinite matrices, (batch, n, n) each; those of one size, or of similar ones, together."""
+    found: list[Tensor] = list(products)
+    order = sorted(range(len(products)), key=lambda i: (str(products[i].dtype), -products[i].shape[-1]))
+    groups: list[list[int]] = []
+    for i in order:
+        if groups and _joins(products[i], products[groups[-1][0]], iterations):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    for group in groups:
+        size = products[group[0]].shape[-1]
+        wider = [size - products[i].shape[-1] for i in group]
+        # zeros beside a matrix change neither its norm nor what polynomials make of it
+        parts = [pad(products[i], (0, k, 0, k)) if k else products[i] for i, k in zip(group, wider, strict=True)]
+        roots = inverse_root(parts[0] if len(group) == 1 else torch.cat(parts), iterations)
+        begin = 0
+        for i, k in zip(group, wider, strict=True):
+            end = begin + len(products[i])
+            found[i], begin = roots[begin:end, : size - k, : size - k], end
+    return found
+
+
+def _joins(a: Tensor, other: Tensor, iterations: int) -> bool:
+    """Whether matrices of one size are found sooner together with larger ones, zeros filling them up."""
+    small, large = a.shape[-1], other.shape[-1]
+    if a.dtype != other.dtype or small == large or not iterations or large >= BY_EIGENVALUES:
+        return a.dtype == other.dtype and small == large
+    return len(a) * (4 * iterations - 3) * (large**3 - small**3) < CALLS
+
+
 def inverse_root(products: Tensor, iterations: int) -> Tensor:
     """A^-1/2 of positive semidefinite matrices (batch, n, n), by so many iterations; by eigenvalues for 0.
 
@@ -62,15 +99,15 @@ def inverse_root(products: Tensor, iterations: int) -> Tensor:
     """
     limits = torch.finfo(products.dtype)
     # the Frobenius norm bounds the largest eigenvalue
-    bound = torch.linalg.matrix_norm(products, keepdim=True).clamp_min(limits.tiny)
+    bound = torch.linalg.vector_norm(products, dim=(-2, -1), keepdim=True).clamp_min_(limits.tiny)
     if iterations and (products.shape[-1] < BY_EIGENVALUES or products.device.type != "cpu"):
         r, z = products / bound, products
         for i, (a, b, c) in enumerate(POLYNOMIALS[iterations]):
             p = torch.baddbmm(r, r, r, beta=b, alpha=c)
             p.diagonal(dim1=-2, dim2=-1).add_(a)
-            z = p @ z if i else p
-            r = p @ r @ p if i < iterations - 1 else r
-        return z.mul_(bound.rsqrt())
+            z = torch.bmm(p, z) if i else p
+            r = torch.bmm(torch.bmm(p, r), p) if i < iterations - 1 else r
+        return z.mul_(bound.rsqrt_())
     broken = products.sum((-2, -1), keepdim=True) * 0  # NaN if anything is not finite, else zero
     values, vectors = torch.linalg.eigh(products.nan_to_num(0.0, 0.0, 0.0))
     if iterations:  # the same polynomials, number by number

@@ -14,7 +14,7 @@ from metamd import Diagonal, Kronecker, LearnedOptimiser, MaxDiagonal, MetaMD, O
 from metamd.learning.usage import run_usage as trial
 from metamd.potentials.base import Move
 from metamd.potentials.basis import Basis
-from metamd.potentials.online import Point
+from metamd.potentials.online import SUMMED, Point, ordinary
 from metamd.potentials.whitening import POLYNOMIALS
 from metamd.tasks import tabular
 from tests.helpers import small_model, train
@@ -161,11 +161,16 @@ def test_python_reads_no_number_back_in_a_step(checked, reads, averaging):
 def test_the_whole_step_is_one_graph_that_is_traced_a_few_times(block):
     """Counts of steps become symbols after the first steps: no graph for each of them."""
     runs = []
+    basis = Kronecker().bind(list(small_model().named_parameters())).basis
+    sizes = {f"right/{place.key}": place.sizes["right"] for place in basis.places.values()}
+    some = {key: torch.linalg.qr(random(n, 2))[0].float() for key, n in sizes.items()}
     for compiled in (False, True):
         model = small_model()
         scales = {n: 50.0 for n, _ in model.named_parameters()}
         rule = Online("polar", 0.7, scale=scales, signal=0.9, whiten=3, block=block)
-        potential = Kronecker().bind(list(model.named_parameters()))
+        potential = MaxDiagonal(1, tying="tensor", basis=basis.with_factors(some)).bind(list(model.named_parameters()))
+        potential = potential.with_metrics({k: random(*d.shape).float() for k, d in potential.log_d.items()})
+        potential = potential.bind(list(model.named_parameters()))
         learned = replace(
             LearnedOptimiser.from_potential(potential),
             header=replace(
@@ -265,6 +270,40 @@ def test_the_share_of_signal_does_not_depend_on_the_size_of_gradients(factor):
     step = moved(potential, weight, [factor * grad for grad in grads], rule)
     torch.testing.assert_close(step, moved(potential, weight, grads, rule), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(step, moved(potential, weight, grads, replace(rule, signal=0.0)), rtol=0.2)
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**-100, 2.0**80])
+def test_a_checked_step_measures_lengths_in_float32_where_they_are_ordinary(size):
+    """Its one look at the gradients says so; beyond, they are measured as in a step that is not checked."""
+    moved, asked = [], []
+    for checked in (True, False):
+        model = nn.Linear(6, 5)
+        with torch.no_grad():
+            for p, x in zip(model.parameters(), (random(5, 6), random(5, seed=1)), strict=True):
+                p.copy_(x)
+        rule = Online("polar", 0.8, epsilon=1e-37, scale={"weight": 1e3, "bias": 1e3}, signal=0.9)
+        optimiser = MetaMD(model.named_parameters(), Kronecker(), metric=rule, check_finite=checked)
+        for seed in range(6):
+            for p in model.parameters():
+                p.grad = size * random(*p.shape, seed=seed).float()
+            with Calls() as calls:
+                optimiser.step()
+        moved.append(model.weight.detach().clone())
+        asked.append(calls.count["_foreach_norm"])
+    torch.testing.assert_close(*moved, rtol=1e-6, atol=1e-7)
+    assert asked == [2 if size == 1 else 3, 2]
+
+
+def test_lengths_are_ordinary_where_float32_can_square_them():
+    finite = [torch.tensor(x) for x in (1.0, 1e-12, 1e12)]
+    assert ordinary(finite)
+    for other in (0.0, 1e-17, 1e17, math.inf, math.nan):
+        assert not ordinary([*finite, torch.tensor(other)])
+    rule, grads = Online("polar", signal=0.9), [torch.ones(3), torch.ones(2).bfloat16()]
+    assert [x.dtype for x in rule.lengths(grads, narrow=True)] == [torch.float32] * 2
+    assert [x.dtype for x in rule.lengths(grads)] == [torch.float64] * 2
+    for wide in (torch.ones(3).double(), torch.ones(SUMMED + 1)):
+        assert {x.dtype for x in rule.lengths([*grads, wide], narrow=True)} == {torch.float64}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from metamd.potentials import whitening
-from metamd.potentials.whitening import MOST, POLYNOMIALS, REACH, _minimax, inverse_root
+from metamd.potentials.whitening import MOST, POLYNOMIALS, REACH, _minimax, inverse_root, inverse_roots
 
 
 def composed(iterations, x):
@@ -54,3 +54,20 @@ def test_eigenvalues_and_products_give_the_same(iterations, monkeypatch):
     monkeypatch.setattr(whitening, "BY_EIGENVALUES", 6)
     torch.testing.assert_close(inverse_root(c @ c.mT, iterations), by_products)
     assert not torch.allclose(inverse_root(c @ c.mT, 0), by_products, rtol=1e-3)
+
+
+@pytest.mark.parametrize("iterations", [0, 3])
+def test_roots_of_similar_sizes_are_found_together_and_are_what_they_are_alone(iterations, monkeypatch):
+    generator, asked = torch.Generator().manual_seed(0), []
+    factors = [
+        torch.randn(b, n, 2 * n, generator=generator).double() for b, n in [(1, 3), (2, 20), (1, 24), (1, 200), (3, 20)]
+    ]
+    products = [c @ c.mT for c in factors]
+    monkeypatch.setattr(whitening, "inverse_root", lambda a, k: asked.append(a.shape) or inverse_root(a, k))
+    found = inverse_roots(products, iterations)
+    for root, product in zip(found, products, strict=True):
+        torch.testing.assert_close(root, inverse_root(product, iterations), rtol=1e-9, atol=1e-12)
+    together = [(1, 200, 200), (7, 24, 24)]  # zeros cost less than calls, but not beside a matrix of 200
+    assert [tuple(x) for x in asked] == (together if iterations else [(1, 200, 200), (1, 24, 24), (5, 20, 20), (1, 3, 3)])
+    mixed = inverse_roots([products[0], products[0].float()], iterations)
+    assert [x.dtype for x in mixed] == [torch.float64, torch.float32]

@@ -262,7 +262,8 @@ def polar_step(
 
     vectors = [i for i, g in enumerate(grads) if g.ndim < 2]
     if vectors:
-        _follow_squares(online, potential, *([x[i] for i in vectors] for x in (points, grads, ahead)), watch)
+        moved, of, along = [points[i] for i in vectors], [grads[i] for i in vectors], [ahead[i] for i in vectors]
+        _follow_squares(online, potential, moved, of, along, watch)
     weights = [i for i, p in enumerate(points) if p.whole.ndim > 1 and p.whole.numel()]
     if not weights:
         return
@@ -270,7 +271,8 @@ def polar_step(
     shares = None
     if online.signal:
         known = lengths or online.lengths(grads) or []
-        shares = _signal_shares(online, *([x[i] for i in weights] for x in (points, averages, known)))
+        moved, of, now = [points[i] for i in weights], [averages[i] for i in weights], [known[i] for i in weights]
+        shares = _signal_shares(online, moved, of, now)
     found = [at for at, new in enumerate(due) if new]
     # a sharded weight is gathered when its turn comes, so that no process holds more than one of them whole
     alone = [[at] for at in found if is_sharded(points[weights[at]].whole)]

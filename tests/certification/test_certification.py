@@ -335,7 +335,7 @@ def test_a_certified_file_bounds_its_own_runs(used, tmp_path):
         task.loss(model, task.batch(t)).backward()
         optimiser.step()
     said = str(optimiser.certificate())
-    assert "To expect, convex or not: training loss after 20 steps <= " in said
+    assert "To expect of training as the file recommends, convex or not: training loss after 20 steps <= " in said
     assert "with probability 95 % over 19 held-out tasks and this one, its reference solution" in said
     assert family.name == "tabular"
 

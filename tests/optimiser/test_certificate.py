@@ -760,7 +760,8 @@ def test_a_file_with_a_radius_certifies_without_being_asked():
     found = optimiser.certificate(mean_loss=0.5)
     assert found == replace(optimiser.certificate(radius=dict.fromkeys(POLAR, 1.0), mean_loss=0.5), source=found.source)
     lines = str(found).splitlines()
-    assert lines[1] == "  To expect, convex or not: loss after 50 steps <= 0.25 with probability 95 %."
+    said = "To expect of training as the file recommends, convex or not: loss after 50 steps <= 0.25 with probability 95 %."
+    assert lines[1] == f"  {said}"
     assert lines[2].startswith(
         "  No model within the radius of every tensor of the start (with probability 95 % over 39 held-out tasks and this "
         "one, its reference solution, a longer run, lies there) would have had a mean loss, on this run's own batches, "

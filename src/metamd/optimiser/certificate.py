@@ -462,7 +462,7 @@ class Certificate:
 
     def sentences(self) -> list[str]:
         """What `print` shows, a sentence or two for each statement."""
-        found = [f"To expect, convex or not: {text}." for text in self.expected]
+        found = [f"To expect of training as the file recommends, convex or not: {text}." for text in self.expected]
         if not self.guaranteed:
             return [*found, "No guarantee: the sums are not finite, so the run diverged."]
         if self.mean is not None:

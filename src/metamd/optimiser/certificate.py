@@ -802,7 +802,31 @@ def reference_tensors(reference: Reference, named: Params, rename: Rename | None
 # any optimiser of torch
 
 
-class CertifiedRun:
+class Certified:
+    """A run that has a certificate: one of `MetaMD` itself, or of any optimiser that `certify_run` watches."""
+
+    def certificate(
+        self,
+        reference: Reference | None = None,
+        *,
+        radius: float | Mapping[str, float] | None = None,
+        mean_loss: float | None = None,
+    ) -> Certificate:
+        """What is guaranteed for the run so far, whatever the options. `MetaMD` needs `certify=True`.
+
+        Args:
+            reference: a model u to compare with: a state_dict, a module, or tensors in the order of the parameters.
+            radius: every u with N(u - start) <= radius is compared with, N the learned metric; a mapping has a radius for
+                every tensor. Without one and without a reference it is what the file found on held-out tasks.
+            mean_loss: of the run, to say whether the bound says anything; known already where steps have a closure.
+        """
+        return self._ball().certificate(reference, radius, mean_loss)
+
+    def _ball(self) -> Ball:
+        raise NotImplementedError
+
+
+class CertifiedRun(Certified):
     """The certificate of an optimiser that `certify_run` watches."""
 
     def __init__(self, optimiser: Optimizer, potential: Potential | None, sums: RunSums, scale: Scale | None) -> None:
@@ -813,27 +837,13 @@ class CertifiedRun:
         self._hook = optimiser.register_step_pre_hook(self._before)
         self._find_names()
 
-    def certificate(
-        self,
-        reference: Reference | None = None,
-        *,
-        radius: float | Mapping[str, float] | None = None,
-        mean_loss: float | None = None,
-    ) -> Certificate:
-        """What is guaranteed for the run so far.
-
-        Args:
-            reference: a model u to compare with: a state_dict, a module, or tensors in the order of the parameters.
-            radius: every u with N(u - start) <= radius is compared with; a mapping has a radius for every tensor. Without
-                one and without a reference it is the radius that the file found on held-out tasks.
-            mean_loss: of the run, to say whether the bound says anything; known already where steps have a closure.
-        """
+    def _ball(self) -> Ball:
         named = self._find_names()
         if self._potential is None:
             bound = getattr(self._optimiser, "potential", Euclidean())  # MetaMD has one, bound already
         else:
             bound = binding.fit(self._potential, named, {}, None, fused=False, order=())
-        return Ball(self._sums, bound, named, self._stores).certificate(reference, radius, mean_loss)
+        return Ball(self._sums, bound, named, self._stores)
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, to go on with in another process."""

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -20,9 +20,8 @@ from metamd.optimiser import averaging as average
 from metamd.optimiser import binding
 from metamd.optimiser.certificate import (
     Ball,
-    Certificate,
+    Certified,
     MirrorSums,
-    Reference,
     RunSums,
     Seen,
     euclidean_metric,
@@ -66,7 +65,7 @@ class Entry:
         return local(self.state["z"]) if "z" in self.state else self.x
 
 
-class MetaMD(Optimizer):
+class MetaMD(Certified, Optimizer):
     """Mirror descent in a learned geometry, as an ordinary torch optimiser.
 
     theta+ = argmin <g, theta> + B(theta||theta_t)/lr. A learned geometry has its step sizes inside: lr = 1 uses them as
@@ -440,26 +439,11 @@ class MetaMD(Optimizer):
         """The active piece after every step so far."""
         return self._record.expand()
 
-    def certificate(
-        self,
-        reference: Reference | None = None,
-        *,
-        radius: float | Mapping[str, float] | None = None,
-        mean_loss: float | None = None,
-    ) -> Certificate:
-        """What is guaranteed for the run so far, whatever the options; needs `certify=True`.
-
-        Args:
-            reference: a model u to compare with: a state_dict, a module, or tensors in the order of the parameters.
-            radius: every u with N(u - start) <= radius is compared with, N the learned metric; a mapping has a radius for
-                every tensor. Without one and without a reference it is what the file found on held-out tasks.
-            mean_loss: of the run, to say whether the bound says anything; known already where steps have a closure.
-        """
+    def _ball(self) -> Ball:
         if self._sums is None:
             raise ValueError("this run has no certificate. Build MetaMD with certify=True before training.")
         named = binding.named_parameters(self.param_groups, self._potential)
-        stores = {n: self.state.get(p, {}) for n, p in named.items()}
-        return Ball(self._sums, self.potential, named, stores).certificate(reference, radius, mean_loss)
+        return Ball(self._sums, self.potential, named, {n: self.state.get(p, {}) for n, p in named.items()})
 
     def _seen(self, entries: list[Entry]) -> list[Seen]:
         """The gradients of a step as the certificate counts them, before the step."""

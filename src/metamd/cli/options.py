@@ -30,7 +30,7 @@ class TaskOptions(Printed):
             given.
         images: per domain, at most.
         width: of a resnet18 (64 is the published one, 16 runs on a small CPU), of an mlp on rotated-mnist, or of the
-            networks of pictures and texts.
+            networks of the later families.
         start: a checkpoint with the parameters that every task begins at, safetensors or torch.save; otherwise each has its
             own initialisation.
         workers: processes that share the runs; the result does not depend on them.
@@ -204,8 +204,9 @@ class Train(TaskOptions):
 
     Args:
         family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images,
-            adapt-rotated-mnist, pictures, speakers or texts; or my.py:family for your own, where family is a TaskFamily in
-            the file my.py, or a function that makes one. The file is executed, with your rights.
+            adapt-rotated-mnist, pictures, speakers, texts, cash-machines, burgers or advection; or my.py:family for your
+            own, where family is a TaskFamily in the file my.py, or a function that makes one. The file is executed, with
+            your rights.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
         potential: kronecker, learned coordinates of every weight matrix, for networks; diagonal for all others. Networks may
             be given diagonal too.

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 
 from metamd.tasks.base import Config, Drawn, Evaluation, SolvedTask, Split, Task, TaskFamily, config_hash
+from metamd.tasks.equations import advection, burgers
 from metamd.tasks.language import speakers, texts
 from metamd.tasks.pictures import pictures
+from metamd.tasks.series import cash_machines
 from metamd.tasks.supervised import supervised
 from metamd.tasks.synthetic import logistic, quadratic, rosenbrock, tabular
 from metamd.tasks.vision import (
@@ -26,6 +28,9 @@ __all__ = [
     "Task",
     "TaskFamily",
     "adapt_rotated_mnist",
+    "advection",
+    "burgers",
+    "cash_machines",
     "config_hash",
     "diverse_digits",
     "images",
@@ -56,5 +61,8 @@ FAMILIES: dict[str, Callable[..., TaskFamily]] = {
     "pictures": pictures,
     "speakers": speakers,
     "texts": texts,
+    "burgers": burgers,
+    "advection": advection,
+    "cash-machines": cash_machines,
 }
 """The families that have a name on the command line."""

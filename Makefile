@@ -5,12 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow lint bench shipped clean
+.PHONY: demo test test-slow lint docs bench shipped clean
 
 demo: $(VENV)/.demo
 	$(BIN)/metamd demo
 
-test: lint $(VENV)/.clients
+test: lint docs $(VENV)/.clients
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/.clients
@@ -20,6 +20,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests benchmarks scripts
 	$(BIN)/ruff format --check src tests benchmarks scripts
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/step.py
@@ -38,9 +41,13 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable ".[dev]"
 	touch $@
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable ".[docs]"
+	touch $@
+
 $(VENV)/.clients: $(VENV)/.dev
 	$(INSTALL) --editable ".[dev,clients,ray]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) build dist site

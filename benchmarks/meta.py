@@ -4,7 +4,7 @@
 
 Four questions, each answered by ratios within one round, where the contenders take turns in an order that rotates; medians
 over rounds, on one thread. Times are processor times of this process: what else the machine is busy with counts less. The
-data are noise around ten means. At the end stands the table of docs/results.md.
+data are noise around ten means. At the end stands the table of docs/results/costs.md.
 
 - closed form: training tasks with `run_inner` and minimising, against a bare loop of `torch.optim.SGD` on the same batches.
 - reverse mode: d(mean loss)/d(rates) through T = 100 steps of a network 784-128-10 with batches of 100, against loops

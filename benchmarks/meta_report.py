@@ -71,7 +71,7 @@ def show(rows: list[Row], goals: list[dict[str, Any]]) -> None:
 
 
 def markdown(goals: list[dict[str, Any]]) -> str:
-    """The table of docs/results.md."""
+    """The table of docs/results/costs.md."""
     lines = ["| | found | aim |", "|---|---|---|"]
     for goal in goals:
         aim = f"at {'least' if goal['at_least'] else 'most'} {goal['target']:g}"

@@ -1,14 +1,16 @@
-"""Put the tables of the experiments into docs/results.md, docs/reproduction.md and README.md, between their marks.
+"""Put the tables of the experiments into docs/results/*.md, docs/reproduction.md and README.md, between their marks.
 
     python benchmarks/results_page.py
 
-Every number comes from the folders in results/. Of a leave-one-out experiment the page shows how quick MetaMD is against the
-best rival, and under the paper's protocol the test accuracies; `tables.md` in its folder has everything.
+Every number comes from the folders in results/. Of a leave-one-out experiment a page shows how quick MetaMD is against the
+best rival, on the mean over what was held out; under the paper's protocol it shows test accuracies. Rows of untuned rivals,
+and all tables of the synthetic experiments but the first, are left to `tables.md` in the folder.
 """
 
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -20,10 +22,11 @@ from metamd.cli.report import read_comparison, tables
 from metamd.comparison.comparison import Fold
 from metamd.comparison.pace import geometric_mean
 from metamd.comparison.page import as_markdown, markdown_table
+from metamd.comparison.sections import Section
 from metamd.files.store import read_cells, records_in
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "results.md"
+PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 COSTS = ROOT / "docs" / "reproduction.md"
 README = ROOT / "README.md"
 MARKS = re.compile(r"<!-- results/([\w-]+): begin -->\n.*?<!-- end -->\n", re.S)
@@ -40,13 +43,25 @@ LINES = {
 
 @cache
 def shown(name: str) -> str:
-    """The tables of an experiment that the page has."""
+    """The tables of an experiment that its page has."""
     result = json.loads((ROOT / "results" / name / "summary.json").read_text())
-    parts = tables(result)
+    parts = [part for part in tables(result) if part.rows]
+    judged = [part for part in parts if part.columns[0].startswith("against ")]
     if result.get("protocol") == "paper":  # which is about accuracy
-        return as_markdown(parts[1:2])
-    judged = [i for i, part in enumerate(parts) if part.columns and part.columns[0].startswith("against ")]
-    return as_markdown(parts[judged[0] :] if judged else parts)
+        parts = parts[:1]
+    elif judged:
+        parts = [_means(part) for part in judged]
+    elif "protocol" not in result:
+        parts = parts[:1]
+    return as_markdown([replace(part, rows=[row for row in part.rows if "untuned" not in str(row[0])]) for part in parts])
+
+
+def _means(part: Section) -> Section:
+    """The mean over what was held out, where there are several; it leaves out what has no mean."""
+    means = [row for row in part.rows if row[0] == "mean"] if len(part.rows) > 2 else part.rows[:1]
+    kept = [i for i in range(len(part.columns)) if i == 0 or means[0][i]]
+    rows = [["mean of all", *(row[i] for i in kept[1:])] if row[0] == "mean" else [row[i] for i in kept] for row in means]
+    return replace(part, columns=[part.columns[i] for i in kept], rows=rows)
 
 
 def written(page: str) -> str:
@@ -58,14 +73,18 @@ def written(page: str) -> str:
 
 def overview() -> str:
     """A line for each experiment: means over what was held out, geometric ones of ratios."""
-    heads = ["", "steps, Adam & co.", "seconds", "mean loss, best of all", "steps", "seconds", "test accuracy, %"]
+    heads = [
+        "held out, nothing tuned",
+        "mean loss / best rival's",
+        "seconds to its loss / quickest rival's",
+        "test accuracy, %",
+    ]
     lines = []
     for name, said in LINES.items():
         rows = json.loads((ROOT / "results" / name / "summary.json").read_text())["rows"]
-        papers, best = rows[0]["pace"][PAPERS], rows[0]["pace"][ALL]
-        cells = [f"{said} (`{name}`, {len(best)} held out)", *(_ratio(papers, k) for k in ("steps", "seconds"))]
-        cells += [_ratio(best, k) for k in ("mean_loss", "steps", "seconds")]
+        best = rows[0]["pace"][ALL]
         ours, theirs = (sum(row[k] for row in best) / len(best) for k in ("accuracy", "best_accuracy"))
+        cells = [f"{said} (`{name}`)", _ratio(best, "mean_loss"), _ratio(best, "seconds")]
         lines.append([*cells, f"{ours:.2f} (best rival {theirs:.2f})"])
     return markdown_table(heads, lines)
 
@@ -75,8 +94,6 @@ def _ratio(rows: list[dict[str, Any]], key: str) -> str:
     mean = geometric_mean([row[key] for row in rows])
     if mean is not None:
         return f"{mean:.2f} x"
-    if key == "seconds":
-        return ""
     ours, theirs, runs = (sum(row["arrived"][k] for row in rows) for k in ("ours", "rival", "runs"))
     return f"there in {ours} of {runs} runs (rival: {theirs})"
 
@@ -219,6 +236,6 @@ def written_readme(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
-    COSTS.write_text(written(COSTS.read_text()))
+    for path in (*PAGES, COSTS):
+        path.write_text(written(path.read_text()))
     README.write_text(written_readme(README.read_text()))

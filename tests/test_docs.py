@@ -109,6 +109,29 @@ def test_every_public_name_is_documented():
     assert not [n for n in metamd.__all__ if not inspect.getdoc(getattr(metamd, n))]
 
 
+def test_the_api_page_is_what_the_package_says():
+    module = benchmark("api", "scripts")
+    assert module.PAGE.read_text() == module.page(), "run scripts/api.py"
+    assert module.signature(metamd.load) == "(path_or_name)"
+
+
+def test_pages_do_not_mention_what_is_kept_for_earlier_programs():
+    """`prepare` is an alias, and belongs to the API reference alone."""
+    found = [p.name for p in PAGES if re.search(r"metamd\.prepare|`prepare[`(]", p.read_text())]
+    assert found == ["api.md"]
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 800
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    listed = set(re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+
+
 def test_the_public_names_are_few_and_resolve():
     assert len(metamd.__all__) <= 38
     assert set(metamd.__all__) == {n for names in metamd._PUBLIC.values() for n in names} | set(metamd._SUBMODULES)
@@ -148,9 +171,9 @@ def test_functions_named_by_a_page_exist(page):
                 thing = importlib.import_module(f"{thing.__name__}.{part}")
 
 
-def benchmark(name):
+def benchmark(name, folder="benchmarks"):
     """A script as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -158,7 +181,7 @@ def benchmark(name):
 
 def test_the_tables_of_the_results_page_are_those_of_the_records():
     module = benchmark("results_page")
-    page = module.PAGE.read_text()
+    page = "\n".join(path.read_text() for path in module.PAGES)
     costs = module.COSTS.read_text()
     assert module.written(costs) == costs, "run benchmarks/results_page.py"
     sensitivity = benchmark("sensitivity")

@@ -43,7 +43,9 @@ def build_family(options: Certify | Compare | Train, recorded: Mapping[str, Any]
     reused = {n: value for n, value in again.items() if n in known and value is not None and (n, value) != shared}
     settings = reused | given
     if options.family == "quadratic" and isinstance(options, Train) and options.preset == "paper":
-        settings["start"] = 0.1  # from far off the paper's objective has no minimum where steps are stable: docs/results.md
+        settings["start"] = (
+            0.1  # from far off the paper's objective has no minimum where steps are stable: docs/results/quadratic.md
+        )
     if options.family in ("rotated-mnist", "adapt-rotated-mnist") and isinstance(settings.get("hold_out"), str):
         try:
             settings["hold_out"] = float(settings["hold_out"])

@@ -160,20 +160,25 @@ def _asked(c: Comparison) -> str:
 
 
 def _two_clocks(c: Comparison, labels: Sequence[str], folder: Path) -> list[tuple[Path, str]]:
-    """The mean loss of all runs against steps, and against seconds where steps were timed."""
-    each = {label: list(c.curve(label).values()) for label in labels}
-    if len({places for found in each.values() for places, _ in found}) > 1:
-        return []  # domains that were watched at other steps have no mean
-    panels = {"steps": [x for label, found in each.items() for x in _mean_curve(label, found)]}
-    seconds = {label: sum(f.seconds.get(label, math.nan) for f in c.folds) / len(c.folds) for label in labels}
-    if timed := all(map(math.isfinite, seconds.values())):
-        panels["seconds"] = [replace(x, x=[seconds[x.label] * step for step in x.x]) for x in panels["steps"]]
-    if not panels["steps"]:
+    panels = two_clocks(c, labels)
+    if not panels.get("steps"):
         return []
     path = folder / OPENING
     figures.curves(panels, path, xlabel="", ylabel="training loss")
-    caption = "Training loss against steps" + ", and against seconds of training" * timed
+    caption = "Training loss against steps" + ", and against seconds of training" * ("seconds" in panels)
     return [(path, f"{caption}: the mean over all runs and its 95 % interval.")]
+
+
+def two_clocks(c: Comparison, labels: Sequence[str]) -> dict[str, list[figures.Curve]]:
+    """The mean loss of all runs against `steps`, and against `seconds` where steps were timed."""
+    each = {label: list(c.curve(label).values()) for label in labels}
+    if len({places for found in each.values() for places, _ in found}) > 1:
+        return {}  # domains that were watched at other steps have no mean
+    panels = {"steps": [x for label, found in each.items() for x in _mean_curve(label, found)]}
+    seconds = {label: sum(f.seconds.get(label, math.nan) for f in c.folds) / len(c.folds) for label in labels}
+    if all(map(math.isfinite, seconds.values())):
+        panels["seconds"] = [replace(x, x=[seconds[x.label] * step for step in x.x]) for x in panels["steps"]]
+    return panels
 
 
 def _mean_curve(label: str, found: Sequence[tuple[Sequence[int], Array]]) -> list[figures.Curve]:

@@ -65,7 +65,7 @@ def meta_train(
     Args:
         family: the tasks; every outer step samples new ones, initialisations included.
         potential: `Diagonal()`, `MaxDiagonal(pieces)` or `Kronecker()`; learned metrics that it has are where the search
-            starts. If not given: what docs/results.md speaks for, `Diagonal()` for tasks of vectors alone, refined by
+            starts. If not given: what docs/results speaks for, `Diagonal()` for tasks of vectors alone, refined by
             `LogGap` where digits count as for quadratics, and for networks `learn_network`: `Kronecker()` from runs of a
             tuned Adam, twice as many as `tasks_per_step`, with `learn_usage` after it. That way has no method.
         method: objective, estimator and rule of the outer steps, how many, and what is kept.
@@ -259,7 +259,7 @@ def paper(
 
     Args:
         k: of `PaperBound`; the paper leaves it open. On its quadratics, D = (k / E delta^2)^(2/3) is where the flat
-            coordinate comes to rest: 7 comes near the published number of iterations, see docs/results.md.
+            coordinate comes to rest: 7 comes near the published number of iterations, see docs/results/quadratic.md.
         rho: the outer learning rate; None scales it, see `GradientDescent`.
         pieces: N.
         estimator: of the gradient, if not `Forward()`.

@@ -161,7 +161,7 @@ def test_geometries_with_the_mark_learn_from_the_same_tasks(tmp_path):
 
 
 def test_learning_that_was_stopped_continues_to_the_same_result(tmp_path):
-    def lesson(folder, limit=math.inf):
+    def learned(folder, limit=math.inf):
         """Learn, with so many batches before Ctrl-C; the result, and the batches that were drawn."""
         known, drawn = tasks.tabular(steps=4), 0
         build = known.build
@@ -191,10 +191,10 @@ def test_learning_that_was_stopped_continues_to_the_same_result(tmp_path):
             return None, drawn
         return {**found, "cost": found["cost"]["gradient_evaluations"]}, drawn
 
-    whole, drawn = lesson(tmp_path / "whole")
+    whole, drawn = learned(tmp_path / "whole")
     for share in (0.2, 0.3, 0.3):
-        assert lesson(tmp_path / "stopped", share * drawn)[0] is None
-    again, rest = lesson(tmp_path / "stopped")
+        assert learned(tmp_path / "stopped", share * drawn)[0] is None
+    again, rest = learned(tmp_path / "stopped")
     assert again == whole
     assert rest < 0.7 * drawn, "what was finished is not learned again"
 
@@ -254,13 +254,13 @@ def test_what_cannot_be_learned_is_said(tmp_path):
 
 def test_runs_of_what_cannot_be_learned_count_as_failed(tmp_path, monkeypatch):
     """On the domain where it could not, and its runs elsewhere are kept."""
-    lessons = []
+    made = []
 
-    def lesson(size, family, geometry, path, seed, name):
-        lessons.append(path.name)
+    def learned(size, family, geometry, path, seed, name):
+        made.append(path.name)
         return learn_geometry(size, family, geometry if path.name != "b-sometimes.safetensors" else BAD, path, seed, name)
 
-    monkeypatch.setattr(leave_one_out, "learn_geometry", lesson)
+    monkeypatch.setattr(leave_one_out, "learn_geometry", learned)
     some = Geometry(Diagonal(), {"sometimes": Entrant()}, same_tasks=True)
     experiment = with_rivals("sgd", geometries={**DIAGONAL, "sometimes": some, "bad": BAD}, domains=("a", "b"))
     (first, second), failed = experiment.compared("tiny", tmp_path, 0)
@@ -276,7 +276,7 @@ def test_runs_of_what_cannot_be_learned_count_as_failed(tmp_path, monkeypatch):
     assert math.isnan(first.folds[0].seconds["bad"])
     assert first.folds[0].seconds["MetaMD"] > 0
     again, _ = experiment.compared("tiny", tmp_path, 0)
-    assert len(lessons) == 6, "nothing is learned again"
+    assert len(made) == 6, "nothing is learned again"
     assert again[1].labels == second.labels
     nobody = {"bad": unlearned("bad", "metamd-bad", "it diverged.")}
     assert entrants(nobody, [], FLAT, Protocol("paper", budget=2)) == nobody, "there is nothing to tune"

@@ -27,7 +27,7 @@ from metamd.comparison.training import Measuring
 from metamd.comparison.training import train_contender as train_rival
 from metamd.inner.objectives import Reference
 from metamd.inner.run import gradient
-from metamd.learning import reference as following
+from metamd.learning import reference as by_reference
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, solved, tuned_reference
 from metamd.learning.usage import Tally, learn_scale, learn_usage, run_usage, tried_line
@@ -195,7 +195,7 @@ def test_followed_metrics_whose_plain_runs_diverge_are_doubled_until_they_finish
         assert all(math.isfinite(run_usage(task, phi, Usage()).loss) for task in built[:2])
         wild = {k: v.detach() - math.log(1e3) for k, v in phi.log_d.items()}
         assert not math.isfinite(run_usage(built[0], phi.with_metrics(wild).bind(built[0].init()), Usage()).loss)
-        tame = following._steady(phi.with_metrics(wild), built[:2], Parts(Counted(family))).bind(built[0].init())
+        tame = by_reference._steady(phi.with_metrics(wild), built[:2], Parts(Counted(family))).bind(built[0].init())
         assert all(math.isfinite(run_usage(task, tame, Usage()).loss) for task in built[:2])
 
 

@@ -11,7 +11,7 @@ import metamd
 from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, meta_train, tasks
 from metamd.files.store import Journal
 from metamd.inner.objectives import Reference
-from metamd.learning import reference as following
+from metamd.learning import reference as by_reference
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference
 from metamd.learning.rounds import draw_config
@@ -313,7 +313,7 @@ def test_a_task_that_nothing_trains_says_nothing_about_the_others():
 
 
 def test_metrics_that_diverge_whatever_is_done_are_said(monkeypatch):
-    monkeypatch.setattr(following, "run_inner", lambda *_, **__: SimpleNamespace(diverged="always"))
+    monkeypatch.setattr(by_reference, "run_inner", lambda *_, **__: SimpleNamespace(diverged="always"))
     with pytest.warns(RuntimeWarning, match="diverge although they were doubled 10 times"):
         learn_from_reference(tabular(steps=10), Diagonal(), reference=Reference(lr=0.01), tasks=1)
 

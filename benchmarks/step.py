@@ -224,8 +224,8 @@ def table(found: list[dict[str, Any]], heading: str) -> str:
 def page(record: dict[str, Any]) -> str:
     parts = [
         "# What a step costs\n",
-        "`python benchmarks/step.py`, one thread, medians over rounds; in brackets the ratio of the "
-        "fastest tenths, which other work on the machine disturbs least. " + ABOUT + "\n",
+        f"`python benchmarks/step.py`, one thread of {record['machine']['processor']}. Medians over rounds; in brackets the "
+        "ratio of the fastest tenths, which other work on the machine disturbs least. " + ABOUT + "\n",
     ]
     if "training" in record:
         found = record["training"]
@@ -257,7 +257,8 @@ def main() -> None:
         record["weight"] = weight(args.rounds)
     if "passes" in args.only:
         record["passes"] = passes(2 * args.rounds, args.parameters)
-    write("step", {"machine": machine(before), "about": ABOUT, **record}, page(record))
+    record = {"machine": machine(before), "about": ABOUT, **record}
+    write("step", record, page(record))
 
 
 if __name__ == "__main__":

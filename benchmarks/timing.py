@@ -22,6 +22,7 @@ POLAR: Mapping[str, Mapping[str, int]] = {
     "MetaMD, whiten 5": {"whiten": 5},
     "MetaMD, whiten 3": {"whiten": 3},
     "MetaMD, whiten 3, block 64": {"whiten": 3, "block": 64},
+    "MetaMD, whiten 3, block 32": {"whiten": 3, "block": 32},
 }
 ABOUT = (
     "Muon is torch.optim.Muon with AdamW for vectors and the last layer; its five iterations run in bfloat16. SOAP is that "

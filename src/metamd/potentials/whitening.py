@@ -50,10 +50,10 @@ POLYNOMIALS = ((), *(_composition(reach, k) for k, reach in enumerate(REACH, sta
 """The coefficients (a, b, c) of every iteration, by their number."""
 
 
-BY_EIGENVALUES = 1024
-"""Rows from which eigenvalues are found sooner than the products of three iterations, on one thread of a CPU.
+BY_EIGENVALUES = (0, math.inf, math.inf, 768, 384, 256)
+"""Rows from which eigenvalues are found sooner than the products of so many iterations, on one thread of a CPU.
 
-Three iterations take 1.3 times as long at 1024 rows and 0.6 at 512; benchmarks/scale.py measures both."""
+They take as long as 33 products at 128 rows, 15 at 256, 10 at 512, 8 at 1024. Three iterations are 9 products, five 17."""
 
 
 CALLS = 4_000_000
@@ -86,7 +86,7 @@ def inverse_roots(products: Sequence[Tensor], iterations: int) -> list[Tensor]:
 def _joins(a: Tensor, other: Tensor, iterations: int) -> bool:
     """Whether matrices of one size are found sooner together with larger ones, zeros filling them up."""
     small, large = a.shape[-1], other.shape[-1]
-    if a.dtype != other.dtype or small == large or not iterations or large >= BY_EIGENVALUES:
+    if a.dtype != other.dtype or small == large or large >= BY_EIGENVALUES[iterations]:
         return a.dtype == other.dtype and small == large
     return len(a) * (4 * iterations - 3) * (large**3 - small**3) < CALLS
 
@@ -100,7 +100,7 @@ def inverse_root(products: Tensor, iterations: int) -> Tensor:
     limits = torch.finfo(products.dtype)
     # the Frobenius norm bounds the largest eigenvalue
     bound = torch.linalg.vector_norm(products, dim=(-2, -1), keepdim=True).clamp_min_(limits.tiny)
-    if iterations and (products.shape[-1] < BY_EIGENVALUES or products.device.type != "cpu"):
+    if iterations and (products.shape[-1] < BY_EIGENVALUES[iterations] or products.device.type != "cpu"):
         r, z = products / bound, products
         for i, (a, b, c) in enumerate(POLYNOMIALS[iterations]):
             p = torch.baddbmm(r, r, r, beta=b, alpha=c)

@@ -380,7 +380,7 @@ def _sides(online: Online, potential: MaxDiagonal, name: str, a: Tensor) -> _Sid
         # the metric is of the columns: C C' = A D^-1 A' and C D^-1/2 = A D^-1, one product with D^-1 for both
         inverse, factor = basis.divided(name, a, d)
         left, right = (_blocks(m, online.block) for m in (a.reshape(rows, -1), inverse))
-        return _Sides(_product(right, left), right, factor, rows, None)
+        return _Sides(torch.bmm(right, left.mT), right, factor, rows, None)
     coordinates, root = basis.into(name, a), d.sqrt()
     c = (coordinates / root).reshape(rows, -1)
     wide = rows <= c.shape[1]
@@ -390,26 +390,15 @@ def _sides(online: Online, potential: MaxDiagonal, name: str, a: Tensor) -> _Sid
         return basis.out_of(name, found.reshape(coordinates.shape) / root)
 
     c = _blocks(c if wide else c.mT, online.block)
-    return _Sides(_product(c, c), c, 1.0, min(rows, coordinates.numel() // rows), finish)
-
-
-COPIED = 2**13
-"""Numbers from which a CPU copies a transposed factor: copy and product together are up to twice as fast."""
-
-
-def _product(right: Tensor, left: Tensor) -> Tensor:
-    """Right left', block by block."""
-    other = left.mT
-    if other.stride(-1) > 1 and left.device.type == "cpu" and left.numel() >= COPIED:
-        other = other.contiguous()
-    return torch.bmm(right, other)
+    return _Sides(torch.bmm(c, c.mT), c, 1.0, min(rows, coordinates.numel() // rows), finish)
 
 
 def _blocks(m: Tensor, most: int) -> Tensor:
     """The rows of a matrix in blocks of equal size, at most so many each, as (blocks, n, columns)."""
-    count = math.ceil(len(m) / most) if most else 1
-    missing = -len(m) % count
-    return (torch.nn.functional.pad(m, (0, 0, 0, missing)) if missing else m).reshape(count, -1, m.shape[1])
+    rows, columns = m.shape
+    count = math.ceil(rows / most) if most else 1
+    missing = -rows % count
+    return (torch.nn.functional.pad(m, (0, 0, 0, missing)) if missing else m).reshape(count, -1, columns)
 
 
 def _wide(x: Tensor) -> torch.dtype:

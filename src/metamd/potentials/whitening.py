@@ -62,33 +62,32 @@ CALLS = 4_000_000
 
 def inverse_roots(products: Sequence[Tensor], iterations: int) -> list[Tensor]:
     """A^-1/2 of many positive semidefinite matrices, (batch, n, n) each; those of one size, or of similar ones, together."""
-    found: list[Tensor] = list(products)
-    order = sorted(range(len(products)), key=lambda i: (str(products[i].dtype), -products[i].shape[-1]))
+    found = list(products)
     groups: list[list[int]] = []
-    for i in order:
-        if groups and _joins(products[i], products[groups[-1][0]], iterations):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
+    for kind in dict.fromkeys(a.dtype for a in products):
+        first = len(groups)
+        for i in sorted((i for i, a in enumerate(products) if a.dtype == kind), key=lambda i: -products[i].shape[-1]):
+            if len(groups) > first and _joins(products[i], products[groups[-1][0]].shape[-1], iterations):
+                groups[-1].append(i)
+            else:
+                groups.append([i])
     for group in groups:
-        size = products[group[0]].shape[-1]
-        wider = [size - products[i].shape[-1] for i in group]
+        size, begin = products[group[0]].shape[-1], 0
         # zeros beside a matrix change neither its norm nor what polynomials make of it
-        parts = [pad(products[i], (0, k, 0, k)) if k else products[i] for i, k in zip(group, wider, strict=True)]
+        parts = [pad(a, (0, size - a.shape[-1]) * 2) if a.shape[-1] < size else a for a in (products[i] for i in group)]
         roots = inverse_root(parts[0] if len(group) == 1 else torch.cat(parts), iterations)
-        begin = 0
-        for i, k in zip(group, wider, strict=True):
-            end = begin + len(products[i])
-            found[i], begin = roots[begin:end, : size - k, : size - k], end
+        for i in group:
+            count, own, _ = products[i].shape
+            found[i], begin = roots[begin : begin + count, :own, :own], begin + count
     return found
 
 
-def _joins(a: Tensor, other: Tensor, iterations: int) -> bool:
-    """Whether matrices of one size are found sooner together with larger ones, zeros filling them up."""
-    small, large = a.shape[-1], other.shape[-1]
-    if a.dtype != other.dtype or small == large or large >= BY_EIGENVALUES[iterations]:
-        return a.dtype == other.dtype and small == large
-    return len(a) * (4 * iterations - 3) * (large**3 - small**3) < CALLS
+def _joins(a: Tensor, large: int, iterations: int) -> bool:
+    """Whether the roots of matrices are found sooner together with larger ones, zeros filling them up."""
+    count, small, _ = a.shape
+    if small == large or large >= BY_EIGENVALUES[iterations]:
+        return small == large
+    return count * (4 * iterations - 3) * (large**3 - small**3) < CALLS
 
 
 def inverse_root(products: Tensor, iterations: int) -> Tensor:

@@ -54,7 +54,7 @@ NAMES = {"preset": "preset `paper`", "closed": "closed form"}
 def learned_from(who: str, setting: dict[str, float], number: int) -> Result:
     """Train with a setting, and count iterations on the test problems."""
     if who == "preset":
-        options = paper(estimator=Reverse(1), outer_steps=int(setting["outer_steps"]))
+        options = paper(estimator=Reverse(1), stable=False, outer_steps=int(setting["outer_steps"]))
         options["method"] = replace(options["method"], outer=GradientDescent(pace=setting["pace"]))
     else:
         options = {"potential": Diagonal(), "outer_steps": int(setting["outer_steps"]), "method": Method()}

@@ -95,10 +95,12 @@ _ELSEWHERE = {
     "metamd.learning": (
         "GradientDescent",
         "Method",
+        "Normalised",
         "NotConvergedWarning",
         "Refine",
         "Stopping",
         "TrustRegion",
+        "Unpublished",
         "learn_from_reference",
         "tuned_reference",
     ),

@@ -53,9 +53,13 @@ def test_the_shape_of_what_is_learned_from_the_command_line(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::metamd.NotConvergedWarning")
-def test_the_paper_preset_from_the_command_line(tmp_path):
+@pytest.mark.parametrize("preset", ["paper", "paper-plain"])
+def test_the_paper_presets_from_the_command_line(preset, tmp_path, capsys):
     out = tmp_path / "x.safetensors"
-    assert cli.run(["train", "quadratic", "--out", str(out), "--preset", "paper", *SHORT]) == 0
+    assert cli.run(["train", "quadratic", "--out", str(out), "--preset", preset, *SHORT]) == 0
+    assert (load(out).header.choice is None) == (preset == "paper-plain")
+    assert cli.run(["inspect", str(out)]) == 0
+    assert ("2 outer steps: loss" in capsys.readouterr().out) == (preset == "paper"), "the table of what was tried"
     assert load(out).header.pieces == 3
     assert load(out).header.family["start"] == [0.1, 0.1], "from (3, 3) the paper's objective has no minimum to go to"
 
@@ -73,7 +77,7 @@ def test_quadratics_are_refined_by_their_digits(tmp_path):
         (["nothing"], "there is no family 'nothing'. There are"),
         (["quadratic", "--outer-steps", "0"], "outer_steps must be at least 1"),
         (["quadratic", "--steps", "0"], "steps must be at least 1"),
-        (["quadratic", "--preset", "mine"], "--preset must be default or paper, got 'mine'"),
+        (["quadratic", "--preset", "mine"], "--preset must be default, paper or paper-plain, got 'mine'"),
         (["quadratic", "--k", "99"], "--k would change nothing without --preset paper. Leave it out."),
         (["quadratic", "--judged-on", "validation"], "--judged-on would change nothing where no usage is chosen. Leave it"),
         (["tabular", "--judged-on", "test"], 'judged_on must be "auto", "train" or "validation", got \'test\''),

@@ -453,6 +453,11 @@ def test_a_rival_that_joins_on_some_domains_is_reported_on_these(tmp_path):
     assert "Adam" in (tmp_path / "report.md").read_text()
 
 
+NOT_RUN = {
+    f"{name}-published" for name in ("rotated-mnist-linear", "rotated-mnist-mlp", "diverse-digits-lenet", "resnet18-cifar10")
+}
+"""Variants without a record yet: docs/paper.md says so, and which command runs them."""
+
 COMMITTED = sorted(path.parent for path in (ROOT / "results").glob("*/records.jsonl.xz"))
 
 
@@ -465,7 +470,8 @@ def test_committed_folders_are_small_and_named_as_their_experiments():
     files = [p for p in (ROOT / "results").rglob("*") if p.is_file() and p.suffix != ".html"]
     assert {p.parent.parent for p in files} == {ROOT / "results"}, "no raw cells"
     assert sum(p.stat().st_size for p in files) < 6e6
-    assert {p.name for p in COMMITTED} == {folder_name(*pair) for pair in EXPERIMENTS} | {"rotated-mnist-linear-paper"}
+    declared = {folder_name(*pair) for pair in EXPERIMENTS} | {"rotated-mnist-linear-paper"}
+    assert {p.name for p in COMMITTED} == declared - NOT_RUN
     for folder in COMMITTED:
         experiment, about = experiment_of(folder)
         ending = "" if about["scale"] == "cpu" else f"-{about['scale']}"

@@ -22,6 +22,7 @@ OBJECTIVES = {
     "paper": PaperBound(3.0),
     "paper, exact": PaperBound(3.0, "exact"),
     "paper, theory": PaperBound(FromLipschitz()),
+    "paper, smooth": PaperBound(3.0, smooth=0.2),
     "loss": TrainingLoss(),
     "gap": LogGap(0.1),
 }
@@ -88,6 +89,23 @@ def test_the_paper_by_hand(quadratic_run):
     assert float(PaperBound(3.0).value(run, phi).detach()) == pytest.approx(divergence + 3 / smallest)
     assert float(PaperBound(3.0, "exact").value(run, phi).detach()) == pytest.approx(divergence + 3 / smallest**2)
     assert float(PaperBound(FromLipschitz()).value(run, phi).detach()) == pytest.approx(divergence + k / smallest)
+
+
+def test_the_smooth_minimum_is_a_power_mean_between_the_smallest_entry_and_all_of_them(quadratic_run):
+    phi, run = quadratic_run
+    still = replace(run, end=run.start)  # no divergence, so that k / lambda is all there is
+    m = torch.cat([phi.metric(n)[0].detach().sqrt().reshape(-1) for n in run.start])
+    for s in (1.0, 0.3, 0.05):
+        expected = m.pow(-1 / s).mean() ** s
+        assert float(PaperBound(2.0, smooth=s).value(still, phi).detach()) == pytest.approx(2 * float(expected))
+        exact = PaperBound(2.0, "exact", s).value(still, phi).detach()
+        assert float(exact) == pytest.approx(2 * float(expected) ** 2)
+        assert float(m.min()) < 1 / float(expected) < float(m.min()) * len(m) ** s
+    assert float(PaperBound(2.0, smooth=1e-6).value(still, phi).detach()) == pytest.approx(2 / float(m.min()), rel=1e-4)
+    by = torch.autograd.grad(PaperBound(2.0, smooth=0.3).value(still, phi), list(phi.log_d.values()))
+    assert all(bool((g < 0).all()) for g in by), "every entry has a part of the gradient, and not the smallest alone"
+    with pytest.raises(ValueError, match="smooth must be finite"):
+        PaperBound(smooth=-0.1)
 
 
 def test_training_loss_by_hand(quadratic_run):

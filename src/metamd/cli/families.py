@@ -42,7 +42,7 @@ def build_family(options: Certify | Compare | Train, recorded: Mapping[str, Any]
     shared = ("start", "shared")  # a model, which the header has the hash of alone
     reused = {n: value for n, value in again.items() if n in known and value is not None and (n, value) != shared}
     settings = reused | given
-    if options.family == "quadratic" and isinstance(options, Train) and options.preset == "paper":
+    if options.family == "quadratic" and isinstance(options, Train) and options.preset != "default":
         settings["start"] = (
             0.1  # from far off the paper's objective has no minimum where steps are stable: docs/results/quadratic.md
         )

@@ -141,6 +141,9 @@ def _card_table(file: str, learned: LearnedOptimiser, found: Card | None) -> Tab
         judged = choice["judged_on"].replace("auto", "validation data at the end and training")
         took = f"; a step took {1e3 * choice['seconds_per_step']:.3g} ms" if "seconds_per_step" in choice else ""
         said["chosen for"] = f"few {choice.get('prefer', 'steps')}, judged on {judged} data, by the {choice['score']}{took}"
+        if "tried" in choice:
+            said["chosen for"] = f"the {choice['score']}, judged on {choice['judged_on']} data: {choice.get('rule', '')}"
+            said["tried"] = "\n".join(map(_tried_line, choice["tried"]))
     numbers = sum(math.prod(shape) for shape in header.model.values())
     if header.model:
         said["fits"] = f"a model of {len(header.model)} tensors, {numbers:,} numbers: {some(header.model)}"
@@ -175,7 +178,7 @@ def _card_table(file: str, learned: LearnedOptimiser, found: Card | None) -> Tab
     said["fingerprint"] = learned.fingerprint()
     for name, value in said.items():
         if value:
-            folded = name in ("guaranteed", "judged")  # their lines were made safe one by one
+            folded = name in ("guaranteed", "judged", "tried")  # their lines were made safe one by one
             table.add_row(Text(name), Text(_cut(value if folded else one_line(value))))
     if missing := [name for name, value in said.items() if not value and name not in _OPTIONAL]:
         table.add_row(Text("not recorded"), Text(", ".join(missing)))
@@ -201,6 +204,12 @@ def _learned_on(header: Header) -> str | None:
     tasks = len(header.task_hashes)
     count = f"; {tasks} task{'s' * (tasks != 1)} used in learning (--json lists them)" if tasks else ""
     return f"{about.get('name', about.get('family', json.dumps(about, ensure_ascii=False)))}{domains}{kept}{count}"
+
+
+def _tried_line(row: Mapping[str, Any]) -> str:
+    """One k and pace of the paper's method, after some outer steps."""
+    loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4g} at rate {row['rate']:.3g}"
+    return f"k {row['k']:.4g}, pace {row['pace']:.3g}, {row['outer_steps']} outer steps: {loss}"
 
 
 def _held_out(found: Mapping[str, Any]) -> str | None:

@@ -178,8 +178,8 @@ class Reproduce(Printed):
     Args:
         name: quadratic, rosenbrock, rotated-mnist-linear, rotated-mnist-mlp, diverse-digits-lenet, resnet18-cifar10,
             adaptation, pieces, ablation, out-of-distribution or learned-rivals; all runs one after another.
-        variant: of rotated-mnist-mlp: all-rivals, bayesian, averages or refresh; of diverse-digits-lenet: bayesian; of
-            adaptation: learned-start; of ablation: paper-preset.
+        variant: of the four with networks in the paper: published; of rotated-mnist-mlp also all-rivals, bayesian, averages
+            or refresh; of diverse-digits-lenet: bayesian; of adaptation: learned-start; of ablation: paper-preset.
         scale: smoke takes minutes for all, cpu minutes to hours each on two cores; paper is what was published, for a GPU.
         out: directory for records and figures; runs/NAME-SCALE if not given. With all, each has a folder inside.
         workers: processes.
@@ -217,11 +217,13 @@ class Train(TaskOptions):
             usage is chosen; train for training data alone; validation for validation data alone.
         prefer: steps, or seconds to choose the usage that gets farthest in the same time on this machine.
         refresh: choose the usage for cheaper polar steps, with directions found every so many steps; in all if not given.
-        outer_steps: learn a diagonal in at most so many rounds of training tasks; 10 if not given, 300 for the paper's.
+        outer_steps: learn a diagonal in at most so many rounds of training tasks; 10 if not given, 150 for the
+            paper's, 300 for its plain rule.
             Networks are learned from runs of Adam and not in rounds, unless this is given.
         tasks: in each round; for networks half as many runs as are learned from.
-        preset: default, or paper for the published algorithm, for which quadratics start at (0.1, 0.1) and not at (3, 3).
-        k: the constant of the paper's objective.
+        preset: default; paper for the published algorithm, with all that is unpublished chosen on training tasks;
+            paper-plain for its plain outer rule. For both, quadratics start at (0.1, 0.1) and not at (3, 3).
+        k: the constant of the paper's objective; chosen on training tasks if not given, 7 for the plain rule.
         tensorboard: write event files beside the log.
     """
 
@@ -237,7 +239,7 @@ class Train(TaskOptions):
     outer_steps: int | None = None
     tasks: int = 8
     preset: str = "default"
-    k: float = 7.0
+    k: float | None = None
     tensorboard: bool = False
 
 
@@ -272,7 +274,7 @@ class Compare(TaskOptions):
             muon-averaged or soap-averaged; learned first: meta-sgd, aruba, aruba-plus, learned-schedule or lstm.
         protocol: handicap gives rivals the best rate on the very tasks, and MetaMD nothing; paper tunes everybody alike.
         budget: settings tried per rival and schedule.
-        search: of the protocol paper: bayes, random or grid.
+        search: of the protocol paper: bayes, random, grid, or extended for the grid until the best is inside.
         schedules: of the rivals' rates: constant, linear or quadratic decay to zero.
         momentum: of MetaMD; as FILE has it if not given. One above 0 takes the place of a tail average that FILE has, too.
         schedule: of MetaMD's rate; as FILE has it if not given.
@@ -287,7 +289,7 @@ class Compare(TaskOptions):
     rivals: tuple[str, ...] = ("sgd", "sgdm", "adam")
     protocol: Literal["handicap", "paper"] = "handicap"
     budget: int = 25
-    search: Literal["bayes", "random", "grid"] = "bayes"
+    search: Literal["bayes", "random", "grid", "extended"] = "bayes"
     schedules: tuple[Literal["constant", "linear", "quadratic"], ...] = ("constant", "linear")
     momentum: float | None = None
     schedule: Literal["constant", "linear", "quadratic"] | None = None

@@ -96,9 +96,9 @@ def _plan(options: Train, family: TaskFamily, learn: Callable[..., LearnedOptimi
 
 def _method(options: Train, family: TaskFamily) -> tuple[Callable[..., LearnedOptimiser], dict[str, Any]]:
     """What learns, and what it is told; options that are unknown or would change nothing beside others are refused."""
-    if options.preset not in ("default", "paper"):
-        raise ValueError(f"--preset must be default or paper, got {options.preset!r}.")
-    published = options.preset == "paper"
+    if options.preset not in ("default", "paper", "paper-plain"):
+        raise ValueError(f"--preset must be default, paper or paper-plain, got {options.preset!r}.")
+    published = options.preset != "default"
     from_adam = has_weights(family) and not published and options.outer_steps is None  # the default for networks
     for why, names in {
         "with --preset paper": ("potential", "tying", "rank") * published,
@@ -113,7 +113,7 @@ def _method(options: Train, family: TaskFamily) -> tuple[Callable[..., LearnedOp
         chosen = {"judged_on": cast(JudgedOn, options.judged_on), "prefer": cast(Prefer, options.prefer)}
         choices = Choices(rules=rules, **chosen)  # type: ignore[arg-type]
         return learn_network, {"potential": _potential(options, from_adam), "tasks": options.tasks, "choices": choices}
-    told: dict[str, Any] = paper(options.k) if published else {}
+    told: dict[str, Any] = paper(options.k, stable=options.preset == "paper") if published else {}
     if not published and (
         has_weights(family) or (options.potential, options.tying, options.rank) != (None, None, Train.rank)
     ):

@@ -120,6 +120,9 @@ ENDINGS: dict[Schedule, str] = {"constant": "", "linear": ", linear decay", "qua
 UNTUNED = ", untuned"
 """What the label of a rival says that has its package's setting."""
 
+PRINTED = ", grid as printed"
+"""What the label of an optimiser says whose setting is that of the published grid, where the search went beyond it."""
+
 R = TypeVar("R", bound=Rival | Learner)
 
 
@@ -169,7 +172,8 @@ def entrants(
 ) -> Entrants:
     """Everybody who enters a comparison: ours first, then the rivals as the protocol tunes them, then the same untuned.
 
-    Under "paper" ours are tuned as the rivals are, on the held-out side that `compare` will get.
+    Under "paper" ours are tuned as the rivals are, on the held-out side that `compare` will get. Where a search goes beyond
+    a published grid, the setting of the grid as printed enters too.
     """
     if protocol.name not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol.name!r}.")
@@ -198,6 +202,8 @@ def entrants(
     for label, c in given.items():
         found = results[cells[label].name]
         tuned[label] = replace(c, setting={**c.setting, **found["setting"]}, tuning=Tuning.from_json(found))
+        if "printed" in found:
+            tuned[label + PRINTED] = replace(tuned[label], setting={**c.setting, **found["printed"]})
     return {**ours, **tuned, **untuned}
 
 
@@ -209,8 +215,9 @@ def _search(contender: Contender, tasks: Sequence[Task], search: Search, steps: 
         found = tune(rival, tasks, search, metric="validation_error", schedule=schedule, steps=steps, records=records)
         trials = {} if kept else read_cells(Path(folder))
     how = Tuning(found.gradients // len(tasks), tuple(found.best_so_far), tuple(found.at_edge))
-    setting = {n: x for n, x in found.best.setting.items() if n in search.names}
-    return {"setting": setting, "trials": trials, **as_json(asdict(how))}
+    chosen = {"setting": found.best} | ({} if found.as_printed is None else {"printed": found.as_printed})
+    settings = {kind: {n: x for n, x in c.setting.items() if n in search.names} for kind, c in chosen.items()}
+    return {**settings, "trials": trials, **as_json(asdict(how))}
 
 
 def _bring(records: Records | None, found: Result) -> Result:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from metamd.comparison.training import Measuring, Outcome, one_thread, train_contender
 from metamd.files.progress import Progress
-from metamd.files.store import Records, Result
+from metamd.files.store import Records, Result, shortened
 from metamd.files.usage import Schedule
-from metamd.rivals.base import Contender, Rival, Setting, searched
+from metamd.rivals.base import SETTING_DIGITS, Contender, Rival, Setting, searched
 from metamd.tasks.base import Task, config_hash, derive_seed, seeded
 
 Measure = Callable[[Outcome], float]
@@ -78,6 +78,39 @@ class Grid(Search):
 
 
 @dataclass(frozen=True)
+class ExtendedGrid(Grid):
+    """The published grid, whole, and then beyond its ends until the best value of every hyperparameter is inside.
+
+    A value beyond an end is as far from it, by its logarithm, as the value before; the others stay at their best. What the
+    grid as printed would have chosen is kept beside it, see `printed`.
+
+    Args:
+        budget: settings that are tried, at most.
+        names: the hyperparameters that vary.
+        seed: changes nothing.
+    """
+
+    def propose(self, rival: Rival, history: History) -> dict[str, float] | None:
+        """The next point of the grid, or one beyond the best."""
+        names, printed = searched(rival, self.names), self.printed(rival)
+        if len(history) < printed:
+            return super().propose(rival, history)
+        best = min(history, key=lambda trial: trial[1])[0]
+        for name in names:
+            values = sorted({s[name] for s, _ in history})
+            if len(values) < 2 or best[name] not in (values[0], values[-1]):
+                continue
+            inner = values[1] if best[name] == values[0] else values[-2]
+            further = float(shortened(best[name] ** 2 / inner, SETTING_DIGITS))
+            return {n: float(best[n]) for n in names} | {name: further}
+        return None
+
+    def printed(self, rival: Rival) -> int:
+        """How many of the first trials are the grid as printed."""
+        return len(rival.settings(self.names, self.budget))
+
+
+@dataclass(frozen=True)
 class QuasiRandom(Search):
     """Scrambled Sobol points of the search space, which cover it more evenly than random ones.
 
@@ -128,7 +161,7 @@ class Bayesian(QuasiRandom):
             return _setting(rival, names, _most_promising(places, -scores, self.beta))
 
 
-SEARCHES: dict[str, type[Search]] = {"grid": Grid, "random": QuasiRandom, "bayes": Bayesian}
+SEARCHES: dict[str, type[Search]] = {"grid": Grid, "extended": ExtendedGrid, "random": QuasiRandom, "bayes": Bayesian}
 """By the names of the command line."""
 
 
@@ -197,6 +230,13 @@ class Tuned:
     def best(self) -> Contender:
         """The setting with the best score; the first of them if all failed."""
         return min(self.trials, key=lambda t: t.score).contender
+
+    @property
+    def as_printed(self) -> Contender | None:
+        """What the grid as printed would have chosen, if the search went beyond it."""
+        if not isinstance(self.search, ExtendedGrid):
+            return None
+        return min(self.trials[: self.search.printed(self.rival)], key=lambda t: t.score).contender
 
     @property
     def best_so_far(self) -> list[float]:

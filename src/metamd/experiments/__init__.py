@@ -1,10 +1,19 @@
 """The experiments of the paper and ours, by name; a variant changes rivals, ways to use a file, or the protocol."""
 
-from metamd.experiments import ablation, adaptation, out_of_distribution, paper_tables, pieces, quadratic, rosenbrock
+from metamd.experiments import (
+    ablation,
+    adaptation,
+    out_of_distribution,
+    paper_tables,
+    pieces,
+    published,
+    quadratic,
+    rosenbrock,
+)
 from metamd.experiments.experiment import Experiment
 from metamd.experiments.synthetic import Synthetic
 
-_MODULES = (quadratic, rosenbrock, paper_tables, adaptation, pieces, ablation, out_of_distribution)
+_MODULES = (quadratic, rosenbrock, paper_tables, published, adaptation, pieces, ablation, out_of_distribution)
 EXPERIMENTS: dict[tuple[str, str], Experiment | Synthetic] = {
     (experiment.name, experiment.variant): experiment for module in _MODULES for experiment in module.EXPERIMENTS
 }

@@ -88,7 +88,7 @@ def _used(label: str, potential: MaxDiagonal = COORDINATES, **choices: Any) -> G
 
 def preset(label: str, k: float | FromLipschitz = 7.0, rounds: int = 1) -> Geometry:
     """The paper's method as a geometry, with so many times the outer steps of the scale."""
-    options = paper(k, estimator=Reverse())
+    options = paper(k, estimator=Reverse(), stable=False)
     del options["outer_steps"]
     return Geometry(options.pop("potential"), {label: PAPERS_STEP}, options=options, rounds=rounds, same_tasks=True)
 

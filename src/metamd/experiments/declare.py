@@ -39,6 +39,8 @@ class Entrant:
     # how often polar steps find their directions, if not as the file says; nothing where it recommends others
     refresh: int | None = None
     piece: int | None = None  # counted from 0, to use one piece of a mixture alone
+    # the rival whose grid and ranges it is tuned in, if not a decade on either side of the factor of its file
+    searched_as: str | None = None
     # the geometry that enters where this one was learned for tensors of other shapes than the task has
     instead: str | None = None
 
@@ -80,13 +82,14 @@ class Scale:
     schedules: tuple[Schedule, ...] = ("constant", "linear")  # of the rivals
     protocol: ProtocolName = "handicap"  # by which rivals are tuned
     # by which rivals are tuned under the protocol `paper`, a name in `SEARCHES`; the paper has grids for the linear model
-    # and the MLP, and Bayesian optimisation for the others
+    # and the MLP, and Bayesian optimisation for the others; "extended" is the grid until the best is inside
     search: str = "bayes"
     usage_tasks: int = 6  # training tasks to choose a usage on; 0 for none
     screen: int | None = None  # settings that go on from the first seed to the others, by each quantity; None for all
     batch_size: int = 100  # images per step
     width: int = 64  # of a ResNet18
     measuring: Measuring = field(default_factory=Measuring)  # how the runs of the comparison are watched
+    geometries: tuple[str, ...] | None = None  # those of the experiment that enter; all if not given
     test_steps: int | None = None  # of the runs of the comparison, where they are not as long as those that were learned on
 
     @property
@@ -118,7 +121,7 @@ def alone(learned: LearnedOptimiser, piece: int) -> LearnedOptimiser:
     phi, header = learned.potential, learned.header
     single = MaxDiagonal(1, tying=phi.tying, centre=phi.centre, basis=phi.basis)
     single = single.with_metrics({k: v[piece : piece + 1].detach().clone() for k, v in phi.log_d.items()})
-    about = {k: getattr(header, k) for k in ("model", "family", "horizon", "batch_size", "gradient_scale", "cost")}
+    about = {k: getattr(header, k) for k in ("model", "family", "horizon", "batch_size", "gradient_scale", "cost", "usage")}
     return LearnedOptimiser.from_potential(single, **about)
 
 

@@ -124,6 +124,7 @@ class Experiment:
 
     def run(self, scale: str, folder: Path, seed: int, workers: int | Executor = 1, only: Sequence[str] = ()) -> Result:
         """Learn, compare, tabulate and draw; what is in the folder already is kept."""
+        self = self.at(scale)
         with warnings.catch_warnings():
             if self.off_family:
                 warnings.simplefilter("ignore", OffFamilyWarning)
@@ -141,6 +142,11 @@ class Experiment:
         rows += [] if self.more is None else self.more(size, folder, seed, Executor.of(workers).workers)
         return about | {"last_tenth": last_tenths(joined), "rows": rows}
 
+    def at(self, scale: str) -> "Experiment":
+        """The experiment with the geometries that enter at a scale."""
+        kept = self.scales[scale].geometries
+        return self if kept is None else replace(self, geometries={name: self.geometries[name] for name in kept})
+
     def _named(self, scale: str, seed: int) -> Result:
         variant = {"variant": self.variant} if self.variant else {}
         return {"experiment": self.name, **variant, "scale": scale, "seed": seed}
@@ -153,7 +159,7 @@ class Experiment:
         A domain whose comparison is there in full is read: what was learned for it need not be. What could not be learned
         has runs that count as failed.
         """
-        size, executor = self.scales[scale], Executor.of(workers)
+        self, size, executor = self.at(scale), self.scales[scale], Executor.of(workers)
         settings = self._named(scale, seed) | learning_settings(size)
         if foreign := [d for d in only if d not in size.domains]:
             raise ValueError(f"{self.name} holds out {', '.join(size.domains)} at scale {scale}, but not {foreign[0]!r}.")
@@ -308,6 +314,10 @@ class Experiment:
                     averaging=entry.averaging,
                     refresh=entry.refresh if takes_polar_steps(learned) else None,
                 )
+                if entry.searched_as is not None:
+                    like = known_rival(entry.searched_as)
+                    assert isinstance(like, Rival)
+                    entered = replace(entered, space=like.space, grid=like.grid)
                 yield label, entered.untuned()
 
 

@@ -30,7 +30,7 @@ from metamd.inner.run import run_inner
 from metamd.learning.outer import Adam, Method
 from metamd.potentials import Diagonal, MaxDiagonal
 from metamd.potentials.base import Centre
-from metamd.tasks.vision import ImageFamily
+from metamd.tasks.base import TaskFamily
 
 MOST = 5
 WINDOWS = 10
@@ -86,13 +86,13 @@ def _activity(size: Scale, folder: Path, seed: int, workers: int) -> list[Result
     about = {"experiment": "pieces, activity", "scale": scale, "seed": seed, **learning_settings(size)}
     side = rotated(size, HELD_OUT).held_out()
     cells = [
-        Cell(f"{name}-{i}", partial(_piece_weights, side, config, learned_file(folder, HELD_OUT, geometry), exact))
+        Cell(f"{name}-{i}", partial(piece_weights, side, config, learned_file(folder, HELD_OUT, geometry), exact=exact))
         for name, (geometry, exact) in FOLLOWED.items()
         for i, config in enumerate(draw_configs(side, size.seeds, seed)[HELD_OUT])
     ]
     found = fill(Records(folder / "activity", about), cells, title="pieces: activity", workers=workers)
     activity = {name: [found[f"{name}-{i}"] for i in range(size.seeds)] for name in FOLLOWED}
-    _draw_weights(activity, folder / "activity.png")
+    draw_weights(activity, folder / "activity.png")
     return [
         {
             "followed": name,
@@ -105,11 +105,14 @@ def _activity(size: Scale, folder: Path, seed: int, workers: int) -> list[Result
     ]
 
 
-def _piece_weights(side: ImageFamily, config: Mapping[str, Any], path: Path, exact: bool) -> Result:
-    """The weights of the pieces over one run, averaged over windows of steps, and how often several were active."""
+def piece_weights(side: TaskFamily, config: Mapping[str, Any], path: Path, *, exact: bool) -> Result:
+    """The weights of the pieces over one run, averaged over windows of steps, and how often several were active.
+
+    The run has the constant rate that the file recommends.
+    """
     torch.set_num_threads(1)
-    task = side.build(config)
-    run_ = run_inner(task, load(path).potential.bind(task.init()), exact=exact)
+    task, learned = side.build(config), load(path)
+    run_ = run_inner(task, learned.potential.bind(task.init()), lr=learned.usage.factor, exact=exact)
     windows = np.array_split(run_.weights, min(WINDOWS, len(run_.weights)))
     return {
         "steps": [int(x) for x in np.cumsum([len(w) for w in windows])],
@@ -120,7 +123,7 @@ def _piece_weights(side: ImageFamily, config: Mapping[str, Any], path: Path, exa
     }
 
 
-def _draw_weights(activity: Mapping[str, list[Result]], path: Path) -> None:
+def draw_weights(activity: Mapping[str, list[Result]], path: Path) -> None:
     """The share of every piece over the run: mean over the seeds, the band from the smallest to the largest."""
     panels = {}
     for name, runs in activity.items():

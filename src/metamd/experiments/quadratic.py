@@ -187,7 +187,7 @@ def _train_published(scale: Scale, seed: int, row: str, start: str, name: str) -
     given: Result = dict(scale.adam if name == "adam" else scale.published)
     # Reverse gives Forward's gradient to rounding, in less time where there are few steps
     estimator = Reverse() if name == "adam" else Reverse(1)
-    options = paper(given["k"], estimator=estimator, outer_steps=int(given["outer_steps"]))
+    options = paper(given["k"], estimator=estimator, outer_steps=int(given["outer_steps"]), stable=False)
     if name == "adam":
         options["method"] = Method(Adam(given["lr"]), exact=False, keep="last")
     options["tasks_per_step"] = int(given["tasks_per_step"])

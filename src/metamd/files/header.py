@@ -96,7 +96,8 @@ class Header:
         factors: the shapes of the learned basis, (n, r) by "right/key" and "left/key": r orthonormal columns.
         usage: how it is best used on its family: `Usage` as a dictionary.
         choice: what the usage was chosen by: the `score`, the data that runs were `judged_on`, whether few steps or few
-            seconds were to `prefer`, and the `seconds_per_step` of training with it, on the machine that learned it.
+            seconds were to `prefer`, and the `seconds_per_step` of training with it, on the machine that learned it. Of the
+            paper's method: what was `tried` (k, pace, outer steps, best rate, loss), and the `rule` of choosing.
         online: the rule and the scales of its online metric: `Online` as a dictionary.
         start: names and shapes of the learned start, if there is one.
         max_norm: C, if the metrics were kept at ||m_j||_2 <= C while they were learned.
@@ -327,7 +328,14 @@ _usage = {"metric": _text, "momentum": _finite, "schedule": _text, "factor": _fi
 _integer = must("be an integer", lambda value: type(value) is int)
 _online = {"rule": _text, "beta": _finite, "epsilon": _finite, "refresh": _integer, "scale": _numbers}
 _online |= {"signal": _finite, "whiten": _integer, "block": _integer}
-_choice = {"score": _text, "judged_on": _text, "prefer": _text, "seconds_per_step": _weight}
+_choice = {"score": _text, "judged_on": _text, "prefer": _text, "seconds_per_step": _weight, "rule": _text}
+_tried = {
+    "k": _not_negative,
+    "pace": _not_negative,
+    "outer_steps": must("be an integer >= 0", lambda value: type(value) is int and value >= 0),
+}
+_tried |= {"rate": _weight, "loss": _optional(_finite)}
+_choice["tried"] = lambda name, value: [record(_tried)(f"each of {name}", row) for row in _filled(name, value)]
 texts = _list("texts", lambda value: isinstance(value, str))
 
 CHECKS: dict[str, Check] = {
@@ -360,7 +368,7 @@ CHECKS: dict[str, Check] = {
     "learned_from": _optional(record({"prior": _not_negative, "runs": _runs})),
     "factors": _shapes,
     "usage": _optional(record(_usage, ("averaging", "knots"), lambda found: Usage(**found).to_dict())),
-    "choice": _optional(record(_choice, ("prefer", "seconds_per_step"))),
+    "choice": _optional(record(_choice, ("prefer", "seconds_per_step", "rule", "tried"))),
     "online": _optional(record(_online, ("signal", "whiten", "block"), lambda found: Online.from_dict(found).to_dict())),
     "start": _shapes,
     "max_norm": _optional(_weight),

@@ -235,16 +235,21 @@ class PaperBound(Objective):
         k: a number, or `FromLipschitz()`.
         strong_convexity: lambda is min |M| ("paper") or min M^2 = min D ("exact", in the Euclidean norm). Of several
             smallest entries each gets an equal part of the gradient, as torch.amin has it.
+        smooth: s > 0 takes (mean_i |M_i|^(-1/s))^(-s) for min |M|: equal to it where all entries are, above it by a factor
+            of at most n^s for n entries, and with a gradient for every entry. See `Normalised` for what that does.
     """
 
     k: float | FromLipschitz = 10.0
     strong_convexity: Literal["paper", "exact"] = "paper"
+    smooth: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, FromLipschitz) and not self.k >= 0:
             raise ValueError(f"k must not be negative, got {self.k}. Pass k=FromLipschitz() for the value of the theory.")
         if self.strong_convexity not in ("paper", "exact"):
             raise ValueError(f'strong_convexity must be "paper" or "exact", got {self.strong_convexity!r}.')
+        if not 0 <= self.smooth < math.inf:
+            raise ValueError(f"smooth must be finite and not negative, got {self.smooth}. 0 takes the minimum itself.")
 
     def held(self, run: Trajectory) -> "PaperBound":
         """With the k of this run."""
@@ -255,8 +260,13 @@ class PaperBound(Objective):
 
     def final(self, run: Trajectory, potential: MaxDiagonal, end: Params) -> Tensor:
         """The whole of it."""
-        # one amin over everything: smallest entries that tie share the gradient equally across tensors too
-        smallest = torch.cat([v.double().reshape(-1) for v in potential.logarithms()]).amin()
+        logs = torch.cat([v.double().reshape(-1) for v in potential.logarithms()])
+        if self.smooth:  # log D = 2 log M
+            smallest = -2 * self.smooth * (torch.logsumexp(-logs / (2 * self.smooth), 0) - math.log(len(logs)))
+        else:
+            smallest = (
+                logs.amin()
+            )  # one amin over everything: smallest entries that tie share the gradient across tensors too
         strength = (0.5 * smallest).exp() if self.strong_convexity == "paper" else smallest.exp()
         return potential.divergence(end, run.start) + self._k(run) / strength
 

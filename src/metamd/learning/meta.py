@@ -19,8 +19,9 @@ from metamd.inner.estimators import Estimator, Forward, Reverse
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import FromLipschitz, LogGap, PaperBound, Reference
 from metamd.inner.run import OptimiserSteps, StepRule, seconds_per_step
-from metamd.learning.outer import Adam, GradientDescent, Method, Refine
+from metamd.learning.outer import Adam, GradientDescent, Method, Normalised, Refine, Unpublished
 from metamd.learning.parts import Forecast
+from metamd.learning.published import learn_published
 from metamd.learning.reference import CHECKED, REFERENCE_RATES, learn_from_reference, tuned_reference
 from metamd.learning.rounds import Plan, first_look
 from metamd.learning.usage import Choices, Prefer, learn_usage, runs_to_choose, runs_to_scale, steps_of
@@ -38,6 +39,9 @@ VECTORS = Choices(
     averages=("constant", "tail"),
 )
 """What a usage of vectors is chosen from. Their runs go side by side, so that many momenta cost little time."""
+
+SMOOTH = 0.1
+"""Of the smooth minimum of the paper's lambda: of a million entries it is at most four times the smallest one."""
 
 FEW = 16
 """Metrics up to which forward mode is taken, which has a tangent for each."""
@@ -119,6 +123,9 @@ def meta_train(
             f"ClosedForm learns one piece, got {potential.pieces}. Pass Diagonal(), or learn the pieces along a gradient: "
             "by refine=Refine() afterwards, or by estimator=Reverse()."
         )
+    if method.unpublished is not None:
+        options = {"seed": seed, "journal": journal, "workers": workers, "log": log}
+        return learn_published(family, potential, method, tasks=tasks_per_step, **options)
     with nullcontext() if journal is None else journal.opened():
         found = first_look(family, potential, seed, tasks_per_step, curvature=method.start == "curvature")
         plan = Plan(family, method, potential.pieces, tasks_per_step, seed, found, Executor.of(workers))
@@ -243,36 +250,49 @@ def refinement(family: TaskFamily) -> Refine | None:
 
 
 def paper(
-    k: float | FromLipschitz = 7.0,
+    k: float | FromLipschitz | None = None,
     *,
     rho: float | None = None,
     pieces: int = 3,
     estimator: Estimator | None = None,
-    outer_steps: int = 300,
+    outer_steps: int | None = None,
+    stable: bool = True,
 ) -> dict[str, Any]:
     """The options that make `meta_train` Algorithm 1 of the paper [GaoMetaMD2022].
 
-    M <- M - rho/n sum_i dE_i/dM with E = B(theta_{T+1}||theta_1) + k/lambda, N = 3 diagonals centred at the origin, the
-    paper's inner step, forward-mode gradients; the last M is kept. What the paper leaves open is chosen from the data: M
-    starts at the square root of the largest curvature, and rho is a share of M^2 / E. It needs runs that converge, and
-    that start near the origin: see docs/limits.md.
+    N = 3 diagonals centred at the origin, the paper's inner step, E = B(theta_{T+1}||theta_1) + k/lambda with its direct and
+    indirect gradient. The paper does not publish eta, k, rho, the number of outer steps, or where M begins.
+
+    By default these are chosen on training tasks, by the rule of `metamd.learning.published`. The outer steps are
+    `Normalised` and leave the geometric mean of each piece at 1, and lambda is a smooth minimum. With `stable=False` it is
+    the plain rule, M <- M - rho/n sum_i dE_i/dM, from the square root of the largest curvature, with forward-mode gradients;
+    the last M is kept. That explodes on networks.
 
     Args:
-        k: of `PaperBound`; the paper leaves it open. On its quadratics, D = (k / E delta^2)^(2/3) is where the flat
-            coordinate comes to rest: 7 comes near the published number of iterations, see docs/results/quadratic.md.
-        rho: the outer learning rate; None scales it, see `GradientDescent`.
+        k: of `PaperBound`; None chooses it. The plain rule then takes 7, which comes near the published number of iterations
+            on the paper's quadratics, see docs/results/quadratic.md.
+        rho: the outer learning rate: the pace of `Normalised`, or that of `GradientDescent`; None chooses it.
         pieces: N.
-        estimator: of the gradient, if not `Forward()`.
-        outer_steps: plain gradient descent needs hundreds.
+        estimator: of the gradient, if not `Reverse()`, or `Forward()` for the plain rule: both are exact.
+        outer_steps: at most; 150 if not given, 300 for the plain rule.
+        stable: whether the outer steps are normalised.
 
     Example:
         >>> sorted(paper())
         ['estimator', 'method', 'objective', 'outer_steps', 'potential']
     """
+    if stable:
+        if isinstance(k, FromLipschitz):
+            raise ValueError("k of the theory differs from task to task. Pass stable=False with it, or a number.")
+        chosen = Unpublished() if k is None else Unpublished(k=k)
+        chosen = chosen if rho is None else replace(chosen, paces=(rho,))
+        method = Method(Normalised(common=False), exact=False, keep="last", spread=0.02, unpublished=chosen)
+    else:
+        method = Method(GradientDescent(rho), exact=False, keep="last", start="curvature")
     return {
         "potential": MaxDiagonal(pieces, centre="origin"),
-        "objective": PaperBound(k),
-        "estimator": estimator or Forward(),
-        "method": Method(GradientDescent(rho), exact=False, keep="last", start="curvature"),
-        "outer_steps": outer_steps,
+        "objective": PaperBound(7.0 if k is None else k, smooth=SMOOTH if stable else 0.0),
+        "estimator": estimator or (Reverse() if stable else Forward()),
+        "method": method,
+        "outer_steps": outer_steps or (150 if stable else 300),
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 from metamd.files.learned import Moments
 from metamd.inner.closed_form import Iterate, learn_factors, minimiser
 from metamd.inner.estimators import ClosedForm, Estimator, Reverse
-from metamd.inner.objectives import PRIOR, Objective, Regret
+from metamd.inner.objectives import PRIOR, Objective, PaperBound, Regret
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.tying import Shape
 
@@ -151,6 +151,64 @@ class GradientDescent(Outer):
         return Update(now.moved(log_d), kept)
 
 
+@dataclass(frozen=True)
+class Normalised(Outer):
+    """log M <- log M - pace g / mean |g| with g = sum_i dE_i/dlog M, each coordinate clipped: Algorithm 1 made stable.
+
+    The plain rule explodes where gradients of coordinates differ by orders of magnitude. Here the mean move of an outer step
+    is known beforehand, and no coordinate leaves a box of half-width `clip` x `pace`: a trust region in log M. Where a task
+    diverges that finished before, M goes half way back and the next steps are half as long. A coordinate without any
+    gradient, as all of a piece that is never active, stays. Offsets stay.
+
+    Such steps do not descend on a minimum of many entries, as lambda of `PaperBound` is: it gives its gradient to one entry
+    at a time, which the box cuts. `PaperBound(smooth=0.1)` is descended on. It then leads to where nothing moves, by a
+    common factor of all metrics, unless that is held: `common=False`.
+
+    Args:
+        pace: the mean of |change of log M| over the coordinates that have a gradient, before clipping; 0.02 to 0.03 is
+            stable for 150 outer steps.
+        clip: the largest change of a coordinate, as a multiple of the pace.
+        common: False leaves the geometric mean of every piece where it is, since a common factor is a learning rate.
+    """
+
+    pace: float = 0.025
+    clip: float = 3.0
+    common: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.pace < math.inf:
+            raise ValueError(f"pace must be positive, got {self.pace}. 0.025 changes M by two or three per cent a step.")
+        if not self.clip >= 1:
+            raise ValueError(f"clip must be at least 1, got {self.clip}. It is a multiple of the mean change.")
+
+    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> Update:
+        """One step of a known length."""
+        grads = {k: sums[f"gradient/log_d/{k}"] / sums["tasks"] for k in now.log_d}
+        if not self.common:
+            mean = _means(grads)
+            grads = {k: g - _rows(mean, g) for k, g in grads.items()}
+        sizes = torch.cat([g.abs().reshape(-1) for g in grads.values()])
+        felt = sizes[sizes > 0]
+        if not len(felt):
+            return Update(now)
+        # log D = 2 log M; the direction is the same by log D as by log M
+        moves = {k: -2 * factor * self.pace * (g / felt.mean()).clamp(-self.clip, self.clip) for k, g in grads.items()}
+        if not self.common:  # clipping has moved the mean again
+            mean = _means(moves)
+            moves = {k: x - _rows(mean, x) for k, x in moves.items()}
+        return Update(now.moved({k: v + moves[k].to(v) for k, v in now.log_d.items()}))
+
+
+def _means(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The mean of every piece over all keys, (N,)."""
+    return torch.cat([x.reshape(len(x), -1) for x in tensors.values()], 1).mean(1)
+
+
+def _rows(numbers: Tensor, like: Tensor) -> Tensor:
+    """A number for every piece, to be subtracted from a tensor (N, ...)."""
+    return numbers.reshape(-1, *[1] * (like.ndim - 1))
+
+
 def _regret_bound(log_d: Mapping[str, Tensor], moments: Moments) -> float:
     """sum_i (D_i x_i + y_i / D_i) / 2."""
     d = {k: v[0].double().exp() for k, v in log_d.items() if k in moments.x}
@@ -203,6 +261,37 @@ class Refine:
 
 
 @dataclass(frozen=True)
+class Unpublished:
+    """What the paper leaves open, and how it is chosen on training tasks alone: see `metamd.learning.published`.
+
+    Args:
+        shares: what k is tried at, as shares of the mean divergence between end and start where M = 1.
+        paces: the mean moves of log M that are tried, rho of the stable loop.
+        first: outer steps after which every pair of k and pace is judged; a third of all if not given. The best goes on for
+            so many more at a time, while that lowers its loss.
+        tasks: training tasks that judge; no outer step sees them.
+        k: the one to take; None tries the shares.
+    """
+
+    shares: tuple[float, ...] = (0.5, 2.0)
+    paces: tuple[float, ...] = (0.025,)
+    first: int | None = None
+    tasks: int = 2
+    k: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("shares", "paces"):
+            values = getattr(self, name)
+            if not values or not all(0 < x < math.inf for x in values):
+                raise ValueError(f"{name} must be positive numbers, at least one, got {values}.")
+        if self.k is not None and not 0 <= self.k < math.inf:
+            raise ValueError(f"k must be finite and not negative, got {self.k}.")
+        for name in ("first", "tasks"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+@dataclass(frozen=True)
 class Method:
     """How the outer steps of a meta-training are made.
 
@@ -218,6 +307,8 @@ class Method:
         estimator: how its gradient is had; `ClosedForm` goes to the minimum itself.
         outer_steps: how many at most.
         refine: outer steps along the hypergradient, afterwards. Several pieces need it, or an estimator of gradients.
+        lr: eta, the rate of the inner runs. Only the metrics over it count, except for `PaperBound`, whose k is for M.
+        unpublished: what k, pace, rate and number of outer steps of the paper's method are chosen from, if they are.
         max_norm: C: metrics are kept at ||m_j||_2 = sqrt(sum_i D_ji) <= C by projection, for a bound on new tasks that has
             its C from the start (docs/concepts/held-out.md). Too small a C makes steps too long.
     """
@@ -232,12 +323,16 @@ class Method:
     estimator: Estimator = field(default_factory=ClosedForm)
     outer_steps: int = 10
     refine: Refine | None = None
+    lr: float = 1.0
+    unpublished: Unpublished | None = None
     max_norm: float | None = None
 
     def check(self) -> None:
         """Refuse what does not go together."""
         if self.outer_steps < 1:
             raise ValueError(f"outer_steps must be at least 1, got {self.outer_steps}. Nothing is learned without one.")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr of the inner runs must be positive, got {self.lr}.")
         if self.max_norm is not None and not 0 < self.max_norm < math.inf:
             raise ValueError(f"max_norm must be positive and finite, got {self.max_norm}. Leave it out for no bound.")
         if self.closed and not isinstance(self.objective, Regret):
@@ -246,7 +341,15 @@ class Method:
         if self.outer is not None and isinstance(self.outer, TrustRegion) != self.closed:
             raise ValueError(
                 f"{type(self.estimator).__name__} does not go with the outer rule {type(self.outer).__name__}. "
-                "TrustRegion is for ClosedForm, Adam and GradientDescent are for gradients."
+                "TrustRegion is for ClosedForm; Adam, GradientDescent and Normalised are for gradients."
+            )
+
+        if self.unpublished is not None and not (
+            isinstance(self.objective, PaperBound) and isinstance(self.outer, Normalised) and self.refine is None
+        ):
+            raise ValueError(
+                "unpublished= chooses k of PaperBound and the pace of Normalised, without refinement. "
+                "Pass **metamd.paper(), or leave it out."
             )
 
     @property

@@ -267,7 +267,12 @@ class TaskRunner:
     ) -> list[tuple[MaxDiagonal, Trajectory]]:
         """Plain runs, side by side where that is faster, each with its potential; `referred`: with its reference run."""
         reference = self.method.objective.reference if referred else None
-        options: dict[str, Any] = {"exact": self.method.exact, "reference": reference, "products": products}
+        options: dict[str, Any] = {
+            "lr": self.method.lr,
+            "exact": self.method.exact,
+            "reference": reference,
+            "products": products,
+        }
         if self.together and len(tasks) > 1:
             fit = self.fit(iterate, tasks[0])
             return [(fit, run) for run in run_many(tasks, fit, executor=self.executor, **options)]
@@ -277,11 +282,13 @@ class TaskRunner:
 
     def probe(self, tasks: Mapping[int, Task], iterate: Iterate) -> dict[int, Trajectory]:
         """Plain runs one by one, to see which tasks finish under these metrics."""
-        return {i: run_inner(task, self.fit(iterate, task), exact=self.method.exact) for i, task in tasks.items()}
+        how: dict[str, Any] = {"lr": self.method.lr, "exact": self.method.exact}
+        return {i: run_inner(task, self.fit(iterate, task), **how) for i, task in tasks.items()}
 
     def _differentiate(self, task: Task, iterate: Iterate, seed: int) -> TaskResult:
         fit, generator = self.fit(iterate, task), torch.Generator().manual_seed(seed)
-        found = self.method.estimator(task, fit, self.method.objective, exact=self.method.exact, generator=generator)
+        how: dict[str, Any] = {"lr": self.method.lr, "exact": self.method.exact}
+        found = self.method.estimator(task, fit, self.method.objective, **how, generator=generator)
         result = replace(self._result(task, fit, found.trajectory), cost=found.cost)
         if result.diverged:
             return result
@@ -560,6 +567,7 @@ class Plan:
             "stages": [list(s) for s in method.stages],
             "tasks_per_step": self.tasks_per_step,
             "seed": self.seed,
+            **({} if method.lr == 1 else {"lr": method.lr}),
             **({} if method.max_norm is None else {"max_norm": method.max_norm}),
         }
 

@@ -219,6 +219,14 @@ def named_parameters(param_groups: Sequence[Mapping[str, Any]], potential: Poten
     return clean_names(pairs, potential.rename if isinstance(potential, MaxDiagonal) else None)
 
 
+def without_unknown_frozen(named: Mapping[str, Tensor], potential: Potential) -> dict[str, Tensor]:
+    """The parameters without those that are frozen and that nothing was learned for: the base of a model with adapters."""
+    # Roles are read off the order of all layers, so there none may be missing.
+    if not isinstance(potential, MaxDiagonal) or not potential.slots or potential.tying == "role":
+        return dict(named)
+    return {n: p for n, p in named.items() if p.requires_grad or n in potential.slots}
+
+
 def fit(
     potential: Potential, named: Params, starts: Params, online: Online | None, *, fused: bool, order: Sequence[str]
 ) -> Potential:

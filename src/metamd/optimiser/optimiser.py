@@ -188,6 +188,7 @@ class MetaMD(Certified, Optimizer):
 
     def _bind(self) -> None:
         named = binding.named_parameters(self.param_groups, self._potential)
+        named = binding.without_unknown_frozen(named, self._potential)
         starts = {n: local(self.state[p]["start"]) for n, p in named.items() if "start" in self.state.get(p, {})}
         bound = binding.fit(self._potential, named, starts, self._online, fused=self.fused, order=self._order)
         binding.check_scales(self._online, bound, [n for n, p in named.items() if p.requires_grad])
@@ -282,6 +283,8 @@ class MetaMD(Certified, Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 name, _, device = self._places.get(id(p), ("", p, None))
+                if device is None and not p.requires_grad:
+                    continue  # frozen, and nothing was learned for it
                 if device != p.device:
                     # Moved to another device, or replaced by its shards, since this was bound: Accelerate does both.
                     self._versions = {}

@@ -14,12 +14,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from metamd import Comparison, Measuring, Protocol, compare, load, rivals, tasks
+from metamd import Comparison, Measuring, Protocol, Stated, certify, compare, load, rivals, tasks
 from metamd.cli import main as cli
 from metamd.cli.compare import _our_contender
 from metamd.cli.options import Compare
 from metamd.cli.report import read_comparison, summary, write_report
 from metamd.comparison.entrants import draw_configs
+from metamd.comparison.sections import certificate_sections
 from metamd.files.store import Records
 from metamd.files.usage import Usage
 from metamd.files.versions import environment
@@ -173,7 +174,22 @@ def test_the_certificate_of_a_file_is_shown_in_words(learned, tmp_path, capsys):
         assert sentence in " ".join(html.unescape((tmp_path / "o" / "report.html").read_text()).split())
     for shown in (said, (tmp_path / "o" / "report.html").read_text(), (tmp_path / "o" / "report.md").read_text()):
         assert "Certificate of the file: quadratic" in shown
+        assert "Every statement of it, and what it rests on: quadratic" in shown
         assert "confidence" not in shown.replace("&#34;", '"'), "a field of the JSON is no word of the page"
+
+
+def test_the_certificate_of_a_file_opens_with_one_sentence_and_a_figure(learned, tmp_path):
+    found = certify(load(learned), tasks.quadratic(steps=20), held_out_tasks=20, stated=Stated(target=1.0))
+    first, second = certificate_sections({"certificates": {"quadratic": found.to_dict()}}, tmp_path)
+    (sentence,), ((figure, caption),) = first.texts, first.figures
+    assert sentence.startswith("For the next task, ")
+    assert sentence.endswith(", with probability 95 %.")
+    assert figure.is_file()
+    assert caption == "20 held-out tasks in order, and the bound for the next at 95 %."
+    assert list(second.texts) == found.paragraphs()
+    few = certify(load(learned), tasks.quadratic(steps=20), held_out_tasks=3, stated=Stated(target=1.0))
+    none, _ = certificate_sections({"certificates": {"quadratic": few.to_dict()}}, tmp_path)
+    assert none.texts == ["3 held-out tasks give no bound for the next task at 95 %."]
 
 
 def trained_on(file, domains, tmp_path):

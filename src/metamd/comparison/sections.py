@@ -360,7 +360,7 @@ def _abridged(value: Any) -> str:
 
 
 def certificate_sections(found: Any, folder: Path) -> list[Section]:
-    """What the learned file says of held-out tasks, the `held_out` of its header: sentences and a figure.
+    """What the learned file says of held-out tasks, the `held_out` of its header: a sentence, a figure, every statement.
 
     What is no certificate is shown as it is. None says that nothing lies beside the records.
     """
@@ -370,26 +370,31 @@ def certificate_sections(found: Any, folder: Path) -> list[Section]:
     parts = []
     for i, (name, certificate) in enumerate(known.items()):
         figure = score_figure(certificate, folder, f"certificate{i or ''}.png")
-        said = certificate.paragraphs()
-        parts.append(Section(f"Certificate of the file: {name}", said, figures=figure, folded=True))
+        parts.append(Section(f"Certificate of the file: {name}", [_in_short(certificate)], figures=figure, folded=True))
+        parts.append(Section(f"Every statement of it, and what it rests on: {name}", certificate.paragraphs(), folded=True))
     texts = ["What else the learned file says about tasks that it was not learned on."]
     return [*parts, replace(configuration(rest, {}), title="Certificate", texts=texts, folded=True)] if rest else parts
 
 
 def certified(found: HeldOutCertificate, folder: Path) -> list[Section]:
     """The page of one certificate: a sentence, the losses of the tasks, the bounds; what they rest on is folded."""
-    percent = f"{100 * (1 - found.delta):g} %"
     said = [s for s in found.statements if s.bound is not None]
     rows = [[s.quantity, s.bound, HEADINGS[s.about], s.verdict] for s in said]
-    first = next((s for s in said if s.about == "next task" and s.verdict == "holds"), None)
-    if first is None:
-        headline = f"{found.tasks} held-out tasks give no bound for the next task at {percent}."
-    else:
-        headline = f"For the next task, {first.quantity} is at most {formatted(first.bound)}, with probability {percent}."
     texts = [f"{found.family}: {found.tasks} held-out tasks of {found.steps} steps, of which {found.diverged} diverged."]
     heads = ["", "at most", "about", "verdict"]
-    opening = Section(texts=texts, columns=heads, rows=rows, figures=score_figure(found, folder), headline=headline)
+    opening = Section(texts=texts, columns=heads, rows=rows, figures=score_figure(found, folder), headline=_in_short(found))
     return [opening, Section("Every statement, and what it rests on", found.paragraphs(), folded=True)]
+
+
+def _in_short(found: HeldOutCertificate) -> str:
+    """A certificate as one sentence: its first statement about the next task."""
+    percent = f"{100 * (1 - found.delta):g} %"
+    first = next(
+        (s for s in found.statements if s.about == "next task" and s.bound is not None and s.verdict == "holds"), None
+    )
+    if first is None:
+        return f"{found.tasks} held-out tasks give no bound for the next task at {percent}."
+    return f"For the next task, {first.quantity} is at most {formatted(first.bound)}, with probability {percent}."
 
 
 def score_figure(certificate: HeldOutCertificate, folder: Path, name: str = "certificate.png") -> list[tuple[Path, str]]:

@@ -229,7 +229,7 @@ def test_inspect_says_what_is_missing(file, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.run(["inspect", file, "--figure", str(tmp_path / "x.png")]) == 2
     lines = capsys.readouterr().err.splitlines()
-    wanted = ["there is no file", "there is no directory", "Format 'doc' is not supported", "pip install 'metamd[plot]'"]
+    wanted = ["there is no file", "there is no directory", "Format 'doc' is not supported", "pip install '.[plot]'"]
     assert all(w in line for w, line in zip(wanted, lines, strict=True))
 
 

@@ -147,7 +147,7 @@ def test_tensorboard_gets_the_numbers(monkeypatch, tmp_path):
 
 
 def test_tensorboard_itself_reads_what_was_written(tmp_path, capsys):
-    reason = "tensorboard is not installed: pip install metamd[tensorboard]"
+    reason = "tensorboard is not installed"
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=reason)
     out = tmp_path / "x.safetensors"
     assert cli.run(["train", "quadratic", "--out", str(out), "--tensorboard", *SHORT]) == 0

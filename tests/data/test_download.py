@@ -215,5 +215,5 @@ def test_the_lock_excludes_another_process(tmp_path):
 
 def test_requests_missing_is_said_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "requests", None)
-    with pytest.raises(DataError, match=r"pip install 'metamd\[data\]'"):
+    with pytest.raises(DataError, match=r"pip install '\.\[data\]'"):
         quick(remote(NAME, CONTENT, "http://127.0.0.1:9/a"), tmp_path)

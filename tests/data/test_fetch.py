@@ -48,7 +48,7 @@ def test_every_kind_of_file_is_fetched_decoded_and_loaded(name, split, place, se
 def test_a_missing_package_is_named(name, package, place, server, monkeypatch):
     publish(name, server, monkeypatch)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf"needs {package}\. Install it with: pip install 'metamd\[data\]'"):
+    with pytest.raises(DataError, match=rf"needs {package}\. In a clone of the repository, run: pip install '\.\[data\]'"):
         data.load(name)
 
 

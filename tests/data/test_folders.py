@@ -96,5 +96,5 @@ def test_bad_folders_are_refused(tmp_path, monkeypatch, folder):
     with pytest.raises(DataError, match="must have a sub-folder per class, and has none"):
         image_folder(tmp_path / "ant")
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"needs Pillow\. Install it with `pip install 'metamd\[data\]'`"):
+    with pytest.raises(DataError, match=r"needs Pillow\. In a clone of the repository, run: pip install '\.\[data\]'"):
         image_folder(folder)

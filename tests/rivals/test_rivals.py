@@ -275,7 +275,7 @@ def test_a_package_that_is_not_there_is_a_sentence(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "prodigyopt", None)
-    with pytest.raises(ValueError, match=r"pip install 'metamd\[rivals\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[rivals\]'"):
         train_contender(task_of(), rival("prodigy").untuned())
 
 

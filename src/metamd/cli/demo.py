@@ -27,6 +27,7 @@ from metamd.comparison.training import Measuring, one_thread
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.progress import Progress
 from metamd.files.store import Result, write_json
+from metamd.files.text import install
 from metamd.files.usage import Usage
 from metamd.inner.objectives import Reference, Regret
 from metamd.inner.run import run_inner
@@ -127,9 +128,7 @@ def rotated_digits(size: DemoSize, seed: int | None = None) -> tuple[TaskFamily,
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        raise ValueError(
-            "the digits come with scikit-learn, which is not installed. Run: pip install 'metamd[demo]'"
-        ) from None
+        raise ValueError(f"the digits come with scikit-learn, which is not installed. {install('demo')}") from None
     found = load_digits()
     pictures, labels = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16, torch.tensor(found.target)
 

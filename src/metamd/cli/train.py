@@ -15,7 +15,7 @@ from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.progress import Progress
 from metamd.files.recorded_run import Run
 from metamd.files.store import Journal, Log, locked
-from metamd.files.text import one_line, shown
+from metamd.files.text import install, one_line, shown
 from metamd.inner.executor import Executor
 from metamd.learning.meta import (
     has_weights,
@@ -145,7 +145,9 @@ def tensorboard(folder: Path) -> Log:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError("--tensorboard needs the tensorboard package: pip install metamd[tensorboard].") from None
+        raise ValueError(
+            f"--tensorboard needs the tensorboard package, which is not installed. {install('tensorboard')}"
+        ) from None
     writer: Any = SummaryWriter(str(folder))
 
     def log(record: dict[str, Any], step: int) -> None:

@@ -15,6 +15,7 @@ from metamd.comparison.entrants import ENDINGS, UNTUNED, unscheduled
 from metamd.comparison.statistics import Array, bootstrap
 from metamd.files.container import write_atomically
 from metamd.files.store import as_json
+from metamd.files.text import install
 
 COLOURS = {
     "MetaMD": "#c1272d",
@@ -75,7 +76,7 @@ def drawing(path: Path, size: tuple[float, float], rows: int, columns: int, *, s
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ValueError("figures need matplotlib, which is not installed. Run: pip install 'metamd[plot]'") from None
+        raise ValueError(f"figures need matplotlib, which is not installed. {install('plot')}") from None
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharey=share_y)
     yield figure, grid

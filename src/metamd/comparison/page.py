@@ -8,7 +8,7 @@ from textwrap import fill
 
 from metamd.comparison.sections import Section
 from metamd.files.container import write_atomically
-from metamd.files.text import one_line
+from metamd.files.text import install, one_line
 
 WIDTH = 110
 """Characters in a line of a terminal that text and tables keep to."""
@@ -122,7 +122,7 @@ def write_page(path: Path, title: str, sections: Sequence[Section], *, command: 
     try:
         from jinja2 import Environment, StrictUndefined
     except ModuleNotFoundError:
-        raise ValueError("a report page needs jinja2, which is not installed. Run: pip install 'metamd[demo]'") from None
+        raise ValueError(f"a report page needs jinja2, which is not installed. {install('demo')}") from None
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=one_line)
     images = {image: base64.b64encode(image.read_bytes()).decode() for part in sections for image, _ in part.figures}
     page = environment.from_string(TEMPLATE).render(title=title, sections=sections, command=command, images=images)

@@ -15,6 +15,7 @@ from torch import Tensor
 from metamd.comparison.training import Measuring, Outcome, one_thread, train_contender
 from metamd.files.progress import Progress
 from metamd.files.store import Records, Result, shortened
+from metamd.files.text import install
 from metamd.files.usage import Schedule
 from metamd.rivals.base import SETTING_DIGITS, Contender, Rival, Setting, searched
 from metamd.tasks.base import Task, config_hash, derive_seed, seeded
@@ -189,9 +190,7 @@ def _most_promising(places: Tensor, values: Tensor, beta: float) -> Tensor:
         from gpytorch.mlls import ExactMarginalLogLikelihood
         from gpytorch.priors import GammaPrior
     except ModuleNotFoundError:
-        raise ValueError(
-            "Bayesian search needs botorch, which is not installed. Run: pip install 'metamd[tuning]'"
-        ) from None
+        raise ValueError(f"Bayesian search needs botorch, which is not installed. {install('tuning')}") from None
     dimension = places.shape[1]
     kernel: Any = ScaleKernel(
         RBFKernel(ard_num_dims=dimension, lengthscale_prior=GammaPrior(3.0, 6.0)), outputscale_prior=GammaPrior(2.0, 0.15)

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metamd.data.registry import DataError, Dataset
+from metamd.files.text import install
 
 ImagesAndLabels = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 """Images and labels."""
@@ -46,9 +47,7 @@ def decode(record: Dataset, split: str, folder: Path) -> ImagesAndLabels:
     try:
         images, labels = RECIPES[record.recipe](split, count, *(folder / file.name for file in split_record.files))
     except ImportError as error:
-        raise DataError(
-            f"Decoding {record.title} needs {error.name}. Install it with: pip install 'metamd[data]'"
-        ) from error
+        raise DataError(f"Decoding {record.title} needs {error.name}. {install('data')}") from error
     if images.shape != expected or labels.shape != (count,):
         raise DataError(
             f"{record.name} {split} must decode to images {expected} with as many labels, got {images.shape} "

@@ -18,6 +18,7 @@ from metamd.data.decoders import decompress
 from metamd.data.registry import DataError, RemoteFile
 from metamd.files.limits import open_regular
 from metamd.files.progress import Progress
+from metamd.files.text import install
 
 CHUNK = 2**16
 
@@ -107,7 +108,7 @@ def _transfer(file: RemoteFile, url: str, part: Path, timeout: float) -> None:
         import requests
         from urllib3.exceptions import HTTPError
     except ImportError as error:
-        raise DataError("Downloading needs requests. Install it with: pip install 'metamd[data]'") from error
+        raise DataError(f"Downloading needs requests. {install('data')}") from error
     # A server that sends a .gz file "gzip-encoded" would have it decompressed on the way; identity prevents that.
     headers = {"Accept-Encoding": "identity", "User-Agent": "metamd"}
     size = None if file.size is None else file.size / 1e6

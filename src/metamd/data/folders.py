@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from metamd.data.registry import DataError
 from metamd.files.limits import open_regular
+from metamd.files.text import install
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -62,7 +63,7 @@ def _open_image(file: Path, size: tuple[int, int] | None = None) -> Image:
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
-        raise DataError("Reading images needs Pillow. Install it with `pip install 'metamd[data]'`.") from error
+        raise DataError(f"Reading images needs Pillow. {install('data')}") from error
     try:
         with open_regular(file) as stream, Image.open(stream) as picture:
             if size in (None, picture.size) and picture.mode in GREY + COLOUR:

@@ -342,7 +342,7 @@ CHECKS: dict[str, Check] = {
     "schema_version": must(
         f"be 1, 2, 3 or 4, which metamd {__version__} reads",
         lambda value: type(value) is int and value in SCHEMA_VERSIONS,
-        " A newer metamd may read it: pip install --upgrade metamd.",
+        " A newer metamd may read it.",
     ),
     "pieces": _positive,
     "tying": _one_of(*get_args(TyingName)),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metamd.files import hub
 from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shapes, strict_json
 from metamd.files.header import CHECKS, Header, record, texts
 from metamd.files.shipped import locate
@@ -213,6 +214,54 @@ class LearnedOptimiser:
         text = self.header.to_json()
         Header.from_json(text)  # what is saved can be loaded
         LEARNED.write(Path(path), text, tensors | others, _digest(self, text))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_name: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+    ) -> "LearnedOptimiser":
+        """Read one from a folder that `save_pretrained` wrote, or from the Hugging Face Hub; `load` reads the file.
+
+        Args:
+            folder_or_name: a folder, "owner/name" of a repository, the name of a shipped file, or a path.
+            revision: of the repository: a branch, tag or commit.
+            token: of the Hub, for a private repository.
+            cache_dir: where downloads are kept; the Hub's own place if not given.
+            local_files_only: download nothing.
+        """
+        options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        return load(hub.find(folder_or_name, **options))
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the file as metamd.safetensors into a folder, with a card for readers; `from_pretrained` reads it.
+
+        Args:
+            folder: made if it is not there.
+        """
+        hub.write(self, folder)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload a learned optimiser",
+        private: bool | None = None,
+        token: str | None = None,
+    ) -> str:
+        """Upload the file and a card to the Hugging Face Hub; returns the address of the commit.
+
+        Args:
+            repo_id: "owner/name" of a repository, which is made if it is not there.
+            commit_message: of the upload.
+            private: whether a new repository is private; as the owner has it by default.
+            token: of the Hub; that of `hf auth login` if not given.
+        """
+        return hub.push(self, repo_id, message=commit_message, private=private, token=token)
 
     def fingerprint(self) -> str:
         """The fingerprint of the geometry; what the header says about its origin does not enter."""

@@ -3,6 +3,16 @@
 from metamd.files.limits import SENTENCE_LIMIT
 
 
+def install(extra: str) -> str:
+    """How an extra is installed: from the repository, as long as there is no release.
+
+    Example:
+        >>> install("plot")
+        "In a clone of the repository, run: pip install '.[plot]'"
+    """
+    return f"In a clone of the repository, run: pip install '.[{extra}]'"
+
+
 def one_line(text: str) -> str:
     """An untrusted text that is safe to print: control characters, escapes and text-direction marks are spelled out.
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from metamd.files.progress import Progress, showing
+from metamd.files.text import install
 
 ATTEMPTS = 3
 """How often a piece is begun whose process is killed. After that the piece is at fault, not the machine."""
@@ -181,7 +182,7 @@ def _on_ray(pieces: Mapping[str, Callable[[], Any]], address: str, workers: int)
     try:
         import ray
     except ModuleNotFoundError:
-        raise ValueError("--ray needs the ray package, which is not installed. Run: pip install 'metamd[ray]'") from None
+        raise ValueError(f"--ray needs the ray package, which is not installed. {install('ray')}") from None
     with _cluster(ray, address, workers):
         # Ray begins a call whose process dies again, so often
         compute = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_alone)

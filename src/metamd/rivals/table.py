@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import optim
 
+from metamd.files.text import install
 from metamd.inner.run import Stepper
 from metamd.rivals.base import NamedParameters, Range, Rival, Setting
 from metamd.rivals.optimisers import Averaged, HypergradientSGD, MuonAndAdamW
@@ -44,7 +45,7 @@ def built(optimiser: Callable[..., Stepper] | str, **fixed: Any) -> Callable[[Na
             found: Callable[..., Stepper] = getattr(import_module(package), name)
         except ModuleNotFoundError:
             raise ValueError(
-                f"{name} comes with the package {package}, which is not installed. Run: pip install 'metamd[rivals]'"
+                f"{name} comes with the package {package}, which is not installed. {install('rivals')}"
             ) from None
         return found([p for _, p in named], **arguments)
 

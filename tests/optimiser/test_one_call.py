@@ -281,3 +281,14 @@ def test_a_prepared_pair_resumes_with_both_of_its_states(learned):
         train(model, optimiser, 1, first=t)
         schedule.step()
     assert equal_parameters(model, whole)
+
+
+@pytest.mark.parametrize("lr", [1e-3, 5e-5])
+def test_the_learning_rate_of_another_optimiser_is_noticed(lr):
+    with pytest.warns(UserWarning, match=rf"lr={lr} is a factor on the learned step sizes, .* Leave lr out"):
+        MetaMD(small_model().named_parameters(), file_of(*USAGES["polar, tail"]), lr=lr, steps=5)
+    MetaMD(
+        small_model().named_parameters(), file_of(*USAGES["polar, tail"]), lr=0.3, steps=5
+    )  # a factor: warnings are errors here
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got True"):
+        MetaMD(small_model().named_parameters(), file_of(*USAGES["polar, tail"]), steps=True)

@@ -82,6 +82,10 @@ class Options:
         return self.usage.share(min(step, self.steps - 1), self.steps)
 
 
+SHORT = 0.05
+"""Of the recommended factor: a smaller one is the learning rate of another optimiser, which would stop training."""
+
+
 def choose(learned: LearnedOptimiser | None, steps: int | None, params: Iterable[Any], given: Mapping[str, Any]) -> Options:
     """The options of a run: those that were given, and with `steps` those that the file recommends for all others."""
     require_number("momentum", given.get("momentum", 0.0))
@@ -98,12 +102,19 @@ def choose(learned: LearnedOptimiser | None, steps: int | None, params: Iterable
             )
         about = f"\nThe learned file recommends: {usage}. MetaMD(params, learned, steps=T) uses it so." if recommends else ""
         return Options(**{**plain, **kept, "about": about})
-    if not isinstance(steps, int | float) or not 1 <= steps < math.inf or steps != int(steps):
+    if isinstance(steps, bool) or not isinstance(steps, int | float) or not 1 <= steps < math.inf or steps != int(steps):
         raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}: the training steps of the run.")
     if learned is None:
         raise ValueError(
             f"steps={steps} sets up what a learned file recommends, but a potential alone recommends nothing. "
             "Leave steps out, and use a torch scheduler for a schedule."
+        )
+    lr = given.get("lr")
+    if recommends and isinstance(lr, Real) and 0 < float(lr) < SHORT * usage.lr:
+        warnings.warn(
+            f"lr={lr} is a factor on the learned step sizes, and the file recommends {usage.lr:g}: steps are "
+            f"{usage.lr / float(lr):.3g} times shorter. Leave lr out. There is no learning rate to choose.",
+            stacklevel=3,
         )
     own = given.get("momentum") or any(isinstance(p, dict) and p.get("momentum") for p in params)
     average = "constant" if own else usage.averaging  # a tail average has no momentum

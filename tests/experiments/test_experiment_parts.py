@@ -75,7 +75,7 @@ def test_the_pieces_that_are_followed_are_those_of_the_optimiser(tmp_path, exact
     monkeypatch.setattr(pieces, "WINDOWS", 30)
     mixture().save(tmp_path / "two.safetensors")
     config = FLAT.sample(torch.Generator().manual_seed(3))
-    found = pieces._piece_weights(FLAT, config, tmp_path / "two.safetensors", exact)
+    found = pieces.piece_weights(FLAT, config, tmp_path / "two.safetensors", exact=exact)
     task = FLAT.build(config)
     theta = torch.nn.Parameter(task.init()["theta"])
     optimiser = MetaMD([("theta", theta)], mixture(), exact=exact)

@@ -1,5 +1,6 @@
 """Rivals against torch.optim, races against loops, records that resume, and the experiments at their smallest scale."""
 
+import importlib.util
 import json
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.tasks.test_families import place, tiny_data
 
 __all__ = ["place", "tiny_data"]
 
+ROOT = Path(__file__).parents[2]
 FAMILIES = {"quadratic": quadratics((0.5, 4.0)), "rosenbrock": valleys(3, shift=0.3, scale=0.2, start=0.5)}
 SETTINGS = {
     "sgd": [{"lr": 0.05}, {"lr": 0.1}],
@@ -378,3 +380,21 @@ def test_the_results_page_shows_what_the_records_say(experiment):
         results = read_cells(records)
     page = root / "docs" / "results" / f"{experiment.__name__.rpartition('.')[2]}.md"
     assert as_markdown(experiment.sections(experiment.table(results))[:1]).strip() in page.read_text()
+
+
+def test_a_record_is_unpacked_without_what_was_learned(tmp_path):
+    spec = importlib.util.spec_from_file_location("relearn", ROOT / "scripts" / "relearn.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    record, folder = ROOT / "results" / "rotated-mnist-mlp-averages", tmp_path / "again"
+    kept = module.relearn(record, folder)
+    with records_in(record) as whole:
+        names = {p.relative_to(whole).as_posix() for p in whole.rglob("*.json")}
+    left = {p.relative_to(folder).as_posix() for p in folder.rglob("*.json")}
+    gone = names - left
+    assert kept == sum("/cells/" in name for name in left) > 200
+    assert left < names
+    assert {name.split("/")[-1].split("-")[0] for name in gone} == {"learn", "metamd", "seconds", "comparison.json"}
+    assert not any("learn-" in name or "/metamd-" in name for name in left)
+    with pytest.raises(FileExistsError):
+        module.relearn(record, folder)

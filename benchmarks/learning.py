@@ -1,14 +1,14 @@
 """What `meta_train(family)` gives beside the networks of the results, and how much of it two workers share.
 
-    python benchmarks/learning.py                    # all parts
-    python benchmarks/learning.py quadratics workers # some
+    python benchmarks/learning.py                   # all parts
+    python benchmarks/learning.py logistic pictures # some
 
 - quadratics: coupled ones of dimension 8. Iterations to a gradient of 1e-6 on new problems, against torch's Adam at the rate
   of 25 over four decades that is best on other problems of the family.
 - logistic: the gap to the smallest loss at the end, in the geometric mean over new regressions, against Adam at the best of
   the same rates, constant and with linear decay.
-- pictures: coordinate networks of `tasks.pictures`, 24x24 pixels, width 48, 200 steps, on four held-out pictures. Against
-  SOAP and Adam at the best of nine rates, constant and with linear decay, for the end of the runs on three other pictures.
+- pictures: coordinate networks of `tasks.pictures`, 16x16 pixels, width 32, 200 steps, on four held-out pictures. Against
+  SOAP and Adam at the best of seven rates, constant and with linear decay, for the end of the runs on three other pictures.
 - workers: how much sooner two workers are done with learning than one, in processor time: the time of every piece of work is
   taken, and each goes to the worker that is free first. A fork and the way back of the result count as often as they happen.
   It holds for a machine with two free cores, and does not need one.
@@ -55,41 +55,35 @@ SMALL = 1e-6
 LIMIT = 3000
 """Iterations after which a run is given up."""
 
-QUADRATICS = {
-    "curvatures 0.3 to 14, coupling 0.1": ([0.3 * (14 / 0.3) ** (i / 7) for i in range(8)], 0.1),
-    "curvatures 0.3 to 14, coupling 0.3": ([0.3 * (14 / 0.3) ** (i / 7) for i in range(8)], 0.3),
-    "curvatures 1, coupling 0.3": ([1.0] * 8, 0.3),
-}
-"""Means of the diagonal, and the coupling, of `tasks.quadratic`."""
+FROM_FLAT_TO_STEEP = tuple(0.3 * (14 / 0.3) ** (i / 7) for i in range(8))
+"""Curvatures in equal ratios, from one mean of the paper's quadratics to the other."""
 
 
 # vectors
 
 
-def quadratics() -> list[dict[str, Any]]:
-    """A row for each family."""
-    rows = []
-    for name, (curvatures, coupling) in QUADRATICS.items():
-        family = tasks.quadratic(curvatures, coupling=coupling, steps=200)
-        learned = meta_train(family)
-        adam, known, new = BATCHED_RIVALS["adam"], Problems.draw(family, 20, 1), Problems.draw(family, 50, 2)
-        grid = adam.grid(RATES, everything=False)
-        best = grid[int(means(iterations(known, adam, grid, SMALL, LIMIT), LIMIT).argmin())]
-        theirs = [LIMIT if n == NEVER else n for n in iterations(new, adam, [best], SMALL, LIMIT)[0].tolist()]
-        ours = [arrival(task, learned) for task in new.tasks]
-        rows.append(
-            {
-                "family": name,
-                "usage": str(learned.usage),
-                "ours": median(ours),
-                "adam": median(theirs),
-                "ratio": median(a / b for a, b in zip(ours, theirs, strict=True)),
-                "behind": sum(a > b for a, b in zip(ours, theirs, strict=True)),
-                "problems": len(ours),
-                "rate": best["lr"],
-            }
-        )
-    return rows
+def quadratics(curvatures: Sequence[float], coupling: float) -> list[dict[str, Any]]:
+    """One row: iterations on new problems."""
+    family = tasks.quadratic(curvatures, coupling=coupling, steps=200)
+    learned = meta_train(family)
+    adam, known, new = BATCHED_RIVALS["adam"], Problems.draw(family, 20, 1), Problems.draw(family, 50, 2)
+    grid = adam.grid(RATES, everything=False)
+    best = grid[int(means(iterations(known, adam, grid, SMALL, LIMIT), LIMIT).argmin())]
+    theirs = [LIMIT if n == NEVER else n for n in iterations(new, adam, [best], SMALL, LIMIT)[0].tolist()]
+    ours = [arrival(task, learned) for task in new.tasks]
+    pairs = list(zip(ours, theirs, strict=True))
+    return [
+        {
+            "family": f"curvatures {min(curvatures):g} to {max(curvatures):g}, coupling {coupling:g}",
+            "usage": str(learned.usage),
+            "ours": median(ours),
+            "adam": median(theirs),
+            "ratio": median(a / b for a, b in pairs),
+            "behind": sum(a > b for a, b in pairs),
+            "problems": len(pairs),
+            "rate": best["lr"],
+        }
+    ]
 
 
 def arrival(task: Task, learned: LearnedOptimiser) -> int:
@@ -161,7 +155,7 @@ def best_contender(
 
 
 def pictures(steps: int = 200) -> TaskFamily:
-    return tasks.pictures(width=48, side=24, steps=steps)
+    return tasks.pictures(width=32, side=16, steps=steps)
 
 
 def coordinate_networks() -> list[dict[str, Any]]:
@@ -169,7 +163,7 @@ def coordinate_networks() -> list[dict[str, Any]]:
     family = pictures()
     learned = meta_train(family, tasks_per_step=3)
     known, new = drawn(family, 3, 1), drawn(family.held_out(), 4, 2)
-    places = [1e-4 * 10 ** (3 * i / 8) for i in range(9)]
+    places = [1e-4 * 10 ** (i / 2) for i in range(7)]
     found = [fitted(new, learned_rival(learned).untuned(), "MetaMD", str(learned.usage))]
     for name in ("soap", "adam"):
         best = best_contender(name, places, ("constant", "linear"), partial(log_end, known))
@@ -232,37 +226,33 @@ def forking() -> float:
     return min(once() for _ in range(20))
 
 
-def workers() -> list[dict[str, Any]]:
-    """A row for each family."""
-    offered = {
-        "tabular, 161 parameters, 200 steps": partial(tasks.tabular, steps=200),
-        "pictures, 4,995 parameters, 100 steps": partial(pictures, 100),
-    }
-    rows = []
-    for name, make in offered.items():
-        executor, family = Shared(2), make()
-        began = time.process_time()
-        meta_train(family, tasks_per_step=3, workers=executor)
-        alone = time.process_time() - began
-        together = alone - sum(executor.taken) + sum(executor.spans)
-        rows.append({"family": name, "one": alone, "two": together, "ratio": alone / together})
-    return rows
+def workers(name: str, make: Callable[[], TaskFamily]) -> list[dict[str, Any]]:
+    """One row: processor time of learning with one worker and with two."""
+    executor, family = Shared(2), make()
+    began = time.process_time()
+    meta_train(family, tasks_per_step=3, workers=executor)
+    alone = time.process_time() - began
+    together = alone - sum(executor.taken) + sum(executor.spans)
+    return [{"family": name, "one": alone, "two": together, "ratio": alone / together}]
 
 
 # tables
 
 
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "quadratics": quadratics,
+    "quadratics-0.1": partial(quadratics, FROM_FLAT_TO_STEEP, 0.1),
+    "quadratics-0.3": partial(quadratics, FROM_FLAT_TO_STEEP, 0.3),
+    "quadratics-round": partial(quadratics, (1.0,) * 8, 0.3),
     "logistic": logistic,
     "pictures": coordinate_networks,
-    "workers": workers,
+    "workers-tabular": partial(workers, "tabular, 161 parameters, 100 steps", partial(tasks.tabular, steps=100)),
+    "workers-pictures": partial(workers, "pictures, 2,307 parameters, 100 steps", partial(pictures, 100)),
 }
 
 
 def table(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows of a part in Markdown."""
-    if part == "quadratics":
+    if part.startswith("quadratics"):
         heads = ["quadratics of dimension 8", "MetaMD", "tuned Adam", "ratio", "MetaMD is behind", "usage"]
         lines = [
             [

@@ -102,12 +102,17 @@ def test_seconds_are_a_preference_where_a_usage_is_chosen():
         meta_train(tasks.tabular(steps=5), prefer="minutes")
 
 
-def test_the_command_line_has_the_same_default(tmp_path):
+def test_the_command_line_has_the_same_default_and_says_what_was_preferred(tmp_path, capsys):
     out = tmp_path / "tabular.safetensors"
     assert cli.run(["train", "tabular", "--steps", "10", "--tasks", "1", "--out", str(out)]) == 0
     learned = load(out)
     assert learned.header.usage is not None
     assert learned.potential.basis.kind == "right"
+    capsys.readouterr()
+    assert cli.run(["inspect", str(out)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "for few steps, by the area under the logarithm" in said
+    assert "a training step took" in said
 
 
 # stopped and continued

@@ -32,9 +32,8 @@ UNKNOWN = 1e-2
 """Of the first loss, where losses fall below zero and the smallest possible one is not known, but only the lowest seen: what
 is nearer to that is as good as that."""
 
-LOOKS = 20
-"""How often in a run an average is compared with the iterate, about: on the same batches, twice in every part. A look at the
-loss counts as a gradient; a hundred of them doubled the cost of short runs."""
+LOOKS = 100
+"""How often in a run an average is compared with the iterate, about."""
 
 PHASES = 10
 """Equal parts of a run: their mean losses make a score, and a learned schedule has a number at each of their ends."""

@@ -19,7 +19,7 @@ from metamd.potentials.basis import Basis
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Shape, TyingName, match, some
 
-SCHEMA_VERSIONS = (1, 2, 3, 4)
+SCHEMA_VERSIONS = (1, 2, 3, 4, 5)
 """The versions of the header that this library reads; it writes the one that was read, or the first that has all fields."""
 
 _THIRD = ("factors", "max_norm", "online", "start", "target_loss", "usage")
@@ -92,7 +92,8 @@ class Header:
         cost: what learning it took, such as `gradient_evaluations` and `seconds`.
         held_out: metrics on tasks that were not used to learn it.
         learned_from: for a geometry learned from recorded runs, the strength of the `prior` and the `runs`, each with its
-            name, fingerprint, steps, batch size and weight.
+            name, fingerprint, steps, batch size and weight; the `trials` of factors, each with its `score`, None where the
+            run diverged; and the `reach`, how far runs went.
         factors: the shapes of the learned basis, (n, r) by "right/key" and "left/key": r orthonormal columns.
         usage: how it is best used on its family: `Usage` as a dictionary.
         choice: what the usage was chosen by: the `score`, the data that runs were `judged_on`, whether few steps or few
@@ -141,6 +142,8 @@ class Header:
         for name, check in CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
         needed = [since for name, since in SINCE.items() if getattr(self, name) not in (None, (), {})]
+        if self.learned_from is not None and (self.basis != "identity" or "trials" in self.learned_from):
+            needed.append(5)  # recorded runs gave metrics of the parameters alone, and no trials
         object.__setattr__(self, "schema_version", max(self.schema_version, *needed, 3 if self.basis != "identity" else 1))
         if not self.tensors:
             raise ValueError("tensors must name at least one metric, got none. Bind the potential to a model first.")
@@ -273,7 +276,8 @@ def _one_of(*options: str) -> Check:
     return must(f"be {' or '.join(map(repr, options))}", lambda value: isinstance(value, str) and value in options)
 
 
-def _optional(check: Check) -> Check:
+def optional(check: Check) -> Check:
+    """The same check of a value that may be None."""
     return lambda name, value: None if value is None else check(name, value)
 
 
@@ -303,17 +307,21 @@ def _runs(name: str, value: Any) -> list[Any]:
     return [_run(f"each of {name}", item) for item in _filled(name, value)]
 
 
+def _trials(name: str, value: Any) -> list[Any]:
+    return [_trial(f"each of {name}", item) for item in _filled(name, value)]
+
+
 def _mapping(what: str, holds: Callable[[Any], bool]) -> Check:
     whole = must(f"map names to {what}", lambda plain: all(map(holds, plain.values())))
     return lambda name, value: whole(name, _plain(name, value))
 
 
 _positive = must("be an integer of at least 1", lambda value: type(value) is int and 1 <= value < 2**63)
-_count = _optional(_positive)
+_count = optional(_positive)
 _text = must("be a text", lambda value: isinstance(value, str), " Pass repr(...) of an object.")
-_finite = must("be a finite number", _number, copy=float)
+finite = must("be a finite number", _number, copy=float)
 _not_negative = must("be a number >= 0", lambda value: _number(value) and value >= 0)
-_weight = must("be a positive number", lambda value: _number(value) and value > 0, copy=float)
+weight = must("be a positive number", lambda value: _number(value) and value > 0, copy=float)
 _numbers = _mapping("numbers", _number)
 _sizes = _mapping("numbers >= 0", lambda value: _number(value) and value >= 0)
 _shapes = must(
@@ -321,26 +329,30 @@ _shapes = must(
     lambda value: isinstance(value, Mapping) and all(isinstance(k, str) and _is_shape(s) for k, s in value.items()),
     copy=lambda value: {k: tuple(s) for k, s in value.items()},
 )
-_run = record({"name": _text, "fingerprint": _text, "steps": _positive, "batch_size": _count, "weight": _weight})
+_run = record({"name": _text, "fingerprint": _text, "steps": _positive, "batch_size": _count, "weight": weight})
+_reach = record({"weight": weight, "squares": _sizes})
+_trial = record({"factor": weight, "score": optional(finite)})
 _filled = must("be a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 _knots = _list("finite numbers", _number)
-_usage = {"metric": _text, "momentum": _finite, "schedule": _text, "factor": _finite, "averaging": _text, "knots": _knots}
+_usage = {"metric": _text, "momentum": finite, "schedule": _text, "factor": finite, "averaging": _text, "knots": _knots}
 _integer = must("be an integer", lambda value: type(value) is int)
-_online = {"rule": _text, "beta": _finite, "epsilon": _finite, "refresh": _integer, "scale": _numbers}
-_online |= {"signal": _finite, "whiten": _integer, "block": _integer}
-_choice = {"score": _text, "judged_on": _text, "prefer": _text, "seconds_per_step": _weight, "rule": _text}
+_online = {"rule": _text, "beta": finite, "epsilon": finite, "refresh": _integer, "scale": _numbers}
+_online |= {"signal": finite, "whiten": _integer, "block": _integer}
+_choice = {"score": _text, "judged_on": _text, "prefer": _text, "seconds_per_step": weight, "rule": _text}
 _tried = {
     "k": _not_negative,
     "pace": _not_negative,
     "outer_steps": must("be an integer >= 0", lambda value: type(value) is int and value >= 0),
 }
-_tried |= {"rate": _weight, "loss": _optional(_finite)}
+_tried |= {"rate": weight, "loss": optional(finite)}
 _choice["tried"] = lambda name, value: [record(_tried)(f"each of {name}", row) for row in _filled(name, value)]
 texts = _list("texts", lambda value: isinstance(value, str))
 
+_learned_from = {"prior": _not_negative, "runs": _runs, "trials": _trials, "reach": _reach}
+
 CHECKS: dict[str, Check] = {
     "schema_version": must(
-        f"be 1, 2, 3 or 4, which metamd {__version__} reads",
+        f"be 1, 2, 3, 4 or 5, which metamd {__version__} reads",
         lambda value: type(value) is int and value in SCHEMA_VERSIONS,
         " A newer metamd may read it.",
     ),
@@ -351,12 +363,12 @@ CHECKS: dict[str, Check] = {
     "potential": _one_of("max-diagonal"),
     "basis": _one_of(*SIDES),
     "model": _shapes,
-    "family": _optional(_plain),
+    "family": optional(_plain),
     "horizon": _count,
     "batch_size": _count,
     "gradient_scale": _sizes,
-    "objective": _optional(_text),
-    "estimator": _optional(_text),
+    "objective": optional(_text),
+    "estimator": optional(_text),
     "seeds": _list("integers", lambda value: type(value) is int and abs(value) < 2**64),
     "task_hashes": _list(
         "hashes of 32 hexadecimal digits",
@@ -365,12 +377,12 @@ CHECKS: dict[str, Check] = {
     "versions": _mapping("texts", lambda value: isinstance(value, str)),
     "cost": _numbers,
     "held_out": _plain,
-    "learned_from": _optional(record({"prior": _not_negative, "runs": _runs})),
+    "learned_from": optional(record(_learned_from, ("trials", "reach"))),
     "factors": _shapes,
-    "usage": _optional(record(_usage, ("averaging", "knots"), lambda found: Usage(**found).to_dict())),
-    "choice": _optional(record(_choice, ("prefer", "seconds_per_step", "rule", "tried"))),
-    "online": _optional(record(_online, ("signal", "whiten", "block"), lambda found: Online.from_dict(found).to_dict())),
+    "usage": optional(record(_usage, ("averaging", "knots"), lambda found: Usage(**found).to_dict())),
+    "choice": optional(record(_choice, ("prefer", "seconds_per_step", "rule", "tried"))),
+    "online": optional(record(_online, ("signal", "whiten", "block"), lambda found: Online.from_dict(found).to_dict())),
     "start": _shapes,
-    "max_norm": _optional(_weight),
-    "target_loss": _optional(_finite),
+    "max_norm": optional(weight),
+    "target_loss": optional(finite),
 }

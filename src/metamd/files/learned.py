@@ -327,7 +327,8 @@ def _assemble(text: str, tensors: Tensors) -> LearnedOptimiser:
     potential = blank.with_metrics(log_d, tensors["offsets"])
     moments = None
     if any(name.startswith(MOMENTS) for name in tensors):
-        moments = Moments(*({k: tensors[f"{prefix}{k}"] for k in header.tensors} for prefix in MOMENTS))
+        keys = moment_shapes(header)
+        moments = Moments(*({k: tensors[f"{prefix}{k}"] for k in keys} for prefix in MOMENTS))
     return LearnedOptimiser(header, potential, moments, start or None)
 
 
@@ -338,7 +339,7 @@ def _check(header: Header, tensors: Tensors) -> None:
     if header.learned_from and any(name.startswith(MOMENTS) for name in tensors):
         if header.pieces != 1:
             raise ValueError(f"moments must be of one piece, got {header.pieces}. {AGAIN}")
-        wanted |= {f"{prefix}{k}": s[1:] for prefix in MOMENTS for k, s in header.tensors.items()}
+        wanted |= {f"{prefix}{k}": s for prefix in MOMENTS for k, s in moment_shapes(header).items()}
     check_shapes(wanted, tensors)
     for name, value in tensors.items():
         part = name.partition("/")[0]
@@ -356,6 +357,8 @@ def _check(header: Header, tensors: Tensors) -> None:
             ends = torch.stack(value.aminmax())  # exp is monotone, and a NaN anywhere shows in both ends
             if not bool(torch.isfinite(ends).all()):
                 raise ValueError(f"{shown(name)} must be finite, but it contains NaN or infinity.")
+            if part == "moments" and "/right/" in name:
+                ends = torch.stack(value.diagonal().aminmax())
             if part == "moments" and bool(ends[0] < 0):
                 raise ValueError(f"{shown(name)} must hold numbers >= 0, got {float(ends[0]):.4g}.")
             d = ends.exp()
@@ -365,6 +368,12 @@ def _check(header: Header, tensors: Tensors) -> None:
                     f"{shown(name)} holds log D = {float(ends[~usable][0]):.4g}, for which the metric D = exp(log D) or the "
                     f"step size 1/D is zero or infinite in {DTYPES[value.dtype]}. Metrics must be positive and finite."
                 )
+
+
+def moment_shapes(header: Header) -> dict[str, Shape]:
+    """The shapes of the moments of recorded runs by key: matrices by "right/key", for weights in learned coordinates."""
+    whole = {factor: (n, n) for factor, (n, _) in header.factors.items()}
+    return {**whole, **{k: s[1:] for k, s in header.tensors.items() if f"right/{k}" not in whole}}
 
 
 def check_shapes(wanted: Mapping[str, Shape], tensors: Tensors) -> None:

@@ -3,37 +3,53 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from metamd.files.container import shapes
 from metamd.files.learned import LearnedOptimiser, Moments, total_cost
-from metamd.files.recorded_run import Run
+from metamd.files.recorded_run import COLUMNS, Run, products_shapes
 from metamd.files.text import shown
+from metamd.files.usage import Usage
 from metamd.files.versions import versions as library_versions
-from metamd.inner.closed_form import minimiser, moments_of
+from metamd.inner.closed_form import Iterate, learn_factors, minimiser, moments_of
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Trajectory
 from metamd.learning.rounds import gradient_scale, total_squares
-from metamd.potentials.diagonal import Diagonal
+from metamd.optimiser.binding import Options
+from metamd.optimiser.optimiser import MetaMD
+from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal
 from metamd.potentials.forms import grouped_squares, widen
+from metamd.potentials.online import Online
 from metamd.potentials.sharding import is_sharded
 from metamd.potentials.tying import Shape, TyingName, clean_names, some, stored_shape, tied_shape
 
-STATE_VERSION = 2
+STATE_VERSION = 3
+
+SPACING = 16
+"""The products of a weight with n columns are taken every n/16 steps. With b examples a product has 2n/(6b) of the
+operations of a gradient, so that they add 16/(3b), which is 5 % at b = 100."""
+
+LENGTHS_EVERY, LENGTHS_KEPT = 10, 64
+"""Steps between two measured lengths of the optimiser's steps, and how many are kept: then every second one is left out, and
+the distance doubles."""
 
 
 class Recorder:
     """Watches an optimiser through its public hooks and records one training run.
 
-    It keeps theta_1 and sum_t g_t^2, the gradients being those that the optimiser saw: clipped, unscaled, averaged over
-    processes. Steps that a GradScaler skips or that raise are not counted. Training is not changed.
+    It keeps theta_1 and, of the gradients that the optimiser saw (clipped, unscaled, averaged over processes), what the
+    closed form needs: of weights sum_t G_t'G_t, from some of the steps, and of vectors sum_t g_t^2. Steps that a GradScaler
+    skips or that raise are not counted. Training is not changed.
 
     Args:
         optimiser: any torch optimiser whose parameters have names.
-        tying: which coordinates will share a metric; coarser ones can still be chosen by `learn`.
+        tying: record sum_t g_t^2 instead, over coordinates that will share a metric; `learn` then makes a metric of the
+            parameters themselves, of this tying or a coarser one. If not given, "parameter" for a model without weights.
         named: `model.named_parameters()`, for an optimiser that was built without names.
         batch_size: examples per gradient, for the record.
         name: what sentences and files call the run.
@@ -54,27 +70,35 @@ class Recorder:
         self,
         optimiser: Optimizer,
         *,
-        tying: TyingName = "parameter",
+        tying: TyingName | None = None,
         named: Iterable[tuple[str, Tensor]] | None = None,
         batch_size: int | None = None,
         name: str = "",
     ) -> None:
         if not isinstance(optimiser, Optimizer):
             raise TypeError(f"Recorder needs a torch optimiser, got {type(optimiser).__name__}. Pass the one that trains.")
-        if tying not in get_args(TyingName):
+        if tying is not None and tying not in get_args(TyingName):
             raise ValueError(f"tying must be one of {', '.join(get_args(TyingName))}; got {tying!r}.")
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}. Leave it out if it is not known.")
-        self.optimiser, self.tying, self.batch_size, self.name = optimiser, tying, batch_size, name
+        self.optimiser, self.batch_size, self.name = optimiser, batch_size, name
         self._given = None if named is None else {id(p): n for n, p in named}
         self._params: dict[str, Tensor] = {}
         self._start: dict[str, Tensor] = {}
         self._rms: dict[str, float] = {}
         self._sums: dict[str, Tensor] = {}
+        self._products: dict[str, Tensor] = {}  # sum_t G_t'G_t of some of the steps
+        self._lengths: list[list[float]] = []
+        self._every = LENGTHS_EVERY
         self.steps = 0  # how many were recorded so far
         self._pending: dict[str, Tensor] | None = None
+        self._staged: dict[str, Tensor] = {}  # products of this step
+        self._before_step: list[Tensor] = []  # the parameters, where the length of the step is measured
         self._finished = False
         self._scan()
+        weights = any(p.ndim > 1 and p.numel() for p in self._params.values())
+        self.coordinates = tying is None and weights
+        self.tying: TyingName = tying or ("tensor" if weights else "parameter")
         self._hooks = optimiser.register_step_pre_hook(self._before), optimiser.register_step_post_hook(self._after)
 
     def detach(self) -> None:
@@ -82,8 +106,18 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
 
-    def finish(self) -> Run:
-        """Stop recording and return the record, once; the end of the run is where the parameters are now."""
+    def finish(self, score: float | None = None) -> Run:
+        """Stop recording and return the record, once; the end of the run is where the parameters are now.
+
+        Args:
+            score: how good the run was, the lower the better, such as its mean loss: always the same quantity. From the
+                scores of runs with a file `update` finds the factor on its steps.
+        """
+        if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
+            raise ValueError(
+                f"score must be a finite number, lower for a better run, got {score!r}. Pass its mean loss, say, and none for "
+                "a run that diverged."
+            )
         if self._finished:
             raise ValueError("this recording was finished already. Make a new Recorder for what comes after.")
         self.detach()
@@ -94,6 +128,13 @@ class Recorder:
             )
         self._finished = True
         none = {n: torch.zeros(stored_shape(self.tying, tuple(x.shape))) for n, x in self._start.items()}
+        products = {}
+        for n, shape in products_shapes(shapes(self._start)).items() if self.coordinates else ():
+            found, total = self._products.get(n, torch.zeros(shape)), float(self._sums.get(n, none[n]))
+            trace = float(found.diagonal().sum() if found.ndim > 1 else found.sum())
+            # of all steps, by their squares, which are known of every one
+            products[n] = (found * (total / trace if trace > 0 else 0.0)).cpu()
+        count = len(self._start)
         return Run(
             start={n: x.cpu() for n, x in self._start.items()},
             end={n: self._params[n].detach().clone().cpu() for n in self._start},
@@ -104,7 +145,16 @@ class Recorder:
             batch_size=self.batch_size,
             name=self.name,
             optimiser=type(self.optimiser).__name__,
+            products=products,
+            lengths=torch.tensor([row + [0.0] * (count - len(row)) for row in self._lengths]) if self._lengths else None,
+            factor=self._factor(),
+            score=None if score is None else float(score),
         )
+
+    def _factor(self) -> float | None:
+        """The factor on the learned steps, of a run with a file of polar steps as it recommends."""
+        used = getattr(self.optimiser, "_used", None)
+        return used.factor if isinstance(self.optimiser, MetaMD) and isinstance(used, Options) else None
 
     # the hooks
 
@@ -116,6 +166,8 @@ class Recorder:
         for n, p in self._params.items():
             if n not in self._start:
                 self._start[n] = p.detach().clone(memory_format=torch.contiguous_format)
+        measured = self.coordinates and self.steps % self._every == 0
+        self._before_step = [p.detach().clone() for p in self._params.values()] if measured else []
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._stage()
@@ -137,15 +189,30 @@ class Recorder:
             return
         names = [n for n, p in self._params.items() if p.grad is not None]
         grads = [_dense(n, self._params[n].grad) for n in names]
-        if self.tying == "parameter":
-            squares: Iterable[Tensor] = torch._foreach_mul(grads, grads) if grads else ()
+        self._staged = {}
+        if self.coordinates:
+            squares: Iterable[Tensor] = [x.square() for x in torch._foreach_norm(grads)] if grads else ()
+            self._staged = {n: found for n, g in zip(names, grads, strict=True) if (found := self._product(g)) is not None}
+        elif self.tying == "parameter":
+            squares = torch._foreach_mul(grads, grads) if grads else ()
         else:
             shapes = [(tied_shape(self.tying, s), stored_shape(self.tying, s)) for s in (tuple(g.shape) for g in grads)]
             squares = [grouped_squares(g, tied).reshape(to) for g, (tied, to) in zip(grads, shapes, strict=True)]
         scale = getattr(self.optimiser, "grad_scale", None)
         if scale is not None:  # and unscales by itself
             squares = [s / scale.to(s.device, s.dtype).square() for s in squares]
+            self._staged = {n: s / scale.to(s.device, s.dtype).square() for n, s in self._staged.items()}
         self._pending = dict(zip(names, squares, strict=True))
+
+    def _product(self, grad: Tensor) -> Tensor | None:
+        """G'G of a weight, or its diagonal where that is too large; None where this step is left out."""
+        if grad.ndim < 2 or not grad.numel():
+            return None
+        g = grad.reshape(len(grad), -1)
+        columns = g.shape[1]
+        if columns > COLUMNS:
+            return g.square().sum(0) if self.steps % SPACING == 0 else None
+        return g.mT @ g if self.steps % max(1, columns // SPACING) == 0 else None
 
     @torch.no_grad()
     def _after(self, optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -157,6 +224,15 @@ class Recorder:
                 self._rms[n] = float(staged[n].sum(dtype=torch.float64) / max(self._params[n].numel(), 1)) ** 0.5
                 self._sums[n] = torch.zeros_like(staged[n])
         torch._foreach_add_([self._sums[n] for n in staged], list(staged.values()))
+        for n, product in self._staged.items():
+            self._products[n] = self._products[n] + product if n in self._products else product
+        if self._before_step:
+            moved = torch._foreach_sub([p.detach() for p in self._params.values()], self._before_step)
+            roots = [max(p.numel(), 1) ** 0.5 for p in self._params.values()]
+            self._lengths.append([float(x) / r for x, r in zip(torch._foreach_norm(moved), roots, strict=True)])
+            if len(self._lengths) > LENGTHS_KEPT:
+                self._lengths, self._every = self._lengths[::2], 2 * self._every
+        self._before_step, self._staged = [], {}
         self.steps += 1
 
     def _scan(self) -> None:
@@ -190,11 +266,14 @@ class Recorder:
         """The record so far, in tensors and plain types: save it in the checkpoint, beside the optimiser's."""
         return {
             "version": STATE_VERSION,
-            "tying": self.tying,
+            "tying": None if self.coordinates else self.tying,
             "start": {n: x.clone() for n, x in self._start.items()},
             "gradient_rms": dict(self._rms),
             "steps": self.steps,
             "sums": {n: x.clone() for n, x in self._sums.items()},
+            "products": {n: x.clone() for n, x in self._products.items()},
+            "lengths": [list(row) for row in self._lengths],
+            "every": self._every,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -203,11 +282,12 @@ class Recorder:
         Args:
             state: what `state_dict` gave, of a recorder with the same options on an optimiser of the same parameters.
         """
-        if state.get("version") not in (1, STATE_VERSION):
-            raise ValueError(f"a record must have the version 1 or {STATE_VERSION}, got {state.get('version')!r}.")
-        if state.get("tying") != self.tying:
+        if state.get("version") not in (1, 2, STATE_VERSION):
+            raise ValueError(f"a record must have a version from 1 to {STATE_VERSION}, got {state.get('version')!r}.")
+        ours = None if self.coordinates else self.tying
+        if state.get("tying") != ours:
             raise ValueError(
-                f"this record was made with tying = {state.get('tying')!r}, but this Recorder has {self.tying!r}. "
+                f"this record was made with tying = {state.get('tying')!r}, but this Recorder has {ours!r}. "
                 "Make the Recorder with the options of the run that is continued."
             )
         for n, x in state["start"].items():
@@ -221,6 +301,8 @@ class Recorder:
         self._rms = dict(state["gradient_rms"])
         sums = state["sums"] if state["version"] > 1 else {n: x.sum(0) for n, x in state["sums"].items()}  # 1 had parts
         self._sums, self.steps = {n: x.to(devices[n], copy=True) for n, x in sums.items()}, state["steps"]
+        self._products = {n: x.to(devices[n], copy=True) for n, x in state.get("products", {}).items()}
+        self._lengths, self._every = [list(row) for row in state.get("lengths", [])], state.get("every", LENGTHS_EVERY)
 
 
 def _dense(name: str, grad: Tensor | None) -> Tensor:
@@ -241,6 +323,14 @@ RECORDED_PRIOR = 0.1
 0.21, of its tensor's and of the model's; without a prior, zero."""
 
 
+POLAR = Online("polar", beta=0.9, signal=0.95, whiten=4)
+"""The rule of the steps that are recommended; its scale is learned."""
+
+TRAVEL = 32.0
+"""How long polar steps are at factor 1, see `_scales`. Steps do not all point in one direction, and AdamW at its default
+rate comes a fraction of the way."""
+
+
 def learn(
     runs: Sequence[Run],
     *,
@@ -248,7 +338,14 @@ def learn(
     tying: TyingName | None = None,
     prior: float = RECORDED_PRIOR,
 ) -> LearnedOptimiser:
-    """Learn a geometry from recorded runs, the closed form D_i = sqrt(E sum_t g_ti^2 / E delta_i^2) [Khodak2019].
+    """Learn a geometry from recorded runs; nothing is trained.
+
+    Of weights the closed form X^-1 # Y gives the coordinates and their metric, X = E delta' delta and Y = E sum_t G_t' G_t.
+    The file recommends polar steps in these coordinates, with linear decay and a tail average. How long they are follows
+    from the way that the recorded runs travelled. The factor on them is safe at first, and `update` moves it.
+
+    With a `tying`, or from runs that were recorded with one, D_i = sqrt(E sum_t g_ti^2 / E delta_i^2) [Khodak2019] is the
+    metric of the parameters themselves, and nothing more is recommended.
 
     It has one piece: a mixture has to be run to be judged, and `meta_train` learns those.
     The comparator is the end of each run. A coordinate that hardly moved would be given a step size near zero, move less in
@@ -267,6 +364,7 @@ def learn(
         tensor([[2.]], grad_fn=<ExpBackward0>)
     """
     shares = _weights(runs := _listed(runs), weights)
+    whole = tying is None and all(run.products for run in runs)
     recorded = sorted({run.tying for run in runs})
     if tying is None and len(recorded) > 1:
         raise ValueError(
@@ -274,13 +372,16 @@ def learn(
         )
     tying = tying or recorded[0]
     _check_runs(runs, tying, runs[0].model, set())
-    return _solve(runs, shares, tying, prior)
+    return _solve(runs, shares, None if whole else tying, prior)
 
 
 def update(
     learned: LearnedOptimiser, runs: Sequence[Run], *, weights: Sequence[float] | None = None, decay: float = 1.0
 ) -> LearnedOptimiser:
     """Add runs to those that a geometry was learned from; with decay 1 the result is that of `learn` on all of them.
+
+    Runs that were made with a file of polar steps and have a score also move the factor, by `next_factor`. One of them that
+    diverged moves the factor down, and adds nothing else.
 
     Args:
         learned: what `learn` or `update` gave, or its file.
@@ -299,9 +400,55 @@ def update(
             "them. Learn one from recorded runs with metamd.learn(runs), and keep its moments."
         )
     shares = _weights(runs := _listed(runs), weights)
-    _check_runs(runs, header.tying, header.model or runs[0].model, {row["fingerprint"] for row in earlier["runs"]})
-    found = _solve(runs, shares, header.tying, earlier["prior"], learned, decay)
+    whole = header.basis != "identity"
+    if whole and (without := [run for run in runs if not run.products]):
+        raise ValueError(
+            f"{without[0].label} was recorded with a tying, and this file has learned coordinates. Record it with "
+            "Recorder(optimiser), without tying."
+        )
+    failed = [run for run in runs if whole and run.diverged and run.factor is not None]
+    kept = [(run, share) for run, share in zip(runs, shares, strict=True) if run not in failed]
+    _check_runs(
+        [run for run, _ in kept],
+        header.tying,
+        header.model or runs[0].model,
+        {row["fingerprint"] for row in earlier["runs"]},
+    )
+    trials = [{"factor": run.factor, "score": None} for run in failed]
+    tying = None if whole else header.tying
+    found = _solve([r for r, _ in kept], [w for _, w in kept], tying, earlier["prior"], learned, decay, trials)
     return replace(found, header=replace(found.header, family=header.family, seeds=header.seeds))
+
+
+def next_factor(trials: Sequence[Mapping[str, float | None]]) -> float:
+    """The factor to train the next run with, from the factors and scores of the runs before; None is a run that diverged.
+
+    The score of a factor is the mean over its runs. The factor doubles as long as that is better, else it halves. Then the
+    neighbours of the best one are tried, the root of 2 away. When neither is better, the best one stays.
+
+    Example:
+        >>> next_factor([])
+        1.0
+        >>> next_factor([{"factor": 1.0, "score": 0.5}, {"factor": 2.0, "score": 0.7}])
+        0.5
+    """
+    found: dict[int, list[float]] = {}
+    for trial in trials:
+        score = trial["score"]
+        found.setdefault(round(2 * math.log2(trial["factor"] or 1.0)), []).append(math.inf if score is None else score)
+    if not found:
+        return 1.0
+    means = {place: fmean(scores) for place, scores in found.items()}
+    best = min(means, key=lambda place: (means[place], abs(place)))
+    if math.isinf(means[best]):  # all of them diverged
+        place = min(means) - 2
+    elif best == max(means):
+        place = best + 2
+    elif best == min(means):
+        place = best - 2
+    else:
+        place = next((near for near in (best + 1, best - 1) if near not in means), best)
+    return float(2.0 ** (place / 2))
 
 
 _HEAVIEST = 1e30
@@ -311,58 +458,134 @@ _HEAVIEST = 1e30
 def _solve(
     runs: Sequence[Run],
     shares: Sequence[float],
-    tying: TyingName,
+    tying: TyingName | None,
     prior: float,
     earlier: LearnedOptimiser | None = None,
     decay: float = 1.0,
+    failed: Sequence[Mapping[str, Any]] = (),
 ) -> LearnedOptimiser:
-    """The closed form for these runs, and for those of an earlier file; the header says where it comes from."""
-    bound = [Diagonal(tying=tying).bind(run.start) for run in runs]
-    weights, regret, model, none = list(shares), Regret(prior=prior), runs[0].model, torch.zeros(0)
+    """The closed form for these runs, and for those of an earlier file; the header says where it comes from.
+
+    Without a tying it is that of weights as matrices.
+    """
+    shape = Kronecker(rank="auto", limit=COLUMNS) if tying is None else Diagonal(tying=tying)
+    bound = [shape.bind(run.start) for run in runs]
+    weights, regret = list(shares), Regret(prior=prior)
     moments, scales = [], []
     rows: list[dict[str, Any]] = []
-    for run, phi, weight in zip(runs, bound, shares, strict=True):
-        squares = {n: s.double().sum(0) for n, s in run.tied_squares(tying).items()}
-        moments.append(moments_of(Trajectory(none, run.start, run.end, squares, lr=1.0, steps=run.steps), phi, regret))
+    known: dict[str, Any] = {}  # what the earlier file was learned from
+    for run, phi, share in zip(runs, bound, shares, strict=True):
+        moments.append(moments_of(_as_trajectory(run, tying), phi, regret))
         numbers = {n: run.start[n].numel() for n in phi.slots}
         first = total_squares((phi.slots[n].key, count * run.gradient_rms[n] ** 2, count) for n, count in numbers.items())
-        scales.append({k: (weight * (total / max(count, 1)), weight) for k, (total, count) in first.items()})
+        scales.append({k: (share * (total / max(count, 1)), share) for k, (total, count) in first.items()})
         mark = {"name": run.name, "fingerprint": run.fingerprint(), "steps": run.steps, "batch_size": run.batch_size}
-        rows.append({**mark, "weight": weight})
+        rows.append({**mark, "weight": share})
     cost: Mapping[str, float] = {"runs": len(runs), "gradient_evaluations": sum(run.steps for run in runs)}
+    trials: list[Mapping[str, Any]] = []
+    trials += [
+        {"factor": run.factor, "score": run.score} for run in runs if run.factor is not None and run.score is not None
+    ]
+    trials += failed
+    models = [run.model for run in runs]
     if earlier is not None and earlier.moments is not None and earlier.header.learned_from is not None:
-        header, model = earlier.header, earlier.header.model
-        before = [{**row, "weight": row["weight"] * decay} for row in earlier.header.learned_from["runs"]]
+        header, known = earlier.header, earlier.header.learned_from
+        models.insert(0, header.model)
+        before = [{**row, "weight": row["weight"] * decay} for row in known["runs"]]
         kept = Moments(*({k: v.double() for k, v in part.items()} for part in (earlier.moments.x, earlier.moments.y)))
         moments, weights, bound = [kept, *moments], [decay, *weights], [earlier.potential, *bound]
         share = sum(row["weight"] for row in before)
         scales = [{k: (share * v**2, share) for k, v in header.gradient_scale.items()}, *scales]
         rows, cost = before + rows, total_cost(header.cost, cost)
+        trials = [*known.get("trials", ()), *trials]
     if not max(row["weight"] * row["steps"] for row in rows) < _HEAVIEST:
         raise ValueError(
             f"weights must be below {_HEAVIEST:g} over the steps of a run, got {max(row['weight'] for row in rows):g}: the "
             "sums over all runs would overflow. Weights count relative to each other; 1 is the usual one."
         )
-    total = Moments.total(moments, weights)
+    total, whole = Moments.total(moments, weights), sum(row["weight"] for row in rows)
+    model = models[0] if all(m == models[0] for m in models) else {}
+    horizon = max(1, round(sum(row["weight"] * row["steps"] for row in rows) / whole))
     # metrics to keep where the runs say nothing, and their types: those of the first that has them
     present = {k: v.detach() for phi in reversed(bound) for k, v in phi.log_d.items()}
-    potential = Diagonal(tying=tying).with_metrics(minimiser(total, present))
+    about: dict[str, Any] = {}
+    from_runs: dict[str, Any] = {"prior": prior, "runs": rows} | ({"trials": trials} if trials else {})
+    if tying is not None:
+        potential = Diagonal(tying=tying).with_metrics(minimiser(total, present))
+    else:
+        empty = {n: torch.empty(s, dtype=present[n].dtype) for n, s in model.items()}
+        blank = shape.bind(empty)
+        now = Iterate.of(blank)
+        turned = learn_factors(now, total, math.inf)
+        log_d = minimiser(total, {k: v for k, v in now.log_d.items() if k not in turned.log_d}) | turned.log_d
+        potential = now.moved(log_d, basis=turned.basis).apply(blank)
+        reach = _reach(runs, shares, known.get("reach"), decay)
+        online = replace(POLAR, scale=_scales(potential.bind(empty), reach, horizon))
+        usage = Usage("online", schedule="linear", factor=next_factor(trials), averaging="tail")
+        about = {"usage": usage.to_dict(), "online": online.to_dict()}
+        from_runs |= {"reach": reach}
     sizes = {row["batch_size"] for row in rows}
-    about = LearnedOptimiser.from_potential(
+    header = LearnedOptimiser.from_potential(
         potential,
-        model=dict(model) if all(run.model == model for run in runs) else {},
-        horizon=max(1, round(sum(row["weight"] * row["steps"] for row in rows) / sum(row["weight"] for row in rows))),
+        model=dict(model),
+        horizon=horizon,
         batch_size=sizes.pop() if len(sizes) == 1 else None,
         gradient_scale=gradient_scale(scales),
         objective=repr(regret),
         estimator="ClosedForm()",
         versions=library_versions(),
         cost=dict(cost),
-        learned_from={"prior": prior, "runs": rows},
+        learned_from=from_runs,
+        **about,
     ).header
     # in the type of the metrics: what a file gives back is what was saved
-    x, y = ({k: v.to(present[k].dtype) for k, v in part.items()} for part in (total.x, total.y))
-    return LearnedOptimiser(about, potential, Moments(x, y))
+    x, y = ({k: v.to(present[k.removeprefix("right/")].dtype) for k, v in part.items()} for part in (total.x, total.y))
+    return LearnedOptimiser(header, potential, Moments(x, y))
+
+
+def _as_trajectory(run: Run, tying: TyingName | None) -> Trajectory:
+    """What a record says, as if mirror descent had made the run."""
+    squares = {n: s.double().sum(0) for n, s in run.tied_squares(tying or "tensor").items()}
+    products = {}
+    if tying is None:
+        squares |= {n: (x.diagonal() if x.ndim > 1 else x).double()[None] for n, x in run.products.items()}
+        products = {f"right/{n}": x for n, x in run.products.items() if x.ndim > 1}
+    none = torch.zeros(0)
+    return Trajectory(none, run.start, run.end, squares, lr=1.0, steps=run.steps, products=products)
+
+
+def _reach(runs: Sequence[Run], shares: Sequence[float], earlier: Mapping[str, Any] | None, decay: float) -> dict[str, Any]:
+    """How far runs went, by tensor: the squared largest singular value of the displacement; of vectors its mean square.
+
+    Runs with a file of polar steps went as far as the file said, so that they count only where there are no others.
+    """
+    counted = [(run, share) for run, share in zip(runs, shares, strict=True) if run.factor is None]
+    counted = counted or ([] if earlier else list(zip(runs, shares, strict=True)))
+    squares: dict[str, float] = {k: decay * v for k, v in earlier["squares"].items()} if earlier else {}
+    for run, share in counted:
+        for n, start in run.start.items():
+            delta = (run.end[n] - start).double()
+            if delta.ndim > 1 and delta.numel():
+                square = float(torch.linalg.matrix_norm(delta.reshape(len(delta), -1), 2)) ** 2
+            else:
+                square = float(delta.square().sum()) / max(delta.numel(), 1)
+            squares[n] = squares.get(n, 0.0) + share * square
+    weight = sum(share for _, share in counted) + (decay * earlier["weight"] if earlier else 0.0)
+    return {"weight": weight, "squares": squares}
+
+
+def _scales(potential: MaxDiagonal, reach: Mapping[str, Any], steps: int) -> dict[str, float]:
+    """s by tensor: in T steps whose rate falls linearly, each of spectral norm 1/s E[1/d]^1/2, as the metric has it in the
+    mean, a weight gets TRAVEL/2 times as far as the recorded runs did. The numbers of a vector move by 1/s.
+    """
+    found = {}
+    for key, square in reach["squares"].items():
+        d, away = potential.metric(key)[0].detach().double(), math.sqrt(square / reach["weight"])
+        size = float((1 / d).mean()) ** 0.5 if d.numel() > 1 else 1.0
+        found[key] = steps * size / (TRAVEL * away) if away > 0 else math.nan
+    # a tensor that stood still moves as little as the one that moved least
+    most = max((s for s in found.values() if math.isfinite(s)), default=1.0)
+    return {k: s if math.isfinite(s) else most for k, s in found.items()}
 
 
 # the door

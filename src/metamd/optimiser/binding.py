@@ -65,6 +65,13 @@ class Options:
         """Whether the run is set up as a file recommends, where that is more than plain use."""
         return self.steps is not None and self.usage not in (None, Usage())
 
+    @property
+    def factor(self) -> float | None:
+        """The factor on the learned steps, of a run that is set up as a file recommends."""
+        if not self.recommended or self.usage is None:
+            return None
+        return self.usage.factor if self.given_lr is None else float(self.given_lr) / (1 - self.momentum)
+
     def rate_of(self, momentum: float) -> float | Tensor:
         """The lr of a group without one of its own: by default, the one at which z takes the learned steps."""
         if self.given_lr is not None:

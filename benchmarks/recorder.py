@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from metamd import Recorder
 from metamd.tasks.models import MLP, LeNet
@@ -23,12 +24,29 @@ from metamd.tasks.models import MLP, LeNet
 VARIANTS = {
     "plain": None,
     "plain again": None,
-    "parameter, steps unknown": {},
-    "parameter, steps known": {"steps": 10_000},
-    "channel": {"tying": "channel"},
+    "coordinates": {},
+    "parameter": {"tying": "parameter"},
     "tensor": {"tying": "tensor"},
 }
-OPTIMISERS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
+OPTIMISERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
+
+
+class Transformer(nn.Module):
+    """Two layers of width 64 on the rows of an image: 28 symbols of 28 numbers each."""
+
+    def __init__(self, width=64, generator=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.read = nn.Linear(28, width)
+        layer = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, **layer) for _ in range(2))
+        self.output = nn.Linear(width, 10)
+
+    def forward(self, images):
+        x = self.read(images.squeeze(1))
+        for block in self.blocks:
+            x = block(x)
+        return self.output(x.mean(1))
 
 
 def variant(model_class, optimiser_class, options):
@@ -105,7 +123,7 @@ def main():
     torch.set_num_threads(1)
     rows = {
         f"{model.__name__}, {name}": measure(model, optimiser, arguments.rounds)
-        for model in (LeNet, MLP)
+        for model in (LeNet, MLP, Transformer)
         for name, optimiser in OPTIMISERS.items()
     }
     versions = {"torch": torch.__version__, "python": platform.python_version()}

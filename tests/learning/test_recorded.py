@@ -28,7 +28,7 @@ TYINGS = ("parameter", "channel", "column", "tensor", "role")
 def recorded(seed=0, steps=12, model=None, dtype=torch.float32, **options):
     model = small_model(seed, dtype) if model is None else model
     optimiser = torch.optim.Adam(model.named_parameters(), lr=0.01)
-    recorder = Recorder(optimiser, name=f"night-{seed}", batch_size=16, **options)
+    recorder = Recorder(optimiser, name=f"night-{seed}", batch_size=16, **{"tying": "parameter"} | options)
     train(model, optimiser, steps, seed)
     return recorder.finish()
 
@@ -71,7 +71,7 @@ def record_as_run_inner(task, lr):
     """The same run as `run_inner`'s, by the optimiser and an ordinary loop."""
     named = {n: nn.Parameter(x) for n, x in task.init().items()}
     optimiser = MetaMD(list(named.items()), Diagonal(), lr=lr)
-    recorder = Recorder(optimiser, name=f"task {task.config['seed']}")
+    recorder = Recorder(optimiser, name=f"task {task.config['seed']}", tying="parameter")
     for t in range(task.steps):
         optimiser.zero_grad()
         task.loss(named, task.batch(t)).backward()
@@ -262,7 +262,7 @@ def night(geometry, seed, steps=200):
         model.bias.zero_()
     named = model.named_parameters()
     optimiser = torch.optim.SGD(named, lr=0.05) if geometry is None else MetaMD(named, geometry)
-    recorder = Recorder(optimiser, name=str(seed))
+    recorder = Recorder(optimiser, name=str(seed), tying="parameter")
     for _ in range(steps):
         x, noise = (torch.randn(16, k, generator=g, dtype=torch.float64) for k in (10, 1))
         optimiser.zero_grad()
@@ -329,7 +329,7 @@ def fields_of(parts, **changes):
 DAMAGE = {
     "field": (lambda p: fields_of(p, owner="me"), "its header must have name, tying"),
     "no field": (lambda p: fields_of(p, steps=...), "its header must have name, tying"),
-    "version": (lambda p: fields_of(p, schema_version=2), "the schema_version of its header must be 1, got 2"),
+    "version": (lambda p: fields_of(p, schema_version=3), "the schema_version of its header must be 1 or 2, got 3"),
     "steps": (lambda p: fields_of(p, steps=0), "the steps of its header must be an integer of at least 1"),
     "phases": (lambda p: fields_of(p, phases=2), "must have the shape"),
     "tying": (lambda p: fields_of(p, tying="tensor"), "must have the shape"),

@@ -7,11 +7,20 @@ import torch
 from torch import nn
 
 import metamd
-from metamd import Diagonal, MetaMD, Recorder
+from metamd import Diagonal, MetaMD
 from metamd.potentials.tying import stored_shape, tied_shape
 from tests.helpers import equal_parameters, random_geometry, small_model, train
 
 STEPS = 20
+
+
+class Recorder(metamd.Recorder):
+    """Records the squares of all coordinates, unless a tying is given; products of weights have a file of their own."""
+
+    def __init__(self, optimiser, *, tying="parameter", **options):
+        super().__init__(optimiser, tying=tying, **options)
+
+
 OPTIMISERS = {
     "SGD": lambda model: torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
     "Adam": lambda model: torch.optim.Adam(model.named_parameters(), lr=0.01),

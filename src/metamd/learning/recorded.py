@@ -115,7 +115,7 @@ class Recorder:
         """
         if score is not None and not (isinstance(score, int | float) and math.isfinite(score)):
             raise ValueError(
-                f"score must be a finite number, lower for a better run, got {score!r}. Pass its mean loss, say, and none for "
+                f"score must be a finite number, lower for a better run, got {score!r}. Pass its mean loss, and none for "
                 "a run that diverged."
             )
         if self._finished:
@@ -326,6 +326,11 @@ RECORDED_PRIOR = 0.1
 POLAR = Online("polar", beta=0.9, signal=0.95, whiten=4)
 """The rule of the steps that are recommended; its scale is learned."""
 
+SHRINKAGE = (1.0, 1.0)
+"""What is added to the diagonals of X and Y, as shares of the mean: much, since few runs are known. With two runs of an MLP
+and of LeNet the mean loss on a third task was between 5 % lower and 3 % higher than with the (0.1, 0.001) of many runs, and
+the test loss lower in three of four trials."""
+
 TRAVEL = 32.0
 """How long polar steps are at factor 1, see `_scales`. Steps do not all point in one direction, and AdamW at its default
 rate comes a fraction of the way."""
@@ -468,7 +473,7 @@ def _solve(
 
     Without a tying it is that of weights as matrices.
     """
-    shape = Kronecker(rank="auto", limit=COLUMNS) if tying is None else Diagonal(tying=tying)
+    shape = Kronecker(rank="auto", shrinkage=SHRINKAGE, limit=COLUMNS) if tying is None else Diagonal(tying=tying)
     bound = [shape.bind(run.start) for run in runs]
     weights, regret = list(shares), Regret(prior=prior)
     moments, scales = [], []

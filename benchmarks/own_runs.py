@@ -5,9 +5,9 @@
 Of every family two tasks are trained by AdamW at its default rate, 1e-3, and recorded. `metamd.learn` makes a file of the
 two records. A third task, which nothing was chosen on, is trained from three initialisations with the file, and by AdamW at
 five rates. The best rate is chosen on that task, by the mean training loss, and with or without the tail average that the
-file recommends: all rates from the first initialisation, and the best two from the others too. With `--nights` the file is then
-used for three nights on other tasks, each recorded with its mean loss as score and added by `metamd.update`, and the third
-task is trained once more with the file that came out.
+file recommends: all rates from the first initialisation, and the best two from the others too. With `--nights` the file is
+then used for three nights on other tasks, each recorded with its mean loss as score and added by `metamd.update`, and the
+third task is trained once more with the file that came out.
 
 The mean loss is that of the batches before every step; of a tail average it is corrected by what the average is better or
 worse on every fifth batch. The constants of `metamd.learning.recorded` were chosen on the tasks in `TRIED`. A run that is in

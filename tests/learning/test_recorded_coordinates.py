@@ -11,6 +11,7 @@ from torch import nn
 
 import metamd
 from metamd import MetaMD, Recorder, Run, learn, update
+from metamd.cli import main as cli
 from metamd.files import recorded_run
 from metamd.inner.closed_form import TOLERATED, best_metric
 from metamd.learning import recorded as module
@@ -296,3 +297,13 @@ def test_moments_that_are_not_those_of_matrices_are_refused(tmp_path):
     (tmp_path / "x.st").write_bytes(parts.join())
     with pytest.raises(ValueError, match=r"the tensor 'moments/x/0.bias', which its header announces, is missing"):
         metamd.load(tmp_path / "x.st")
+
+
+def test_the_command_says_the_factor_of_the_next_run(tmp_path, capsys):
+    file, night = tmp_path / "x.safetensors", tmp_path / "night.run.safetensors"
+    learn([recorded(seed) for seed in range(2)]).save(file)
+    recorded(5, file=str(file), score=0.5).save(night)
+    assert cli.run(["update", str(file), str(night)]) == 0
+    said = capsys.readouterr().out
+    assert "The next run takes the factor 2, where this file had 1" in said
+    assert metamd.load(file).usage.factor == 2.0

@@ -196,8 +196,11 @@ def run_update(options: Update) -> None:
         after = update(before, runs, weights=[options.weight] * len(runs), decay=options.decay)
         after.save(out)
     earlier, rows = ((x.header.learned_from or {"runs": []})["runs"] for x in (before, after))
-    old, new = before.potential.log_d, after.potential.log_d
-    moved = torch.cat([(new[k] - old[k]).detach().double().abs().flatten() for k in old])
+    old, new = ({k: v.detach().double() for k, v in x.potential.log_d.items()} for x in (before, after))
+    # directions that are kept by themselves may be more or fewer than before: then their mean tells
+    moved = torch.cat(
+        [(new[k] - old[k] if new[k].shape == old[k].shape else new[k].mean() - old[k].mean()).abs().flatten() for k in old]
+    )
     change = {"median": float(moved.median().exp()), "largest": float(moved.max().exp())} if len(moved) else None
     record = {
         "file": str(out),
@@ -207,6 +210,7 @@ def run_update(options: Update) -> None:
         "horizon": after.header.horizon,
         "fingerprint": after.fingerprint(),
         "step_size_change": change,
+        "factor": after.usage.factor if after.header.usage is not None else None,
     }
     text = (
         f"{one_line(str(out))}: {record['added']} added, {record['runs']} runs in all (total weight "
@@ -214,4 +218,10 @@ def run_update(options: Update) -> None:
     )
     if change:
         text += f"\nStep sizes changed by a factor of {change['median']:.3g} (median) and {change['largest']:.3g} (largest)."
+    if record["factor"] is not None:
+        text += (
+            f"\nThe next run takes the factor {record['factor']:.3g}, where this file had {before.usage.factor:.3g}: "
+            f"metamd.MetaMD(model.named_parameters(), {str(out)!r}, steps={record['horizon']}). Record it, and end with "
+            "recorder.finish(score=its mean loss)."
+        )
     show(record, text, as_json=options.json)

@@ -1,7 +1,6 @@
 """The record of one ordinary training run, and its file: what the closed form needs, and nothing of the data."""
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -206,5 +205,6 @@ def _assemble(text: str, tensors: Tensors) -> Run:
 
 def products_shapes(model: Mapping[str, Shape]) -> dict[str, Shape]:
     """The shapes of the products of gradients that are recorded, by the names of the weights."""
-    columns: dict[str, int] = {n: math.prod(shape[1:]) for n, shape in model.items() if len(shape) > 1 and math.prod(shape)}
+    weights = {n: torch.Size(shape) for n, shape in model.items() if len(shape) > 1}
+    columns = {n: shape[1:].numel() for n, shape in weights.items() if shape.numel()}
     return {n: (size, size) if size <= COLUMNS else (size,) for n, size in columns.items()}

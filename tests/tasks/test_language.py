@@ -6,6 +6,7 @@ import math
 import os
 import struct
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,9 +49,9 @@ def packed(tokens, scores):
     )
 
 
-def model_of(seed=0):
+def model_of(seed=0, layers=2):
     torch.manual_seed(seed)
-    model = Llama(SIZES)
+    model = Llama(replace(SIZES, layers=layers))
     for p in model.parameters():
         nn.init.normal_(p, std=0.5)
     return model.requires_grad_(False)
@@ -69,9 +70,10 @@ def babble(seed, words=90):
     return " ".join(generator.choice(["the", "all", "hold", "order", "there", "or", "called"], words))
 
 
-def sources():
+def sources(length=1, layers=2):
     """Every speaker and president with a little to say."""
-    lines = [f"{name}:\n{babble(i, 45)}\n\n{name}:\n{babble(i, 45)}" for i, name in enumerate((*LEARNED, *HELD_OUT))]
+    words = 45 * length
+    lines = [f"{name}:\n{babble(i, words)}\n\n{name}:\n{babble(i, words)}" for i, name in enumerate((*LEARNED, *HELD_OUT))]
     years = {"Adams": 1797, "Harrison": 1841, "Bush": 1989}
     spoken = {"c/1905-Roosevelt.txt": "Short."}
     for i, name in enumerate(PRESIDENTS):
@@ -81,7 +83,7 @@ def sources():
     early = dict(list(spoken.items())[::2])
     late = {name: body for name, body in spoken.items() if name not in early}
     return {
-        "stories260k": {"stories260K.bin": written(model_of()), "tok512.bin": packed(*pieces())},
+        "stories260k": {"stories260K.bin": written(model_of(layers=layers)), "tok512.bin": packed(*pieces())},
         "shakespeare": {"tinyshakespeare.txt": "\n\n".join(lines).encode()},
         "speeches": {"inaugural.zip": zipped({**early, "c/README": "no"}), "state_union.zip": zipped(late)},
     }

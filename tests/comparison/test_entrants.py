@@ -104,9 +104,9 @@ def test_the_handicap_tunes_rivals_alone():
     assert list(steeper)[1:3] == ["Adam, quadratic decay", "Schedule-Free AdamW"]
     assert [c.share(0.5) for c in steeper["Adam, quadratic decay"]] == [0.25] * 5
     assert [unscheduled(label) for label in found][1:4] == ["Adam", "Adam", "Schedule-Free AdamW"]
-    with pytest.raises(ValueError, match="protocol must be one of handicap, paper"):
+    with pytest.raises(ValueError, match="protocol must be one of once, handicap, paper"):
         entrants(ours, [], QUADRATIC, Protocol("fair"))
-    assert set(PROTOCOLS) == {"handicap", "paper"}
+    assert set(PROTOCOLS) == {"once", "handicap", "paper"}
     assert Grid() != QuasiRandom()
 
 

@@ -27,6 +27,9 @@ SHOWN = (
 )
 """What a table has, as far as it was measured."""
 
+ON_THE_WAY = ("tenth_loss", "half_loss")
+"""What the protocol `once` shows beside the loss at the end."""
+
 ON_TEST_DATA = {"test_loss": "test loss", "test_error": "test error"}
 """What a verdict on training losses is held against, as far as it was measured."""
 
@@ -37,6 +40,11 @@ LEAST = 1e-9
 
 HVP = 2.5
 """Gradient evaluations that a Hessian-vector product costs, measured on LeNet and the MLP."""
+
+
+def evaluations(cost: Mapping[str, float]) -> float:
+    """Gradient evaluations that learning took; a Hessian-vector product is `HVP`."""
+    return cost.get("gradient_evaluations", 0) + HVP * cost.get("hessian_vector_products", 0)
 
 
 # the outcomes of one domain
@@ -106,9 +114,8 @@ class Fold:
         return steps if metric == "steps_to_target" or steps == math.inf else steps * self.seconds.get(label, math.nan)
 
     def learning_gradients(self, label: str) -> float:
-        """Gradient evaluations of learning an optimiser; zero where no cost is known, a Hessian-vector product is `HVP`."""
-        cost = self.costs.get(label, {})
-        return cost.get("gradient_evaluations", 0) + HVP * cost.get("hessian_vector_products", 0)
+        """Gradient evaluations of learning an optimiser; zero where no cost is known."""
+        return evaluations(self.costs.get(label, {}))
 
     def tuning_gradients(self, label: str) -> int:
         """Gradient evaluations that the search for a setting takes on a task of this fold; none where nothing was chosen."""
@@ -193,7 +200,8 @@ class Comparison:
                     measured[f"{split}_loss"] &= all(split in o.ends for o in ended)
                 measured["test_error"] &= all(o.ends.get("test", (0.0, None))[1] is not None for o in ended)
                 measured["seconds_to_target"] &= not ended or math.isfinite(fold.seconds.get(label, math.nan))
-        return [m for m in SHOWN if measured.get(m, True)]
+        shown = [m for m in SHOWN if measured.get(m, True)]
+        return [m for x in shown for m in ((*ON_THE_WAY, x) if self.protocol == "once" and x == "final_loss" else (x,))]
 
     @property
     def groups(self) -> list[int]:

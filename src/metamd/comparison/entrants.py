@@ -9,7 +9,8 @@ from typing import Literal, TypeVar
 
 import torch
 
-from metamd.comparison.comparison import Target
+from metamd.comparison.comparison import Target, evaluations
+from metamd.comparison.once import AGAIN, FOR_THE_END, Once, choose_once, price
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import Bayesian, Search, tune
@@ -25,9 +26,15 @@ from metamd.tasks.wrapped import SharedStart
 Entrants = Mapping[str, Contender | Sequence[Contender]]
 """By label: a contender, or several of which the best on the very tasks is shown."""
 
-ProtocolName = Literal["handicap", "paper"]
+ProtocolName = Literal["once", "handicap", "paper"]
 
 PROTOCOLS: dict[str, str] = {
+    "once": (
+        "Everybody has the training tasks and the same budget of gradient evaluations on them. MetaMD learns there; every "
+        "rival chooses learning rate, schedule, warm-up, momentum and average there, by the score that MetaMD's usage was "
+        "chosen by. A second row has what was chosen for the end of the run, where that differs. On the tasks that are shown "
+        "nobody has anything tuned."
+    ),
     "handicap": (
         "Rivals have the best of several learning rates, evenly spaced over a range fixed beforehand; the best is chosen on "
         "the very tasks, seeds and quantity that are shown. MetaMD has nothing tuned."
@@ -45,7 +52,7 @@ class Protocol:
     """The rules of a comparison, the same for all optimisers and fixed before any result is seen.
 
     Args:
-        name: by which rule settings are chosen: "handicap", "paper", or a word of your own for settings that you chose.
+        name: by which rule settings are chosen: "once", "handicap", "paper", or a word of your own for settings you chose.
         seeds: tasks: initialisations and orders of the batches; for a family of several domains, of each.
         steps: T and the horizon of all schedules; the family's own if not given.
         seed: of the tasks that are drawn, and of the search.
@@ -56,6 +63,7 @@ class Protocol:
         budget: settings of each rival under each schedule.
         schedules: of the rivals' learning rates, those that a rival may have.
         search: by which settings are found under "paper".
+        once: what there is to choose settings with under "once".
 
     Example:
         >>> Protocol("handicap", seeds=5).budget
@@ -72,6 +80,7 @@ class Protocol:
     budget: int = 25
     schedules: Sequence[Schedule] = ("constant", "linear")
     search: Callable[..., Search] = Bayesian
+    once: Once = field(default_factory=Once)
 
     def __post_init__(self) -> None:
         for name in ("seeds", "budget"):
@@ -127,12 +136,19 @@ R = TypeVar("R", bound=Rival | Learner)
 
 
 def unscheduled(label: str) -> str:
-    """The label of a tuned rival without its schedule: its title."""
-    return reduce(str.removesuffix, ENDINGS.values(), label)
+    """The label of a tuned rival without its schedule, or what it was chosen for: its title."""
+    return reduce(str.removesuffix, (FOR_THE_END, *ENDINGS.values()), label)
 
 
-def labels(ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Sequence[Schedule]) -> list[str]:
-    """Of everybody who enters a comparison, in the order of its tables: ours, the tuned rivals, the untuned ones."""
+def labels(
+    ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Sequence[Schedule], protocol: str = "handicap"
+) -> list[str]:
+    """Of everybody who enters a comparison, in the order of its tables: ours, the tuned rivals, the untuned ones.
+
+    Under "once" there may be second rows.
+    """
+    if protocol == "once":
+        return [*ours, *(r.title for r in rivals), *(r.title + UNTUNED for r in rivals)]
     return [*ours, *_scheduled(rivals, schedules), *(r.title + UNTUNED for r in rivals)]
 
 
@@ -167,18 +183,24 @@ def entrants(
     family: TaskFamily,
     protocol: Protocol,
     *,
+    training: TaskFamily | None = None,
     records: Records | None = None,
     workers: int | Executor = 1,
 ) -> Entrants:
     """Everybody who enters a comparison: ours first, then the rivals as the protocol tunes them, then the same untuned.
 
-    Under "paper" ours are tuned as the rivals are, on the held-out side that `compare` will get. Where a search goes beyond
-    a published grid, the setting of the grid as printed enters too.
+    Under "once" everybody chooses on tasks of the training side. Under "paper" ours are tuned as the rivals are, on the
+    held-out side that `compare` will get. Where a search goes beyond a published grid, the setting of the grid as printed
+    enters too.
     """
     if protocol.name not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol.name!r}.")
     scheduled = _scheduled(rivals, protocol.schedules)
     untuned = {r.title + UNTUNED: r.untuned() for r in rivals}
+    if protocol.name == "once":
+        if training is None:
+            raise ValueError("the protocol once needs the side of the family that is learned on: pass training=family.")
+        return {**_chosen_once(ours, rivals, training, protocol, records, workers), **untuned}
     if protocol.name == "handicap":
         return {**ours, **{n: handicap(r, s, budget=protocol.budget) for n, (r, s) in scheduled.items()}, **untuned}
     given = {label: c for label, c in ours.items() if not c.rival.unlearned}
@@ -205,6 +227,37 @@ def entrants(
         if "printed" in found:
             tuned[label + PRINTED] = replace(tuned[label], setting={**c.setting, **found["printed"]})
     return {**ours, **tuned, **untuned}
+
+
+def _chosen_once(
+    ours: Mapping[str, Contender],
+    rivals: Sequence[Rival],
+    training: TaskFamily,
+    protocol: Protocol,
+    records: Records | None,
+    workers: int | Executor,
+) -> dict[str, Contender]:
+    """Ours as they learned, and the rivals as they chose; each again for the end of the run where that is another setting.
+
+    Everybody has the gradient evaluations of our learning, or those that are stated; a learned rival has taken some before.
+    """
+    given = protocol.once.gradients or round(max((evaluations(c.rival.cost) for c in ours.values()), default=0.0)) or None
+    least = 2 * price(training.steps if protocol.steps is None else protocol.steps)
+    how = {"schedules": protocol.schedules, "steps": protocol.steps, "seed": protocol.seed}
+    found: dict[str, Contender] = {}
+    for label, c in {**ours, **{r.title: r.untuned() for r in rivals}}.items():
+        found[label] = c
+        spent = 0.0 if label in ours else evaluations(c.rival.cost)
+        left = given if given is None else round(given / AGAIN if label in ours else given - spent)
+        if c.rival.unlearned or (left is not None and left < least and (label in ours or spent)):
+            continue
+        once = replace(protocol.once, gradients=left)
+        chosen = choose_once(c, training, once, **how, records=records, workers=workers)  # type: ignore[arg-type]
+        if label not in ours:
+            found[label] = chosen.contender
+        if chosen.for_the_end.key() != found[label].key():
+            found[label + FOR_THE_END] = chosen.for_the_end
+    return found
 
 
 def _search(contender: Contender, tasks: Sequence[Task], search: Search, steps: int | None, kept: Records | None) -> Result:

@@ -68,6 +68,8 @@ UNCERTIFIED = (
 
 HEADS = {
     "mean_loss": "mean training loss",
+    "tenth_loss": "loss after 1/10",
+    "half_loss": "loss after 1/2",
     "final_loss": "loss at the end",
     "steps_to_target": "steps to target, median",
     "seconds_to_target": "seconds to target, median",
@@ -310,7 +312,8 @@ def _choices(c: Comparison, folder: Path) -> Section:
             several, about = fold.entrants[label], candidate.contender
             tried, ends = len(several), []
             if label in fold.tunings:
-                tried, ends = len(fold.tunings[label].best_so_far), list(fold.tunings[label].at_edge)
+                how = fold.tunings[label]
+                tried, ends = len(how.best_so_far), [*how.at_edge, *(f"{n} (range extended)" for n in how.extended)]
             elif tried > 1:
                 ends = [
                     SHORT_HEADS[m] for m in c.metrics if fold.best(label, m, c.target(fold)) in (several[0], several[-1])
@@ -318,7 +321,8 @@ def _choices(c: Comparison, folder: Path) -> Section:
             found = about.get("setting")
             setting = ", ".join(f"{k} {_abridged(v)}" for k, v in found.items()) if isinstance(found, dict) else str(found)
             failed = sum(any(o.failed for o in x.outcomes) for x in several)
-            counts = [str(about.get("schedule", "")), str(tried), str(failed)]
+            rise = f", warm-up {about['warm_up']:.3g}" if isinstance(about.get("warm_up"), float) else ""
+            counts = [f"{about.get('schedule', '')}{rise}", str(tried), str(failed)]
             rows.append([f"{label}, {fold.group}", setting, *counts, ", ".join(ends)])
     # the best score after each trial of a search, on the mean over the domains, as far as all of them went
     each = {label: [f.tunings[label].best_so_far for f in c.folds if label in f.tunings] for label in c.labels}
@@ -327,7 +331,7 @@ def _choices(c: Comparison, folder: Path) -> Section:
     shown = []
     if curves:
         path = folder / "budgets.png"
-        figures.curves({"": curves}, path, xlabel="settings tried", ylabel="best validation error so far")
+        figures.curves({"": curves}, path, xlabel="settings tried", ylabel="best score so far")
         shown = [(path, "The best score after so many trials of the search.")]
     heads = ["for the mean loss", "setting", "schedule", "tried", "failed", "at an end of the range"]
     texts = [

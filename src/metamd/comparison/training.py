@@ -158,7 +158,7 @@ def train_contender(
         return Outcome(task.config, about, places, (math.inf,) * len(places), math.inf, {}, 0, failed=why)
     losses, total, failed = list[float](), 0.0, ""
     with one_thread(), seeded(derive_seed(config_hash(task.config), "optimiser")):
-        rule, monitor = _begun(task, contender, steps), task.monitor(measuring.examples)
+        rule, monitor = begun(task, contender, steps), task.monitor(measuring.examples)
         for place in places:
             done = train_task(task, rule, range(rule.taken, place), until=not_finite)
             for batch_loss in done.losses:
@@ -181,9 +181,11 @@ def train_contender(
     return Outcome(task.config, about, places, watched, mean, measured, rule.taken, failed)
 
 
-def _begun(task: Task, contender: Contender, steps: int) -> OptimiserSteps:
+def begun(task: Task, contender: Contender, steps: int) -> OptimiserSteps:
+    """A contender before its first step on a task, with its schedule over so many."""
     params = {n: nn.Parameter(x) for n, x in task.init().items()}
-    schedule = None if contender.schedule == "constant" else lambda t: contender.share(t / steps)
+    constant = contender.schedule == "constant" and not contender.warm_up
+    schedule = None if constant else lambda t: contender.factor(t, steps)
     return OptimiserSteps(params, contender.start(list(params.items())), schedule)
 
 
@@ -201,7 +203,7 @@ def step_seconds(
     The steps of SOAP and Shampoo differ in cost with a period of 10, which is why a block has as many.
     """
     horizon = task.steps if steps is None else steps
-    begin = {label: partial(_begun, task, contender, horizon) for label, contender in contenders.items()}
+    begin = {label: partial(begun, task, contender, horizon) for label, contender in contenders.items()}
     progress = Progress("timing steps", (rounds + warm_up) * len(begin))
     with one_thread(), seeded(derive_seed(config_hash(task.config), "seconds")), progress:
         return seconds_per_step(task, begin, horizon, rounds=rounds, block=block, warm_up=warm_up, told=progress.advance)

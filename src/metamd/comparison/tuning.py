@@ -25,6 +25,8 @@ Measure = Callable[[Outcome], float]
 METRICS: dict[str, Measure] = {
     "mean_loss": lambda o: o.mean_loss,
     "final_loss": lambda o: o.final_loss,
+    "tenth_loss": lambda o: o.loss_after(0.1),
+    "half_loss": lambda o: o.loss_after(0.5),
     "batch_loss": lambda o: o.batch_loss,
     "validation_loss": lambda o: o.loss_on("validation"),
     "test_loss": lambda o: o.loss_on("test"),

@@ -133,12 +133,14 @@ class Tuning:
     gradients: int  # evaluations of all its trials, for each task that they were made on
     best_so_far: tuple[float, ...] = ()  # the best score after each trial
     at_edge: tuple[str, ...] = ()  # hyperparameters whose best value lies at an end of the search space, or grid
+    extended: tuple[str, ...] = ()  # those whose range was extended, as the best value lies beyond
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Tuning":
         """From its entries in a record, None for what is infinite."""
         best = tuple(math.inf if x is None else float(x) for x in found["best_so_far"])
-        return cls(int(found["gradients"]), best, tuple(map(str, found["at_edge"])))
+        named = [tuple(map(str, found.get(n, ()))) for n in ("at_edge", "extended")]
+        return cls(int(found["gradients"]), best, *named)
 
 
 @dataclass(frozen=True)
@@ -150,12 +152,21 @@ class Contender:
         setting: its hyperparameters.
         schedule: of the learning rate.
         tuning: of the search that found the setting, if there was one.
+        warm_up: the share of the run over which the rate rises from zero, in equal steps.
     """
 
     rival: Rival
     setting: Setting
     schedule: Schedule = "constant"
     tuning: Tuning | None = field(default=None, compare=False)
+    warm_up: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warm_up < 1:
+            raise ValueError(f"warm_up must lie in [0, 1), a share of the run; got {self.warm_up}.")
+
+    def __hash__(self) -> int:
+        return hash(self.key())
 
     def start(self, named: NamedParameters) -> Stepper:
         """The optimiser before its first step."""
@@ -165,9 +176,15 @@ class Contender:
         """The factor on the learning rate after this share of the steps; the horizon is the same for all contenders."""
         return interpolate(self.rival.knots, done) if self.schedule == "learned" else SCHEDULES[self.schedule](done)
 
+    def factor(self, step: int, steps: int) -> float:
+        """The same in step t of T, counted from 0, warm-up included."""
+        rise = min(1.0, (step + 1) / (self.warm_up * steps)) if self.warm_up else 1.0
+        return rise * self.share(step / steps)
+
     def describe(self) -> dict[str, Any]:
         """In JSON's types, for records."""
-        found = {"rival": self.rival.name, "setting": dict(self.setting), "schedule": self.schedule}
+        found: dict[str, Any] = {"rival": self.rival.name, "setting": dict(self.setting), "schedule": self.schedule}
+        found |= {"warm_up": self.warm_up} if self.warm_up else {}
         return found | ({"identity": self.rival.identity} if self.rival.identity else {})
 
     def key(self) -> str:

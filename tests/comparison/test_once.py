@@ -33,8 +33,8 @@ def slower(named_parameters, setting):
 
 
 def ours(lr=0.1):
-    """A contender that has learned: 20 settings on two tasks are its cost."""
-    learned = named(rival("sgd"), "MetaMD", identity="learned", cost={"gradient_evaluations": 40.0 * price(STEPS)})
+    """A contender that has learned: 12 settings on two tasks are its cost."""
+    learned = named(rival("sgd"), "MetaMD", identity="learned", cost={"gradient_evaluations": 24.0 * price(STEPS)})
     return {"MetaMD": learned.with_setting(lr=lr)}
 
 
@@ -69,7 +69,7 @@ def test_nobody_looks_at_held_out_tasks_and_everybody_has_the_same_budget(compar
     entered, comparison, before, (training, held_out) = compared
     assert before == (0, {}), "choosing asks no batch of the held-out side, and builds no task of it"
     assert not set(training.tasks) & set(held_out.tasks)
-    budget = 40 * price(STEPS)
+    budget = 24 * price(STEPS)
     for label in ("one", "two", "slow"):
         chosen = entered[label]
         assert 0.5 * budget < chosen.tuning.gradients <= budget

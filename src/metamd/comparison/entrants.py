@@ -32,8 +32,8 @@ PROTOCOLS: dict[str, str] = {
     "once": (
         "Everybody has the training tasks and the same budget of gradient evaluations on them. MetaMD learns there; every "
         "rival chooses learning rate, schedule, warm-up, momentum and average there, by the score that MetaMD's usage was "
-        "chosen by. A second row has what was chosen for the end of the run, where that differs. On the tasks that are shown "
-        "nobody has anything tuned."
+        "chosen by. A second row has what was chosen for the end of the run, where that differs. On the tasks that are "
+        "shown nobody has anything tuned."
     ),
     "handicap": (
         "Rivals have the best of several learning rates, evenly spaced over a range fixed beforehand; the best is chosen on "

@@ -40,7 +40,7 @@ pytest.importorskip("jinja2")
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=30)
 
 
-SMALL = ["--rivals", "sgd", "adam", "--budget", "3", "--seeds", "2", "--steps", "30"]
+SMALL = ["--protocol", "handicap", "--rivals", "sgd", "adam", "--budget", "3", "--seeds", "2", "--steps", "30"]
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,34 @@ def test_a_comparison_from_the_command_line(compared, learned, capsys):
     comparison = Comparison.read(compared)
     assert comparison.aim.baseline == "Adam"
     assert summary(comparison)["tables"] == found["tables"]
+
+
+def test_once_is_the_protocol_by_default(learned, tmp_path, capsys):
+    """It says beforehand how many tasks it takes, and takes that many; a second call computes nothing again."""
+    asked = ["compare", str(learned), "quadratic", "--rivals", "sgd", "adam", "--gradients", "900", "--out", str(tmp_path)]
+    assert cli.run([*asked, "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["protocol"] == "once"
+    labels = [row["label"] for row in found["tables"]["mean_loss"]]
+    assert [x for x in labels if "chosen for the end" not in x] == ["MetaMD", "SGD", "Adam", "SGD, untuned", "Adam, untuned"]
+    assert set(found["tables"]) >= {"tenth_loss", "half_loss", "final_loss", "seconds_to_target"}
+    comparison = Comparison.read(tmp_path)
+    assert (comparison.aim.baseline, comparison.aim.share) == ("Adam", 1.0)
+    tasks_each = len(comparison.groups)
+    assert f"The comparison has {tasks_each} tasks. Against 7 others the smallest p is" in said.err
+    assert all(d.p < 0.05 or d.wins < tasks_each for d in comparison.differences("mean_loss"))
+    for label in ("SGD", "Adam"):
+        assert comparison.folds[0].tunings[label].gradients <= 900
+    page = (tmp_path / "report.md").read_text()
+    assert "Protocol: once" in page
+    assert "warm-up" in page
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("cells/*.json")}
+    assert cli.run([*asked, "--json"]) == 0
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("cells/*.json")} == before, "something was run twice"
+    assert json.loads(capsys.readouterr().out) == found
+    assert cli.run([*asked, "--protocol", "handicap"]) == 2
+    assert "--gradients would change nothing without --protocol once" in capsys.readouterr().err
 
 
 def test_the_timing_of_steps_shows_how_far_it_is_on_standard_error_alone(learned, tmp_path, capsys):
@@ -435,6 +463,7 @@ def test_bad_input_is_a_sentence(args, message, learned, tmp_path, capsys):
 @pytest.mark.parametrize(("how", "code"), [("SIGINT", 130), ("SIGKILL", -9)])
 def test_a_stopped_comparison_continues(how, code, learned, tmp_path, capsys):
     args = ["compare", str(learned), "quadratic", "--out", str(tmp_path), "--rivals", "sgd", "--budget", "4"]
+    args += ["--protocol", "handicap"]
     args += ["--steps", "20", "--seeds", "3", "--workers", "2", "--json"]
     first = processes.run(processes.command, f"cell:8:{how}", *args)
     assert first.code == code, first.err

@@ -272,7 +272,20 @@ def tune_on_ray(folder):
 def all_on_ray(folder):
     # others are being tested beside it: workers are as urgent as they are, and a slow start is no error
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "600"}
-    small = ["--rivals", "sgd", "--schedules", "constant", "--budget", "2", "--seeds", "1", "--steps", "10"]
+    small = [
+        "--protocol",
+        "handicap",
+        "--rivals",
+        "sgd",
+        "--schedules",
+        "constant",
+        "--budget",
+        "2",
+        "--seeds",
+        "1",
+        "--steps",
+        "10",
+    ]
     assert cli.run(["compare", "quadratic", "quadratic", "--out", str(folder / "c"), *small, "--ray", "local"]) == 0
     assert (folder / "c" / "report.html").exists()
 

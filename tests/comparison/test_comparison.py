@@ -133,8 +133,10 @@ def test_who_is_ahead_in_training_alone_is_said_to_be_so(ours, verdict, tmp_path
         assert found.table(metric)[1]["verdict"] == verdict
     assert [d.verdict for d in found.differences("test_loss")] == ["ahead" if ours < 1 else "behind"]
     monkeypatch.setattr(figures, "curves", lambda panels, path, **options: None)
-    page = as_markdown(sections(found, tmp_path)[:2])
+    page = as_markdown(sections(found, tmp_path)[:3])
     assert f"| {verdict} |" in page
+    opened = "0.64 times that of theirs, the tuned rival. This is more than chance. Its test loss is"
+    assert opened in page
     assert "validation loss" in page
     some = replace(found.folds[0].entrants["ours"][0].outcomes[0], ends={})
     lacking = replace(found.folds[0], entrants={**found.folds[0].entrants, "ours": (Candidate({}, (some,)),)})

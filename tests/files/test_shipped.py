@@ -196,7 +196,7 @@ def test_commands_take_the_names(tmp_path, capsys):
     assert cli.run(["certify", "quadratic", "quadratic", "--held-out-tasks", "2", "--out", str(out)]) == 0
     assert load(out).header.held_out["certificates"]["quadratic"]["tasks"] == 2
     assert is_intact(card("quadratic"))
-    few = ["--rivals", "sgd", "--budget", "1", "--seeds", "1", "--steps", "20", "--json"]
+    few = ["--protocol", "handicap", "--rivals", "sgd", "--budget", "1", "--seeds", "1", "--steps", "20", "--json"]
     capsys.readouterr()
     assert cli.run(["compare", "quadratic", "quadratic", "--out", str(tmp_path / "o"), *few]) == 0
     assert json.loads(capsys.readouterr().out)["held_out"] == {"quadratic": True}

@@ -215,7 +215,7 @@ def test_learned_rivals_enter_comparisons_from_the_command_line(tmp_path, capsys
     out = tmp_path / "q.safetensors"
     assert cli.run(["train", "quadratic", "--out", str(out), "--steps", "30", "--outer-steps", "1", "--tasks", "2"]) == 0
     args = ["compare", str(out), "quadratic", "--rivals", "aruba", "aruba-plus", "sgd", "--budget", "2", "--seeds", "1"]
-    args += ["--steps", "30", "--out", str(tmp_path / "c"), "--json"]
+    args += ["--steps", "30", "--out", str(tmp_path / "c"), "--json", "--protocol", "handicap"]
     capsys.readouterr()
     assert cli.run(args) == 0
     first = capsys.readouterr().out

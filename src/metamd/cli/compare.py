@@ -11,8 +11,9 @@ from metamd.cli import report as report_command
 from metamd.cli.families import build_family, duration, held_out_side, show_plan
 from metamd.cli.options import Compare, Report
 from metamd.comparison.compare import compare, comparison_settings
-from metamd.comparison.comparison import Target
-from metamd.comparison.entrants import Protocol, draw_configs, entrants, labels
+from metamd.comparison.comparison import Target, evaluations
+from metamd.comparison.entrants import Protocol, draw_configs, enough, entrants, labels, said_beforehand
+from metamd.comparison.once import AGAIN, EXPLORED, FIRST, Once
 from metamd.comparison.tuning import SEARCHES
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.store import Records, write_json
@@ -33,8 +34,9 @@ def run(options: Compare) -> None:
         seeds=options.seeds,
         steps=options.steps,
         seed=options.seed,
-        aim=Target(options.target or options.rivals[-1]),
+        aim=_aim(options),
         budget=options.budget,
+        once=Once(options.gradients),
         schedules=options.schedules,
         search=SEARCHES[options.search],
     )
@@ -44,6 +46,7 @@ def run(options: Compare) -> None:
     ours: dict[str, Contender] = {"MetaMD": _our_contender(learned, options)}
     # A file that does not fit the models of the family is refused here, and data that are not at hand are found missing.
     ours["MetaMD"].start([(n, nn.Parameter(x)) for n, x in family.example().items()])
+    protocol = enough(family, protocol, _others(options))
     if options.dry_run:
         show_plan(family, _plan(options, family, learned, protocol), as_json=options.json)
         return
@@ -52,11 +55,13 @@ def run(options: Compare) -> None:
         options.out, comparison_settings(family, protocol)
     )  # refuses the folder of another comparison before a long search
     trials = None
-    if options.protocol == "paper":
-        about = {"family": family.describe(), "seed": options.seed, "budget": options.budget}
+    if options.protocol != "handicap":
+        about = {"family": family.describe(), "seed": options.seed}
+        about |= {"budget": options.budget} if options.protocol == "paper" else {}
         trials = Records(options.out / "tuning", about)
+    print(said_beforehand(family, protocol, _others(options)), file=sys.stderr)
     try:
-        everybody = entrants(ours, rivals, family, protocol, records=trials, workers=executor)
+        everybody = entrants(ours, rivals, family, protocol, training=known, records=trials, workers=executor)
         compare(everybody, family, protocol, folder=options.out, workers=options.workers, ray=options.ray)
     except KeyboardInterrupt:
         print(f"Stopped; the same command continues from {one_line(str(options.out))}.", file=sys.stderr)
@@ -75,7 +80,7 @@ def _check_options(options: Compare) -> None:
         raise ValueError("--rivals must name at least one, got none.")
     if not options.schedules:
         raise ValueError("--schedules must name one of constant, linear, quadratic or more, got none. Leave it out for two.")
-    known = labels(["MetaMD"], [known_rival(name) for name in options.rivals], options.schedules)
+    known = labels(["MetaMD"], [known_rival(name) for name in options.rivals], options.schedules, options.protocol)
     if options.target is not None and options.target not in (*options.rivals, *known):
         raise ValueError(
             f"--target must be one of the rivals ({', '.join(options.rivals)}) or a label of the table "
@@ -83,17 +88,35 @@ def _check_options(options: Compare) -> None:
         )
     if options.search != Compare.search and options.protocol != "paper":
         raise ValueError("--search would change nothing without --protocol paper. Leave it out, or add that.")
+    if options.gradients is not None and options.protocol != "once":
+        raise ValueError("--gradients would change nothing without --protocol once. Leave it out, or add that.")
+
+
+def _others(options: Compare) -> int:
+    """The rows beside ours, at most: under once everybody may have a second one."""
+    known = labels([], [known_rival(name) for name in options.rivals], options.schedules, options.protocol)
+    return len(known) + (len(options.rivals) + 1 if options.protocol == "once" else 0)
+
+
+def _aim(options: Compare) -> Target:
+    """What sets the target: under once the final loss of Adam, if it is there."""
+    if options.protocol != "once":
+        return Target(options.target or options.rivals[-1])
+    return Target(options.target or ("adam" if "adam" in options.rivals else options.rivals[-1]), 1.0)
 
 
 def _plan(options: Compare, family: TaskFamily, learned: LearnedOptimiser, protocol: Protocol) -> str:
     """What a dry run says of the runs; what learned rivals take to learn is not known beforehand."""
-    groups = draw_configs(family, protocol.seeds, protocol.seed)
+    groups = draw_configs(family, protocol.seeds or 1, protocol.seed)
     task = family.build(next(iter(groups.values()))[0])
     steps = task.steps if protocol.steps is None else protocol.steps
     seconds = seconds_beside_adam(task, {"MetaMD": partial(recommended, task, learned, task.steps)})
     tasks, each = sum(map(len, groups.values())), len(options.rivals) * len(protocol.schedules)
     tuned = each * protocol.budget if protocol.name == "handicap" else each
     searched = 0 if protocol.name == "handicap" else (1 + each) * protocol.budget * len(groups)
+    if protocol.name == "once":
+        given = options.gradients or evaluations(learned.header.cost) or 25 / EXPLORED * FIRST * steps
+        tuned, searched = 2 * len(options.rivals), round((len(options.rivals) + 1 / AGAIN) * given / steps)
     others = tasks * (tuned + len(options.rivals)) + searched
     whole = steps * (tasks * seconds["MetaMD"] + others * seconds["Adam"]) / options.workers
     more = " Learned rivals are learned first, which takes longer." * any(n in LEARNERS for n in options.rivals)

@@ -180,6 +180,7 @@ class Reproduce(Printed):
             adaptation, pieces, ablation, out-of-distribution or learned-rivals; all runs one after another.
         variant: of the four with networks in the paper: published; of rotated-mnist-mlp also all-rivals, bayesian, averages
             or refresh; of diverse-digits-lenet: bayesian; of adaptation: learned-start; of ablation: paper-preset.
+        protocol: once, handicap or paper instead of that of the experiment; the folder has it in its name.
         scale: smoke takes minutes for all, cpu minutes to hours each on two cores; paper is what was published, for a GPU.
         out: directory for records and figures; runs/NAME-SCALE if not given. With all, each has a folder inside.
         workers: processes.
@@ -190,6 +191,7 @@ class Reproduce(Printed):
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
     variant: str = ""
+    protocol: Literal["", "once", "handicap", "paper"] = ""
     scale: Literal["smoke", "cpu", "paper"] = "cpu"
     out: Annotated[Path | None, arg(metavar="DIR")] = None
     workers: int = 1
@@ -272,22 +274,26 @@ class Compare(TaskOptions):
         rivals: sgd, sgdm, nesterov, adam, adamw, rmsprop, adagrad, muon, soap, shampoo, schedule-free, schedule-free-sgd,
             prodigy, dadapt or hypergradient; judged by a tail average: sgdm-averaged, adam-averaged, adamw-averaged,
             muon-averaged or soap-averaged; learned first: meta-sgd, aruba, aruba-plus, learned-schedule or lstm.
-        protocol: handicap gives rivals the best rate on the very tasks, and MetaMD nothing; paper tunes everybody alike.
-        budget: settings tried per rival and schedule.
+        protocol: once lets everybody choose on training tasks, with the gradient evaluations that learning FILE took;
+            handicap gives rivals the best rate on the very tasks, and MetaMD nothing; paper tunes everybody alike.
+        gradients: of the protocol once, evaluations that each rival may take instead.
+        budget: settings tried per rival and schedule; under once the search has as many as its evaluations allow.
         search: of the protocol paper: bayes, random, grid, or extended for the grid until the best is inside.
         schedules: of the rivals' rates: constant, linear or quadratic decay to zero.
         momentum: of MetaMD; as FILE has it if not given. One above 0 takes the place of a tail average that FILE has, too.
         schedule: of MetaMD's rate; as FILE has it if not given.
         refresh: of MetaMD, how often polar steps find their directions: 4 makes a step of a small network half as long.
-        target: the rival that sets the target, by its name or its label in the table; the last one if not given.
-        seeds: tasks, or tasks per domain.
+        target: the rival that sets the target, by its name or its label in the table; if not given Adam under once, else the
+            last one.
+        seeds: tasks, or tasks per domain; if not given as many as can decide.
         out: directory for records and the report.
     """
 
     file: Annotated[Positional[str], arg(metavar="FILE")]
     family: Annotated[Positional[str], arg(metavar="FAMILY")]
     rivals: tuple[str, ...] = ("sgd", "sgdm", "adam")
-    protocol: Literal["handicap", "paper"] = "handicap"
+    protocol: Literal["once", "handicap", "paper"] = "once"
+    gradients: int | None = None
     budget: int = 25
     search: Literal["bayes", "random", "grid", "extended"] = "bayes"
     schedules: tuple[Literal["constant", "linear", "quadratic"], ...] = ("constant", "linear")
@@ -295,7 +301,7 @@ class Compare(TaskOptions):
     schedule: Literal["constant", "linear", "quadratic"] | None = None
     refresh: int | None = None
     target: str | None = None
-    seeds: int = 3
+    seeds: int | None = None
     out: Annotated[Path, arg(metavar="DIR")] = Path("runs/comparison")
 
 

@@ -62,7 +62,8 @@ def run(options: Report) -> None:
 
 def run_reproduce(options: Reproduce) -> None:
     """Carry out the command."""
-    folder = options.out or Path("runs") / f"{folder_name(options.name, options.variant)}-{options.scale}"
+    protocol = f"-{options.protocol}" if options.protocol else ""
+    folder = options.out or Path("runs") / f"{folder_name(options.name, options.variant)}-{options.scale}{protocol}"
     if options.name == "all":
         found = _all(options, folder)
         text = "\n".join(f"## {name}\n\n{as_markdown(tables(result))}" for name, result in found.items())
@@ -79,10 +80,15 @@ def reproduce(experiment: Experiment | Synthetic, options: Reproduce, folder: Pa
         raise ValueError(f"{experiment.name} has the scales {', '.join(experiment.scales)}, got {options.scale!r}.")
     if options.only and isinstance(experiment, Synthetic):
         raise ValueError(f"{experiment.name} holds out no domains. Leave out --only.")
+    if options.protocol and isinstance(experiment, Synthetic):
+        raise ValueError(f"{experiment.name} has a protocol of its own. Leave out --protocol.")
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / ARCHIVE).is_file():
         unarchive(folder)
     executor = Executor(options.workers, options.ray)
+    if options.protocol and isinstance(experiment, Experiment):
+        scales = {name: replace(size, protocol=options.protocol) for name, size in experiment.scales.items()}
+        experiment = replace(experiment, scales=scales)
     result = experiment.run(options.scale, folder, options.seed, executor, options.only)
     write_json(folder / "summary.json", result)
     (folder / "tables.md").write_text(as_markdown(tables(result)))

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from metamd.comparison.comparison import Candidate, Comparison, Fold, cell_name
-from metamd.comparison.entrants import Entrants, Protocol, draw_configs
+from metamd.comparison.entrants import Entrants, Protocol, draw_configs, enough
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.training import Measuring, Outcome, step_seconds, train_contender
 from metamd.comparison.tuning import METRICS
@@ -42,7 +42,7 @@ def compare(
         optimisers: by label; the first is the one that the others are compared with. Several contenders under one label,
             as `handicap` makes them, are shown with the best of them.
         family: what to draw tasks from: the held-out side of a family, `family.held_out()`.
-        protocol: how many tasks and steps, and how runs are watched; three tasks of each domain if not given.
+        protocol: how many tasks and steps, and how runs are watched; as many tasks as can decide if it states none.
         folder: where every run is kept as a record, so that a comparison that was stopped continues and grows.
         workers: processes, of one thread each.
         ray: address of a Ray cluster to train on instead, with so many workers, or "local".
@@ -68,9 +68,9 @@ def compare(
     entrants = {label: [c] if isinstance(c, Contender) else list(c) for label, c in optimisers.items()}
     if empty := [label for label, contenders in entrants.items() if not contenders]:
         raise ValueError(f"{empty[0]!r} has no contender. Give it one, or several.")
-    protocol, executor = measurable(family, protocol), Executor(workers, ray)
+    protocol, executor = measurable(family, enough(family, protocol, len(entrants) - 1)), Executor(workers, ray)
     measuring = protocol.measuring
-    groups = draw_configs(family, protocol.seeds, protocol.seed)
+    groups = draw_configs(family, protocol.seeds or 1, protocol.seed)
     tasks = {config_hash(c): family.build(c) for configs in groups.values() for c in configs}
     settings = comparison_settings(family, protocol)
     records = None if folder is None else Records(Path(folder), settings)

@@ -1,5 +1,6 @@
 """The rules of a comparison: which tasks, how runs are watched, and how everybody's hyperparameters are chosen."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, reduce
@@ -12,6 +13,7 @@ import torch
 from metamd.comparison.comparison import Target, evaluations
 from metamd.comparison.once import AGAIN, FOR_THE_END, Once, choose_once, price
 from metamd.comparison.parallel import Cell, fill
+from metamd.comparison.statistics import pairs_to_decide, pairs_to_find, smallest_p
 from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import Bayesian, Search, tune
 from metamd.files.store import Records, Result, as_json, read_cells
@@ -53,7 +55,8 @@ class Protocol:
 
     Args:
         name: by which rule settings are chosen: "once", "handicap", "paper", or a word of your own for settings you chose.
-        seeds: tasks: initialisations and orders of the batches; for a family of several domains, of each.
+        seeds: tasks: initialisations and orders of the batches; for a family of several domains, of each. As many as are
+            needed to decide, if not given: see `enough`.
         steps: T and the horizon of all schedules; the family's own if not given.
         seed: of the tasks that are drawn, and of the search.
         measuring: how the runs are watched.
@@ -71,7 +74,7 @@ class Protocol:
     """
 
     name: str = ""
-    seeds: int = 3
+    seeds: int | None = None
     steps: int | None = None
     seed: int = 0
     measuring: Measuring = field(default_factory=Measuring)
@@ -84,13 +87,50 @@ class Protocol:
 
     def __post_init__(self) -> None:
         for name in ("seeds", "budget"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            if (given := getattr(self, name)) is not None and given < 1:
+                raise ValueError(f"{name} must be at least 1, got {given}.")
         if self.screen is not None and self.screen < 1:
             raise ValueError(f"screen must be at least 1, got {self.screen}. Leave it out to run all settings on all tasks.")
 
 
 # the tasks
+
+
+CLEAR = 1.5
+"""How large a difference is for its standard deviation from task to task, that a comparison is to find by default."""
+
+
+def domains_of(family: TaskFamily) -> Sequence[str]:
+    """The domains of which each has its tasks; a family without any is one."""
+    inner = family.family if isinstance(family, SharedStart) else family
+    return inner.domains if isinstance(inner, DatasetFamily) else [inner.name]
+
+
+def enough(family: TaskFamily, protocol: Protocol, others: int) -> Protocol:
+    """The protocol with the seeds that a comparison with so many others needs, where it states none.
+
+    p < 0.05 is possible with them. A difference of 1.5 times its standard deviation from task to task is found in four of
+    five comparisons.
+    """
+    if protocol.seeds is not None:
+        return protocol
+    return replace(protocol, seeds=math.ceil(pairs_to_find(CLEAR, others) / len(domains_of(family))))
+
+
+def said_beforehand(family: TaskFamily, protocol: Protocol, others: int) -> str:
+    """What a comparison with so many others can decide, before anything is trained."""
+    domains, seeds = len(domains_of(family)), enough(family, protocol, others).seeds or 1
+    pairs = domains * seeds
+    least, most = min(1.0, max(others, 1) * smallest_p(pairs)), pairs_to_decide(others)
+    each = "task each" if seeds == 1 else "tasks each"
+    many = f"{domains} domains with {seeds} {each}" if domains > 1 else f"{pairs} task{'s' * (pairs != 1)}"
+    can = "which cannot decide anything" if least >= 0.05 else "so that 0.05 can be reached"
+    found = ", ".join(f"{effect:g}: {pairs_to_find(effect, others)}" for effect in (CLEAR, 1.0, 0.5))
+    return (
+        f"The comparison has {many}. Against {others} other{'s' * (others != 1)} the smallest p is {least:.2g}, {can}: "
+        f"{most} tasks are needed. Tasks to find a difference in four of five comparisons, by its size in standard "
+        f"deviations from task to task: {found}."
+    )
 
 
 FRUITLESS = 1000
@@ -100,8 +140,7 @@ FRUITLESS = 1000
 def draw_configs(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Config]]:
     """So many different tasks of each domain, by domain; of a family without domains, so many tasks."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "comparison"))
-    inner = family.family if isinstance(family, SharedStart) else family
-    domains: Sequence[str] = inner.domains if isinstance(inner, DatasetFamily) else [inner.name]
+    domains = domains_of(family)
     found: dict[str, list[Config]] = {str(d): [] for d in domains}
     drawn, fruitless = set[str](), 0
     while any(len(configs) < seeds for configs in found.values()):

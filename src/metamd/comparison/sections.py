@@ -14,7 +14,7 @@ from metamd.comparison import figures
 from metamd.comparison.comparison import LEAST, TO_TARGET, Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
 from metamd.comparison.figures import best_schedules, loss_curves
-from metamd.comparison.statistics import Array, smallest_p
+from metamd.comparison.statistics import Array, pairs_to_decide, pairs_to_find, smallest_p
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
 def opening(c: Comparison, folder: Path) -> Section:
     """A sentence, the loss against steps and against seconds, and a line for each optimiser under its better schedule."""
     ours, shown = c.labels[0], _tuned(c)
-    kept = [metric for metric in c.metrics if metric != "final_loss"]
+    spared = {"tenth_loss", "half_loss", "validation_loss", *(() if c.protocol == "once" else ("final_loss",))}
+    kept = [metric for metric in c.metrics if metric not in spared]
     lines = []
     for label in (label for label in c.labels if label == ours or label in shown or _is_learned(c, label)):
         cells = [c.estimate(label, metric).value for metric in kept]
@@ -130,7 +131,7 @@ def _is_learned(c: Comparison, label: str) -> bool:
 
 
 def headline(c: Comparison) -> str:
-    """What came out, in two sentences: over the run, and until the target."""
+    """What came out, in two or three sentences: over the run, whether it is chance, and on test data."""
     ours, shown = c.labels[0], _tuned(c)
     if not shown:
         return ""
@@ -140,11 +141,12 @@ def headline(c: Comparison) -> str:
         return f"{failed} failed in at least one run, so there is no mean loss to compare."
     best = min(others, key=lambda label: float(c.values(label, "mean_loss").mean()))
     found = next(d for d in c.differences("mean_loss") if d.label == best)
-    sure = {
-        "ahead": "This is more than chance.",
-        "behind": "This is more than chance.",
-        "undecided": f"{len(c.groups)} run{'s' * (len(c.groups) != 1)} each do not decide whether this is chance.",
-    }[found.verdict]
+    sure = "This is more than chance."
+    if found.verdict == "undecided":
+        sure = f"{len(c.groups)} run{'s' * (len(c.groups) != 1)} each do not decide whether this is chance."
+    if "test_loss" in c.metrics:
+        on_test = next(d for d in c.differences("test_loss") if d.label == best)
+        sure += "" if math.isnan(on_test.ratio) else f" Its test loss is {on_test.ratio:.2f} times that of {best}."
     several = f"the best of {len(shown)} tuned rivals" if len(shown) > 1 else "the tuned rival"
     return f"{ours}'s mean training loss is {found.ratio:.2f} times that of {best}, {several}. {sure}"
 
@@ -156,7 +158,8 @@ def _asked(c: Comparison) -> str:
     kind = "domain" if any(f.trained for f in c.folds) else "held-out domain"
     return (
         f"{runs} run{'s' * (runs != 1)} on {len(c.folds)} {kind}{'s' * (len(c.folds) != 1)}. {tuned}The target is the loss "
-        f"of {aim.baseline} after {aim.share:.0%} of its steps. Each rival has its better schedule. Steps and seconds to "
+        f"of {aim.baseline} after {aim.share:.0%} of its steps. Each rival has its better "
+        f"{'row' if c.protocol == 'once' else 'schedule'}. Steps and seconds to "
         "the target are medians, the rest are means."
     )
 
@@ -235,14 +238,17 @@ def _verdicts(c: Comparison) -> Section:
             ratio = "" if math.isnan(d.ratio) else f"{d.ratio:.3g} ({d.low:.3g} to {d.high:.3g})"
             against = f"{SHORT_HEADS[metric]}: against {d.label}"
             rows.append([against, ratio, f"{d.wins} : {d.losses}", f"{d.p:.3f}", d.verdict])
-    least = min(1.0, smallest_p(pairs) * max(1, len(c.labels) - 1))
+    others = max(1, len(c.labels) - 1)
+    least = min(1.0, smallest_p(pairs) * others)
     texts = [
         f"{ours} against each of the others, on the same tasks, initialisations and batches. The ratio is the geometric "
         "mean of ours over theirs (of the error, for accuracy), where both are finite; below 1 is better. "
         f"In ratios and p, what is below {LEAST:g} counts as {LEAST:g}. p is of a "
         f"two-sided signed-rank test over these pairs, corrected for the number of rivals by Holm's rule. With "
-        f"{pairs} pair{'s' * (pairs != 1)} the smallest p that can come out is {least:.2g}. Who is ahead in training, but "
-        "worse on test data by the geometric mean, is said to be so."
+        f"{pairs} pair{'s' * (pairs != 1)} the smallest p that can come out is {least:.2g}; p < 0.05 takes "
+        f"{pairs_to_decide(others)} at least, and {pairs_to_find(1.0, others)} where a difference is as large as its "
+        "standard deviation over pairs. Who is ahead in training, but worse on test data by the geometric mean, is said to "
+        "be so."
     ]
     return Section(f"{ours} against the rivals", texts, ["", "ratio", "wins : losses", "p", "verdict"], rows)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from metamd.comparison.compare import compare
 from metamd.comparison.comparison import Comparison, Target
@@ -179,7 +179,9 @@ class Experiment:
                 continue
             for name, side in self.held_out_sides(size, domain, families[domain]).items():
                 here = _domain_folder(folder, name)
-                protocol = size.rules(steps=side.steps, seed=seed, aim=Target(self.target))
+                target = unscheduled(self.target) if size.protocol == "once" else self.target
+                aim = Target(target, 1.0) if size.protocol == "once" else Target(target)
+                protocol = size.rules(steps=side.steps, seed=seed, aim=aim)
                 ours = self._ours(folder, domain, side, known)
                 # some rivals are learned first, on the training side, and kept beside what ours learned
                 rivals = [
@@ -188,8 +190,9 @@ class Experiment:
                     else r
                     for n, r in ((n, known_rival(n)) for n in size.rivals)
                 ]
-                trials = Records(here / "tuning", settings) if size.protocol == "paper" else None
-                everybody = entrants(dict(ours), rivals, side, protocol, records=trials, workers=executor)
+                trials = Records(here / "tuning", settings) if size.protocol != "handicap" else None
+                where: dict[str, Any] = {"training": families[domain], "records": trials, "workers": executor}
+                everybody = entrants(dict(ours), rivals, side, protocol, **where)
                 drawn = derive_seed(seed, name) if self.own_tasks else seed
                 found.append(compare(everybody, side, replace(protocol, seed=drawn), folder=here, **vars(executor)))
         return found, failures(self.geometries, known, size.domains)
@@ -250,9 +253,9 @@ class Experiment:
         if not (taught and all((place / "comparison.json").exists() for place in places)):
             return []
         ours = [label for g in self.geometries.values() for label in g.entries]
-        wanted = labels(ours, [known_rival(r) for r in size.rivals], size.schedules)
+        wanted = labels(ours, [known_rival(r) for r in size.rivals], size.schedules, size.protocol)
         tuned = wanted[len(ours) : -len(size.rivals)]
-        budget = 1 if size.protocol == "paper" else size.budget
+        budget = size.budget if size.protocol == "handicap" else 1
         found = [Comparison.read(place) for place in places]
         whole = all(
             {*wanted} <= {*c.labels}

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from metamd.files.recorded_run import Run
     from metamd.inner import estimators as estimators
     from metamd.inner import objectives as objectives
+    from metamd.inner.fleet import fleet
     from metamd.learning.meta import meta_train, paper
     from metamd.learning.recorded import Recorder, learn, update
     from metamd.learning.reference import learn_start
@@ -59,6 +60,7 @@ _PUBLIC = {
     "metamd.optimiser.frameworks": ("as_optimizer_class",),
     "metamd.optimiser.guard": ("OffFamilyWarning",),
     "metamd.optimiser.optimiser": ("MetaMD", "prepare"),
+    "metamd.inner.fleet": ("fleet",),
     "metamd.learning.meta": ("meta_train", "paper"),
     "metamd.learning.recorded": ("Recorder", "learn", "update"),
     "metamd.learning.reference": ("learn_start",),
@@ -135,6 +137,7 @@ __all__ = [
     "comparison",
     "data",
     "estimators",
+    "fleet",
     "learn",
     "learn_start",
     "learn_usage",

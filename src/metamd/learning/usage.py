@@ -21,8 +21,8 @@ from metamd.files.store import Journal, Result
 from metamd.files.usage import Average, Metric, Schedule, Usage
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
-from metamd.inner.run import OptimiserSteps, StepRule, all_finite, seconds_per_step, train, trouble
-from metamd.inner.together import Stacked, small, spread_over
+from metamd.inner.run import OptimiserSteps, StepRule, all_finite, seconds_per_step, train
+from metamd.inner.together import Stacked, StackedSteps, small
 from metamd.learning.parts import Forecast, Parts, parts_of, stage
 from metamd.learning.reference import draw_tasks, said_reference, solved, tuned_reference
 from metamd.learning.score import (
@@ -225,62 +225,16 @@ def run_together(tasks: Sequence[Task], potential: MaxDiagonal, usages: Sequence
     The metric is a diagonal of one piece.
     """
     stacked, steps = Stacked(tasks), tasks[0].steps
-    rule = StackedSteps(stacked, potential, usages, steps)
+    rule = StackedSteps(stacked, potential, usages, steps, looks=LOOKS)
     train(stacked, rule, steps, until=None)
     outcomes = []
     for i, usage in enumerate(usages):
-        end = {n: x[i] for n, x in rule.x.items()}
-        finished = rule.taken[i] == steps and all_finite(end)
+        end = rule.end(i)
+        finished = rule.watched.taken[i] == steps and all_finite(end)
         gains = rule.gains[:, i] if usage.averaging == "tail" else None
-        mean, way = mean_and_parts(rule.losses[:, i], gains) if finished else (math.inf, ())
+        mean, way = mean_and_parts(rule.watched.losses[:, i], gains) if finished else (math.inf, ())
         outcomes.append(Outcome(mean, end, way))
     return outcomes
-
-
-class StackedSteps:
-    """The steps of `UsageSteps` on stacked tasks, each with a usage of its own; one that diverges stays where it is."""
-
-    def __init__(self, task: Stacked, potential: MaxDiagonal, usages: Sequence[Usage], total: int) -> None:
-        self.task, self.usages, self.total = task, usages, total
-        start = task.init()
-        self.x, self.z = ({n: v.clone() for n, v in start.items()} for _ in range(2))
-        self.metrics = {n: potential.metric(n)[0].detach() for n in start}
-        self.tail = torch.tensor([usage.averaging == "tail" for usage in usages])
-        self.momentum = torch.tensor([usage.momentum for usage in usages], dtype=torch.float64)
-        self.losses, self.gains = np.zeros((total, len(usages))), np.full((total, len(usages)), math.nan)
-        self.taken, self.step_number = np.full(len(usages), total), 0
-
-    @property
-    def params(self) -> Params:
-        """A tail average is taken of iterates that know nothing of it."""
-        return {n: torch.where(spread_over(self.tail, x), self.z[n], x) for n, x in self.x.items()}
-
-    @torch.no_grad()
-    def step(self, loss: Tensor, grads: Params) -> str:
-        """One step of all tasks that go on."""
-        t, values = self.step_number, self.task.losses.double().numpy().copy()
-        squares = torch.stack([g.double().square().reshape(len(g), -1).sum(1) for g in grads.values()]).sum(0)
-        norms, first = squares.sqrt().numpy(), self.losses[0] if t else values
-        for i in np.flatnonzero(self.taken == self.total):
-            if trouble(t, float(first[i]), float(values[i]), float(norms[i])):
-                self.taken[i] = t
-        going = torch.from_numpy(self.taken > t)
-        if not going.any():
-            return "All runs diverged."
-        self.losses[t] = values
-        apart = max(1, self.total // LOOKS)
-        if bool(self.tail.any()) and t % apart == apart // 2:
-            self.task.loss(self.x, self.task.batch(t))
-            self.gains[t] = self.task.losses.double().numpy() - values
-        rates = torch.tensor([usage.factor * usage.share(t, self.total) for usage in self.usages], dtype=torch.float64)
-        self.step_number += 1
-        share = torch.where(self.tail, tail_share(self.step_number), 1 - self.momentum)
-        for n, g in grads.items():
-            x, z = self.x[n], self.z[n]
-            moved = spread_over(rates, z).to(z) * (g / self.metrics[n])
-            z.sub_(torch.where(spread_over(going, z), moved, 0))
-            x.add_(torch.where(spread_over(going, x), spread_over(share, x).to(x) * (z - x), 0))
-        return ""
 
 
 # scales of an online metric

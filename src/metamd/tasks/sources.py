@@ -50,7 +50,7 @@ def read_all(datasets: Mapping[str, Source | Mapping[Split, Source]], shares: Sh
         raise ValueError(f"shares must be three fractions that sum to 1, got {shares}. Pass shares=(0.8, 0.1, 0.1), say.")
     _check_folders(datasets)
     data = {name: _split(source, name, shares, seed) for name, source in datasets.items()}
-    kinds = {name: sorted({_kind(arrays) for arrays in splits.values()}) for name, splits in data.items()}
+    kinds = {name: sorted({kind_of(arrays) for arrays in splits.values()}) for name, splits in data.items()}
     first = next(iter(kinds))
     for name, found in kinds.items():
         if found != kinds[first] or len(found) > 1:
@@ -191,6 +191,7 @@ def _stack(dataset: Dataset[Any], name: str) -> tuple[Any, ...]:
         ) from e
 
 
-def _kind(arrays: Arrays) -> str:
+def kind_of(arrays: Arrays) -> str:
+    """What the examples of a dataset are, in words."""
     said = (f"{tuple(x.shape[1:])} of {x.dtype}" for x in arrays)
     return "inputs {} with targets {}".format(*said).replace("torch.", "")

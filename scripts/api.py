@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 PARTS = {
     "Learn": ("meta_train", "paper", "Recorder", "Run", "learn", "update", "learn_usage", "learn_start"),
     "File": ("load", "LearnedOptimiser"),
-    "Use": ("MetaMD", "prepare", "as_optimizer_class", "OffFamilyWarning"),
+    "Use": ("MetaMD", "prepare", "as_optimizer_class", "fleet", "OffFamilyWarning"),
     "Guarantee": ("certify_run", "Certificate", "certify", "HeldOutCertificate"),
     "Compare": ("compare", "Comparison", "tune"),
     "Mathematics": (

@@ -135,7 +135,7 @@ class Watched:
         squares = torch.stack([g.double().square().reshape(len(g), -1).sum(1) for g in grads.values()]).sum(0)
         norms = squares.sqrt().cpu().numpy()
         first = self.losses[0] if t else values
-        suspicious = ~np.isfinite(values) | ~np.isfinite(norms) | (values - first > 0)
+        suspicious = ~np.isfinite(values) | ~np.isfinite(norms) | (values > first)
         for i in np.flatnonzero(suspicious & (self.taken == self.steps)):
             self.why[i] = trouble(t, float(first[i]), float(values[i]), float(norms[i]))
             if self.why[i]:

@@ -123,9 +123,7 @@ def _executed(path: Path, *, ray: bool) -> ModuleType:
     load = spec.loader.exec_module
     _explained(lambda: load(module), path)
     if ray:  # other machines do not have the file
-        from ray import cloudpickle
-
-        cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+        importlib.import_module("ray.cloudpickle").register_pickle_by_value(module)
     return module
 
 

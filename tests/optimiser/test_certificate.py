@@ -586,6 +586,22 @@ def test_the_mean_loss_is_weighted_as_the_bound_is():
     assert found.mean_loss == pytest.approx((losses[0] + 0.1 * losses[1] + 0.01 * losses[2]) / 1.11)
 
 
+@pytest.mark.parametrize("returned", [None, "loss", {"loss": 1.0}, torch.ones(3), torch.ones(1)], ids=str)
+def test_what_a_closure_returns_does_not_break_a_run(returned):
+    x = nn.Parameter(torch.ones(1))
+    own = MetaMD([x], Euclidean(), lr=0.1, certify=True)
+    run = certify_run(opt := torch.optim.SGD([x], lr=0.1))
+
+    def closure():
+        x.grad = torch.ones(1)
+        return returned
+
+    for optimiser, certified_run in ((opt, run), (own, own)):
+        optimiser.step(closure)
+        known = isinstance(returned, torch.Tensor) and returned.numel() == 1
+        assert certified_run.certificate(radius=1.0).mean_loss == (1.0 if known else None)
+
+
 def test_the_mean_loss_of_a_maximised_loss_is_that_of_its_negative():
     run, losses = quadratic_run(3, closure=True, maximize=True)
     found = run.certificate(radius=100.0)

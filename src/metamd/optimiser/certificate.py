@@ -117,7 +117,7 @@ class RunSums:
             self._follow(seen, {s.name: row[_PATH] for s, row in zip(moving, found, strict=True)})
         self.ascent = self.ascent or any(s.ascent for s in moving)
         self.descent = self.descent or not all(s.ascent for s in moving)
-        if loss is not None:
+        if isinstance(loss, Real) or (isinstance(loss, Tensor) and loss.numel() == 1):  # a closure may return anything
             self.losses, self.counted = _plus(self.losses, _weighted(loss, factor)), self.counted + 1
         self.scaled = scale is not None
         self.weight = _plus(self.weight, factor)
@@ -215,7 +215,7 @@ def _factor(scale: Any) -> float | Tensor:
 
 def _weighted(loss: Any, factor: float | Tensor) -> Any:
     """A loss times its factor; zero where that is zero, for a step that was skipped may have no loss."""
-    loss = loss.detach() if isinstance(loss, Tensor) else loss
+    loss = loss.detach().reshape(()) if isinstance(loss, Tensor) else loss
     return torch.where(factor > 0, loss * factor, 0.0) if isinstance(factor, Tensor) else loss * factor
 
 

@@ -1,6 +1,6 @@
 """What a step costs: MetaMD against torch's Adam and Muon and against SOAP, in turns, in one process, on one thread.
 
-    python benchmarks/step.py [--rounds ROUNDS] [--only training weight passes]
+    python benchmarks/step.py [--rounds ROUNDS] [--only training weight passes compiled]
 
 `training`: loss, gradient and step of four small models. A turn is ten steps, so that what SOAP does every ten is in it.
 `weight`: the step alone of one weight of 2048 x 2048, beside torch's Muon in bfloat16 and its five iterations in float32.
@@ -11,6 +11,7 @@ be lazy. In the "random" one they have the same average, and the run slides alon
 weights of the pieces stay, with gradients that vary every step has to find new ones. Mixtures are timed a hundred steps
 from the start of a run, where all pieces are tied. `stream` reads the six arrays of a mixture's pass and writes one, and
 computes next to nothing: no pass in float32 is quicker.
+`compiled`: the step alone of the MLP, under `torch.compile(fullgraph=True)`.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from machine import machine
 from metamd.tasks.models import MLP, LeNet
 from timing import ABOUT, POLAR, markdown, optimisers, polar, rows, take_turns, write
 
-PARTS = ("training", "weight", "passes")
+PARTS = ("training", "weight", "passes", "compiled")
 MEANS = {"dominant": (-6.0, -3.0, 0.0), "random": (0.0, 0.0, 0.0)}
 STEP = 1e-4  # the size of a step where a metric is at its average
 AWAY = 100  # steps between the start of a run and where it is timed
@@ -210,6 +211,24 @@ def stream(x: Tensor, grad: Tensor, phi: metamd.MaxDiagonal) -> Callable[[], Non
     return lambda: library.stream(*places, ctypes.c_long(len(kept[0].flatten())))
 
 
+# compiled
+
+
+def compiled(rounds: int) -> list[dict[str, Any]]:
+    """The step alone of the MLP, over that of Adam, compiled or not."""
+    name, steps = "MetaMD, whiten 3, block 64", {}
+    for how in ("", ", compiled"):
+        for who in ("Adam, foreach", name):
+            torch.manual_seed(0)
+            build, loss = models()["MLP"]
+            model = build()
+            named = list(model.named_parameters())
+            loss(model).backward()
+            optimiser = polar(named, check_finite=False, **POLAR[name]) if who == name else optimisers()[who](named)
+            steps[who + how] = torch.compile(optimiser.step, fullgraph=who == name) if how else optimiser.step
+    return rows(take_turns(steps, rounds=rounds, repeats=10, warmup=2))
+
+
 # the page
 
 
@@ -239,6 +258,8 @@ def page(record: dict[str, Any]) -> str:
         parts += ["## One weight of 2048 x 2048, the step alone\n", table(record["weight"], "") + "\n"]
     if "passes" in record:
         parts += [f"## {record['parameters']:,} parameters, the step alone\n", table(record["passes"], "") + "\n"]
+    if "compiled" in record:
+        parts += ["## The step of the MLP alone, compiled\n", table(record["compiled"], "`check_finite=False`") + "\n"]
     return "\n".join(parts)
 
 
@@ -257,6 +278,8 @@ def main() -> None:
         record["weight"] = weight(args.rounds)
     if "passes" in args.only:
         record["passes"] = passes(2 * args.rounds, args.parameters)
+    if "compiled" in args.only:
+        record["compiled"] = compiled(2 * args.rounds)
     record = {"machine": machine(before), "about": ABOUT, **record}
     write("step", record, page(record))
 

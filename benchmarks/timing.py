@@ -46,11 +46,11 @@ def learned_coordinates(named: Iterable[tuple[str, Tensor]]) -> metamd.MaxDiagon
     return blank.with_metrics({k: 0.5 * torch.randn(d.shape, generator=generator) for k, d in blank.log_d.items()})
 
 
-def polar(named: Named, **whitening: int) -> metamd.MetaMD:
+def polar(named: Named, *, check_finite: bool = True, **whitening: int) -> metamd.MetaMD:
     """MetaMD with polar steps, at a scale that nothing was trained for."""
     scale = dict.fromkeys((n for n, _ in named), 1e3)
     online = metamd.Online("polar", beta=0.7, signal=0.95, scale=scale, **whitening)
-    return metamd.MetaMD(named, learned_coordinates(named), metric=online)
+    return metamd.MetaMD(named, learned_coordinates(named), metric=online, check_finite=check_finite)
 
 
 def optimisers() -> dict[str, Callable[[Named], Any]]:

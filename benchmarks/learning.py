@@ -245,7 +245,7 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "quadratics-round": partial(quadratics, (1.0,) * 8, 0.3),
     "logistic": logistic,
     "pictures": coordinate_networks,
-    "workers-tabular": partial(workers, "tabular, 161 parameters, 100 steps", partial(tasks.tabular, steps=100)),
+    "workers-tabular": partial(workers, "tabular, 161 parameters, 50 steps", partial(tasks.tabular, steps=50)),
     "workers-pictures": partial(workers, "pictures, 2,307 parameters, 100 steps", partial(pictures, 100)),
 }
 

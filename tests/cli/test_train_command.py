@@ -116,14 +116,14 @@ def test_another_configuration_on_the_same_file_is_refused(tmp_path, capsys):
 
 
 def train_until_interrupted(*words):
-    """The command, with a Ctrl-C at its 1800th loss: in the second outer step, each having four tasks of 300 steps."""
-    loss, strike = _QuadraticTask.loss, processes.Countdown(1800, signal.SIGINT)
+    """The command, with a Ctrl-C at its 120th loss: in the second outer step, each having four tasks of 20 steps."""
+    loss, strike = _QuadraticTask.loss, processes.Countdown(120, signal.SIGINT)
     _QuadraticTask.loss = lambda *args: (strike(), loss(*args))[1]
     processes.command("", "train", *words)
 
 
 def test_ctrl_c_leaves_a_run_that_the_same_command_continues(tmp_path):
-    options = ["--steps", "300", "--outer-steps", "4", "--tasks", "4"]
+    options = ["--steps", "20", "--outer-steps", "4", "--tasks", "4"]
     out, whole = tmp_path / "x.safetensors", tmp_path / "whole.safetensors"
     first = processes.run(train_until_interrupted, "quadratic", "--out", out, *options)
     assert first.code == 130, first.err

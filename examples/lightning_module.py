@@ -44,4 +44,5 @@ if __name__ == "__main__":
     module = Digits(steps=EPOCHS * len(batches))
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     lightning.Trainer(max_epochs=EPOCHS, accelerator="cpu", **options).fit(module, batches)
-    print(f"loss {float(nn.functional.cross_entropy(module.model(images), labels)):.4f}")
+    with torch.no_grad():
+        print(f"loss {float(nn.functional.cross_entropy(module.model(images), labels)):.4f}")

@@ -52,8 +52,7 @@ if __name__ == "__main__":
     optimiser = metamd.as_optimizer_class(metamd.learn([recorded(0), recorded(1)]), steps=8 * EPOCHS)
     with TemporaryDirectory() as place:
         quiet = {"report_to": "none", "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-        # the schedule is inside, and clipping would shorten the learned steps
-        inside = {"lr_scheduler_type": "constant", "max_grad_norm": 0}
+        inside = {"lr_scheduler_type": "constant", "max_grad_norm": 0}  # clipping would shorten the learned steps
         arguments = TrainingArguments(place, num_train_epochs=EPOCHS, per_device_train_batch_size=16, **inside, **quiet)
         trainer = Trainer(Regression(), arguments, train_dataset=data(2), optimizer_cls_and_kwargs=(optimiser, {}))
         trainer.remove_callback(PrinterCallback)

@@ -304,7 +304,10 @@ def page(record: dict[str, Any]) -> str:
     if "passes" in record:
         parts += [f"## {record['parameters']:,} parameters, the step alone\n", table(record["passes"], "") + "\n"]
     if "compiled" in record:
-        parts += ["## The step of the MLP alone, compiled and written out\n", table(record["compiled"], "`check_finite=False`") + "\n"]
+        parts += [
+            "## The step of the MLP alone, compiled and written out\n",
+            table(record["compiled"], "`check_finite=False`") + "\n",
+        ]
     return "\n".join(parts)
 
 

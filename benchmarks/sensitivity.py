@@ -48,7 +48,7 @@ SAID = {
     "tasks": "tasks per step n",
     "first": "first D = M^2, over the largest curvature",
 }
-NAMES = {"preset": "preset `paper`", "closed": "closed form"}
+NAMES = {"preset": "preset `paper-plain`", "closed": "closed form"}
 
 
 def learned_from(who: str, setting: dict[str, float], number: int) -> Result:

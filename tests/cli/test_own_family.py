@@ -75,7 +75,8 @@ def test_a_family_of_ones_own_is_learned_certified_and_compared(mine, tmp_path, 
     assert f"MetaMD(model.named_parameters(), {out!r}, steps=10)" in said
     place = tmp_path / "c"
     certified = ["certify", out, f"{mine}:family", "--held-out-tasks", "5", "--delta", "0.2"]
-    compared = ["compare", out, f"{mine}:fixed", "--rivals", "adam", "--budget", "2", "--seeds", "2", "--out", str(place)]
+    size = ["--protocol", "handicap", "--rivals", "adam", "--budget", "2", "--seeds", "2"]
+    compared = ["compare", out, f"{mine}:fixed", *size, "--out", str(place)]
     for command in (certified, compared):
         assert " ".join(command[:2]) in said, "the next commands are named"
     assert cli.run([*compared, "--dry-run"]) == 0
@@ -131,7 +132,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(family, mine, tmp_pa
         assert record["shapes"] == {"theta": [2]}
         assert record["plan"].startswith("7 held-out tasks")
         words = ["--rivals", "sgd", "adam", "--seeds", "2", "--budget", "3", "--out", str(tmp_path / "compared")]
-        assert cli.run(["compare", file, place, "--dry-run", *words]) == 0
+        assert cli.run(["compare", file, place, "--protocol", "handicap", "--dry-run", *words]) == 0
         assert "2 runs of MetaMD and 28 of rivals, of 20 steps each" in capsys.readouterr().out  # 2 (2 x 2 x 3 + 2)
     assert [p for p in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(p)] == before
 

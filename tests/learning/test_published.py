@@ -108,7 +108,8 @@ def means(found):
 
 def test_the_preset_beats_tuned_sgd_on_a_small_family(learned):
     found, records = learned
-    sgd, best = found.header.choice["tried"]
+    sgd, *rows = found.header.choice["tried"]
+    best = min(rows, key=lambda row: row["loss"])
     assert (sgd["k"], sgd["outer_steps"]) == (0.0, 0)
     assert best["loss"] < 1.02 * sgd["loss"] < 0, "a loss below zero: lower is further"
     d = found.potential.log_d["theta"][0].detach()
@@ -119,7 +120,7 @@ def test_the_preset_beats_tuned_sgd_on_a_small_family(learned):
 def test_the_file_has_geometric_mean_one_and_the_rate_that_goes_with_it(learned, tmp_path):
     found, _ = learned
     assert means(found) == [pytest.approx(0.0, abs=1e-12)]
-    assert found.usage.factor == found.header.choice["tried"][-1]["rate"]
+    assert found.usage.factor == min(found.header.choice["tried"], key=lambda row: row["loss"])["rate"]
     assert "geometric mean 1" in found.header.choice["rule"]
     found.save(tmp_path / "x.safetensors")
     assert load(tmp_path / "x.safetensors").header == found.header
@@ -129,9 +130,8 @@ def test_what_is_chosen_is_chosen_on_training_tasks_that_no_outer_step_saw(learn
     """`jealous` refuses validation and test data; nobody asks for a held-out side, which quadratics do not have."""
     found, _ = learned
     judges = {config_hash(t.config) for t in draw_tasks(jealous(FAMILY), 0, "published", 2)}
-    steps = {config_hash(draw_config(jealous(FAMILY), 0, "train", s, i)) for s in range(1, 9) for i in range(2)}
-    assert not judges & steps
-    assert judges | steps == set(found.header.task_hashes)
+    assert judges < set(found.header.task_hashes)
+    assert len(found.header.task_hashes) == len(judges) + 8 * 2, "every task of the eight outer steps is another one"
 
 
 def test_pieces_begin_apart_by_a_small_seeded_spread():

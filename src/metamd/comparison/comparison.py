@@ -283,7 +283,7 @@ class Comparison:
         def larger(other: str) -> bool:
             each = [np.log(np.maximum(self.values(x, other), LEAST)) for x in (self.labels[0], label)]
             both = np.isfinite(each[0]) & np.isfinite(each[1])
-            return bool(both.any()) and float((each[0] - each[1])[both].mean()) > 0
+            return bool(both.any()) and float((each[0][both] - each[1][both]).mean()) > 0
 
         return tuple(said for other, said in ON_TEST_DATA.items() if other in self.metrics and larger(other))
 

@@ -103,7 +103,7 @@ def learn_from_two(known: TaskFamily, seed: int) -> LearnedOptimiser:
         recorder = Recorder(optimiser, name=str(config["dataset"]), batch_size=50)
         for step in range(task.steps):
             optimiser.zero_grad()
-            task.loss(params, task.batch(step)).backward()
+            torch.autograd.backward(task.loss(params, task.batch(step)))
             optimiser.step()
         runs.append(recorder.finish())
     return learn(runs)

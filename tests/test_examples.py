@@ -9,6 +9,7 @@ import pytest
 from tests.data_builders import publish_files
 from tests.tasks.test_language import sources
 from tests.tasks.test_pictures import photograph
+from tests.test_example_loops import NAMES
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 KODAK = {"kodak": {f"kodim{n:02d}.png": photograph(n) for n in range(1, 25)}}
@@ -33,5 +34,5 @@ def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
 
 def test_examples_are_short_and_all_are_run():
     found = {path.name: path.read_text().count("\n") for path in EXAMPLES.glob("*.py")}
-    assert set(TINY) == set(found)
+    assert {*TINY, *(f"{name}.py" for name in NAMES)} == set(found), "each is run here or by tests/test_example_loops.py"
     assert max(found.values()) < 60

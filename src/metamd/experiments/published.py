@@ -24,7 +24,6 @@ from metamd.experiments.declare import Entrant, Geometry, Scale, coordinates, le
 from metamd.experiments.experiment import Experiment, by_domain
 from metamd.experiments.paper_tables import (
     DIVERSE_DIGITS,
-    HELD_OUT,
     ONE_ANGLE,
     PAPER_ANGLES,
     RESNET18,
@@ -69,6 +68,9 @@ GEOMETRIES = {
 BY_GRID: dict[str, Any] = {"protocol": "paper", "search": "extended", "schedules": ("constant",), "budget": 30}
 BY_BAYES: dict[str, Any] = {"protocol": "paper", "schedules": ("constant",)}
 LEARNED: dict[str, Any] = {"outer_steps": 150, "tasks_per_step": 2}
+NUMBERS = tuple(name for name in GEOMETRIES if name.startswith("published"))
+SHORTER: dict[str, Any] = {"steps": 100, "outer_steps": 45, "tasks_per_step": 2, "geometries": NUMBERS}
+"""What a core can learn for six angles with each number of pieces; runs of the comparison are longer."""
 
 
 def spreads(files: Mapping[str, Path]) -> list[Result]:
@@ -146,24 +148,13 @@ SMOKE = replace(SMOKE, images=100, steps=6, outer_steps=1, usage_tasks=1)
 LINEAR = _published(
     ROTATED_LINEAR,
     smoke=replace(SMOKE, search="extended", budget=16),
-    cpu=Scale(
-        (HELD_OUT,),
-        1000,
-        steps=50,
-        outer_steps=24,
-        tasks_per_step=2,
-        usage_tasks=2,
-        rivals=("sgd", "sgdm", "adam"),
-        geometries=("published-3",),
-        test_steps=300,
-        **BY_GRID,
-    ),
+    cpu=Scale(PAPER_ANGLES, 1000, test_steps=1000, **SHORTER, **BY_GRID),
     paper=Scale(PAPER_ANGLES, 1000, steps=1000, **LEARNED, **BY_GRID),
 )
 MLP = _published(
     ROTATED_MLP,
     smoke=SMOKE,
-    cpu=Scale((HELD_OUT,), 1000, steps=100, outer_steps=30, tasks_per_step=2, usage_tasks=2, test_steps=500, **BY_GRID),
+    cpu=Scale(PAPER_ANGLES, 10_000, test_steps=500, **SHORTER, **BY_GRID),
     paper=Scale(PAPER_ANGLES, 10_000, steps=500, test_steps=5000, **LEARNED, **BY_GRID),
 )
 LENET = _published(

@@ -15,6 +15,7 @@ from metamd.learning.published import climb
 from metamd.learning.reference import draw_tasks
 from metamd.learning.rounds import draw_config
 from metamd.tasks import config_hash
+from metamd.tasks.base import derive_seed
 from tests.meta_families import Wrapped, jealous, small
 
 pytestmark = pytest.mark.filterwarnings("ignore::metamd.NotConvergedWarning")
@@ -130,8 +131,24 @@ def test_what_is_chosen_is_chosen_on_training_tasks_that_no_outer_step_saw(learn
     """`jealous` refuses validation and test data; nobody asks for a held-out side, which quadratics do not have."""
     found, _ = learned
     judges = {config_hash(t.config) for t in draw_tasks(jealous(FAMILY), 0, "published", 2)}
-    assert judges < set(found.header.task_hashes)
-    assert len(found.header.task_hashes) == len(judges) + 8 * 2, "every task of the eight outer steps is another one"
+    stages = [(0, 3), (derive_seed(0, "continued", 3), 3), (derive_seed(0, "continued", 6), 2)]
+    places = [(seed, s, i) for seed, n in stages for s in range(1, n + 1) for i in range(2)]
+    steps = {config_hash(draw_config(jealous(FAMILY), seed, "train", s, i)) for seed, s, i in places}
+    assert not judges & steps
+    assert judges | steps == set(found.header.task_hashes)
+
+
+def test_stages_go_on_from_where_the_one_before_ended(learned):
+    """With two coordinates of one mean each step is of the same length: after n steps log M lies n - 2m steps from 1."""
+    found, _ = learned
+    sgd, *rows = found.header.choice["tried"]
+    assert [row["outer_steps"] for row in rows] == [3, 6, 8]
+    d = found.potential.log_d["theta"][0].detach()
+    steps = float(d[1] - d[0]) / 4 / QUICK["rho"]
+    assert steps == pytest.approx(2), "of six steps, two went back"
+    # two steps back from there lead to M = 1, so that the last stage, which is not taken, is judged exactly as SGD is
+    assert (rows[-1]["rate"], rows[-1]["loss"]) == (sgd["rate"], sgd["loss"])
+    assert rows[1]["loss"] < rows[0]["loss"] < rows[2]["loss"]
 
 
 def test_pieces_begin_apart_by_a_small_seeded_spread():

@@ -211,12 +211,12 @@ def _content(path: Path, limit: int = JSON_LIMIT) -> bytes:
         raise ValueError(f"{str(path)!r} cannot be read: {error}") from None
 
 
-FEWER = 3
-"""Digits of the losses of runs that no table and no figure shows, in an archive: half of all runs are of that kind."""
+KEPT, FEWER = 5, 3
+"""Digits of losses in an archive; fewer in runs that no figure shows, trials and settings that were screened out."""
 
 
 def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda place: ()) -> None:
-    """Move all records of a folder and of the folders in it into one file; losses of `screened` cells are shortened."""
+    """Move all records of a folder and of the folders in it into one file, with the digits of losses that are `KEPT`."""
     places = sorted(p.parent for p in folder.rglob("run.json") if folder / "learned" not in p.parents)
     lines: list[Result] = []
     for place in places:
@@ -226,8 +226,8 @@ def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda pl
         lines += [here | {"file": p.name, "content": read_json(p)} for p in others if p.name != "run.json"]
         few = screened(place)
         for name, cell in sorted(read_cells(place).items()):
-            short = {"losses": shortened(cell["losses"], FEWER)} if name in few else {}
-            lines.append(here | {"cell": name, "result": cell | short})
+            digits = FEWER if name in few or "runs" in cell else KEPT
+            lines.append(here | {"cell": name, "result": _with_short_losses(cell, digits)})
     text = "\n".join(json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines) + "\n"
     write_atomically(folder / ARCHIVE, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
     for place in sorted(places, reverse=True):  # folders inside others first
@@ -237,6 +237,16 @@ def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda pl
                 path.unlink()
             if not any(place.iterdir()):
                 place.rmdir()
+
+
+def _with_short_losses(cell: Result, digits: int) -> Result:
+    """The record of a run, or of a trial, which has several."""
+    found = dict(cell)
+    if isinstance(losses := cell.get("losses"), list):
+        found["losses"] = shortened(losses, digits)
+    if isinstance(runs := cell.get("runs"), list):
+        found["runs"] = [_with_short_losses(run, digits) if isinstance(run, dict) else run for run in runs]
+    return found
 
 
 def unarchive(folder: Path, into: Path | None = None) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import metamd
 from metamd import Diagonal, Euclidean, LearnedOptimiser, MaxDiagonal, MetaMD, NegativeEntropy, PNorm, certify_run
 from metamd.files.header import Radius
+from metamd.optimiser.certificate import VERSION
 from metamd.potentials.online import Online
 from tests.helpers import equal_parameters, random_basis, random_geometry, small_model, train
 
@@ -168,43 +169,114 @@ def test_large_tensors_are_summed_in_chunks_and_whatever_their_strides():
 # the tail average
 
 
-def test_the_tail_average_before_the_last_step_is_certified():
-    """f(mean) - f(u) for one convex f and every u of the ball, from the average's own weights."""
+def tail_run(f, start, steps, *, certify=True, geometry=None, lr=0.3):
+    """A run with a tail average and the same loss in every step, and the points where its gradients were taken."""
+    x, points = nn.Parameter(start.clone()), []
+    geometry = Euclidean() if geometry is None else geometry
+    optimiser = MetaMD([("x", x)], geometry, lr=lr, averaging="tail", certify=certify)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        f(x).backward()
+        points.append(x.detach().clone())
+        optimiser.step()
+    return x, optimiser, points
+
+
+def evaluated(x, optimiser):
+    with optimiser.averaged():
+        return x.detach().clone()
+
+
+def test_the_certificate_is_that_of_the_model_of_eval():
+    """f(mean) - f(u) for one convex f and every u of the ball, and equal for a linear f and the worst u."""
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(20, 4, generator=g).double(), torch.randn(20, generator=g).double()
-    x = nn.Parameter(torch.randn(4, generator=g).double())
+    start, slope = torch.randn(4, generator=g).double(), torch.randn(4, generator=g).double()
 
     def f(x):
         return torch.nn.functional.softplus(a @ x - b).mean() + (a @ x).square().mean()
 
-    optimiser = MetaMD([("x", x)], Euclidean(), lr=0.3, averaging="tail", certify=True)
-    start = x.detach().clone()
-    for t in range(30):
-        optimiser.zero_grad()
-        f(x).backward()
-        before = optimiser.state[x]["mean"].clone() if t else None
-        optimiser.step()
-        found = optimiser.certificate(radius=1.0)
-        if before is None:
-            assert found.average is None
-            continue
+    for steps in (1, 2, 3, 30):
+        x, optimiser, _ = tail_run(f, start, steps)
+        found, mean = optimiser.certificate(radius=1.0), evaluated(x, optimiser)
         for seed in range(5):
             way = torch.randn(4, generator=torch.Generator().manual_seed(seed)).double()
-            assert float(f(before) - f(start + way / way.norm())) <= found.average + 1e-9
+            assert float(f(mean) - f(start + way / way.norm())) <= found.average + 1e-9
+        x, optimiser, _ = tail_run(lambda x: slope @ x, start, steps)
+        worst, mean = start - 2.0 * slope / slope.norm(), evaluated(x, optimiser)
+        tight = optimiser.certificate(radius=2.0).average
+        assert tight == pytest.approx(float(slope @ (mean - worst)), rel=1e-12)
+        # The average of a run without certify has one point more: the equality tells them apart.
+        later = evaluated(*tail_run(lambda x: slope @ x, start, steps, certify=False)[:2])
+        assert tight != pytest.approx(float(slope @ (later - worst)), rel=1e-3)
     assert found.average < found.mean, "the average is better than the mean of the run"
-    assert "tail average as it was before the last step" in str(found)
+    assert "the tail average, which opt.eval() puts into the model" in str(found)
+
+
+def test_the_newest_iterate_cannot_be_certified():
+    """A second convex loss has the same gradients all along, as large as one likes where the newest iterate counts."""
+    slope, start, steps = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64), 5
+    x, optimiser, points = tail_run(lambda x: slope @ x, start, steps)
+    found, mean, lowest = optimiser.certificate(radius=1.0), evaluated(x, optimiser), float(slope @ points[-1])
+
+    def steep(x):
+        return slope @ x + 1e6 * torch.relu(lowest - slope @ x)
+
+    x, optimiser, same = tail_run(steep, start, steps)
+    assert torch.equal(torch.stack(points), torch.stack(same))
+    assert optimiser.certificate(radius=1.0) == found
+    later = evaluated(*tail_run(steep, start, steps, certify=False)[:2])
+    assert float(steep(mean) - steep(start)) <= found.average
+    assert float(steep(later) - steep(start)) > 1e3 * found.average
+
+
+@pytest.mark.parametrize("options", [{}, {"metric": Online("polar", scale=POLAR)}], ids=["plain", "polar"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_certify_changes_no_step_and_the_average_ends_a_step_earlier(dtype, options):
+    ways = []
+    for certify, steps in ((True, 9), (False, 9), (False, 8)):
+        model = small_model(dtype=dtype)
+        optimiser = MetaMD(
+            model.named_parameters(), random_geometry(model, pieces=1), lr=0.1, averaging="tail", certify=certify, **options
+        )
+        train(model, optimiser, steps)
+        ways.append((copy.deepcopy(model), model))
+        optimiser.eval()
+    (ours, ours_averaged), (theirs, theirs_averaged), (_, earlier) = ways
+    assert equal_parameters(ours, theirs)
+    assert equal_parameters(ours_averaged, earlier)
+    assert not equal_parameters(ours_averaged, theirs_averaged)
+
+
+def test_an_average_that_began_without_a_certificate_has_none():
+    """Its first points have no gradients in the sums; no point of it counts twice."""
+    f, start = torch.linalg.vector_norm, torch.tensor([3.0, 4.0], dtype=torch.float64)
+    x, optimiser, _ = tail_run(f, start, 4, certify=False)
+    mean = evaluated(x, optimiser)
+    resumed = MetaMD([("x", x)], Euclidean(), lr=0.3, averaging="tail", certify=True)
+    resumed.load_state_dict(optimiser.state_dict())
+    for steps in range(2):
+        resumed.zero_grad()
+        f(x).backward()
+        resumed.step()
+        found = resumed.certificate(radius=1.0)
+        assert (found.steps, found.average) == (steps + 1, None)
+        assert torch.equal(evaluated(x, resumed), mean) == (steps == 0)
 
 
 def test_an_average_that_begins_again_is_certified_from_there():
+    slope = torch.tensor([1.0, -2.0], dtype=torch.float64)
     x = nn.Parameter(torch.ones(2, dtype=torch.float64))
     optimiser = MetaMD([("x", x)], Euclidean(), lr=0.1, averaging="tail", certify=True)
     for t in range(6):
         if t == 3:
             with torch.no_grad():
                 x.mul_(2)
-        x.grad = x.detach().clone()
+        x.grad = slope.clone()
         optimiser.step()
-        assert (optimiser.certificate(radius=1.0).average is None) == (t in (0, 3))
+        worst = torch.ones(2, dtype=torch.float64) - slope / slope.norm()
+        gap = float(slope @ (evaluated(x, optimiser) - worst))
+        assert optimiser.certificate(radius=1.0).average == pytest.approx(gap, rel=1e-12)
 
 
 # saving
@@ -235,6 +307,9 @@ def test_a_resumed_run_has_the_certificate_of_an_uninterrupted_one(dtype, option
     train(other, resumed, 6, first=6)
     assert equal_parameters(model, other)
     assert resumed.certificate(reference, radius=1.0) == optimiser.certificate(reference, radius=1.0)
+    resumed.eval()
+    optimiser.eval()
+    assert equal_parameters(model, other)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
@@ -687,7 +762,7 @@ def test_sums_that_are_not_those_of_a_run_are_refused():
         "x",
         "[" * 100_000,
         "[1]",
-        '{"version": 2}',
+        json.dumps({"version": VERSION}),
         right["sums"].replace('"names": ["0"]', '"names": ["0", "1"]'),
     ):
         with pytest.raises(ValueError, match="the sums of a certificate must be as state_dict wrote them"):

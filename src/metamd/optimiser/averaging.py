@@ -8,7 +8,8 @@ With one quadratic piece this is heavy-ball momentum. Under momentum lr has torc
 x, so that eta = lr/(1 - m). See docs/optimiser.md.
 
 A tail average takes part in nothing: gradients are taken at z, and the model is judged by x with the weight
-c_t = (k + 1)/(t + k) on the newest iterate, the average of the iterates with weights about t^k [Shamir2013].
+c_t = (k + 1)/(t + k) on the newest iterate, the average of the iterates with weights about t^k [Shamir2013]. In a certified
+run x leaves out the newest iterate: no gradient was taken there yet, and nothing can be said of the loss there.
 """
 
 from collections.abc import Iterable
@@ -60,13 +61,16 @@ def tail_share(step: int) -> float:
     return (TAIL + 1) / (step + TAIL)
 
 
-def follow(params: Iterable[tuple[Tensor, dict[str, Any]]], step: int) -> None:
-    """After step t of the run, the tail averages of parameters move towards them; they begin there, in float32 at least."""
+def follow(params: Iterable[tuple[Tensor, dict[str, Any]]], step: int, *, ahead: bool = False) -> None:
+    """After step t of the run, the tail averages of parameters move towards them; they begin there, in float32 at least.
+
+    A certified run does so `ahead` of step t + 1. Its average then ends at the newest point that has had a gradient.
+    """
     moving: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
     for param, store in params:
         if "mean" not in store:
             wide = torch.promote_types(param.dtype, torch.float32)
-            store["mean"], store["since"] = param.detach().to(wide, copy=True), step - 1
+            store["mean"], store["since"] = param.detach().to(wide, copy=True), step - (not ahead)
             continue
         if store["mean"].device != param.device:
             store["mean"] = store["mean"].to(param.device)
@@ -78,8 +82,8 @@ def follow(params: Iterable[tuple[Tensor, dict[str, Any]]], step: int) -> None:
 
 
 def last_share(store: dict[str, Any], steps: int) -> float:
-    """The weight that the tail average of a parameter gave, after so many steps, to the point where it is; 0 without one."""
-    return tail_share(steps - store["since"]) if "mean" in store else 0.0
+    """The weight that a tail average which ends at the newest gradient has given to the point of that gradient."""
+    return tail_share(steps - store["since"]) if steps > store["since"] else 1.0
 
 
 def to_average(param: Tensor, store: dict[str, Any]) -> None:

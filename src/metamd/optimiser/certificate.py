@@ -36,15 +36,15 @@ from metamd.potentials.tying import Rename, clean_name, some
 START, SUM, AVERAGED = "certificate_start", "certificate_sum", "certificate_averaged"
 """Where the state of a parameter keeps its start, if that is not the potential's centre; G; and the tail average of G."""
 
-VERSION = 2
-"""Of the text in a state_dict. The first kept the sums of mirror descent alone."""
+VERSION = 3
+"""Of the text in a state_dict. The first kept the sums of mirror descent alone; the second had another tail average."""
 
 Reference = Mapping[str, Tensor] | nn.Module | Iterable[Tensor]
 Scale = float | Tensor | Callable[[], float | Tensor]
 _CHUNK = 2**18  # numbers that are taken at once: what lies in between stays small
 _ROUNDOFF = 2.0**-53
-_PATH, _SQUARE, _AWAY, _AVERAGE, _SHARES = range(5)
-"""Of a row: S, sum |g|^2, sum |x - c|^2; S under the weights of the tail average, and the sum of these weights."""
+_PATH, _SQUARE, _AWAY, _AVERAGE, _WHOLE = range(5)
+"""Of a row: S, sum |g|^2, sum |x - c|^2; S under the weights of the tail average, and 1 if it has all points of that."""
 
 
 class Seen(NamedTuple):
@@ -55,7 +55,7 @@ class Seen(NamedTuple):
     grad: Tensor | None
     store: dict[str, Any]  # where its tensors are kept
     ascent: bool = False  # whether the optimiser maximises
-    share: float | None = None  # the weight of this point in the tail average of the parameters; 0 if that begins later
+    share: float | None = None  # the weight of this point in the tail average of the parameters, which ends here
 
 
 @dataclass
@@ -142,7 +142,8 @@ class RunSums:
             kept[:, _AVERAGE] *= 1 - share
             path = [paths[s.name] if s.name in paths else kept.new_zeros(()) for s in group]
             kept[:, _AVERAGE] += share * torch.stack(path)
-            kept[:, _SHARES] = kept[:, _SHARES] * (1 - share) + share if share else 0.0
+            if share == 1:  # the average begins here
+                kept[:, _WHOLE] = 1.0
             if kept is not self.table:
                 self.table[rows] = kept
 
@@ -426,8 +427,8 @@ class Certificate:
         weight: the sum of the factors of the gradients; T if none were given.
         per_layer: the parts of the tensors.
         mirror: the bounds of the paper, if the run was plain mirror descent.
-        average: f(mean) - f(u) is at most this for the tail average before the last step and every u in the ball, if
-            every step had the same convex loss f. None without such an average or a ball.
+        average: f(mean) - f(u) is at most this for the tail average, the model that `opt.eval()` gives, and every u in the
+            ball, if every step had the same convex loss f. None without such an average or a ball.
         mean_loss: of the run, if it is known, weighted as the bound is.
         guaranteed: whether anything is; not so if the sums are not finite.
         conditions: what the statement rests on, in sentences.
@@ -483,7 +484,7 @@ class Certificate:
         if self.average is not None:
             found.append(
                 f"If every step had the same convex loss, and no gradient was scaled, no such model is more than "
-                f"{self.average:.4g} below the tail average as it was before the last step."
+                f"{self.average:.4g} below the tail average, which opt.eval() puts into the model."
             )
         if self.realised is not None:
             found.append(f"The linearised regret against the reference, sum <g_t, x_t - u>, is {self.realised:.5g}.")
@@ -643,7 +644,7 @@ class Ball:
 
     def _average(self, radius: float | Mapping[str, float], rounding: float) -> float | None:
         """The bound for the tail average, whose points all had the same weights in all tensors."""
-        whole = all(abs(self.rows[n][_SHARES] - 1) < 1e-9 and "mean" in self.stores[n] for n in self.names)
+        whole = all(self.rows[n][_WHOLE] == 1 and "mean" in self.stores[n] for n in self.names)
         if not whole or len({self.stores[n]["since"] for n in self.names}) > 1:
             return None
         duals = self._dual_norms({n: local(self.stores[n][AVERAGED]) for n in self.names}, radius)

@@ -19,6 +19,7 @@ from metamd.files.usage import Average, Metric
 from metamd.optimiser import averaging as average
 from metamd.optimiser import binding
 from metamd.optimiser.certificate import (
+    AVERAGED,
     Ball,
     Certified,
     MirrorSums,
@@ -91,6 +92,7 @@ class MetaMD(Certified, Optimizer):
         exact: False takes the paper's step.
         fused: one pass over memory by a compiled kernel (CPU).
         certify: add up what `certificate` needs: a float64 sum of the gradients, and the start where it is not kept anyway.
+            A tail average then leaves out the newest iterate, where no gradient was taken yet. No step changes.
         check_finite: refuse a step with NaN or infinite gradients before anything is written.
         safeguard: halve the step while the run blows up.
         averaging: "constant", the average of the momentum, if neither given nor recommended; or "tail", an average beside
@@ -227,6 +229,11 @@ class MetaMD(Certified, Optimizer):
         lengths = self._check(entries, grads)
         self._notice_edits(entries)
         share = self._used.share(self._steps)
+        tail = [e for e in entries if e.grad is not None or "mean" in e.state] if self.averaging == "tail" else []
+        if self._sums is not None:
+            # A state of a run without a certificate has this point in its average already, and no sum for it.
+            late = [(e.param, e.state) for e in tail if "mean" not in e.state or AVERAGED in e.state]
+            average.follow(late, self._steps, ahead=True)
         seen = [] if self._sums is None else self._seen(entries)
         self._count["steps"] += 1
         self._open(moving, grads, loss)
@@ -269,8 +276,8 @@ class MetaMD(Certified, Optimizer):
         for e in moving:
             if "z" in e.state:
                 e.x.lerp_(e.z, 1 - e.group["momentum"])
-        if self.averaging == "tail":
-            average.follow([(e.param, e.state) for e in entries if e.grad is not None or "mean" in e.state], self._steps)
+        if self._sums is None:
+            average.follow([(e.param, e.state) for e in tail], self._steps)
         if step.active is not None:
             self._active = step.active
             self._record.append(step.active.piece)
@@ -454,7 +461,7 @@ class MetaMD(Certified, Optimizer):
         return [
             Seen(
                 *(e.name, e.param, e.grad, e.state, bool(e.group["maximize"])),
-                average.last_share(e.state, self._steps) if tail else None,
+                average.last_share(e.state, self._steps) if tail and "mean" in e.state else None,
             )
             for e in entries
         ]

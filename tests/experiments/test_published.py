@@ -1,19 +1,23 @@
 """The paper's own method by the paper's protocol: grids as printed and beyond, who is tuned how, spreads and shares."""
 
 from dataclasses import replace
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from metamd import Diagonal, MaxDiagonal, load, tasks
+from metamd.comparison.compare import compare
+from metamd.comparison.comparison import Target
 from metamd.comparison.entrants import PRINTED, Protocol, entrants
 from metamd.comparison.tuning import SEARCHES, ExtendedGrid, Grid
 from metamd.experiments import find
 from metamd.experiments.declare import Entrant, Geometry, learned_file
 from metamd.experiments.experiment import Experiment
-from metamd.experiments.published import ALONE, AS_PUBLISHED, GEOMETRIES, sections, spreads
+from metamd.experiments.published import ALONE, AS_PUBLISHED, GEOMETRIES, about_file, against_sgd, sections
 from metamd.files.learned import LearnedOptimiser
+from metamd.files.store import Records, read_cells
 from metamd.files.usage import Usage
 from metamd.learning.published import spread
 from metamd.rivals import rival
@@ -115,20 +119,49 @@ def test_spreads_by_hand():
 
 
 def test_a_file_without_a_spread_counts_as_sgd(tmp_path):
-    saved(tmp_path / "f" / "flat.safetensors", [[0.0, 0.1]])
+    tried = [{"k": 0.0, "loss": 0.5}, {"k": 1.0, "loss": None}, {"k": 2.0, "loss": 0.4}, {"k": 3.0, "loss": 0.45}]
+    rows = [{"pace": 0.0, "outer_steps": 0, "rate": 0.1, **row} for row in tried]
+    choice = {"score": "x", "judged_on": "training", "rule": "y", "tried": rows}
+    saved(tmp_path / "f" / "flat.safetensors", [[0.0, 0.1]], choice=choice)
     saved(tmp_path / "f" / "own.safetensors", [[0.0, 1.0]])
-    rows = spreads({n: tmp_path / "f" / f"{n}.safetensors" for n in ("flat", "own", "missing")})
-    assert [(r["learned"], r["counts as"]) for r in rows] == [("flat", "SGD"), ("own", "its own")]
+    flat, own = (about_file(tmp_path / "f" / f"{n}.safetensors") for n in ("flat", "own"))
+    assert (flat["counts as"], own["counts as"]) == ("SGD", "its own")
+    assert (flat["SGD"]["loss"], flat["chosen"]["k"], len(flat["tried"])) == (0.5, 2.0, 3)
+    assert own["chosen"] == {}
+
+
+def test_everybody_is_divided_by_tuned_sgd(tmp_path):
+    family = tasks.logistic(steps=12)
+    protocol = Protocol("paper", seeds=2, budget=16, schedules=("constant",), search=ExtendedGrid, aim=Target("SGD"))
+    records = Records(tmp_path / "tuning", {})
+    everybody = entrants({}, [rival("sgd"), rival("sgdm")], family, protocol, records=records)
+    found = compare(everybody, family, protocol, folder=tmp_path)
+    rows = {row["against SGD"]: row for row in against_sgd([tmp_path])}
+    assert list(rows) == ["SGD", "SGD-M"], "no rows for what is untuned or of the grid as printed"
+    losses = {label: found.estimate(label, "mean_loss").value for label in rows}
+    assert rows["SGD-M"]["mean_loss"] == [pytest.approx(losses["SGD-M"] / losses["SGD"])]
+    assert (rows["SGD"]["mean_loss"], rows["SGD"]["quickest"]) == ([1.0], [1.0])
+    trials = [c for n, c in read_cells(tmp_path / "tuning").items() if n.startswith("trial-") and "runs" in c]
+    lowest = {
+        name: min(fmean(t["runs"][0]["losses"][1:]) for t in trials if t["runs"][0]["contender"]["rival"] == name)
+        for name in ("sgd", "sgdm")
+    }
+    assert rows["SGD-M"]["quickest"] == [pytest.approx(lowest["sgdm"] / lowest["sgd"])]
+    assert lowest["sgdm"] != lowest["sgd"]
+    assert rows["SGD-M"]["lr"] == [everybody["SGD-M"].setting["lr"]]
+    assert against_sgd([]) == []
 
 
 def test_the_tables_have_spreads_and_shares():
     row = {"label": "SGD", "accuracy": {"a": 90.0}, "published": {}, "area": 1.0}
     row |= {m: {"value": 1.0} for m in ("mean_loss", "final_loss")} | {"steps_to_target": {"value": 3, "arrived": 1.0}}
     learned = {"learned": "a, N = 3", "coordinates": 0.3, "tensors": 0.2, "pieces": 0.1, "counts as": "its own"}
-    followed = {"followed": "held out: a", "windows": [[0.5, 0.5, 0.0], [0.1, 0.9, 0.0]]}
-    *_, spreads_, shares = sections([row, learned, followed])
-    assert spreads_.rows == [["a, N = 3", "0.30", "0.20", "0.10", "its own"]]
-    assert shares.rows == [["held out: a", "0.50 / 0.50 / 0.00", "0.30 / 0.70 / 0.00", "0.10 / 0.90 / 0.00"]]
+    learned |= {"SGD": {"loss": 0.5}, "chosen": {"loss": 0.4}, "windows": [[0.5, 0.5, 0.0], [0.1, 0.9, 0.0]]}
+    quick = {"against SGD": "x", "mean_loss": [0.5, 2.0], "steps": [0.9, None], "arrived": [5, 6], "quickest": [0.81, 1.0]}
+    *_, against, files = sections([row, quick, quick | {"steps": [0.9, 0.4]}, learned])
+    assert against.rows == [["x", "1.00", "5 of 6 runs arrive", "0.90"], ["x", "1.00", "0.60 x", "0.90"]]
+    shares = ["0.50 / 0.50 / 0.00", "0.30 / 0.70 / 0.00", "0.10 / 0.90 / 0.00"]
+    assert files.rows == [["a, N = 3", "0.30", "0.20", "0.10", "its own", *shares, "0.500", "0.400"]]
 
 
 def test_a_scale_may_leave_geometries_out():

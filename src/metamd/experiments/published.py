@@ -11,15 +11,20 @@ Beside the accuracies stand the spread of log M and the share of the steps that 
 by less than 0.1 between coordinates and between tensors counts as SGD.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from metamd.comparison.entrants import draw_configs
+from metamd.comparison.comparison import Comparison, Fold
+from metamd.comparison.entrants import PRINTED, UNTUNED, draw_configs
+from metamd.comparison.pace import geometric_mean, pace
 from metamd.comparison.parallel import Cell, fill
-from metamd.comparison.sections import Section
+from metamd.comparison.sections import Section, formatted
+from metamd.comparison.training import Outcome
 from metamd.experiments.declare import Entrant, Geometry, Scale, coordinates, learned_file, learning_settings
 from metamd.experiments.experiment import Experiment, by_domain
 from metamd.experiments.paper_tables import (
@@ -32,7 +37,7 @@ from metamd.experiments.paper_tables import (
 )
 from metamd.experiments.pieces import draw_weights, piece_weights
 from metamd.files.learned import load
-from metamd.files.store import Records, Result
+from metamd.files.store import Records, Result, read_cells
 from metamd.learning.meta import paper
 from metamd.learning.outer import Unpublished
 from metamd.learning.published import spread
@@ -73,60 +78,132 @@ SHORTER: dict[str, Any] = {"steps": 100, "outer_steps": 45, "tasks_per_step": 2,
 """What a core can learn for six angles with each number of pieces; runs of the comparison are longer."""
 
 
-def spreads(files: Mapping[str, Path]) -> list[Result]:
-    """How far log M differs in learned files, by name: between coordinates, between tensors, and between pieces."""
-    found: list[Result] = []
-    for name, path in files.items():
-        if path.exists():
-            by = spread(load(path).potential)
-            kind = "SGD" if max(by["coordinates"], by["tensors"]) < COUNTS_AS_SGD else "its own"
-            found.append({"learned": name, **by, "counts as": kind})
-    return found
+def about_file(path: Path) -> Result:
+    """The spread of log M in a learned file, whether it counts as SGD, and what was tried on training tasks."""
+    learned = load(path)
+    by = spread(learned.potential)
+    kind = "SGD" if max(by["coordinates"], by["tensors"]) < COUNTS_AS_SGD else "its own"
+    sgd, *tried = (learned.header.choice or {"tried": [{}]})["tried"]
+    finished = [row for row in tried if row["loss"] is not None]
+    chosen: Result = min(finished, key=lambda row: row["loss"], default={})
+    return {**by, "counts as": kind, "SGD": sgd, "chosen": chosen, "tried": tried}
 
 
 def _more(experiment: Experiment, size: Scale, folder: Path, seed: int, workers: int) -> list[Result]:
-    """The spread of every published file, and its pieces followed through held-out runs at the rate of the file."""
+    """Everybody against tuned SGD; of every published file its spread, and its pieces followed through held-out runs."""
     about = {"experiment": "published, activity", "seed": seed, **learning_settings(size)}
-    files = {
-        f"{domain}, N = {n}": learned_file(folder, domain, f"published-{n}") for domain in size.domains for n in (1, 2, 3)
-    }
-    cells: list[Cell] = []
-    sides: dict[str, TaskFamily] = {}
+    records, cells = Records(folder / "activity", about), list[Cell]()
     for domain in size.domains:
-        if (path := learned_file(folder, domain, "published-3")).exists():
-            sides |= experiment.held_out_sides(size, domain, experiment.family(size, domain))
-            for i, config in enumerate(draw_configs(sides[domain], size.seeds, seed)[domain]):
-                cells.append(Cell(f"{domain}-{i}", partial(piece_weights, sides[domain], config, path, exact=False)))
-    found = fill(Records(folder / "activity", about), cells, title="published: activity", workers=workers)
-    activity = {f"held out: {d}": [found[f"{d}-{i}"] for i in range(size.seeds)] for d in sides}
+        sides: dict[str, TaskFamily] = {}
+        for name in (n for n in size.geometries or GEOMETRIES if n in NUMBERS):
+            path, mine = learned_file(folder, domain, name), f"{domain}-{name}"
+            seeds = range(size.seeds if name != "published-1" else 0)
+            if path.exists():
+                sides = sides or dict(experiment.held_out_sides(size, domain, experiment.family(size, domain)))
+                configs = draw_configs(sides[domain], size.seeds, seed)[domain]
+                cells.append(Cell(f"file-{mine}", partial(about_file, path)))
+                cells += [
+                    Cell(f"{mine}-{i}", partial(piece_weights, sides[domain], configs[i], path, exact=False)) for i in seeds
+                ]
+            else:  # what a folder without its learned files knows of them
+                known = [name for name in (f"file-{mine}", *(f"{mine}-{i}" for i in seeds)) if records.has(name)]
+                cells += [Cell(name, partial(records.read, name)) for name in known]
+    found = fill(records, cells, title="published: activity", workers=workers)
+    rows: list[Result] = []
+    activity: dict[str, list[Result]] = {}
+    for name, file in found.items():
+        if name.startswith("file-"):
+            mine = name.removeprefix("file-")
+            domain, pieces = mine.split("-published-")
+            runs = [run for cell, run in found.items() if cell.rpartition("-")[0] == mine]
+            title = f"{domain}, N = {pieces}"
+            rows.append({"learned": title, **file, "windows": _windows(runs) if runs else [[1.0]]})
+            activity |= {title: runs} if runs else {}
     if activity:
         draw_weights(activity, folder / "activity.png")
-    followed = [
-        {
-            "followed": name,
-            "windows": [[sum(w) / len(w) for w in zip(*at, strict=True)] for at in zip(*weights, strict=True)],
-        }
-        for name, runs in activity.items()
-        for weights in [[r["weights"] for r in runs]]
-    ]
-    return [*spreads(files), *followed]
+    return [*against_sgd([p for d in size.domains if ((p := folder / f"domain-{d}") / "comparison.json").exists()]), *rows]
+
+
+def _windows(runs: Sequence[Result]) -> list[list[float]]:
+    """The share of the steps of every piece in tenths of a run, in the mean over runs."""
+    return [[fmean(w) for w in zip(*at, strict=True)] for at in zip(*(run["weights"] for run in runs), strict=True)]
+
+
+def against_sgd(places: Sequence[Path]) -> list[Result]:
+    """Everybody's mean loss and steps to SGD's final loss, divided by those of tuned SGD, as geometric means over domains.
+
+    `quickest` is the same for the lowest mean loss of all settings that the search tried: the one that is chosen for its
+    validation accuracy need not be quick.
+    """
+    if not places:
+        return []
+    joined = Comparison.join(Comparison.read(place) for place in places)
+    lowest = [_lowest(place) for place in places]
+    found: list[Result] = []
+    for label in joined.labels:
+        if label.endswith((UNTUNED, PRINTED)):
+            continue
+        rows = pace(joined, ["SGD"], ours=label)
+        each = [(_of(fold, label), _of(fold, "SGD"), low) for fold, low in zip(joined.folds, lowest, strict=True)]
+        found.append(
+            {
+                "against SGD": label,
+                "domains": [row["domain"] for row in rows],
+                "mean_loss": [row["mean_loss"] for row in rows],
+                "steps": [row["steps"] for row in rows],
+                "arrived": [sum(row["arrived"]["ours"] for row in rows), sum(row["arrived"]["runs"] for row in rows)],
+                "quickest": [low[mine] / low[sgd] for mine, sgd, low in each if mine in low and sgd in low],
+                "lr": [fold.entrants[label][0].contender["setting"]["lr"] for fold in joined.folds],
+            }
+        )
+    return found
+
+
+def _of(fold: Fold, label: str) -> tuple[str, str]:
+    """Whose runs these are, as trials have it."""
+    contender = fold.entrants[label][0].contender
+    return str(contender["rival"]), str(contender.get("identity", ""))
+
+
+def _lowest(place: Path) -> dict[tuple[str, str], float]:
+    """The lowest mean loss of everybody's trials."""
+    found: dict[tuple[str, str], float] = {}
+    for name, cell in read_cells(place / "tuning").items():
+        if name.startswith("trial-") and cell.get("runs"):
+            runs = [Outcome.from_json(run) for run in cell["runs"]]
+            who = str(runs[0].contender["rival"]), str(runs[0].contender.get("identity", ""))
+            found[who] = min(found.get(who, math.inf), fmean(run.mean_loss for run in runs))
+    return found
 
 
 def sections(rows: Sequence[Result]) -> list[Section]:
-    """The tables of a comparison, the spread of log M, and which pieces took the steps."""
-    shown = [r for r in rows if "learned" not in r and "followed" not in r]
-    learned = [
-        [r["learned"], *(f"{r[k]:.2f}" for k in ("coordinates", "tensors", "pieces")), r["counts as"]]
-        for r in rows
-        if "learned" in r
+    """The tables of a comparison, everybody against SGD, and of every file the spread of log M and the pieces it uses."""
+    against, files = ([r for r in rows if key in r] for key in ("against SGD", "learned"))
+    shown = [r for r in rows if "against SGD" not in r and "learned" not in r]
+    paces = []
+    for r in against:
+        steps = geometric_mean(r["steps"])
+        there = f"{r['arrived'][0]} of {r['arrived'][1]} runs arrive" if steps is None else f"{steps:.2f} x"
+        values = [geometric_mean(r[k]) for k in ("mean_loss", "quickest")]
+        losses = [formatted(x, ".2f", "diverged") for x in values]
+        paces.append([r["against SGD"], losses[0], there, losses[1]])
+    learned = []
+    for r in files:
+        ends = (r["windows"][0], [fmean(w) for w in zip(*r["windows"], strict=True)], r["windows"][-1])
+        shares = [" / ".join(f"{x:.2f}" for x in w) for w in ends]
+        spreads = [f"{r[k]:.2f}" for k in ("coordinates", "tensors", "pieces")]
+        losses = [formatted(r[k].get("loss"), ".3f") for k in ("SGD", "chosen")]
+        learned.append([r["learned"], *spreads, r["counts as"], *shares, *losses])
+    columns = ["divided by tuned SGD's", "mean loss", "steps to SGD's final loss", "lowest mean loss of any setting"]
+    heads = [
+        "spread of log M and share of the steps",
+        "between coordinates",
+        "between tensors",
+        "between pieces",
+        "counts as",
     ]
-    followed = []
-    for r in (r for r in rows if "followed" in r):
-        ends = (r["windows"][0], [sum(w) / len(w) for w in zip(*r["windows"], strict=True)], r["windows"][-1])
-        followed.append([r["followed"], *(" / ".join(f"{x:.2f}" for x in w) for w in ends)])
-    columns = ["spread of log M", "between coordinates", "between tensors", "between pieces", "counts as"]
-    steps = ["share of the steps of pieces 1 / 2 / 3", "first tenth of the run", "whole run", "last tenth"]
-    return [*by_domain(shown), Section(columns=columns, rows=learned), Section(columns=steps, rows=followed)]
+    heads += ["pieces 1 / 2 / 3, first tenth of a run", "whole run", "last tenth", "loss in training, SGD", "this file"]
+    return [*by_domain(shown), Section(columns=columns, rows=paces), Section(columns=heads, rows=learned)]
 
 
 def _published(of: Experiment, **scales: Scale) -> Experiment:

@@ -15,7 +15,7 @@ from metamd.comparison.tuning import SEARCHES, ExtendedGrid, Grid
 from metamd.experiments import find
 from metamd.experiments.declare import Entrant, Geometry, learned_file
 from metamd.experiments.experiment import Experiment
-from metamd.experiments.published import ALONE, AS_PUBLISHED, GEOMETRIES, about_file, against_sgd, sections
+from metamd.experiments.published import ALONE, AS_PUBLISHED, about_file, against_sgd, geometries, sections
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Records, read_cells
 from metamd.files.usage import Usage
@@ -92,8 +92,7 @@ def saved(path, log_d, **about):
 
 def test_published_files_are_tuned_as_sgd_is_and_take_the_papers_step(tmp_path):
     saved(learned_file(tmp_path, "a", "published-3"), [[0.0, 1.0], [0.5, 0.5], [1.0, 0.0]])
-    geometries = {"published-3": GEOMETRIES["published-3"]}
-    experiment = Experiment("x", lambda size, domain: None, geometries, {}, {})
+    experiment = Experiment("x", lambda size, domain: None, {"published-3": geometries()["published-3"]}, {}, {})
     side = SimpleNamespace(example=lambda: {"theta": torch.zeros(2)})
     ours = dict(experiment._ours(tmp_path, "a", side, {"learn-a-published-3": {}}))
     assert list(ours) == [AS_PUBLISHED, *ALONE]

@@ -219,7 +219,8 @@ def _cost(name: str) -> list[str]:
     for cell, learned in learned_cells(name).items():
         minutes[cell.split("-")[1]] += learned.get("cost", {}).get("seconds", 0) / 60
     ours = comparison.labels[0]
-    said = f"{each['Adam, linear decay']:.1f}, {each[ours]:.1f}, {each[slowest]:.1f} ({slowest.partition(',')[0]})"
+    adam = next(label for label in ("Adam, linear decay", "Adam", "AdamW") if label in each)
+    said = f"{each[adam]:.1f}, {each[ours]:.1f}, {each[slowest]:.1f} ({slowest.partition(',')[0]})"
     least, most = (f"{x:.0f}" for x in (min(minutes.values()), max(minutes.values())))
     return [f"`{name}`", str(len(folds)), f"{trainings:,}", said, least if least == most else f"{least} to {most}"]
 

@@ -16,14 +16,28 @@ from metamd.cli import report
 from metamd.comparison.page import as_markdown
 from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.statistics import spread
-from metamd.experiments import EXPERIMENTS, MOVED, find, folder_name, quadratic, rosenbrock, synthetic
+from metamd.experiments import (
+    EXPERIMENTS,
+    MOVED,
+    find,
+    folder_name,
+    forecasters,
+    instances,
+    quadratic,
+    rosenbrock,
+    synthetic,
+)
 from metamd.experiments import experiment as leave_one_out
 from metamd.experiments.synthetic import BATCHED_RIVALS, NEVER, ONE_DIAGONAL, Problems
 from metamd.files.store import Records, read_cells, read_json, records_in, write_json
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.tasks import quadratic as quadratics
 from metamd.tasks import rosenbrock as valleys
+from tests.data_builders import publish_files
 from tests.tasks.test_families import place, tiny_data
+from tests.tasks.test_language import sources
+from tests.tasks.test_pictures import photograph
+from tests.tasks.test_series import series
 
 __all__ = ["place", "tiny_data"]
 
@@ -274,12 +288,22 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
 
 # Of the published variants two run: the others differ in the model alone, which their own experiments run.
 OTHERS = {(name, "published") for name in ("diverse-digits-lenet", "resnet18-cifar10")}
-IMAGES = [pair for pair in EXPERIMENTS if pair[0] not in ("quadratic", "rosenbrock") and pair not in OTHERS]
+NETWORKS = [pair for pair in EXPERIMENTS if pair[0] not in ("quadratic", "rosenbrock") and pair not in OTHERS]
+FILES = {e.name for module in (instances, forecasters) for e in module.EXPERIMENTS}  # whose data are no sets of images
+
+
+@pytest.fixture
+def made_files(tmp_path, monkeypatch):
+    """A small model and texts, small photographs, and short series."""
+    photographs = {f"kodim{n:02d}.png": photograph(n) for n in range(1, 25)}
+    publish_files(tmp_path / "data", monkeypatch, **sources(), kodak=photographs, nn5={"nn5.npz": series()})
 
 
 @pytest.mark.filterwarnings("ignore::metamd.OffFamilyWarning")
-@pytest.mark.parametrize(("name", "variant"), IMAGES, ids=[folder_name(*pair) for pair in IMAGES])
-def test_every_experiment_with_images_runs_at_its_smallest_scale(name, variant, tmp_path, capsys, tiny_data, monkeypatch):
+@pytest.mark.parametrize(("name", "variant"), NETWORKS, ids=[folder_name(*pair) for pair in NETWORKS])
+def test_every_experiment_with_networks_runs_at_its_smallest_scale(name, variant, tmp_path, capsys, monkeypatch, request):
+    request.getfixturevalue("made_files" if name in FILES else "tiny_data")
+    tmp_path /= "out"
     args = ["reproduce", name, "--variant", variant, "--scale", "smoke", "--out", str(tmp_path), "--json"]
     if name != "pieces":  # one experiment draws its figures, the others empty ones
         draw = Figure.savefig
@@ -290,7 +314,8 @@ def test_every_experiment_with_images_runs_at_its_smallest_scale(name, variant, 
     assert "failed" not in first
     drawn = {"pieces": {"curves.png", "activity.png"}, "ablation": {"losses.png"}, "all-rivals": {"losses.png"}}
     drawn["published"] = {"curves.png", "activity.png"}
-    searched = {"budgets.png"} if first.get("protocol") == "paper" else set()
+    drawn["images"] = drawn["learned-start"] = {"curves.png"} | ({"pictures.png"} if name == "images" else set())
+    searched = {"budgets.png"} if first.get("protocol") in ("paper", "once") else set()
     assert {p.name for p in tmp_path.glob("*.png")} == {"profiles.png"} | drawn.get(
         variant or name, {"curves.png"}
     ) | searched

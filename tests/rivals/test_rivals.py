@@ -49,7 +49,7 @@ def test_the_ranges_are_those_of_the_page_of_reproduction():
     others = {"sgd": (1e-3, 10), "hypergradient": (1e-3, 10), "prodigy": (0.1, 10), "dadapt": (0.1, 10)}
     others |= dict.fromkeys(("soap", "soap-averaged", "schedule-free"), (1e-4, 0.1)) | {"schedule-free-sgd": (1e-2, 30)}
     assert {n: (r.space["lr"].low, r.space["lr"].high) for n, r in RIVALS.items()} == dict.fromkeys(RIVALS, usual) | others
-    decoupled = ("adamw", "adamw-averaged", "muon", "muon-averaged")
+    decoupled = ("adamw", "adamw-averaged", "muon", "muon-averaged", "lora-plus")
     decays = {n: r.space["weight_decay"] for n, r in RIVALS.items() if "weight_decay" in r.space}
     assert {n for n, x in decays.items() if (x.low, x.high) == (1e-5, 1)} == set(decoupled)
     assert all((x.low, x.high) == (1e-6, 1e-2) for n, x in decays.items() if n not in decoupled)
@@ -76,6 +76,36 @@ def test_a_torch_rival_is_its_namesake():
     assert found.ends["test"][0] == pytest.approx(end.loss, rel=1e-4)
     other = train_contender(task, rival("sgdm").with_setting("constant", lr=0.05))
     assert other.ends["test"][0] != pytest.approx(end.loss, rel=1e-4)
+
+
+def test_l_bfgs_ends_a_quadratic_in_a_few_gradients_and_takes_over_from_adam():
+    """With as many pairs as dimensions its direction is Newton's; Adam alone is far from the end by then."""
+    scales = torch.tensor([1.0, 3.0, 10.0, 30.0], dtype=torch.float64)
+
+    def gap(name, steps, **setting):
+        x = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        optimiser = rival(name).with_setting(**setting).start([("x", x)])
+        for _ in range(steps):
+            (x.grad,) = torch.autograd.grad(0.5 * (scales * x.square()).sum(), x)
+            optimiser.step()
+        return float(0.5 * (scales * x.detach().square()).sum())
+
+    assert gap("lbfgs", 30) < 1e-9
+    assert gap("adam-lbfgs", 35, lr=0.01, switch=5.0) < 1e-9
+    assert gap("adam-lbfgs", 35, lr=0.01, switch=2000.0) == gap("adam", 35, lr=0.01) > 1
+
+
+def test_lora_plus_moves_the_matrices_b_sixteen_times_as_far():
+    """Of our adapters and of peft's; the first step of Adam is the rate, without decay."""
+    names = ["w.a", "w.b", "model.w.lora_A.default.weight", "model.w.lora_B.default.weight", "b.weight"]
+    named = [(n, nn.Parameter(torch.zeros(2, 2))) for n in names]
+    optimiser = rival("lora-plus").with_setting(lr=0.01).start(named)
+    for _, p in named:
+        p.grad = torch.ones(2, 2)
+    optimiser.step()
+    moved = {n: -float(p.detach().mean()) for n, p in named}
+    far = {n: pytest.approx(0.16 if n in ("w.b", "model.w.lora_B.default.weight") else 0.01, rel=1e-4) for n in names}
+    assert moved == far
 
 
 def test_muon_sees_a_convolution_as_a_matrix_of_the_same_memory():

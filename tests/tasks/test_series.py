@@ -22,12 +22,17 @@ def days_of(machine, count=230):
     return days
 
 
+def series():
+    """The file of all of them."""
+    content = io.BytesIO()
+    days = np.stack([days_of(machine) for machine in range(111)])
+    np.savez(content, series=days, names=np.array([f"NN5-{i:03d}" for i in range(1, 112)]))
+    return content.getvalue()
+
+
 @pytest.fixture
 def machines(tmp_path, monkeypatch):
-    content = io.BytesIO()
-    series = np.stack([days_of(machine) for machine in range(111)])
-    np.savez(content, series=series, names=np.array([f"NN5-{i:03d}" for i in range(1, 112)]))
-    publish_files(tmp_path, monkeypatch, nn5={"nn5.npz": content.getvalue()})
+    publish_files(tmp_path, monkeypatch, nn5={"nn5.npz": series()})
 
 
 @pytest.mark.usefixtures("machines")

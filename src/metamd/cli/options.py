@@ -272,8 +272,9 @@ class Compare(TaskOptions):
         file: a path, or the name of a learned optimiser shipped with the package.
         family: as for metamd train.
         rivals: sgd, sgdm, nesterov, adam, adamw, rmsprop, adagrad, muon, soap, shampoo, schedule-free, schedule-free-sgd,
-            prodigy, dadapt or hypergradient; judged by a tail average: sgdm-averaged, adam-averaged, adamw-averaged,
-            muon-averaged or soap-averaged; learned first: meta-sgd, aruba, aruba-plus, learned-schedule or lstm.
+            prodigy, dadapt, lbfgs, adam-lbfgs, lora-plus or hypergradient; judged by a tail average: sgdm-averaged,
+            adam-averaged, adamw-averaged, muon-averaged or soap-averaged; learned first: meta-sgd, aruba, aruba-plus,
+            learned-schedule or lstm.
         protocol: once lets everybody choose on training tasks, with the gradient evaluations that learning FILE took;
             handicap gives rivals the best rate on the very tasks, and MetaMD nothing; paper tunes everybody alike.
         gradients: of the protocol once, evaluations that each rival may take instead.

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -112,8 +112,8 @@ def measurable(family: TaskFamily, protocol: Protocol) -> Protocol:
 
 def comparison_settings(family: TaskFamily, protocol: Protocol) -> Result:
     """All that an outcome depends on beside its task and its contender; other optimisers may join later."""
-    measuring = measurable(family, protocol).measuring
-    steps, watched = family.steps if protocol.steps is None else protocol.steps, as_json(asdict(measuring))
+    watched = measurable(family, protocol).measuring.settings()
+    steps = family.steps if protocol.steps is None else protocol.steps
     return {"family": family.describe(), "steps": steps, "measuring": watched, "torch": versions()["torch"]}
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -33,15 +33,23 @@ class Measuring:
         every: steps between two evaluations of the training loss.
         examples: of the training split that it is evaluated on, fixed.
         splits: on which loss and accuracy are taken at the end; problems without data have none.
+        looks: steps after which the test split is evaluated on the way, with what the field states beside the loss.
     """
 
     every: int = 10
     examples: int = 2000
     splits: tuple[Split, ...] = ("validation", "test")
+    looks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.examples < 1:
-            raise ValueError(f"every and examples must be at least 1, got {self.every} and {self.examples}.")
+        if self.every < 1 or self.examples < 1 or min(self.looks, default=1) < 1:
+            raise ValueError(
+                f"every, examples and looks must be at least 1, got {self.every}, {self.examples} and {self.looks}."
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """In JSON's types; looks where there are some, so that records without them stay as they are."""
+        return dict(as_json({k: v for k, v in asdict(self).items() if k != "looks" or v}))
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class Outcome:
     ends: Mapping[str, tuple[float, float | None]]
     gradients: int  # gradient evaluations
     failed: str = ""  # why the run was given up; empty if it was not
+    # by the number of steps, where `Measuring.looks` asks: the loss on test data, and the measures of `Evaluation`
+    looks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def mean_loss(self) -> float:
@@ -100,7 +110,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types, with None for what is infinite."""
-        return dict(as_json(asdict(self)))
+        return dict(as_json({k: v for k, v in asdict(self).items() if k != "looks" or v}))
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Outcome":
@@ -116,7 +126,9 @@ class Outcome:
                 _loss_from_json(found["batch_loss"]),
                 ends,
             )
-            outcome = cls(*rest, int(found["gradients"]), str(found["failed"]))
+            looked = dict(found.get("looks", {}))
+            looks = {str(int(t)): {str(n): _loss_from_json(x) for n, x in look.items()} for t, look in looked.items()}
+            outcome = cls(*rest, int(found["gradients"]), str(found["failed"]), looks)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"this is not the record of a training: {error!r}. Delete it, and it is made again.") from None
         increasing = len(places) > 1 and places[0] == 0 and list(places) == sorted(set(places))
@@ -153,10 +165,11 @@ def train_contender(
     measuring, steps = measuring or Measuring(), task.steps if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
-    places, about = tuple(sorted({*range(0, steps + 1, measuring.every), steps})), contender.describe()
+    asked = {place for place in measuring.looks if place <= steps}
+    places, about = tuple(sorted({*range(0, steps + 1, measuring.every), *asked, steps})), contender.describe()
     if why := contender.rival.unlearned:
         return Outcome(task.config, about, places, (math.inf,) * len(places), math.inf, {}, 0, failed=why)
-    losses, total, failed = list[float](), 0.0, ""
+    losses, looks, total, failed = list[float](), dict[str, dict[str, float]](), 0.0, ""
     with one_thread(), seeded(derive_seed(config_hash(task.config), "optimiser")):
         rule, monitor = begun(task, contender, steps), task.monitor(measuring.examples)
         for place in places:
@@ -170,6 +183,10 @@ def train_contender(
                 failed = f"The training loss rose from {losses[0] if losses else loss:g} to {loss:g} by step {place}."
                 break
             losses.append(loss)
+            if place in asked:
+                seen = task.evaluate(rule.model(), "test")
+                found = {"loss": seen.loss, **seen.measures}
+                looks[str(place)] = {name: shortened(x, LOSS_DIGITS) for name, x in found.items()}
         # a function whose minimum is known, and which has no data, has no loss but the one that is trained
         splits = () if failed or (isinstance(task, SolvedTask) and not task.splits) else measuring.splits
         ends = {s: task.evaluate(rule.model(), s) for s in splits}
@@ -178,7 +195,7 @@ def train_contender(
     measured: dict[str, tuple[float, float | None]] = {
         s: (shortened(e.loss, LOSS_DIGITS), e.accuracy) for s, e in ends.items()
     }
-    return Outcome(task.config, about, places, watched, mean, measured, rule.taken, failed)
+    return Outcome(task.config, about, places, watched, mean, measured, rule.taken, failed, looks)
 
 
 def begun(task: Task, contender: Contender, steps: int) -> OptimiserSteps:

@@ -3,6 +3,8 @@
 from metamd.experiments import (
     ablation,
     adaptation,
+    forecasters,
+    instances,
     out_of_distribution,
     paper_tables,
     pieces,
@@ -13,7 +15,18 @@ from metamd.experiments import (
 from metamd.experiments.experiment import Experiment
 from metamd.experiments.synthetic import Synthetic
 
-_MODULES = (quadratic, rosenbrock, paper_tables, published, adaptation, pieces, ablation, out_of_distribution)
+_MODULES = (
+    quadratic,
+    rosenbrock,
+    paper_tables,
+    published,
+    adaptation,
+    pieces,
+    ablation,
+    out_of_distribution,
+    instances,
+    forecasters,
+)
 EXPERIMENTS: dict[tuple[str, str], Experiment | Synthetic] = {
     (experiment.name, experiment.variant): experiment for module in _MODULES for experiment in module.EXPERIMENTS
 }

@@ -21,7 +21,17 @@ from metamd import tasks
 from metamd.comparison.entrants import ENDINGS, Protocol
 from metamd.comparison.figures import mean_losses
 from metamd.comparison.pace import standings
-from metamd.experiments.declare import COORDINATES, PAPERS_STEP, PLAIN, Entrant, Family, Geometry, Scale, coordinates
+from metamd.experiments.declare import (
+    COORDINATES,
+    PAPERS_STEP,
+    PLAIN,
+    Entrant,
+    Family,
+    Geometry,
+    Scale,
+    coordinates,
+    held_out,
+)
 from metamd.experiments.experiment import Experiment
 from metamd.experiments.paper_tables import ONE_ANGLE, digits, linear, rotated
 from metamd.files.usage import Usage
@@ -63,7 +73,7 @@ def _ablation_family(scale: Scale, training: str) -> ImageFamily:
 
 def _named(scale: Scale, name: str, family: Family) -> Mapping[str, TaskFamily]:
     """The held-out side under the name of the repetition, or of the model and the domain."""
-    return {name: Variant(family.held_out(), name)}
+    return {name: Variant(held_out(family), name)}
 
 
 REGRET = Regret(comparator=Reference(lr=3e-3, factor=1.0))

@@ -21,11 +21,19 @@ from metamd.learning.reference import tuned_reference
 from metamd.learning.usage import Choices
 from metamd.potentials import Kronecker, MaxDiagonal
 from metamd.rivals import Schedule
-from metamd.tasks.base import derive_seed
-from metamd.tasks.vision import ImageFamily
+from metamd.tasks.base import TaskFamily, derive_seed
 from metamd.tasks.wrapped import Counted, SharedStart
 
-Family = ImageFamily | SharedStart
+Family = TaskFamily
+"""Any family; an experiment on one without a `held_out()` names its sides."""
+
+
+def held_out(family: TaskFamily) -> TaskFamily:
+    """The side of a family that learning never sees."""
+    side: Callable[[], TaskFamily] | None = getattr(family, "held_out", None)
+    if side is None:
+        raise ValueError(f"{family.name} has no held-out side. Name the sides of the experiment.")
+    return side()
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,8 @@ class Scale:
     screen: int | None = None  # settings that go on from the first seed to the others, by each quantity; None for all
     batch_size: int = 100  # images per step
     width: int = 64  # of a ResNet18
+    # of a family that is no dataset of images, by the argument's name; it has these in place of the three above
+    sizes: Mapping[str, int] = field(default_factory=dict)
     measuring: Measuring = field(default_factory=Measuring)  # how the runs of the comparison are watched
     geometries: tuple[str, ...] | None = None  # those of the experiment that enter; all if not given
     test_steps: int | None = None  # of the runs of the comparison, where they are not as long as those that were learned on
@@ -130,6 +140,7 @@ def learning_settings(size: Scale) -> dict[str, Any]:
     kept = ("domains", "images", "steps", "outer_steps", "tasks_per_step", "protocol", "usage_tasks")
     found = {k: v for k, v in asdict(size).items() if k in kept}
     found |= {} if (size.batch_size, size.width) == (100, 64) else {"batch_size": size.batch_size, "width": size.width}
+    found |= {"sizes": dict(size.sizes)} if size.sizes else {}
     return found | ({} if size.search == "bayes" else {"search": size.search})
 
 

@@ -21,6 +21,7 @@ from metamd.experiments.declare import (
     Scale,
     alone,
     bring,
+    held_out,
     learn_away,
     learn_geometry,
     learned_file,
@@ -190,7 +191,9 @@ class Experiment:
                     else r
                     for n, r in ((n, known_rival(n)) for n in size.rivals)
                 ]
-                trials = Records(here / "tuning", settings) if size.protocol != "handicap" else None
+                # under once everybody chooses on the training side, the same for all sides
+                where_tuned = _domain_folder(folder, domain) if size.protocol == "once" else here
+                trials = Records(where_tuned / "tuning", settings) if size.protocol != "handicap" else None
                 where: dict[str, Any] = {"training": families[domain], "records": trials, "workers": executor}
                 everybody = entrants(dict(ours), rivals, side, protocol, **where)
                 drawn = derive_seed(seed, name) if self.own_tasks else seed
@@ -203,7 +206,7 @@ class Experiment:
             return self.sides(size, domain, family)
         if size.test_steps is not None and isinstance(family, ImageFamily):
             return {domain: family.held_out(steps=size.test_steps)}
-        return {domain: family.held_out()}
+        return {domain: held_out(family)}
 
     def rows(self, comparison: Comparison) -> list[Result]:
         """One row for each optimiser: test accuracy on every domain and overall, the paper's beside it, and speed."""

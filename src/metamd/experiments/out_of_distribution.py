@@ -25,7 +25,7 @@ from metamd.files.store import Result
 from metamd.potentials import Diagonal
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.vision import ImageFamily, ImageTraining
-from metamd.tasks.wrapped import SharedStart, Variant
+from metamd.tasks.wrapped import Variant
 
 USUAL = "as learned"
 
@@ -36,7 +36,7 @@ SCALES = {
 }
 
 
-def _sides(scale: Scale, domain: str, family: ImageFamily | SharedStart) -> Mapping[str, TaskFamily]:
+def _sides(scale: Scale, domain: str, family: TaskFamily) -> Mapping[str, TaskFamily]:
     """The held-out angle as it was learned for, and changed in one respect at a time."""
     assert isinstance(family, ImageFamily)
 

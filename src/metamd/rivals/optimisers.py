@@ -1,11 +1,15 @@
-"""Optimisers that neither torch.optim nor a package has: Muon with AdamW, a rate that is learned on the way, averages."""
+"""Optimisers that neither torch.optim nor a package has in this form.
 
+Muon with AdamW, L-BFGS with one gradient a step, LoRA+, a rate that is learned on the way, averages.
+"""
+
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import LBFGS, Adam, AdamW, Muon
 
 from metamd.inner.run import Stepper
 from metamd.optimiser.averaging import follow, to_average, to_iterate
@@ -38,6 +42,59 @@ class MuonAndAdamW:
             view.grad = None if p.grad is None else p.grad.flatten(1)
         for part in self.parts:
             part.step()
+
+
+class OneGradientLBFGS:
+    """L-BFGS [LiuNocedal1989] that takes one gradient a step: its direction, at a fixed rate, without a line search.
+
+    The first step has length lr in the 1-norm at most, as torch has it.
+    """
+
+    def __init__(self, named: NamedParameters, setting: Setting) -> None:
+        how: dict[str, Any] = {"lr": setting["lr"], "history_size": 50, "tolerance_grad": 0.0, "tolerance_change": 0.0}
+        # with one iteration torch calls the closure once, where the gradient is known already, and uses no value of it
+        self.optimiser = LBFGS([p for _, p in named], max_iter=1, **how)
+        self.param_groups = self.optimiser.param_groups
+
+    def step(self) -> None:
+        """One step along the direction."""
+        self.optimiser.step(lambda: 0.0)  # type: ignore[no-untyped-call]
+
+
+class AdamThenLBFGS:
+    """Adam for `switch` steps, then L-BFGS at rate 1, as networks for equations are often trained."""
+
+    def __init__(self, named: NamedParameters, setting: Setting) -> None:
+        betas = setting["beta1"], setting["beta2"]
+        self.first = Adam([p for _, p in named], lr=setting["lr"], betas=betas, fused=True)
+        self.second = OneGradientLBFGS(named, {"lr": 1.0})
+        self.param_groups = [*self.first.param_groups, *self.second.param_groups]
+        self.taken, self.switch = 0, round(setting["switch"])
+
+    def step(self) -> None:
+        """One step of the part whose turn it is."""
+        (self.first if self.taken < self.switch else self.second).step()
+        self.taken += 1
+
+
+UPPER = re.compile(r"(^|\.)(b|lora_B\..*)$")
+"""Names of the matrices B of adapters: those of `metamd.tasks.speakers`, and those of peft."""
+
+
+class LoraPlus(AdamW):
+    """AdamW with a rate `ratio` times as large for the matrices B of adapters, LoRA+ [Hayou2024]; the ratio of peft is 16.
+
+    Where no parameter is one it is AdamW.
+    """
+
+    def __init__(self, named: NamedParameters, setting: Setting) -> None:
+        apart: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+        for name, p in named:
+            apart[UPPER.search(name) is not None].append(p)
+        rates = {False: setting["lr"], True: setting["ratio"] * setting["lr"]}
+        groups = [{"params": params, "lr": rates[upper]} for upper, params in apart.items() if params]
+        betas = setting["beta1"], setting["beta2"]
+        super().__init__(groups, betas=betas, weight_decay=setting["weight_decay"], fused=True)
 
 
 class HypergradientSGD:

@@ -14,7 +14,7 @@ from torch import optim
 from metamd.files.text import install
 from metamd.inner.run import Stepper
 from metamd.rivals.base import NamedParameters, Range, Rival, Setting
-from metamd.rivals.optimisers import Averaged, HypergradientSGD, MuonAndAdamW
+from metamd.rivals.optimisers import AdamThenLBFGS, Averaged, HypergradientSGD, LoraPlus, MuonAndAdamW, OneGradientLBFGS
 
 DECAY = Range(1e-6, 1e-2)
 """Of the weight decay, where it is a part of the gradient."""
@@ -79,6 +79,7 @@ _TORCH = [  # in their fastest form on CPU
     _rival("rmsprop", "RMSprop", built(optim.RMSprop, foreach=True), _USUAL, PAPER_GRID, lr=1e-2, alpha=0.99, momentum=0.0),
     _rival("adagrad", "AdaGrad", built(optim.Adagrad, fused=True), _USUAL, PAPER_GRID, lr=1e-2),
     _rival("muon", "Muon + AdamW", MuonAndAdamW, _USUAL, None, DECOUPLED, lr=1e-3, weight_decay=0.1, momentum=0.95),
+    _rival("lora-plus", "LoRA+", LoraPlus, _USUAL, None, DECOUPLED, lr=1e-3, weight_decay=0.01, ratio=16.0, **_ADAM),
 ]
 
 # SOAP and Shampoo renew their bases every 10 steps. Shampoo's own defaults start after 25 steps and renew the roots every
@@ -100,6 +101,11 @@ _PACKAGES = [
 ]
 
 _SPACE, _SETTING = {"lr": Range(1e-3, 10), "beta": Range(1e-6, 1e-1)}, {"lr": 1e-3, "beta": 1e-3}
+# L-BFGS has no weight decay; that it takes over from Adam half way through a run of 1,000 steps is its default
+_LBFGS = Rival("lbfgs", "L-BFGS", OneGradientLBFGS, {"lr": _USUAL}, {"lr": 1.0})
+_SWITCHED = {"lr": _USUAL, "switch": Range(20, 2000)}
+_ADAM_LBFGS = Rival("adam-lbfgs", "Adam, then L-BFGS", AdamThenLBFGS, _SWITCHED, {"lr": 1e-3, "switch": 500.0, **_ADAM})
+
 _HYPERGRADIENT = Rival("hypergradient", "Hypergradient descent", HypergradientSGD, _SPACE, _SETTING)
 
 
@@ -113,7 +119,7 @@ def averaged(rival: Rival) -> Rival:
     )
 
 
-RIVALS: dict[str, Rival] = {r.name: r for r in (*_TORCH, *_PACKAGES, _HYPERGRADIENT)}
+RIVALS: dict[str, Rival] = {r.name: r for r in (*_TORCH, *_PACKAGES, _LBFGS, _ADAM_LBFGS, _HYPERGRADIENT)}
 """Those that need no learning, by name."""
 
 for _name in ("schedule-free", "schedule-free-sgd", "hypergradient"):  # their own way takes the place of a schedule

@@ -200,8 +200,8 @@ def config_hash(config: Config) -> str:
 
 
 def domain_of(config: Config) -> str:
-    """The domain or dataset that a config names; without one, its family."""
-    return str(config.get("domain", config.get("dataset", config.get("family", ""))))
+    """The domain, dataset or series that a config names; without one, its family."""
+    return str(next((config[key] for key in ("domain", "dataset", "series", "family") if key in config), ""))
 
 
 def check_config(config: Config, family: str, *keys: str) -> None:

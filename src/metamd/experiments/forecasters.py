@@ -1,0 +1,143 @@
+"""`metamd reproduce cash-machines`: a forecaster per cash machine of NN5, one network for all of them, and no network.
+
+Half of the series are learned from. The global network is the same one, trained on the training days of all 111 series, the
+held-out ones among them. Its rate, and the rate at which it is tuned further on each series, are chosen for validation days
+of the series that are learned from. The seasonal naive forecast repeats the last week. AutoETS needs statsforecast, which is
+no dependency, and was not run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metamd import tasks
+from metamd.comparison.comparison import Comparison
+from metamd.comparison.sections import Section, interval
+from metamd.comparison.statistics import bootstrap
+from metamd.comparison.training import Measuring, one_thread
+from metamd.experiments.declare import Family, Scale
+from metamd.experiments.experiment import Experiment
+from metamd.experiments.instances import CPU, GEOMETRY, PAPER, SMOKE, per_side, summarised
+from metamd.files.store import Records, Result, as_json
+from metamd.inner.run import OptimiserSteps, train
+from metamd.tasks.base import Split, seeded
+from metamd.tasks.series import HORIZON, CashMachines, Forecaster, SeriesTask, smape
+from metamd.tasks.supervised import SupervisedTask
+
+RATES, FURTHER = (1e-3, 3e-3, 1e-2), (1e-4, 3e-4, 1e-3)
+LONGER = 10
+"""How many times as many steps as a forecaster of one series the global network takes."""
+
+Params = Mapping[str, Tensor]
+
+
+def _family(scale: Scale, hold_out: str) -> Family:
+    return tasks.cash_machines(steps=scale.steps, **scale.sizes)
+
+
+def _summarised(found: list[Comparison], folder: Path) -> list[Result]:
+    """The rows of the comparison, and the forecasts of those that are no optimiser."""
+    about = {"experiment": "cash-machines, others", "family": found[0].settings["family"]}
+    said = found[0].settings["family"]
+    family = tasks.cash_machines(**{key: said[key] for key in ("lags", "width", "batch_size", "steps")})
+    kept = Records(folder / "others", about).cell("others", partial(others, family))
+    errors = {label: np.array(each, dtype=np.float64) for label, each in kept["sMAPE"].items()}
+    more = [{"label": label, "other": asdict(bootstrap(each, range(len(each))))} for label, each in errors.items()]
+    return [*summarised(found, folder), *map(as_json, more)]
+
+
+def others(family: CashMachines) -> Result:
+    """The sMAPE of every held-out series by the seasonal naive forecast, one network for all, and the same tuned further."""
+    held, known = family.held_out(), [task_of(family, name) for name in family.domains]
+    mine = [task_of(held, name) for name in held.domains]
+    with one_thread():
+        pooled = [torch.cat(parts) for parts in zip(*(t.splits["train"] for t in (*known, *mine)), strict=True)]
+        networks = {rate: trained(family, pooled, rate) for rate in RATES}
+        rate = min(RATES, key=lambda x: errors(known, networks[x], "validation"))
+        common = networks[rate]
+        some = known[:: max(1, len(known) // 8)]
+        near = {x: fmean(t.evaluate(further(t, common, x), "validation").loss for t in some) for x in FURTHER}
+        best = min(FURTHER, key=near.__getitem__)
+        return {
+            "rates": {"global": rate, "further": best},
+            "sMAPE": {
+                "Seasonal naive": [naive(t) for t in mine],
+                "One network for all series": [t.evaluate(common, "test").loss for t in mine],
+                "One network, then Adam on each series": [t.evaluate(further(t, common, best), "test").loss for t in mine],
+            },
+        }
+
+
+def task_of(family: CashMachines, name: str) -> SeriesTask:
+    """A task on a series."""
+    config = {"family": family.name, "series": name, "init_seed": 0, "batch_seed": 0}
+    found = family.build(config)
+    assert isinstance(found, SeriesTask)
+    return found
+
+
+def naive(task: SeriesTask) -> float:
+    """The sMAPE on test of the last week before it, again and again."""
+    days, wanted = (part[torch.arange(1)] for part in task.splits["test"])
+    return smape(days[0, -7:].repeat(HORIZON // 7), wanted[0])
+
+
+def errors(some: Sequence[SeriesTask], params: Params, split: Split) -> float:
+    """The mean loss of one network on series."""
+    return fmean(task.evaluate(params, split).loss for task in some)
+
+
+def trained(family: CashMachines, pooled: Sequence[Tensor], rate: float) -> Params:
+    """One network on the windows of all series, by Adam with linear decay."""
+    config = {"family": "pooled", "dataset": "all", "init_seed": 0, "batch_seed": 0}
+    recipe = replace(family.recipe, make_model=partial(Forecaster, family.lags, family.width))
+    task = SupervisedTask(config, recipe, {"train": (pooled[0], pooled[1])})
+    return by_adam(task, task.init(), rate, LONGER * family.steps)
+
+
+def further(task: SeriesTask, start: Params, rate: float) -> Params:
+    """The network for all, tuned on one series for as many steps as a forecaster of its own takes."""
+    return by_adam(task, {n: x.clone() for n, x in start.items()}, rate, task.steps)
+
+
+def by_adam(task: SupervisedTask, start: Params, rate: float, steps: int) -> Params:
+    """A run of Adam with linear decay."""
+    params = {n: torch.nn.Parameter(x.clone()) for n, x in start.items()}
+    rule = OptimiserSteps(params, torch.optim.Adam(params.values(), lr=rate, fused=True), lambda t: 1 - t / steps)
+    with seeded(0):
+        train(task, rule, steps)
+    return rule.model()
+
+
+def sections(rows: Sequence[Result]) -> list[Section]:
+    """The tables of the comparison, and a line for each forecast that no optimiser makes."""
+    lines = [[row["label"], interval(row["other"])] for row in rows if "other" in row]
+    return [*per_side(rows), Section(columns=["other forecasts", "sMAPE, %, test"], rows=lines)]
+
+
+RIVALS = ("adam", "muon", "soap")
+EXPERIMENTS = (
+    Experiment(
+        "cash-machines",
+        _family,
+        GEOMETRY,
+        {
+            "smoke": replace(
+                SMOKE,
+                sizes={"lags": 14, "width": 3, "batch_size": 4},
+                measuring=Measuring(every=4, examples=20, looks=(4, 8)),
+            ),
+            "cpu": replace(CPU, steps=200, rivals=RIVALS, usage_tasks=6, measuring=Measuring(looks=(20, 100, 200))),
+            "paper": replace(PAPER, steps=200, rivals=RIVALS, measuring=Measuring(looks=(20, 100, 200))),
+        },
+        target="Adam",
+        summarise=_summarised,
+        sections=sections,
+    ),
+)

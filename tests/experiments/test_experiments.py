@@ -289,6 +289,8 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
 # Of the published variants two run: the others differ in the model alone, which their own experiments run.
 OTHERS = {(name, "published") for name in ("diverse-digits-lenet", "resnet18-cifar10")}
 NETWORKS = [pair for pair in EXPERIMENTS if pair[0] not in ("quadratic", "rosenbrock") and pair not in OTHERS]
+MANY = {("speakers", "presidents"), ("images", "learned-start"), ("cash-machines", "")}  # dozens of tasks, or a start too
+SLOW = {pair: [pytest.mark.slow] * (pair in MANY) for pair in NETWORKS}
 FILES = {e.name for module in (instances, forecasters) for e in module.EXPERIMENTS}  # whose data are no sets of images
 
 
@@ -296,11 +298,13 @@ FILES = {e.name for module in (instances, forecasters) for e in module.EXPERIMEN
 def made_files(tmp_path, monkeypatch):
     """A small model and texts, small photographs, and short series."""
     photographs = {f"kodim{n:02d}.png": photograph(n) for n in range(1, 25)}
-    publish_files(tmp_path / "data", monkeypatch, **sources(), kodak=photographs, nn5={"nn5.npz": series()})
+    publish_files(tmp_path / "data", monkeypatch, **sources(layers=1), kodak=photographs, nn5={"nn5.npz": series()})
 
 
 @pytest.mark.filterwarnings("ignore::metamd.OffFamilyWarning")
-@pytest.mark.parametrize(("name", "variant"), NETWORKS, ids=[folder_name(*pair) for pair in NETWORKS])
+@pytest.mark.parametrize(
+    ("name", "variant"), [pytest.param(*pair, id=folder_name(*pair), marks=marks) for pair, marks in SLOW.items()]
+)
 def test_every_experiment_with_networks_runs_at_its_smallest_scale(name, variant, tmp_path, capsys, monkeypatch, request):
     request.getfixturevalue("made_files" if name in FILES else "tiny_data")
     tmp_path /= "out"

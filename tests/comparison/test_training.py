@@ -29,6 +29,20 @@ def test_the_loss_is_measured_on_fixed_examples_at_fixed_places():
     assert train_contender(task, rival("sgd").with_setting(lr=1e-3), steps=23, measuring=BARE).ends == {}
 
 
+def test_test_data_are_looked_at_on_the_way_without_changing_the_run():
+    task, contender = task_of(), rival("sgd").with_setting(lr=1e-2)
+    found = train_contender(task, contender, steps=20, measuring=Measuring(every=20, looks=(7, 20, 50)))
+    assert found.places == (0, 7, 20), "a look beyond the last step is left out"
+    assert found.looks == {"7": {"loss": found.looks["7"]["loss"]}, "20": {"loss": found.loss_on("test")}}
+    short = train_contender(task, contender, steps=7, measuring=Measuring(every=20))
+    assert found.looks["7"]["loss"] == short.loss_on("test")
+    assert Outcome.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert "looks" not in short.to_json()
+    assert "looks" not in Measuring().settings()
+    with pytest.raises(ValueError, match="looks must be at least 1"):
+        Measuring(looks=(0,))
+
+
 def test_monitors_of_tasks_on_the_same_data_look_at_the_same_examples():
     one, two = (FAMILY.build({"family": "supervised", "dataset": "a", "init_seed": s, "batch_seed": s}) for s in (0, 1))
     params = one.init()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from metamd.comparison.entrants import draw_configs
 from metamd.data.published import has_files
 from metamd.tasks import cash_machines
 from metamd.tasks.series import Forecaster, smape, windows
@@ -89,6 +90,13 @@ def test_a_forecaster_begins_at_the_mean_of_the_weekday():
     week = torch.arange(7.0)
     forecast = Forecaster(14, 3)(torch.cat([week, week + 2])[None])
     assert torch.equal(forecast, (week + 1).repeat(8)[None])
+
+
+@pytest.mark.usefixtures("machines")
+def test_a_comparison_draws_a_task_of_every_series():
+    held = cash_machines(lags=14, width=3, batch_size=4, steps=5).held_out()
+    found = draw_configs(held, 1, seed=0)
+    assert {name: [c["series"] for c in configs] for name, configs in found.items()} == {n: [n] for n in held.domains}
 
 
 @pytest.mark.parametrize(

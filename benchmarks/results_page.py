@@ -192,7 +192,7 @@ def _mean_losses(fold: Fold) -> tuple[float, str, float]:
     return means["MetaMD"], rival, means[rival]
 
 
-@cache  # archives of thousands of records are unpacked
+@cache  # thousands of records are read
 def costs() -> str:
     """What the experiments took: medians of a training over the splits, and what learning took by the clock."""
     heads = [
@@ -208,7 +208,9 @@ def costs() -> str:
 
 
 def _cost(name: str) -> list[str]:
-    comparison, _ = read_comparison(ROOT / "results" / name)
+    with records_in(ROOT / "results" / name) as records:
+        comparison, _ = read_comparison(records)
+        learned = {cell: found for cell, found in read_cells(records).items() if cell.startswith("learn-")}
     folds, labels = comparison.folds, [x for x in comparison.labels if not x.endswith("untuned")]
     trainings = sum(len(c.outcomes) for f in folds for candidates in f.entrants.values() for c in candidates)
     trainings += sum(len(tuning.best_so_far) for f in folds for tuning in f.tunings.values())
@@ -216,19 +218,13 @@ def _cost(name: str) -> list[str]:
     each = {label: median(seconds) * folds[0].steps for label, seconds in timed.items() if seconds}
     slowest = max(each, key=lambda label: each[label])
     minutes: Counter[str] = Counter()
-    for cell, learned in learned_cells(name).items():
-        minutes[cell.split("-")[1]] += learned.get("cost", {}).get("seconds", 0) / 60
+    for cell, found in learned.items():
+        minutes[cell.split("-")[1]] += found.get("cost", {}).get("seconds", 0) / 60
     ours = comparison.labels[0]
     adam = next(label for label in ("Adam, linear decay", "Adam", "AdamW") if label in each)
     said = f"{each[adam]:.1f}, {each[ours]:.1f}, {each[slowest]:.1f} ({slowest.partition(',')[0]})"
     least, most = (f"{x:.0f}" for x in (min(minutes.values()), max(minutes.values())))
     return [f"`{name}`", str(len(folds)), f"{trainings:,}", said, least if least == most else f"{least} to {most}"]
-
-
-def learned_cells(name: str) -> dict[str, Any]:
-    """The records of what was learned for an experiment, by cell."""
-    with records_in(ROOT / "results" / name) as records:
-        return {cell: found for cell, found in read_cells(records).items() if cell.startswith("learn-")}
 
 
 def written_readme(page: str) -> str:

@@ -12,10 +12,10 @@ import argparse
 import shutil
 from pathlib import Path
 
-from metamd.files.store import ARCHIVE, unarchive
+from metamd.files.store import ARCHIVE, UNPACKED, read_json, unarchive, write_json
 
-STALE = ("cells/learn-*", "*/cells/metamd-*", "*/cells/seconds-*", "*/comparison.json")
-"""Learned files, runs with them, times of steps, and tables of comparisons."""
+STALE = ("learn-", "metamd-", "seconds-")
+"""How the names of cells begin that hold learned files, runs with them, and times of steps."""
 
 
 def relearn(record: Path, folder: Path) -> int:
@@ -24,10 +24,14 @@ def relearn(record: Path, folder: Path) -> int:
     shutil.copy(record / ARCHIVE, folder)
     unarchive(folder)
     (folder / ARCHIVE).unlink()
-    for pattern in STALE:
-        for path in folder.glob(pattern):
-            path.unlink()
-    return len(list(folder.glob("*/cells/*.json")))
+    for path in folder.glob("*/comparison.json"):
+        path.unlink()
+    kept = 0
+    for path in folder.rglob(UNPACKED):
+        cells = {name: cell for name, cell in read_json(path).items() if not name.startswith(STALE)}
+        write_json(path, cells)
+        kept += len(cells) if path.parent != folder else 0
+    return kept
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from metamd.data.loading import check_sum, stored
 from metamd.files import limits
 from metamd.files.learned import LearnedStart
 from metamd.files.limits import KEYS_LIMIT, SENTENCE_LIMIT
-from metamd.files.store import ARCHIVE, Journal, Records, read_cells, read_json, unarchive
+from metamd.files.store import ARCHIVE, UNPACKED, Journal, Records, read_cells, read_json, unarchive
 from metamd.tasks import quadratic, starting_at, supervised
 from tests.attacks import writers
 from tests.helpers import draws
@@ -120,6 +120,8 @@ def test_a_hostile_record_is_refused(name, tmp_path):
     (tmp_path / "cells").mkdir()
     path.rename(tmp_path / "cells" / "a.json")
     refusal(read_cells, tmp_path)
+    (tmp_path / "cells" / "a.json").rename(tmp_path / UNPACKED)
+    assert UNPACKED in refusal(read_cells, tmp_path)
 
 
 def test_other_settings_are_named_in_few_words(tmp_path):

@@ -26,7 +26,7 @@ from metamd.experiments import experiment as leave_one_out
 from metamd.experiments.declare import Entrant, Geometry, Scale, alone, learn_geometry, learned_file, learning_settings
 from metamd.experiments.experiment import Experiment, failures, screened, unlearned
 from metamd.files.learned import load
-from metamd.files.store import Records, archive, read_json, records_in, unarchive
+from metamd.files.store import Records, archive, read_cells, read_json, records_in, unarchive
 from metamd.inner.objectives import PaperBound, Reference
 from metamd.rivals import learned_rival, rival
 from metamd.tasks.base import derive_seed
@@ -393,6 +393,24 @@ def test_an_archive_gives_the_same_comparison_and_more_may_be_added(tmp_path):
     assert Comparison.read(tmp_path / "copy" / "domain-a").labels == more.labels
 
 
+def test_unpacked_cells_are_read_replaced_and_forgotten(tmp_path):
+    records = Records(tmp_path / "a", {})
+    for name in "xyz":
+        records.write(name, {"value": name})
+    archive(tmp_path)
+    unarchive(tmp_path)
+    records = Records(tmp_path / "a", {})
+    assert records.cell("x", lambda: {"value": 1}) == {"value": "x"}
+    records.write("y", {"value": 2})
+    records.forget("z")
+    assert records.read("y") == {"value": 2}
+    assert not records.has("z")
+    assert read_cells(tmp_path / "a") == {"x": {"value": "x"}, "y": {"value": 2}}
+    (tmp_path / "a" / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"holds results, but not run\.json"):
+        Records(tmp_path / "a", {})
+
+
 def test_a_damaged_archive_is_named(tmp_path):
     (tmp_path / "records.jsonl.xz").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"records\.jsonl\.xz' is not the archive of an experiment.*Put it back"):
@@ -409,10 +427,8 @@ def test_an_archive_writes_only_into_its_folder(tmp_path):
     (tmp_path / "records.jsonl.xz").write_bytes(lzma.compress(text.encode()))
     unarchive(tmp_path, tmp_path / "inside")
     assert not list(tmp_path.glob("*.json")) + list(tmp_path.parent.glob("out.json"))
-    assert {p.relative_to(tmp_path / "inside").as_posix() for p in tmp_path.rglob("out.json")} == {
-        "a/cells/out.json",
-        "a/out.json",
-    }
+    assert [p.relative_to(tmp_path / "inside").as_posix() for p in tmp_path.rglob("out.json")] == ["a/out.json"]
+    assert read_cells(tmp_path / "inside" / "a") == {"out": {}}
 
 
 @pytest.fixture

@@ -290,7 +290,7 @@ class Experiment:
                 path, cell = learned_file(records.folder, domain, name), _cell(domain, name)
                 # what was learned into a file that is gone is learned again; what could not be learned is not
                 if not path.exists() and records.has(cell) and "failed" not in records.read(cell):
-                    records.path(cell).unlink(missing_ok=True)
+                    records.forget(cell)
                 drawn = domain if geometry.same_tasks else path.stem
                 if away:
                     yield Cell(cell, partial(learn_away, size, family, geometry, seed, drawn), partial(bring, path))

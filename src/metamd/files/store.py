@@ -25,6 +25,9 @@ from metamd.files.text import brief, shown
 
 FORMAT = 1
 ARCHIVE = "records.jsonl.xz"
+UNPACKED = "cells.json"
+"""The cells that came out of an archive: one file, since thousands of small ones take minutes to write and to read."""
+
 CHECKPOINT, CHECKPOINT_VERSION = Kind("checkpoint", "metamd.checkpoint", described=False), 3
 
 Result = dict[str, Any]
@@ -35,14 +38,18 @@ Log = Callable[[dict[str, Any], int], None]
 
 
 class Records:
-    """The cells of one run in a folder, a small JSON file each; a folder that was made with other settings is refused."""
+    """The cells of one run in a folder, a small JSON file each; a folder that was made with other settings is refused.
+
+    Cells that came out of an archive lie in one file together; a file of its own goes before them.
+    """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
+        self._unpacked = _unpacked(folder)
         (folder / "cells").mkdir(parents=True, exist_ok=True)
         about = {"format": FORMAT, "settings": _as_read_back(settings)}
         path = folder / "run.json"
-        if not path.exists() and any((folder / "cells").iterdir()):
+        if not path.exists() and (self._unpacked or any((folder / "cells").iterdir())):
             raise ValueError(
                 f"{str(folder)!r} holds results, but not run.json, which says by which settings they were made. Put it "
                 "back, or choose another folder (--out)."
@@ -71,11 +78,17 @@ class Records:
 
     def read(self, name: str) -> Result:
         """A result that is there."""
-        return read_json(self.path(name))
+        return read_json(self.path(name)) if self.path(name).exists() else self._unpacked[name]
 
     def has(self, name: str) -> bool:
         """Whether the cell is there."""
-        return self.path(name).exists()
+        return name in self._unpacked or self.path(name).exists()
+
+    def forget(self, name: str) -> None:
+        """Remove a result, if it is there."""
+        if self._unpacked.pop(name, None) is not None:
+            write_json(self.folder / UNPACKED, self._unpacked)
+        self.path(name).unlink(missing_ok=True)
 
     def path(self, name: str) -> Path:
         """Where the cell is kept."""
@@ -184,7 +197,15 @@ def _checkpoint(text: str, tensors: Tensors) -> tuple[Tensors, dict[str, Any], d
 
 def read_cells(folder: Path) -> dict[str, Result]:
     """All cells of a run, by name."""
-    return {path.stem: read_json(path) for path in sorted((folder / "cells").glob("*.json"))}
+    return _unpacked(folder) | {path.stem: read_json(path) for path in sorted((folder / "cells").glob("*.json"))}
+
+
+def _unpacked(folder: Path) -> dict[str, Result]:
+    path = folder / UNPACKED
+    found = read_json(path, limit=ARCHIVE_LIMIT) if path.exists() else {}
+    if not all(isinstance(cell, dict) for cell in found.values()):
+        raise ValueError(f"every value in {str(path)!r} must be a JSON object. Delete the file, and it is made again.")
+    return found
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -193,10 +214,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, f"{{\n{lines}\n}}\n".encode())
 
 
-def read_json(path: Path, advice: str = "Delete the file, and it is computed again.") -> dict[str, Any]:
+def read_json(
+    path: Path, advice: str = "Delete the file, and it is computed again.", limit: int = JSON_LIMIT
+) -> dict[str, Any]:
     """The object in a JSON file, or a sentence that names the file and says what to do."""
     try:
-        found = strict_json(_content(path), repr(str(path)))
+        found = strict_json(_content(path, limit), repr(str(path)))
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}. {advice}") from None
     if not isinstance(found, dict):
@@ -223,7 +246,8 @@ def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda pl
         here = {"folder": place.relative_to(folder).as_posix()}
         lines.append(here | {"run": read_json(place / "run.json")})
         others = sorted(place.glob("*.json")) if place != folder else []
-        lines += [here | {"file": p.name, "content": read_json(p)} for p in others if p.name != "run.json"]
+        others = [p for p in others if p.name not in ("run.json", UNPACKED)]
+        lines += [here | {"file": p.name, "content": read_json(p)} for p in others]
         few = screened(place)
         for name, cell in sorted(read_cells(place).items()):
             digits = FEWER if name in few or "runs" in cell else KEPT
@@ -232,6 +256,7 @@ def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda pl
     write_atomically(folder / ARCHIVE, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
     for place in sorted(places, reverse=True):  # folders inside others first
         shutil.rmtree(place / "cells", ignore_errors=True)
+        (place / UNPACKED).unlink(missing_ok=True)
         if place != folder:
             for path in place.glob("*.json"):
                 path.unlink()
@@ -250,14 +275,16 @@ def _with_short_losses(cell: Result, digits: int) -> Result:
 
 
 def unarchive(folder: Path, into: Path | None = None) -> None:
-    """Write the records of an archive as files, in its folder or in another one; cells that are there are kept."""
+    """Write the records of an archive into its folder or another one; cells that are there are kept."""
     where, into = repr(str(folder / ARCHIVE)), into or folder
     try:
         unpack = lzma.LZMADecompressor(memlimit=2**30)
         text = unpack.decompress(_content(folder / ARCHIVE, ARCHIVE_LIMIT), ARCHIVE_LIMIT)
         if not unpack.eof:
             raise ValueError(f"it is cut short, or unpacks to more than {ARCHIVE_LIMIT:,} bytes")
-        settings, files = {}, {}
+        settings: dict[Path, Any] = {}
+        cells: dict[Path, dict[str, Result]] = {}
+        files = {}
         for line in text.splitlines():
             said = strict_json(line, f"a line of {where}")
             place = into / said["folder"]
@@ -266,7 +293,7 @@ def unarchive(folder: Path, into: Path | None = None) -> None:
             if "run" in said:
                 settings[place] = said["run"]["settings"]
             elif "cell" in said:
-                files[place / "cells" / f"{Path(said['cell']).name}.json"] = said["result"]
+                cells.setdefault(place, {})[Path(said["cell"]).name] = dict(said["result"])
             else:
                 files[place / Path(said["file"]).name] = said["content"]
     except (lzma.LZMAError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -275,10 +302,11 @@ def unarchive(folder: Path, into: Path | None = None) -> None:
         ) from None
     for place, about in settings.items():
         Records(place, about)
+    for place, found in cells.items():
+        write_json(place / UNPACKED, found)
     for path, content in files.items():
-        if not path.exists():  # thousands of them: a kill leaves each one whole or not there, a power cut may not
-            path.with_suffix(".tmp").write_text(json.dumps(content))
-            path.with_suffix(".tmp").replace(path)
+        if not path.exists():
+            write_json(path, content)
 
 
 @contextmanager

@@ -1,38 +1,80 @@
-"""The programs of examples/, each in a tiny form."""
+"""The programs of examples/, each in tiny form and in an empty folder, without the data mirror; and the notebook."""
 
+import importlib.util
+import json
+import os
+import re
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
-from tests.data_builders import publish_files
-from tests.tasks.test_language import sources
-from tests.tasks.test_pictures import photograph
-from tests.test_example_loops import NAMES
+from tests import processes
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-KODAK = {"kodak": {f"kodim{n:02d}.png": photograph(n) for n in range(1, 25)}}
-TINY = {
-    "adapters.py": (lambda: sources(4, layers=1), ["--steps", "2", "--tasks", "2"], "bits per character"),
-    "photograph.py": (lambda: KODAK, ["--steps", "3", "--tasks", "2", "--side", "4"], "PSNR in dB after 3 steps"),
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOK = ROOT / "examples" / "photograph.ipynb"
+NEEDS = {
+    "adapters": ("peft", "sklearn"),
+    "lightning_module": ("lightning",),
+    "photograph": ("matplotlib", "sklearn"),
+    "trainer": ("accelerate", "transformers"),
 }
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
-    make, options, said = TINY[name]
-    publish_files(tmp_path, monkeypatch, **make())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [name, *options])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    out = capsys.readouterr().out
-    assert said in out
-    assert out.count("\n") == 5
-    assert list(tmp_path.glob("*.safetensors"))
+def run_example(path, folder):
+    """Run a file as a script, with one small number as its argument."""
+    os.environ["HF_HUB_OFFLINE"], os.environ["MPLBACKEND"] = "1", "agg"
+    for mirror in ("METAMD_DATA", "METAMD_OFFICIAL"):
+        os.environ.pop(mirror, None)
+    os.chdir(folder)
+    warnings.simplefilter("error")
+    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # lightning's use of torch
+    sys.argv = [str(path), "5"]
+    if path.suffix == ".py":
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    names = {"__name__": "__main__"}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
 
 
-def test_examples_are_short_and_all_are_run():
-    found = {path.name: path.read_text().count("\n") for path in EXAMPLES.glob("*.py")}
-    assert {*TINY, *(f"{name}.py" for name in NAMES)} == set(found), "each is run here or by tests/test_example_loops.py"
-    assert max(found.values()) < 60
+def check(path, folder):
+    missing = [name for name in NEEDS.get(path.stem, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed: pip install '.[clients,demo]'")
+    ended = processes.run(run_example, path, folder)
+    assert ended.code == 0, ended.err
+    assert re.search(r"\d\.\d{3}", ended.out), "numbers are printed"
+
+
+FRAMEWORKS = pytest.mark.slow  # importing one takes seconds
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=[FRAMEWORKS] * (p.stem in NEEDS)) for p in EXAMPLES])
+def test_examples_run(path, tmp_path):
+    check(path, tmp_path)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_examples_are_short_and_say_how_to_run_them(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 60
+    assert f"python examples/{path.name}" in text
+
+
+def test_the_notebook_is_the_example():
+    found = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(NOTEBOOK.read_text())["cells"]]
+    cells = runpy.run_path(str(ROOT / "scripts" / "notebook.py"))["cells"]
+    assert found == cells(NOTEBOOK.with_suffix(".py").read_text()), "run scripts/notebook.py"
+    assert cells(NOTEBOOK.with_suffix(".py").read_text() + "\nprint()\n") != found
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    check(NOTEBOOK, tmp_path)

@@ -103,9 +103,9 @@ def test_a_planted_winner_is_found():
     assert areas["better"] > areas["ours"] > areas["worse"]
 
 
-def regression(test_losses):
+def regression(test_losses, theirs=1.0):
     """Nine tasks: ours has lower training losses, and these test losses; no task has an accuracy."""
-    runs = {"ours": [2.0] + [0.8] * 10, "theirs": [2.0] + [1.5] * 5 + [1.0] * 5}
+    runs = {"ours": [2.0] + [0.8] * 10, "theirs": [2.0] + [1.5 * theirs] * 5 + [theirs] * 5}
     entrants = {
         label: (
             Candidate(
@@ -137,6 +137,8 @@ def test_who_is_ahead_in_training_alone_is_said_to_be_so(ours, verdict, tmp_path
     assert f"| {verdict} |" in page
     opened = "0.64 times that of theirs, the tuned rival. This is more than chance. Its test loss is"
     assert opened in page
+    far = regression({"ours": ours, "theirs": 1.0}, theirs=1e4)
+    assert "mean training loss is less than 0.01 times that of theirs" in sections(far, tmp_path)[0].headline
     assert "validation loss" in page
     some = replace(found.folds[0].entrants["ours"][0].outcomes[0], ends={})
     lacking = replace(found.folds[0], entrants={**found.folds[0].entrants, "ours": (Candidate({}, (some,)),)})

@@ -51,12 +51,12 @@ DEMO_PARTS = {
     "digits": (
         "Rotated digits: learned here, from two recorded runs",
         "A small network on 8x8 digits. AdamW at its default rate trained it twice, on digits turned by {angles} degrees. "
-        "`Recorder` watched, and `learn` made the file without any further training. New networks are trained with it on "
+        "From these two records the file was learned, without any further training. New networks are trained with it on "
         "digits turned by {held_out} degrees.",
     ),
     "quadratics": (
         "Quadratics: a file that comes with the package",
-        "New, badly scaled quadratics in two dimensions. The file `quadratic` was learned on others.",
+        "New, badly scaled quadratics in two dimensions. The file was learned on others.",
     ),
 }
 """The title of each part of the page, and what its tasks are."""

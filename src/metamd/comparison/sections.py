@@ -146,9 +146,13 @@ def headline(c: Comparison) -> str:
         sure = f"{len(c.groups)} run{'s' * (len(c.groups) != 1)} each do not decide whether this is chance."
     if "test_loss" in c.metrics:
         on_test = next(d for d in c.differences("test_loss") if d.label == best)
-        sure += "" if math.isnan(on_test.ratio) else f" Its test loss is {on_test.ratio:.2f} times that of {best}."
+        sure += "" if math.isnan(on_test.ratio) else f" Its test loss is {_times(on_test.ratio)} that of {best}."
     several = f"the best of {len(shown)} tuned rivals" if len(shown) > 1 else "the tuned rival"
-    return f"{ours}'s mean training loss is {found.ratio:.2f} times that of {best}, {several}. {sure}"
+    return f"{ours}'s mean training loss is {_times(found.ratio)} that of {best}, {several}. {sure}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} times" if ratio >= 0.01 else "less than 0.01 times"
 
 
 def _asked(c: Comparison) -> str:

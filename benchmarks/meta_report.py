@@ -71,13 +71,18 @@ def show(rows: list[Row], goals: list[dict[str, Any]]) -> None:
 
 
 def markdown(goals: list[dict[str, Any]]) -> str:
-    """The table of docs/results/costs.md."""
-    lines = ["| | found | aim |", "|---|---|---|"]
+    """The table of docs/results/costs.md: each ratio over all settings that it was measured in, from least to most."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for goal in goals:
-        aim = f"at {'least' if goal['at_least'] else 'most'} {goal['target']:g}"
-        mark = {True: "", False: ": missed", None: ": not installed"}[goal["met"]]
-        found = "" if goal["found"] is None else f"{goal['found']:.3f}"
-        lines.append(f"| {goal['question']}: {goal['what']} | {found} | {aim}{mark} |")
+        groups.setdefault((goal["question"], goal["what"].rpartition(": ")[2]), []).append(goal)
+    lines = ["| | found | aim |", "|---|---|---|"]
+    for (question, what), each in groups.items():
+        values = sorted(goal["found"] for goal in each if goal["found"] is not None)
+        least, most = (f"{x:.3f}" for x in (values[0], values[-1])) if values else ("", "")
+        missed = sum(goal["met"] is False for goal in each)
+        aim = f"at {'least' if each[0]['at_least'] else 'most'} {each[0]['target']:g}"
+        said = f": **missed in {missed} of {len(each)}**" if missed else ""
+        lines.append(f"| {question}: {what} | {least if least == most else f'{least} to {most}'} | {aim}{said} |")
     return "\n".join(lines)
 
 

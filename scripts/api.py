@@ -5,12 +5,12 @@ python scripts/api.py
 
 import inspect
 import re
-from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import metamd
+from metamd.tasks import FAMILIES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 PARTS = {
@@ -26,10 +26,13 @@ PARTS = {
 }
 """The names of `metamd` in the order of use; what is not here yet comes last, so that no public name is missing."""
 
+RETURNED = {"Run", "LearnedOptimiser", "Certificate", "HeldOutCertificate", "Comparison"}
+"""Classes that a function returns: what can be asked of them matters, not how they are made."""
+
 OPENING = """# API reference
 
-`python scripts/api.py` writes this page from the package. `help(metamd.NAME)` has the full text and an example. Importing
-`metamd` is cheap: a name is fetched, and torch with it, when it is first used.
+What you call first comes first, with all arguments; then the options that these functions take; then the modules.
+`help(metamd.NAME)` has the full text, the arguments and an example. `python scripts/api.py` writes this page.
 """
 
 
@@ -42,7 +45,7 @@ def signature(thing: Any) -> str:
     except (TypeError, ValueError):
         return ""
     plain = [p.replace(annotation=inspect.Parameter.empty, default=_short(p.default)) for p in found.parameters.values()]
-    text = str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    text = str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty)).replace("(*args, **kwargs)", "")
     text = re.sub(r"<(?:class|function) '?(?:[\w.]+\.)?(\w+)'?(?: at 0x\w+)?>", r"\1", text)
     return re.sub(r"\b(?:metamd|torch|math)\.(?:\w+\.)*(\w+)", r"\1", text)
 
@@ -74,31 +77,44 @@ def methods(thing: Any) -> list[str]:
     return sorted(n for n in found if inspect.getdoc(own[n]))
 
 
-def entries(names: Iterable[str], module: Any) -> list[str]:
-    """A paragraph for each name."""
-    lines = []
-    for name in names:
-        thing = getattr(module, name)
-        text = f"**`{name}{signature(thing)}`**  \n{sentence(thing)}".rstrip()
-        more = ", ".join(f"`{n}`" for n in methods(thing))
-        lines.append(text + (f"  \nWith {more}." if more else ""))
-    return lines
+def entry(name: str) -> str:
+    """A paragraph for a name that users begin with."""
+    thing = getattr(metamd, name)
+    head = name if name in RETURNED else name + signature(thing)
+    more = ", ".join(f"`{n}`" for n in methods(thing)) if name in RETURNED or name in ("MetaMD", "Recorder") else ""
+    return f"**`{head}`**  \n{sentence(thing)}" + (f"  \nIt has {more}." if more else "")
+
+
+def line(name: str, module: Any, *, arguments: bool) -> str:
+    """A line for any other name."""
+    thing = getattr(module, name)
+    said = sentence(thing)
+    return f"- `{name}{signature(thing) if arguments else ''}`" + (f": {said}" if said else "")
 
 
 def page() -> str:
     """The page."""
     listed = [name for names in PARTS.values() for name in names]
     rest = [n for n in (*metamd.__all__, *metamd._HOME) if n not in listed and n not in metamd._SUBMODULES]
+    rest = list(dict.fromkeys(rest))
     blocks = [OPENING]
-    for title, names in {**PARTS, "Records and options that these take": tuple(dict.fromkeys(rest))}.items():
-        blocks += [f"## {title}\n", *(f"{entry}\n" for entry in entries(names, metamd))]
+    for title, names in PARTS.items():
+        blocks += [f"## {title}\n", *(f"{entry(name)}\n" for name in names)]
+    blocks += ["## Options and helpers\n", "\n".join(line(name, metamd, arguments=True) for name in rest) + "\n"]
     for short, path in sorted(metamd._SUBMODULES.items()):
         module = import_module(path)
         names = getattr(module, "__all__", None) or sorted(
             n for n, x in vars(module).items() if inspect.isclass(x) and x.__module__ == path and not n.startswith("_")
         )
         here = [name for name in names if name not in rest]
-        blocks += [f"## `{short}`, a module of `metamd`\n", *(f"{entry}\n" for entry in entries(here, module))]
+        families = [name for name in here if short == "tasks" and name.replace("_", "-") in FAMILIES]
+        plain = [name for name in here if not sentence(getattr(module, name))]
+        lines = [line(name, module, arguments=False) for name in here if name not in {*families, *plain}]
+        blocks += [f"## Module `{short}`\n", "\n".join(lines) + "\n"]
+        if families:
+            blocks.append(f"[Families](families.md): {', '.join(f'`{name}`' for name in families)}.\n")
+        if plain:
+            blocks.append(f"Types and tables: {', '.join(f'`{name}`' for name in plain)}.\n")
         if others := [f"`{name}`" for name in names if name in rest]:
             blocks.append(f"Also {', '.join(others)}, above.\n")
     return "\n".join(blocks)

@@ -103,6 +103,22 @@ def test_papers_step_is_the_papers():
     assert all(torch.allclose(step[n], x[n] - 0.5 * g[n] / phi.metric(n)[j], rtol=1e-12) for n in x)
 
 
+def test_the_papers_step_jumps_where_the_exact_one_is_continuous():
+    """The first step ends where both pieces are equally large, for the scale 1: the second then takes one or the other."""
+    begin = {"x": torch.tensor([1.0, 0.1], dtype=torch.float64)}
+    push = {"x": torch.tensor([1.0, -0.2], dtype=torch.float64)}
+
+    def end(scale, exact):
+        metrics = torch.tensor([[2.0, 0.5], [0.5 * scale, 2.0 * scale]], dtype=torch.float64)
+        mixture = MaxDiagonal(2, centre="origin").with_metrics({"x": metrics.log()}).bind(begin)
+        first = mirror_step(begin, push, mixture, exact=exact)
+        return mirror_step(first.params, push, mixture, active=first.active, exact=exact).params["x"].detach()
+
+    gaps = [(end(1 - 1e-9, exact) - end(1 + 1e-9, exact)).norm() for exact in (False, True)]
+    assert gaps[0] > 1
+    assert gaps[1] < 1e-6
+
+
 def test_random_pieces_leave_no_single_piece_consistent():
     """Why the exact step needs weights: with random metrics in ten dimensions most steps end on a kink."""
     kinks = 0

@@ -10,6 +10,7 @@ import ast
 import re
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 
 def cells(program: str) -> list[tuple[str, str]]:
@@ -31,7 +32,8 @@ def main() -> None:
     path = Path(sys.argv[1] if len(sys.argv) > 1 else "examples/photograph.py")
     make = {"markdown": v4.new_markdown_cell, "code": v4.new_code_cell}
     notebook = v4.new_notebook(cells=[make[kind](text) for kind, text in cells(path.read_text())])
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    with TemporaryDirectory() as folder:  # for what the program writes
+        nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
     for number, cell in enumerate(notebook.cells):  # neither times nor names that are drawn anew in every run
         cell["id"], cell["metadata"] = str(number), {}
     notebook["metadata"] = {"language_info": {"name": "python"}}

@@ -19,7 +19,7 @@ import numpy as np
 
 from metamd.cli.report import read_comparison, tables
 from metamd.comparison.comparison import Fold
-from metamd.comparison.entrants import UNTUNED
+from metamd.comparison.entrants import PRINTED, UNTUNED
 from metamd.comparison.pace import geometric_mean
 from metamd.comparison.page import as_markdown, markdown_table
 from metamd.comparison.sections import formatted, interval
@@ -48,6 +48,8 @@ def shown(name: str) -> str:
     result = _summary(name)
     if name in OWN:
         return OWN[name](result)
+    if result.get("variant") == "published":
+        return _against_sgd(result)
     return _accuracies(result) if result.get("protocol") == "paper" else _against(result)
 
 
@@ -104,6 +106,31 @@ def _accuracies(result: Result) -> str:
         return markdown_table(["test accuracy, %", "here"], lines)
     lines = [[*line, formatted(papers.get(line[0].removesuffix(DECAY)), ".2f")] for line in lines]
     return markdown_table(["test accuracy, %", "here", "in the paper"], lines)
+
+
+def _against_sgd(result: Result) -> str:
+    """The paper's method: accuracies, everybody divided by tuned SGD, and of the files with three pieces what they are."""
+    rows = [row for row in result["rows"] if "label" in row and not row["label"].endswith((UNTUNED, PRINTED))]
+    against = {row["against SGD"]: row for row in result["rows"] if "against SGD" in row}
+    domains = list(rows[0]["accuracy"])
+    lines = []
+    for row in rows:
+        paper = _mean(row["published"], domains) if {*domains} <= {*row["published"]} else None
+        cells = [row["label"], f"{_mean(row['accuracy'], domains):.2f}", formatted(paper, ".2f")]
+        found = against.get(row["label"])
+        loss, low, steps = (geometric_mean(found[k]) if found else 1.0 for k in ("mean_loss", "quickest", "steps"))
+        there = f"there in {found['arrived'][0]} of {found['arrived'][1]} runs" if found and steps is None else ""
+        lines.append([*cells, *(formatted(x, ".2f", "diverged") for x in (loss, low)), formatted(steps, ".2f", there)])
+    heads = ["", "test accuracy, %", "in the paper", "mean loss / SGD's", "lowest of any setting", "steps to SGD's final loss"]
+    files = []
+    for row in (r for r in result["rows"] if r.get("learned", "").endswith("N = 3")):
+        used = (row["windows"][0], [fmean(w) for w in zip(*row["windows"], strict=True)], row["windows"][-1])
+        shares = [" / ".join(f"{x:.2f}" for x in w) for w in used]
+        spreads = [f"{row[k]:.2f}" for k in ("coordinates", "tensors", "pieces")]
+        files.append([row["learned"].partition(",")[0], *spreads, row["counts as"], *shares])
+    spread = ["held out", "spread of log M: coordinates", "tensors", "pieces", "counts as"]
+    shares = ["steps of pieces 1 / 2 / 3: first tenth", "whole run", "last tenth"]
+    return f"{markdown_table(heads, lines)}\n{markdown_table([*spread, *shares], files)}"
 
 
 def _better_schedule(rows: Sequence[Result], score: Callable[[Result], float]) -> list[Result]:

@@ -136,10 +136,9 @@ def test_everybody_is_divided_by_tuned_sgd(tmp_path):
     everybody = entrants({}, [rival("sgd"), rival("sgdm")], family, protocol, records=records)
     found = compare(everybody, family, protocol, folder=tmp_path)
     rows = {row["against SGD"]: row for row in against_sgd([tmp_path])}
-    assert list(rows) == ["SGD", "SGD-M"], "no rows for what is untuned or of the grid as printed"
-    losses = {label: found.estimate(label, "mean_loss").value for label in rows}
+    assert list(rows) == ["SGD-M"], "no rows for what is untuned or of the grid as printed"
+    losses = {label: found.estimate(label, "mean_loss").value for label in ("SGD", "SGD-M")}
     assert rows["SGD-M"]["mean_loss"] == [pytest.approx(losses["SGD-M"] / losses["SGD"])]
-    assert (rows["SGD"]["mean_loss"], rows["SGD"]["quickest"]) == ([1.0], [1.0])
     trials = [c for n, c in read_cells(tmp_path / "tuning").items() if n.startswith("trial-") and "runs" in c]
     lowest = {
         name: min(fmean(t["runs"][0]["losses"][1:]) for t in trials if t["runs"][0]["contender"]["rival"] == name)
@@ -168,3 +167,4 @@ def test_a_scale_may_leave_geometries_out():
     assert list(experiment.at("cpu").geometries) == [f"published-{n}" for n in (3, 1, 2)]
     assert experiment.at("paper") is experiment
     assert "kronecker" in experiment.geometries
+    assert experiment.published[AS_PUBLISHED]["45"] == 87.54

@@ -150,7 +150,7 @@ def against_sgd(places: Sequence[Path]) -> list[Result]:
     lowest = [_lowest(place) for place in places]
     found: list[Result] = []
     for label in joined.labels:
-        if label.endswith((UNTUNED, PRINTED)):
+        if label == "SGD" or label.endswith((UNTUNED, PRINTED)):
             continue
         rows = pace(joined, ["SGD"], ours=label)
         each = [(_of(fold, label), _of(fold, "SGD"), low) for fold, low in zip(joined.folds, lowest, strict=True)]
@@ -221,6 +221,7 @@ def _published(of: Experiment, offered: Unpublished = SMALLER_K, **scales: Scale
         of,
         variant="published",
         geometries=geometries(offered),
+        published={AS_PUBLISHED if title == "MetaMD" else title: found for title, found in of.published.items()},
         scales=scales,
         target="SGD",
         more=partial(_more, of),

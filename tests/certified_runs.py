@@ -178,3 +178,27 @@ def random_run(seed: int, *, sums: type[RunSums] = RunSums, linear: bool = False
                 params["a"].mul_(0.5)
             plain = False
     return RandomRun(f"{name}, seed {seed}", certificate, phi, found, loss, plain)
+
+
+def random_tail_run(seed: int, *, certify: bool = True, linear: bool = False) -> tuple[RandomRun, np.ndarray]:
+    """A run with a tail average and the same loss in every step, and the model that `opt.eval()` gives."""
+    rng = np.random.default_rng(seed)
+    params = {n: nn.Parameter(torch.from_numpy(rng.normal(size=size))) for n, size in SIZES.items()}
+    loss, rate, shift = (Linear if linear else Loss)(rng, 5), float(np.exp(rng.normal() - 2)), rng.normal(size=5)
+    polar, pieces = rng.integers(3) == 0, int(rng.integers(1, 4))
+    logs = {n: torch.from_numpy(rng.normal(size=(1 if polar else pieces, size))) for n, size in SIZES.items()}
+    geometry = (Diagonal() if polar else MaxDiagonal(pieces)).with_metrics(logs)
+    options: dict[str, Any] = {"metric": POLAR} if polar else {}
+    optimiser = MetaMD(list(params.items()), geometry, rate, averaging="tail", certify=certify, **options)
+    points = []
+    for _ in range(int(rng.integers(1, 12))):
+        x = np.concatenate([p.detach().numpy().copy() for p in params.values()])
+        g = loss.grad(x, shift)
+        points.append((x, g, shift, 1.0))
+        for p, part in zip(params.values(), np.split(g, [2]), strict=True):
+            p.grad = torch.from_numpy(part.copy())
+        optimiser.step()
+    optimiser.eval()
+    model = np.concatenate([p.detach().numpy().copy() for p in params.values()])
+    found = RandomRun(f"tail, seed {seed}", optimiser.certificate, geometry.bind(params), points, loss, plain=False)
+    return found, model

@@ -2,7 +2,7 @@
 
 Gradients g_t of f_t are taken at x_t, and c is the start. A run keeps, tensor by tensor and in float64,
 
-    S = sum_t <g_t, x_t - c>,    G = sum_t g_t.
+    P = sum_t <g_t, x_t>,    G = sum_t g_t,    and S = sum_t <g_t, x_t - c> = P - <G, c>.
 
 For convex f_t and every u, sum_t (f_t(x_t) - f_t(u)) <= sum_t <g_t, x_t - u> = S - <G, u - c>. The largest value over the
 ball N(u - c) <= rho is S + rho N*(G), N* the dual norm. Nothing is assumed of the steps. Where they were plain mirror
@@ -37,14 +37,13 @@ START, SUM, AVERAGED = "certificate_start", "certificate_sum", "certificate_aver
 """Where the state of a parameter keeps its start, if that is not the potential's centre; G; and the tail average of G."""
 
 VERSION = 3
-"""Of the text in a state_dict. The first kept the sums of mirror descent alone; the second had another tail average."""
+"""Of the text in a state_dict. The first had the sums of mirror descent alone; the second S, and another tail average."""
 
 Reference = Mapping[str, Tensor] | nn.Module | Iterable[Tensor]
 Scale = float | Tensor | Callable[[], float | Tensor]
-_CHUNK = 2**18  # numbers that are taken at once: what lies in between stays small
+_UNSAVED = {"header", "mirror", "passes"}
+_CHUNK = 2**18  # numbers that are taken at once, so that they stay near the processor and two float64 copies are small
 _ROUNDOFF = 2.0**-53
-_PATH, _SQUARE, _AWAY, _AVERAGE, _WHOLE = range(5)
-"""Of a row: S, sum |g|^2, sum |x - c|^2; S under the weights of the tail average, and 1 if it has all points of that."""
 
 
 class Seen(NamedTuple):
@@ -67,9 +66,14 @@ class RunSums:
 
     steps: int = 0  # T
     names: list[str] = field(default_factory=list)  # of the tensors that had a gradient
-    table: Tensor = field(default_factory=lambda: torch.zeros(0, 5, dtype=torch.float64))  # their sums, a row for each
+    table: Tensor = field(
+        default_factory=lambda: torch.zeros(2, dtype=torch.float64)
+    )  # sum |g|^2 and sum |x|^2 of all tensors, and P of each
+    averages: Tensor = field(
+        default_factory=lambda: torch.zeros(0, 2, dtype=torch.float64)
+    )  # of each, P under the weights of the tail average, and 1 if it has all points of that
     seen: dict[str, int] = field(default_factory=dict)  # in how many steps a tensor had a gradient
-    weight: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # the sum of the known factors
+    weight: Tensor | float = 0.0  # the sum of the known factors
     losses: Tensor = field(
         default_factory=lambda: torch.zeros((), dtype=torch.float64)
     )  # the sum of those that are known, weighted by the factors
@@ -81,6 +85,9 @@ class RunSums:
     mirror: "MirrorSums | None" = None  # for the paper's bounds, while the steps are those of plain mirror descent
     square: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # |g_t|^2 of the last step
     header: Header | None = None  # of the file, with its radius; not saved
+    passes: "tuple[Any, list[_Pass]] | None" = (
+        None  # room in which `add` works, and what it is for; neither saved nor copied
+    )
 
     @torch.no_grad()
     def add(
@@ -99,22 +106,24 @@ class RunSums:
                 _open(s.store, s.param, averaged=s.share is not None)
         if not moving or (idle and not _any_gradient(moving)):
             return
-        found = _products(moving)
-        if any(is_sharded(s.param) for s in moving):
-            parts = {s.name: row for s, row in zip(moving, found, strict=True)}
-            found = torch.stack(list(sum_shards(parts, {s.name: s.param for s in moving}).values()))
-        self.square = found[:, _SQUARE].sum()
-        if new := [s.name for s in moving if s.name not in self.seen]:
+        key = [(id(p := s.param), p.device, p.shape, s.ascent) for s in moving]
+        if self.passes is None or self.passes[0] != key:
+            _to_params(seen)
+            self.passes = key, _passes(moving)
+        found = _products(moving, self.passes[1])
+        self.square = found[0]
+        names = [s.name for s in moving]
+        if names != self.names and (new := [n for n in names if n not in self.seen]):
             self.names += new
-            self.table = torch.cat([self.table.to(found), found.new_zeros(len(new), 5)])
-        self.seen.update({s.name: self.seen.get(s.name, 0) + 1 for s in moving})
+            self.table = torch.cat([self.table.to(found), found.new_zeros(len(new))])
+            self.averages = torch.cat([self.averages.to(found), found.new_zeros(len(new), 2)])
+        self.seen.update({n: self.seen.get(n, 0) + 1 for n in names})
         self.table = self.table.to(found.device)
-        if [s.name for s in moving] == self.names:
-            self.table[:, :3] += found
+        if names == self.names:
+            self.table += found
         else:
-            self.table[[self.names.index(s.name) for s in moving], :3] += found
-        if any(s.share is not None for s in seen):
-            self._follow(seen, {s.name: row[_PATH] for s, row in zip(moving, found, strict=True)})
+            self.table[[0, 1, *(2 + self.names.index(n) for n in names)]] += found
+        self._follow(seen, names, found)
         self.ascent = self.ascent or any(s.ascent for s in moving)
         self.descent = self.descent or not all(s.ascent for s in moving)
         if isinstance(loss, Real) or (isinstance(loss, Tensor) and loss.numel() == 1):  # a closure may return anything
@@ -123,35 +132,35 @@ class RunSums:
         self.weight = _plus(self.weight, factor)
         self.steps += 1
 
-    def _follow(self, seen: Sequence[Seen], paths: Mapping[str, Tensor]) -> None:
-        """Give S and G of a step the weights that a tail average of the parameters has given to its point."""
-        groups: dict[tuple[float, bool], list[Seen]] = {}  # nearly always one: those of one share and sign
+    def _follow(self, seen: Sequence[Seen], moving: list[str], found: Tensor) -> None:
+        """Give P of a step, and G of tensors that had no gradient, the weights of a tail average of the parameters."""
+        groups: dict[float, list[Seen]] = {}  # nearly always one
         for s in seen:
             if s.share is not None and s.name in self.seen and AVERAGED in s.store:
-                if s.store[AVERAGED].device != s.param.device:
-                    s.store[AVERAGED] = s.store[AVERAGED].to(s.param.device)
-                groups.setdefault((s.share, s.ascent), []).append(s)
-        for (share, ascent), group in groups.items():
-            torch._foreach_mul_([local(s.store[AVERAGED]) for s in group], 1 - share)
-            moving = [(local(s.store[AVERAGED]), local(s.grad)) for s in group if s.grad is not None]
-            if moving:
-                means, grads = zip(*moving, strict=True)
-                torch._foreach_add_(means, grads, alpha=-share if ascent else share)
-            rows = [self.names.index(s.name) for s in group]
-            kept = self.table if rows == list(range(len(self.names))) else self.table[rows]
-            kept[:, _AVERAGE] *= 1 - share
-            path = [paths[s.name] if s.name in paths else kept.new_zeros(()) for s in group]
-            kept[:, _AVERAGE] += share * torch.stack(path)
+                groups.setdefault(s.share, []).append(s)
+        for share, group in groups.items():
+            if resting := [local(s.store[AVERAGED]) for s in group if s.grad is None]:
+                torch._foreach_mul_(resting, 1 - share)
+            names = [s.name for s in group]
+            self.averages = self.averages.to(found.device)
+            if names == moving == self.names:
+                self.averages[:, 0].lerp_(found[2:], share)
+            else:
+                known, none = dict(zip(moving, found[2:], strict=True)), found.new_zeros(())
+                rows = [self.names.index(n) for n in names]
+                path = torch.stack([known.get(n, none) for n in names])
+                self.averages[rows, 0] = torch.lerp(self.averages[rows, 0], path, share)
             if share == 1:  # the average begins here
-                kept[:, _WHOLE] = 1.0
-            if kept is not self.table:
-                self.table[rows] = kept
+                self.averages[[self.names.index(n) for n in names], 1] = 1.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "passes"}
 
     # saving
 
     def encode(self) -> str:
         """All numbers as text, for a state_dict: no digit is lost, and no optimiser casts it."""
-        plain = {k: v for k, v in vars(self).items() if k not in ("header", "mirror")}
+        plain = {k: v for k, v in vars(self).items() if k not in _UNSAVED}
         kept = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in plain.items()}
         mirror = None if self.mirror is None else self.mirror.encode()
         return json.dumps({"version": VERSION, **kept, "mirror": mirror})
@@ -167,9 +176,11 @@ class RunSums:
                     fresh.mirror = None
                 return fresh
             mirror = kept.pop("mirror")
-            tensors = {"weight": (), "losses": (), "square": (), "table": (len(kept["names"]), 5)}
+            rows = len(kept["names"])
+            tensors = {"losses": (), "square": (), "table": (2 + rows,), "averages": (rows, 2)}
+            kept["weight"] = float(kept["weight"])
             kept |= {k: torch.tensor(kept[k], dtype=torch.float64).reshape(shape) for k, shape in tensors.items()}
-            if kept.keys() != vars(fresh).keys() - {"header", "mirror"} or set(kept["seen"]) != set(kept["names"]):
+            if kept.keys() != vars(fresh).keys() - _UNSAVED or set(kept["seen"]) != set(kept["names"]):
                 raise ValueError("other fields")
             fresh.__dict__.update(kept)
             fresh.mirror = None if mirror is None or self.mirror is None else MirrorSums.decode(mirror)
@@ -227,9 +238,11 @@ def forget_stores(stores: Iterable[dict[str, Any]]) -> None:
             store.pop(key, None)
 
 
-def _plus(total: Tensor, term: Any) -> Tensor:
+def _plus(total: Any, term: Any) -> Any:
     """A sum in float64 that stays where its terms are."""
-    return total.to(term.device) + term.detach() if isinstance(term, Tensor) else total + term
+    if isinstance(term, Tensor):
+        return (total.to(term.device) if isinstance(total, Tensor) else total) + term.detach()
+    return total + term
 
 
 def _open(store: dict[str, Any], param: Tensor, *, averaged: bool) -> None:
@@ -244,70 +257,100 @@ def _start(store: Mapping[str, Any]) -> Tensor:
     return store[START] if START in store else store["start"]
 
 
-def _products(moving: Sequence[Seen]) -> Tensor:
-    """<g, x - c> of this process's part of every tensor, and the sums of |g|^2 and |x - c|^2; G has g added to it.
+@dataclass
+class _Pass:
+    """Pieces of tensors that are taken at once, and room for their gradients and points in float64."""
 
-    Products are in the precision of the parameters, float32 at least, and all sums in float64. The squares of a batch stand
-    in the row of its first tensor, since only their sums are needed.
-    """
-    device = moving[0].param.device
-    points = [local(s.param).detach() for s in moving]
-    found = torch.zeros(len(moving), 3, dtype=torch.float64, device=device)
-    paths: list[list[Tensor]] = [[] for _ in moving]
-    for batch in _batches(moving, points):
-        seen, here = [moving[i] for i, _, _ in batch], points[batch[0][0]]
-        wide = torch.float64 if here.dtype == torch.float64 else torch.float32
-        grads = _pieces([local(s.grad) for s in seen if s.grad is not None], batch, wide)
-        starts = [local(_start(s.store)) for s in seen]
-        starts = _pieces([c if c.device == here.device else c.to(here.device) for c in starts], batch, wide)
-        away = torch._foreach_sub(_pieces([points[i] for i, _, _ in batch], batch, wide), starts)
-        totals = _pieces([_total_of(s) for s in seen], batch, torch.float64)
-        if any(s.ascent for s in seen):
-            torch._foreach_add_(totals, torch._foreach_mul(grads, [-1.0 if s.ascent else 1.0 for s in seen]))
-        else:
-            torch._foreach_add_(totals, grads)
-        norms = torch.stack([*torch._foreach_norm(grads), *torch._foreach_norm(away)]).view(2, -1).double()
-        found[batch[0][0], 1:] += norms.square().sum(1).to(device)
-        torch._foreach_mul_(away, grads)
-        for (i, _, _), s, product in zip(batch, seen, away, strict=True):
-            path = product.sum(dtype=torch.float64)
-            paths[i].append(-path if s.ascent else path)
-    none = torch.zeros((), dtype=torch.float64, device=device)
-    sums = [p[0] if len(p) == 1 else torch.stack([*p, none.to(p[0].device)]).sum() if p else none for p in paths]
-    found[:, _PATH] = torch.stack([x if x.device == device else x.to(device) for x in sums])
-    return found
+    pieces: list[tuple[int, int, int]]  # which tensor, from where, to where
+    whole: bool  # whether they are all tensors, none of them cut
+    flat: Tensor  # (2, size)
+    grads: list[Tensor]  # views of it, a piece each, in the shape of the tensor if that is whole
+    points: list[Tensor]
+    pairs: list[tuple[Tensor, Tensor]]  # the same without a shape
+    ascent: list[Tensor]  # those of `grads` whose sign is turned
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The pieces of all tensors, as views."""
+        if self.whole:
+            return list(tensors)
+        whole = ((tensors[i], low, high) for i, low, high in self.pieces)
+        return [x if high - low == x.numel() else x.reshape(-1)[low:high] for x, low, high in whole]
 
 
-def _pieces(tensors: Sequence[Tensor], batch: "Batch", dtype: torch.dtype) -> list[Tensor]:
-    """What a batch has of the tensors, as views where they have the type already."""
-    whole = ((x, low, high) for x, (_, low, high) in zip(tensors, batch, strict=True))
-    parts = [x if high - low == x.numel() else x.reshape(-1)[low:high] for x, low, high in whole]
-    return [x if x.dtype == dtype else x.to(dtype) for x in parts]
-
-
-Batch = list[tuple[int, int, int]]
-"""Pieces of flattened tensors: which tensor, from where, to where."""
-
-
-def _batches(moving: Sequence[Seen], points: Sequence[Tensor]) -> list[Batch]:
-    found: list[Batch] = []
-    room, kind = 0, None
-    for i, (s, x) in enumerate(zip(moving, points, strict=True)):
+def _passes(moving: Sequence[Seen]) -> list[_Pass]:
+    """How tensors are taken, in pieces of at most `_CHUNK` numbers; all passes of a device share their room."""
+    found: list[list[tuple[int, int, int]]] = []
+    room, kind, parts = 0, None, [local(s.param) for s in moving]
+    for i, (s, x) in enumerate(zip(moving, parts, strict=True)):
         for low in range(0, x.numel(), _CHUNK):
-            high, own = min(low + _CHUNK, x.numel()), (x.device, x.dtype, is_sharded(s.param))
+            high, own = min(low + _CHUNK, x.numel()), (x.device, is_sharded(s.param))
             if high - low > room or own != kind:
                 found.append([])
                 room, kind = _CHUNK, own
             found[-1].append((i, low, high))
             room -= high - low
-    return found
+    rooms: dict[torch.device, Tensor] = {}
+    for device in {x.device for x in parts}:
+        sizes = [sum(h - low for _, low, h in p) for p in found if parts[p[0][0]].device == device]
+        rooms[device] = torch.zeros(2 * max(sizes, default=0), dtype=torch.float64, device=device)
+    return [_pass(pieces, moving, parts, rooms[parts[pieces[0][0]].device]) for pieces in found]
 
 
-def _total_of(s: Seen) -> Tensor:
-    """This process's part of G, on the device of the parameter."""
-    if s.store[SUM].device != s.param.device:
-        s.store[SUM] = s.store[SUM].to(s.param.device)
-    return local(s.store[SUM])
+def _pass(pieces: list[tuple[int, int, int]], moving: Sequence[Seen], parts: Sequence[Tensor], room: Tensor) -> _Pass:
+    sizes = [high - low for _, low, high in pieces]
+    flat = room[: 2 * sum(sizes)].view(2, -1)
+    shapes = [parts[i].shape if size == parts[i].numel() else (size,) for (i, _, _), size in zip(pieces, sizes, strict=True)]
+    sides = [side.split(sizes) for side in flat]
+    grads, points = ([x.view(shape) for x, shape in zip(side, shapes, strict=True)] for side in sides)
+    ascent = [g for (i, _, _), g in zip(pieces, grads, strict=True) if moving[i].ascent]
+    whole = [p[0] for p in pieces] == list(range(len(moving))) and all(low == 0 for _, low, _ in pieces)
+    whole = whole and sizes == [x.numel() for x in parts]
+    return _Pass(pieces, whole, flat, grads, points, list(zip(*sides, strict=True)), ascent)
+
+
+def _products(moving: Sequence[Seen], passes: Sequence[_Pass]) -> Tensor:
+    """|g|^2 and |x|^2 of all tensors together, and <g, x> of each; G has g added to it.
+
+    All is in float64, where products of narrower numbers are exact.
+    """
+    device = moving[0].param.device
+    grads, points = [local(s.grad) for s in moving if s.grad is not None], [local(s.param) for s in moving]
+    totals = [local(s.store[SUM]) for s in moving]
+    shares = {s.share for s in moving if AVERAGED in s.store}
+    means = [local(s.store.get(AVERAGED, g)) for s, g in zip(moving, totals, strict=True)] if shares else []
+    found = []
+    for p in passes:
+        torch._foreach_copy_(p.grads, p.take(grads))
+        torch._foreach_copy_(p.points, p.take(points))
+        if p.ascent:
+            torch._foreach_neg_(p.ascent)
+        torch._foreach_add_(p.take(totals), p.grads)
+        for share in shares:
+            at = [k for k, (i, _, _) in enumerate(p.pieces) if AVERAGED in moving[i].store and moving[i].share == share]
+            if at and share is not None:
+                here = p.take(means)
+                torch._foreach_lerp_([here[k] for k in at], [p.grads[k] for k in at], share)
+        g, x = p.flat
+        found.append(torch.stack([torch.dot(g, g), torch.dot(x, x), *(torch.dot(*pair) for pair in p.pairs)]))
+    if len(passes) == 1 and passes[0].whole and not is_sharded(moving[0].param):
+        return found[0]
+    device = moving[0].param.device
+    parts = {s.name: torch.zeros(3, dtype=torch.float64, device=device) for s in moving}
+    for p, numbers in zip(passes, found, strict=True):
+        numbers = numbers.to(device)
+        parts[moving[p.pieces[0][0]].name][:2] += numbers[:2]  # a pass is of tensors that are all cut, or all whole
+        for (i, _, _), number in zip(p.pieces, numbers[2:], strict=True):
+            parts[moving[i].name][2] += number
+    rows = torch.stack(list(sum_shards(parts, {s.name: s.param for s in moving}).values()))
+    return torch.cat([rows[:, :2].sum(0), rows[:, 2]])
+
+
+def _to_params(seen: Sequence[Seen]) -> None:
+    """Bring G and its tail average to the devices of the parameters, which may have moved."""
+    for s in seen:
+        for key in (SUM, AVERAGED):
+            if key in s.store and s.store[key].device != s.param.device:
+                s.store[key] = s.store[key].to(s.param.device)
 
 
 # plain mirror descent, for which the paper's bounds hold
@@ -317,48 +360,72 @@ def _total_of(s: Seen) -> Tensor:
 class MirrorSums:
     """What Theorem 1 and the local-norm bound need beside S and G: those of exact mirror descent at one constant rate."""
 
-    rate: float = 0.0  # lr of all tensors in all steps; zero before the first
-    sums: Tensor = field(
-        default_factory=lambda: torch.zeros(2, dtype=torch.float64)
-    )  # of g_t' D(w_t)^-1 g_t, of several pieces, and |g_t|^2
+    rate: Any = 0.0  # lr of all tensors in all steps; zero before the first
+    energy: Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.float64)
+    )  # sum g_t' D(w_t)^-1 g_t, of several pieces
     largest: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # max |g_t|^2
     weights: list[float] = field(default_factory=lambda: [1.0])  # w_1, the active pieces at the start
     last: list[float] = field(default_factory=lambda: [1.0])  # w_{T+1}
     names: list[str] = field(default_factory=list)  # the tensors of every step
     broken: str = ""  # why the run is not plain mirror descent; empty while it is
+    piece: Any = None  # metrics of the piece that is active alone, as views, and what they are of; neither saved nor copied
 
     @torch.no_grad()
     def before(self, phi: MaxDiagonal, active: Active | None, moves: Moves, seen: Sequence[Seen], square: Tensor) -> None:
         """Count a step that is about to be taken; |g_t|^2 is known already."""
-        if any(isinstance(move.lr, Tensor) or isinstance(move.decay, Tensor) for move in moves.values()):
-            self.broken = self.broken or "the rate is a tensor, which is not read"
-        rates = set() if self.broken else {float(move.lr) for move in moves.values()}
-        if rates == {0.0} or self.broken:
+        rates, decays = {move.lr for move in moves.values()}, {move.decay for move in moves.values()}
+        if not self.broken and any(isinstance(x, Tensor) for x in (*rates, *decays)):
+            self.broken = "the rate is a tensor, which is not read"
+        if self.broken or rates == {0.0}:
             return
         weights = np.ones(1) if active is None else active.weights
         if not self.rate:
-            self.rate, self.names, self.weights = max(rates), sorted(moves), weights.tolist()
-        named = {s.name: s.param for s in seen if s.name in moves}
-        resting = phi.pieces > 1 and not phi.keeps_start and len(named) < len(seen)
-        reasons = {
-            "the rate changed, or was not the same for all tensors": rates != {self.rate},
-            "some tensor was maximised": min(rates) < 0,
-            "the weights decayed": any(float(move.decay) for move in moves.values()),
-            "gradients were taken at averages of the iterates": any("z" in s.store for s in seen),
-            "a tensor had no gradient": resting or sorted(moves) != self.names,
-            "half precision rounds the steps": any(x.dtype not in (torch.float32, torch.float64) for x in named.values()),
-        }
-        self.broken = next((reason for reason, holds in reasons.items() if holds), "")
+            self.rate, self.names, self.weights = max(rates), list(moves), weights.tolist()
+        self.broken = self._reason(phi, moves, seen, rates, decays)
         if self.broken:
             return
-        energy = torch.zeros_like(square)
         if phi.pieces > 1:  # one piece has it from S and the end of the run, see `Ball._mirror`
-            found = {n: _energy(phi, n, move.grad, weights) for n, move in moves.items()}
-            found = sum_shards(found, named) if any(is_sharded(x) for x in named.values()) else found
-            energy = _total(found.values(), square.device)
-        self.sums = self.sums.to(square.device) + torch.stack((energy, square))
+            energies = self._energies(phi, {n: move.grad for n, move in moves.items()}, weights)
+            if any(is_sharded(s.param) for s in seen):
+                named = {s.name: s.param for s in seen if s.name in moves}
+                energies = list(sum_shards(dict(zip(moves, energies, strict=True)), named).values())
+            energies = [e if e.device == square.device else e.to(square.device) for e in energies]
+            self.energy = self.energy.to(square.device) + torch.stack(energies).sum(dtype=torch.float64)
         self.largest = torch.maximum(self.largest.to(square.device), square)
         self.last = weights.tolist()
+
+    def _reason(
+        self, phi: MaxDiagonal, moves: Moves, seen: Sequence[Seen], rates: set[float | Tensor], decays: set[float | Tensor]
+    ) -> str:
+        """Why a step is none of plain mirror descent."""
+        if rates != {self.rate}:
+            return "the rate changed, or was not the same for all tensors"
+        if self.rate < 0:
+            return "some tensor was maximised"
+        if any(decays):
+            return "the weights decayed"
+        if any("z" in s.store for s in seen):
+            return "gradients were taken at averages of the iterates"
+        if list(moves) != self.names or (phi.pieces > 1 and not phi.keeps_start and len(moves) < len(seen)):
+            return "a tensor had no gradient"
+        if any(s.param.dtype not in (torch.float32, torch.float64) for s in seen if s.grad is not None):
+            return "half precision rounds the steps"
+        return ""
+
+    def _energies(self, phi: MaxDiagonal, grads: Params, weights: Array) -> list[Tensor]:
+        """g'D(w)^-1 g of this process's part of every tensor."""
+        key = (list(grads), weights.tolist())
+        if self.piece is not None and self.piece[0] is phi and self.piece[1] == key:
+            metrics = self.piece[2]
+        else:
+            metrics = [combine(phi.metric(n), weights) for n in grads]
+            views = np.count_nonzero(weights) == 1 and all(phi.metric(n) is phi.metric(n) for n in grads)
+            self.piece = (phi, key, metrics) if views else None
+        turned = [phi.basis.into(n, g) for n, g in grads.items()]
+        energies = torch._foreach_div(turned, metrics)
+        torch._foreach_mul_(energies, turned)
+        return [e.sum() for e in energies]
 
     def after(self, active: Active | None, *, exact: bool) -> None:
         """Look at the active pieces after the step."""
@@ -370,23 +437,16 @@ class MirrorSums:
 
     def encode(self) -> dict[str, Any]:
         """In JSON's types."""
-        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in self.__getstate__().items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "piece"}
 
     @classmethod
     def decode(cls, saved: Mapping[str, Any]) -> "MirrorSums":
         """What `encode` gave."""
-        tensors = {k: torch.tensor(saved[k], dtype=torch.float64) for k in ("sums", "largest")}
+        tensors = {k: torch.tensor(saved[k], dtype=torch.float64) for k in ("energy", "largest")}
         return cls(**{**saved, **tensors})
-
-
-def _energy(phi: MaxDiagonal, name: str, grad: Tensor, weights: Array) -> Tensor:
-    """g'D(w)^-1 g of this process's part."""
-    turned, d = phi.basis.into(name, grad), combine(phi.metric(name), weights)
-    return torch.dot(turned.reshape(-1), (turned / d).reshape(-1)).double()
-
-
-def _total(parts: Iterable[Tensor], device: torch.device) -> Tensor:
-    return torch.stack([part.to(device) for part in parts]).sum()
 
 
 # the certificate
@@ -523,7 +583,17 @@ class Ball:
         self.names = [n for n in named if n in sums.seen]  # the others have u = start
         self.learned = isinstance(potential, MaxDiagonal)
         self.phi = potential if isinstance(potential, MaxDiagonal) else euclidean_metric(named)
-        self.rows: dict[str, list[float]] = dict(zip(sums.names, sums.table.tolist(), strict=True))
+        self.square, self.size, *paths = sums.table.tolist()  # sum |g|^2, sum |x|^2, P of every tensor
+        self.products: dict[str, float] = dict(zip(sums.names, paths, strict=True))
+        self.averages: dict[str, list[float]] = dict(zip(sums.names, sums.averages.tolist(), strict=True))
+        self.total = {n: local(stores[n][SUM]) for n in self.names}  # G
+        self.starts = {n: local(_start(stores[n])).to(self.total[n]) for n in self.names}  # c
+        self.paths = self._against(self.starts, self.total, self.products)  # S
+
+    def _against(self, point: Params, total: Params, products: Mapping[str, float]) -> dict[str, float]:
+        """P - <G, u> by tensor."""
+        found = sum_shards({n: (g * point[n]).sum() for n, g in total.items()}, self.named)
+        return {n: products[n] - float(x) for n, x in found.items()}
 
     @torch.no_grad()
     def certificate(
@@ -535,20 +605,19 @@ class Ball:
             raise ValueError("there is nothing to certify: no gradient was counted yet. Train first, then ask for it.")
         radius, source = self._radius(radius, given=reference is not None)
         u = None if reference is None else reference_tensors(reference, self.named, self.phi.rename)
-        total = {n: local(self.stores[n][SUM]) for n in self.names}
-        duals = self._dual_norms(total, radius)
+        duals = self._dual_norms(self.total, radius)
         norm = math.sqrt(sum(q**2 for q in duals.values()))
         bound = average = None
         shares: dict[str, float] = {}
-        rounding = self._rounding(radius, total)
+        away = None if u is None else {n: local_part(u[n], self.named[n]).to(g) for n, g in self.total.items()}
+        rounding = self._rounding(radius, away)
         if radius is not None:
-            shares = {n: self.rows[n][_PATH] + _share(n, radius, duals, norm) for n in self.names}
+            shares = {n: self.paths[n] + _share(n, radius, duals, norm) for n in self.names}
             bound = math.fsum(shares.values()) + rounding
             average = self._average(radius, 2 * rounding)  # each sum is multiplied besides; the weights are at most one
-        realised = None if u is None else self._realised(u, total)
+        realised = None if away is None else self._against(away, self.total, self.products)
         layers = {
-            n: Layer(self.rows[n][_PATH], duals[n], shares.get(n), None if realised is None else realised[n])
-            for n in self.names
+            n: Layer(self.paths[n], duals[n], shares.get(n), None if realised is None else realised[n]) for n in self.names
         }
         weight = float(sums.weight)
         if weight == 0:
@@ -624,40 +693,36 @@ class Ball:
             squares = self.phi.dual_squares(total)
         return {n: math.sqrt(float(q)) for n, q in sum_shards(squares, self.named).items()}
 
-    def _rounding(self, radius: float | Mapping[str, float] | None, total: Params) -> float:
+    def _rounding(self, radius: float | Mapping[str, float] | None, u: Params | None) -> float:
         """A bound on what float64 sums can be off by, and learned coordinates that are not quite orthogonal."""
         steps, phi = self.sums.steps, self.phi
-        square, away = (sum(row[i] for row in self.rows.values()) for i in (_SQUARE, _AWAY))
-        size = max(self.named[n].numel() for n in self.names)
-        units = (size + steps + 8) * _ROUNDOFF
-        coarse = any(self.named[n].dtype != torch.float64 for n in self.names)  # two roundings of every product, in float32
+        units = (max(self.named[n].numel() for n in self.names) + steps + 8) * _ROUNDOFF
         # products and squares below the smallest normal number may be lost
-        lost = sum(self.named[n].numel() for n in self.names) * steps * (2.0**-126 if coarse else 2.0**-1022)
-        square, away = square + lost, away + lost
-        found = (units + 4 * (2.0**-24 if coarse else _ROUNDOFF)) * math.sqrt(square * away) + lost
-        lengths = sum_shards({n: g.square().sum() for n, g in total.items()}, self.named)
+        lost = sum(self.named[n].numel() for n in self.names) * steps * 2.0**-1022
+        square, size = self.square + lost, self.size + lost
+        length = units * math.sqrt(steps * square)  # of what G is off by: sqrt(steps * square) is above sum |g_t|
+        far = max(self._length(self.starts), 0.0 if u is None else self._length(u))
+        found = units * math.sqrt(square * size) + 2 * length * far + lost
+        lengths = sum_shards({n: g.square().sum() for n, g in self.total.items()}, self.named)
         for n in self.names:
             rho = radius.get(n, 0.0) if isinstance(radius, Mapping) else radius or 0.0
-            length = units * math.sqrt(steps * square) + 2 * _skew(phi, n) * math.sqrt(float(lengths[n]))
-            found += rho / math.sqrt(phi.least(n)) * length  # sqrt(steps * square) is above sum |g_t|
+            found += rho / math.sqrt(phi.least(n)) * (length + 2 * _skew(phi, n) * math.sqrt(float(lengths[n])))
         return found
+
+    def _length(self, point: Params) -> float:
+        squares = sum_shards({n: x.square().sum() for n, x in point.items()}, self.named)
+        return math.sqrt(sum(float(x) for x in squares.values()))
 
     def _average(self, radius: float | Mapping[str, float], rounding: float) -> float | None:
         """The bound for the tail average, whose points all had the same weights in all tensors."""
-        whole = all(self.rows[n][_WHOLE] == 1 and "mean" in self.stores[n] for n in self.names)
+        whole = all(self.averages[n][1] == 1 and "mean" in self.stores[n] for n in self.names)
         if not whole or len({self.stores[n]["since"] for n in self.names}) > 1:
             return None
-        duals = self._dual_norms({n: local(self.stores[n][AVERAGED]) for n in self.names}, radius)
+        total = {n: local(self.stores[n][AVERAGED]) for n in self.names}
+        duals = self._dual_norms(total, radius)
+        paths = self._against(self.starts, total, {n: row[0] for n, row in self.averages.items()})
         norm = math.sqrt(sum(q**2 for q in duals.values()))
-        return math.fsum(self.rows[n][_AVERAGE] + _share(n, radius, duals, norm) for n in self.names) + rounding
-
-    def _realised(self, u: Params, total: Params) -> dict[str, float]:
-        """S - <G, u - c> by tensor."""
-        away = {
-            n: (g * (local_part(u[n], self.named[n]).double() - local(_start(self.stores[n])).double())).sum()
-            for n, g in total.items()
-        }
-        return {n: self.rows[n][_PATH] - float(x) for n, x in sum_shards(away, self.named).items()}
+        return math.fsum(paths[n] + _share(n, radius, duals, norm) for n in self.names) + rounding
 
     def _mirror(self, u: Params | None, radius: float | Mapping[str, float] | None) -> MirrorBounds | None:
         """The paper's bounds, if the end of the run is where mirror descent with its gradients leads."""
@@ -674,10 +739,10 @@ class Ball:
             far = sum(r**2 for r in radius.values()) / 2 if isinstance(radius, Mapping) else radius**2 / 2
         else:
             return None
-        (energy, square), least = m.sums.tolist(), phi.strong_convexity().constant
+        energy, square, least = float(m.energy), self.square, phi.strong_convexity().constant
         if phi.pieces == 1:  # 1/2 |x_{t+1} - c|^2_D = 1/2 |x_t - c|^2_D - lr <g, x_t - c> + lr^2/2 |g|^2_{D^-1}, added up
             ends = {n: local(self._iterate(n)).double() - local(_start(self.stores[n])).double() for n in self.names}
-            path = math.fsum(self.rows[n][_PATH] for n in self.names)
+            path = math.fsum(self.paths.values())
             energy = max(2 / m.rate * (path + float(phi.half_squares(ends)[0]) / m.rate), 0.0)
         half, largest = m.rate / 2, self.sums.steps * float(m.largest)
         far /= m.rate

@@ -19,7 +19,7 @@ from metamd.optimiser.averaging import tail_share
 from metamd.optimiser.binding import check_scales
 from metamd.potentials.base import Params, Potential, mirror_step
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.forms import widen
+from metamd.potentials.forms import Array, widen
 from metamd.potentials.online import Online, State, _due
 from metamd.potentials.whitening import inverse_root
 from metamd.tasks.base import Task
@@ -206,8 +206,8 @@ def spread_over(going: Tensor, x: Tensor) -> Tensor:
 class StackedSteps:
     """Steps of stacked tasks as usages say, one for each; a run that diverges stays where it is.
 
-    The geometry has one piece. With an online metric all usages have it. So many `looks` compare tail averages with their
-    iterates. A `start` is that of all runs, in place of their own.
+    The geometry has one piece. With an online metric all usages have it. The losses of steps that are `looked_at` are kept,
+    those of tail averages where there are some. A `start` is that of all runs, in place of their own.
     """
 
     def __init__(
@@ -218,16 +218,16 @@ class StackedSteps:
         total: int,
         online: Online | None = None,
         *,
-        looks: int = 0,
+        looked_at: Callable[[int], bool] | None = None,
         start: Params | None = None,
     ) -> None:
-        self.task, self.usages, self.total, self.looks = task, usages, total, looks
+        self.task, self.usages, self.total, self.looked_at = task, usages, total, looked_at
         own = task.init()
         start = own if start is None else {n: start[n].to(x).expand_as(x) for n, x in own.items()}
         self.x, self.z = ({n: v.clone() for n, v in start.items()} for _ in range(2))
         self.tail = torch.tensor([usage.averaging == "tail" for usage in usages])
         self.momentum = torch.tensor([usage.momentum for usage in usages], dtype=torch.float64)
-        self.watched, self.gains = Watched(task, total), np.full((total, len(usages)), math.nan)
+        self.watched, self.seen = Watched(task, total), list[Array]()
         self.directions = StackedDirections(potential, {n: x[0] for n, x in start.items()}, online)
         self._averaged = bool((self.tail | (self.momentum > 0)).any())
 
@@ -245,10 +245,11 @@ class StackedSteps:
         going = self.watched.going(grads)
         if not going.any():
             return "All runs diverged."
-        apart = max(1, self.total // self.looks) if self.looks else 0
-        if apart and bool(self.tail.any()) and t % apart == apart // 2:
-            self.task.loss(self.x, self.task.batch(t))
-            self.gains[t] = self.task.losses.double().numpy() - values
+        if self.looked_at is not None and self.looked_at(t):
+            if bool(self.tail.any()):
+                self.task.loss(self.x, self.task.batch(t))
+                values = np.where(self.tail.numpy(), self.task.losses.double().numpy(), values)
+            self.seen.append(values)
         rates = torch.tensor([usage.factor * usage.share(t, self.total) for usage in self.usages], dtype=torch.float64)
         share, every = torch.where(self.tail, tail_share(t + 1), 1 - self.momentum), bool(going.all())
         for n, direction in self.directions.of(grads).items():

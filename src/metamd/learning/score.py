@@ -32,8 +32,9 @@ UNKNOWN = 1e-2
 """Of the first loss, where losses fall below zero and the smallest possible one is not known, but only the lowest seen: what
 is nearer to that is as good as that."""
 
-LOOKS = 100
-"""How often in a run an average is compared with the iterate, about."""
+LOOKS = 20
+"""How often the loss of a run is looked at, about: twice in every part, whoever runs. A look at an average counts as a
+gradient; with a hundred of them short runs cost twice as many."""
 
 PHASES = 10
 """Equal parts of a run: their mean losses make a score, and a learned schedule has a number at each of their ends."""
@@ -51,33 +52,33 @@ def judged_run(
 ) -> tuple[float, tuple[float, ...]]:
     """Train a task, and judge its losses: their mean and that of every part; infinite if the run diverged.
 
+    Only some steps are looked at. They are the same for every run of a task, so that no choice of batches favours one.
+
     Args:
         task: the task.
         rule: what moves its parameters.
         steps: T.
         model: the parameters that are judged in place of those where gradients are taken, such as an average.
     """
-    apart, gains = max(1, steps // LOOKS), np.full(steps, math.nan)
+    seen: list[float] = []
 
     @torch.no_grad()
     def look(t: int, loss: Tensor, grads: Params) -> None:
-        if model is not None and t % apart == apart // 2:
-            gains[t] = float(task.loss(model(), task.batch(t))) - float(loss)
+        if looked_at(t, steps):
+            seen.append(float(loss if model is None else task.loss(model(), task.batch(t))))
 
-    done = train(task, rule, steps, watch=look)
-    if done.diverged:
-        return math.inf, ()
-    return mean_and_parts(np.asarray(done.losses), gains if model is not None else None)
+    return (math.inf, ()) if train(task, rule, steps, watch=look).diverged else mean_and_parts(np.array(seen))
 
 
-def mean_and_parts(losses: Array, gains: Array | None) -> tuple[float, tuple[float, ...]]:
-    """The mean loss of a run and those of its parts; of an average with its gains, where it was looked at."""
-    # of an average what it is better or worse than the iterates on the same batches, which are seen in every step
-    mean = float(losses.mean()) + (0.0 if gains is None else float(np.nanmean(gains)))
-    way = [float(part.mean()) for part in np.array_split(losses, min(PHASES, len(losses)))]
-    if gains is not None:
-        way = [x + float(np.nanmean(part)) for x, part in zip(way, np.array_split(gains, len(way)), strict=True)]
-    return mean, tuple(way)
+def looked_at(step: int, steps: int, looks: int = LOOKS) -> bool:
+    """Whether the loss of this step of a run counts."""
+    apart = max(1, steps // looks)
+    return step % apart == apart // 2
+
+
+def mean_and_parts(losses: Array) -> tuple[float, tuple[float, ...]]:
+    """The mean loss of a run and those of its parts, of the steps that were looked at."""
+    return float(losses.mean()), tuple(float(part.mean()) for part in np.array_split(losses, min(PHASES, len(losses))))
 
 
 def run_record(task: Task, mean: float, way: Sequence[float], end: Params, judged_on: JudgedOn) -> Result:

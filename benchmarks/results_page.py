@@ -204,6 +204,14 @@ def _first(result: Result, columns: Mapping[str, str]) -> str:
     return as_markdown([replace(part, columns=list(columns.values()), rows=[[row[i] for i in kept] for row in part.rows])])
 
 
+def _all_tables(result: Result) -> str:
+    """Every table as the experiment writes it: under `once` an untuned rival may be the best one."""
+    return as_markdown([part for part in tables(result) if part.rows])
+
+
+FAMILIES = ("images", "images-learned-start", "speakers", "texts", "burgers", "cash-machines")
+"""Experiments by the protocol `once`, on families that people have."""
+
 PARTS_OF_THE_DEFAULT = {
     "Kronecker, plain": "learned coordinates, plain steps",
     "Kronecker, best usage of the learned metric": "... with their best usage",
@@ -250,6 +258,7 @@ ITERATIONS = {
 }
 
 OWN: dict[str, Callable[[Result], str]] = {
+    **dict.fromkeys(FAMILIES, _all_tables),
     "ablation": partial(_losses, names=PARTS_OF_THE_DEFAULT),
     "ablation-paper-preset": _domains,
     "learned-rivals": partial(_losses, more=("interval", "learning")),

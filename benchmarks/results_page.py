@@ -121,7 +121,14 @@ def _against_sgd(result: Result) -> str:
         loss, low, steps = (geometric_mean(found[k]) if found else 1.0 for k in ("mean_loss", "quickest", "steps"))
         there = f"there in {found['arrived'][0]} of {found['arrived'][1]} runs" if found and steps is None else ""
         lines.append([*cells, *(formatted(x, ".2f", "diverged") for x in (loss, low)), formatted(steps, ".2f", there)])
-    heads = ["", "test accuracy, %", "in the paper", "mean loss / SGD's", "lowest of any setting", "steps to SGD's final loss"]
+    heads = [
+        "",
+        "test accuracy, %",
+        "in the paper",
+        "mean loss / SGD's",
+        "lowest of any setting",
+        "steps to SGD's final loss",
+    ]
     files = []
     for row in (r for r in result["rows"] if r.get("learned", "").endswith("N = 3")):
         used = (row["windows"][0], [fmean(w) for w in zip(*row["windows"], strict=True)], row["windows"][-1])

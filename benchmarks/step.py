@@ -1,8 +1,11 @@
 """What a step costs: MetaMD against torch's Adam and Muon and against SOAP, in turns, in one process, on one thread.
 
-    python benchmarks/step.py [--rounds ROUNDS] [--only training weight passes compiled]
+    python benchmarks/step.py [--rounds ROUNDS] [--only MLP LeNet transformer siren weight passes compiled]
 
-`training`: loss, gradient and step of four small models. A turn is ten steps, so that what SOAP does every ten is in it.
+Parts that are not asked for stay as they were measured last. The first four are a whole training step of a small model:
+loss, gradient and step. A turn is ten steps, so that what SOAP does every ten is in it. Rows of `products alone` call the
+matrix products of that polar step again, as they were, in place of the step: whoever writes it, none of as many iterations
+on as many rows is quicker.
 `weight`: the step alone of one weight of 2048 x 2048, beside torch's Muon in bfloat16 and its five iterations in float32.
 `passes`: the step alone of 10 million parameters under one diagonal metric and under mixtures of three, over fused Adam's.
 Their metrics are random: log-normal, with a standard deviation of one in the natural logarithm, around the size of the
@@ -10,35 +13,54 @@ gradients. In the "dominant" mixture the pieces differ by factors e^3 on average
 be lazy. In the "random" one they have the same average, and the run slides along kinks: with one gradient throughout the
 weights of the pieces stay, with gradients that vary every step has to find new ones. Mixtures are timed a hundred steps
 from the start of a run, where all pieces are tied. `stream` reads the six arrays of a mixture's pass and writes one, and
-computes next to nothing: no pass in float32 is quicker.
+computes next to nothing: no pass in float32 is quicker. `arrays` are those that a step reads or writes at least, each
+as long as the parameters. Where the weights of pieces change, they follow from a sum over all parameters, so that none is
+known before a second pass: 13 arrays against Adam's 7. At Adam's bytes per second that is 1.86 of its time.
 `compiled`: the step alone of the MLP, under `torch.compile(fullgraph=True)` and written out. Written out it is the averages
 and the products and nothing else: no share of signal, no look at the size of gradients, no groups, no state to save.
 """
 
 import argparse
 import ctypes
+import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import metamd
 from machine import machine
 from metamd.potentials.whitening import POLYNOMIALS
 from metamd.tasks.models import MLP, LeNet
-from timing import ABOUT, POLAR, RANK, markdown, optimisers, polar, rows, take_turns, write
+from timing import ABOUT, POLAR, RANK, RESULTS, Named, markdown, optimisers, polar, rows, take_turns, write
 
-PARTS = ("training", "weight", "passes", "compiled")
+MODELS = {"MLP": "MLP", "LeNet": "LeNet", "transformer": "transformer", "siren": "coordinate network"}
+PARTS = (*MODELS, "weight", "passes", "compiled")
 MEANS = {"dominant": (-6.0, -3.0, 0.0), "random": (0.0, 0.0, 0.0)}
 STEP = 1e-4  # the size of a step where a metric is at its average
+RECORD = RESULTS / "step.json"
 AWAY = 100  # steps between the start of a run and where it is timed
 DRAWS = 4  # gradients take turns
+FLOORS = ("MetaMD, whiten 3, block 64", "MetaMD, whiten 3, block 32")  # whose products are timed alone
+ARRAYS = {
+    "Adam, fused": 7,  # reads x, g and two averages; writes all but g
+    "SGD with momentum, fused": 5,
+    "one diagonal": 4,  # x, g, D; x
+    "one diagonal, check_finite": 4,  # a loop of our own would look at g where it reads it
+    "three, dominant, fused": 4,  # as one diagonal, while one piece stays active
+    "three, dominant, fused, check_finite": 4,
+    "three, random, one gradient, fused": 7,  # x, g, the centre, D_1 D_2 D_3; x
+    "three, random, gradients vary, fused": 13,  # the same, and all but x once more
+    "stream: six arrays read, one written": 7,
+}
 
 STREAM = """void stream(float *x, const float *g, const float *c, const float *d, long n) {
     for (long i = 0; i < n; i++) x[i] = x[i] - g[i] * (d[i] + d[n + i] + d[2 * n + i]) - c[i];
@@ -92,7 +114,7 @@ def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], T
     }
 
 
-def training(rounds: int) -> dict[str, list[dict[str, Any]]]:
+def training(rounds: int, wanted: Collection[str]) -> dict[str, list[dict[str, Any]]]:
     """Loss, gradient and step."""
 
     def stepper(build: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor], make: Any) -> Callable[[], None]:
@@ -108,10 +130,37 @@ def training(rounds: int) -> dict[str, list[dict[str, Any]]]:
         return step
 
     found = {}
-    for name, (build, loss) in models().items():
+    for name, (build, loss) in ((name, made) for name, made in models().items() if name in wanted):
         steps = {who: stepper(build, loss, make) for who, make in optimisers().items()}
+        steps |= {f"{who}, products alone": stepper(build, loss, partial(Products, **POLAR[who])) for who in FLOORS}
         found[name] = rows(take_turns(steps, rounds=rounds, repeats=10))
     return found
+
+
+class Products(TorchDispatchMode):
+    """The matrix products of a polar step, which a first step shows; they are called again without anything in between."""
+
+    CALLS = ("mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_")
+
+    def __init__(self, named: Named, **whitening: int) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], Any]] = []
+        self.optimiser, self.named = polar(named, check_finite=False, **whitening), named
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call.overloadpacket.__name__ in self.CALLS:
+            kept = [a.clone() if isinstance(a, Tensor) else a for a in args]  # later calls write into them
+            self.calls.append(partial(call, *kept, **(kwargs or {})))
+        return call(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The first step is MetaMD's."""
+        if not self.calls:
+            with self:
+                self.optimiser.step()
+        for call in self.calls:
+            call()
 
 
 # one weight
@@ -196,7 +245,8 @@ def passes(rounds: int, size: int) -> list[dict[str, Any]]:
         "three, random, gradients vary, fused": stepper(ours(mixtures["random"], **quick), vary=True),
         "stream: six arrays read, one written": stream(torch.zeros(shape), grads[0], mixtures["random"]),
     }
-    return rows(take_turns(steps, rounds=rounds, warmup=4))
+    found = rows(take_turns(steps, rounds=rounds, warmup=4))
+    return [{**row, "arrays": ARRAYS[row["optimiser"]]} for row in found]
 
 
 def stream(x: Tensor, grad: Tensor, phi: metamd.MaxDiagonal) -> Callable[[], None]:
@@ -278,11 +328,16 @@ def written_out(named: list[tuple[str, nn.Parameter]]) -> Callable[[], None]:
 
 
 def table(found: list[dict[str, Any]], heading: str) -> str:
-    lines = [
+    lines: list[tuple[Any, ...]] = [
         (r["optimiser"], r["ms"], f"{r['ratio']:.2f}", "{:.2f}-{:.2f}".format(*r["quartiles"]), f"{r['undisturbed']:.2f}")
         for r in found
     ]
-    return markdown((heading, "ms", "ratio", "quartiles", "of the fastest tenths"), lines)
+    heads: tuple[str, ...] = (heading, "ms", "ratio", "quartiles", "of the fastest tenths")
+    if "arrays" in found[0]:
+        first = found[0]["arrays"]
+        heads += ("arrays", "at the first one's bytes per second")
+        lines = [(*line, r["arrays"], f"{r['arrays'] / first:.2f}") for line, r in zip(lines, found, strict=True)]
+    return markdown(heads, lines)
 
 
 def page(record: dict[str, Any]) -> str:
@@ -291,13 +346,19 @@ def page(record: dict[str, Any]) -> str:
         f"`python benchmarks/step.py`, one thread of {record['machine']['processor']}. Medians over rounds; in brackets the "
         "ratio of the fastest tenths, which other work on the machine disturbs least. " + ABOUT + "\n",
     ]
-    if "training" in record:
-        found = record["training"]
+    if record.get("training"):
+        found = {name: {r["optimiser"]: r for r in timed} for name, timed in record["training"].items()}
         lines = [
-            (first["optimiser"], *("{ratio:.2f} ({undisturbed:.2f})".format(**model[i]) for model in found.values()))
-            for i, first in enumerate(next(iter(found.values())))
+            (
+                who,
+                *(
+                    "{ratio:.2f} ({undisturbed:.2f})".format(**model[who]) if who in model else ""
+                    for model in found.values()
+                ),
+            )
+            for who in dict.fromkeys(who for model in found.values() for who in model)
         ]
-        base = ("Adam, foreach: ms", *(f"{model[0]['ms']:.1f}" for model in found.values()))
+        base = ("Adam, foreach: ms", *(f"{model['Adam, foreach']['ms']:.1f}" for model in found.values()))
         parts += ["## A training step, over that with `Adam(foreach=True)`\n", markdown(("", *found), [*lines, base]) + "\n"]
     if "weight" in record:
         parts += ["## One weight of 2048 x 2048, the step alone\n", table(record["weight"], "") + "\n"]
@@ -319,16 +380,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     before = round(os.getloadavg()[0], 1)
-    record: dict[str, Any] = {"rounds": args.rounds, "parameters": args.parameters}
-    if "training" in args.only:
-        record["training"] = training(args.rounds)
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record |= {"rounds": args.rounds, "parameters": args.parameters}
+    found = training(args.rounds, [MODELS[part] for part in args.only if part in MODELS])
+    every = {**record.get("training", {}), **found}
+    record["training"] = {name: every[name] for name in MODELS.values() if name in every}
     if "weight" in args.only:
         record["weight"] = weight(args.rounds)
     if "passes" in args.only:
         record["passes"] = passes(2 * args.rounds, args.parameters)
     if "compiled" in args.only:
         record["compiled"] = compiled(2 * args.rounds)
-    record = {"machine": machine(before), "about": ABOUT, **record}
+    record |= {"machine": machine(before), "about": ABOUT}
     write("step", record, page(record))
 
 

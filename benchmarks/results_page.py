@@ -411,9 +411,7 @@ def _mean_losses(fold: Fold) -> tuple[float, float]:
 def costs() -> str:
     """What the experiments took: medians of a training over the splits, and what learning took by the clock."""
     heads = ["", "trainings", "seconds each: Adam, MetaMD", "minutes to learn, per split"]
-    found = [path.parent.name for path in sorted((ROOT / "results").glob("*/summary.json"))]
-    networks = [name for name in found if name not in ("quadratic", "rosenbrock") and not name.endswith("-linear-paper")]
-    return markdown_table(heads, [_cost(name) for name in networks])
+    return markdown_table(heads, [_cost(name) for name in COMPARED])
 
 
 def _cost(name: str) -> list[str]:

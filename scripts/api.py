@@ -29,6 +29,9 @@ PARTS = {
 RETURNED = {"Run", "LearnedOptimiser", "Certificate", "HeldOutCertificate", "Comparison"}
 """Classes that a function returns: what can be asked of them matters, not how they are made."""
 
+ROOM = 8
+"""Arguments that a line shows."""
+
 OPENING = """# API reference
 
 What you call first comes first, with all arguments; then the options that these functions take; then the modules.
@@ -86,10 +89,12 @@ def entry(name: str) -> str:
 
 
 def line(name: str, module: Any, *, arguments: bool) -> str:
-    """A line for any other name."""
+    """A line for any other name: as many arguments as a line has room for, and the first clause of what it says."""
     thing = getattr(module, name)
-    said = sentence(thing)
-    return f"- `{name}{signature(thing) if arguments else ''}`" + (f": {said}" if said else "")
+    said = re.split(r"; |\. ", sentence(thing))[0].rstrip(".")
+    head = signature(thing) if arguments else ""
+    head = head if head.count(",") < ROOM else "(...)"
+    return f"- `{name}{head}`" + (f": {said}." if said else "")
 
 
 def page() -> str:

@@ -474,8 +474,14 @@ def test_a_rival_that_joins_on_some_domains_is_reported_on_these(tmp_path):
     assert "Adam" in (tmp_path / "report.md").read_text()
 
 
-NOT_RUN = {f"{name}-published" for name in ("rotated-mnist-mlp", "diverse-digits-lenet", "resnet18-cifar10")}
+NOT_RUN = {"rotated-mnist-mlp-published-short", "diverse-digits-lenet-published", "resnet18-cifar10-published"}
 """Variants without a record yet: docs/paper.md says so, and which command runs them."""
+
+BEGUN = {"rotated-mnist-mlp-published"}
+"""Records of some domains: `reproduce` trains the others."""
+
+OF_REPORTS = ("report.html", "profiles.png", "budgets.png")
+"""What `metamd report` writes beside a record, and is not kept."""
 
 COMMITTED = sorted(path.parent for path in (ROOT / "results").glob("*/records.jsonl.xz"))
 
@@ -486,7 +492,7 @@ def experiment_of(folder):
 
 
 def test_committed_folders_are_small_and_named_as_their_experiments():
-    files = [p for p in (ROOT / "results").rglob("*") if p.is_file() and p.suffix != ".html"]
+    files = [p for p in (ROOT / "results").rglob("*") if p.is_file() and p.name not in OF_REPORTS]
     assert {p.parent.parent for p in files} == {ROOT / "results"}, "no raw cells"
     assert sum(p.stat().st_size for p in files) < 6e6
     declared = {folder_name(*pair) for pair in EXPERIMENTS} | {"rotated-mnist-linear-paper"}
@@ -512,7 +518,8 @@ def test_committed_records_are_all_that_their_scale_asks_for(committed, tmp_path
         monkeypatch.setattr(leave_one_out, computing, refused)
     folder, (experiment, about) = tmp_path / committed.name, experiment_of(committed)
     unarchive(committed, folder)
-    only = () if about["scale"] == "cpu" else [p.name.removeprefix("domain-") for p in folder.glob("domain-*")]
+    whole = about["scale"] == "cpu" and committed.name not in BEGUN
+    only = () if whole else [p.name.removeprefix("domain-") for p in folder.glob("domain-*")]
     found, _ = experiment.compared(about["scale"], folder, about["seed"], only=only)
     assert len(found) == len(list(folder.glob("domain-*")))
     assert all(comparison.protocol == about["protocol"] for comparison in found)

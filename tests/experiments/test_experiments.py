@@ -286,8 +286,9 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
     assert "other settings" in capsys.readouterr().err
 
 
-# Of the published variants two run: the others differ in the model alone, which their own experiments run.
+# Of the published variants two run: the others differ in the model, which their own experiments run, or in the steps.
 OTHERS = {(name, "published") for name in ("diverse-digits-lenet", "resnet18-cifar10")}
+OTHERS |= {("rotated-mnist-mlp", "published-short")}
 NETWORKS = [pair for pair in EXPERIMENTS if pair[0] not in ("quadratic", "rosenbrock") and pair not in OTHERS]
 MANY = {("speakers", "presidents"), ("images", "learned-start"), ("cash-machines", "")}  # dozens of tasks, or a start too
 SLOW = {pair: [pytest.mark.slow] * (pair in MANY) for pair in NETWORKS}

@@ -178,8 +178,9 @@ class Reproduce(Printed):
     Args:
         name: quadratic, rosenbrock, rotated-mnist-linear, rotated-mnist-mlp, diverse-digits-lenet, resnet18-cifar10,
             adaptation, pieces, ablation, out-of-distribution or learned-rivals; all runs one after another.
-        variant: of the four with networks in the paper: published; of rotated-mnist-mlp also all-rivals, bayesian, averages
-            or refresh; of diverse-digits-lenet: bayesian; of adaptation: learned-start; of ablation: paper-preset.
+        variant: of the four with networks in the paper: published; of rotated-mnist-mlp also published-short, all-rivals,
+            bayesian, averages or refresh; of diverse-digits-lenet: bayesian; of adaptation: learned-start; of ablation:
+            paper-preset.
         protocol: once, handicap or paper instead of that of the experiment; the folder has it in its name.
         scale: smoke takes minutes for all, cpu minutes to hours each on two cores; paper is what was published, for a GPU.
         out: directory for records and figures; runs/NAME-SCALE if not given. With all, each has a folder inside.

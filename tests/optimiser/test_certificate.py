@@ -482,6 +482,73 @@ def test_clipped_gradients_are_weights():
             assert "clipped in norm or scaled weigh their losses by that factor" in str(found)
 
 
+@pytest.mark.parametrize("wrong", ["clipped by value", "clipped per tensor", "gradients elsewhere, as SAM takes them"])
+def test_what_is_not_covered_breaks_the_statement_and_is_said(wrong):
+    """f = |x - 2| / 20 + 9 |y - 3|: gradients that are no multiples of its own give a bound that its regret is above."""
+    x, y = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
+    opt = torch.optim.SGD([x, y], lr=0.1)
+    run, start = certify_run(opt), 0.1 + 27.0
+
+    def f():
+        return (x - 2).abs().sum() / 20 + 9 * (y - 3).abs().sum()
+
+    opt.zero_grad()
+    if wrong == "gradients elsewhere, as SAM takes them":
+        with torch.no_grad():
+            y.add_(4.0)
+        f().backward()
+        with torch.no_grad():
+            y.sub_(4.0)
+    else:
+        f().backward()
+        if wrong == "clipped by value":
+            nn.utils.clip_grad_value_([x, y], 0.05)
+        else:
+            for p in (x, y):
+                nn.utils.clip_grad_norm_([p], 0.05)
+    opt.step()
+    found = run.certificate([torch.tensor([0.0]), torch.tensor([3.0])], radius=3.0)
+    assert found.realised < start - 0.1, "the regret against (0, 3) is 27"
+    assert "After clipping by value or per tensor nothing follows." in str(found)
+    assert "Gradients must have been taken at the parameters of the step, which SAM and closures that" in str(found)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_steps_that_amp_skips_are_not_counted(ours):
+    """A real GradScaler: gradients overflow at first, and it skips until its scale is small enough."""
+    x = nn.Parameter(torch.tensor([3.0, -1.0]))
+    opt = MetaMD([x], Euclidean(), lr=0.1, certify=True) if ours else torch.optim.SGD([x], lr=0.1)
+    run, taken = opt if ours else certify_run(opt), 0
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-8)
+    total = 0.0
+    for _ in range(6):
+        opt.zero_grad()
+        loss = x.square().sum()
+        scaler.scale(loss).backward()
+        before = x.detach().clone()
+        scaler.step(opt)
+        scaler.update()
+        if not torch.equal(before, x):
+            taken, total = taken + 1, total + loss.item()
+    found = run.certificate([torch.zeros(2)], radius=4.0)
+    assert 0 < found.steps == taken < 6
+    assert total <= found.realised <= found.bound
+    assert "Steps that AMP skips are not counted." in str(found)
+
+
+def test_groups_with_rates_of_their_own_are_certified_together():
+    model = small_model(dtype=torch.float64)
+    named = list(model.named_parameters())
+    groups = [{"params": named[:2], "lr": 0.3}, {"params": named[2:], "weight_decay": 0.1, "momentum": 0.5}]
+    optimiser = MetaMD(groups, random_geometry(model), lr=0.05, certify=True)
+    steps = recorded(model, optimiser)
+    train(model, optimiser, 6)
+    reference = near(model)
+    found = optimiser.certificate(reference, radius=1.0)
+    assert found.realised == pytest.approx(regret(steps, reference), rel=1e-12)
+    assert found.mirror is None, "the rates differ"
+
+
 def test_maximising_certifies_the_negative_loss_and_games_are_none():
     p = nn.Parameter(torch.tensor([0.5, -1.0], dtype=torch.float64))
     optimiser = MetaMD([p], MaxDiagonal(2), lr=0.1, maximize=True, certify=True)

@@ -66,6 +66,14 @@ def test_no_run_is_beaten_by_a_model_of_its_ball():
     assert mirrored > RUNS / 50
 
 
+def test_the_laws_are_about_every_optimiser_of_torch():
+    known = {
+        name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    }
+    run = {type(make([("x", torch.nn.Parameter(torch.zeros(2)))], 0.1)).__name__ for make in TORCH.values()}
+    assert known - run == {"Optimizer", "Muon", "SparseAdam"}, "Muon has a law of its own; sparse gradients are refused"
+
+
 @pytest.mark.law
 def test_plain_mirror_descent_is_found_to_be_that():
     for seed in range(RUNS // 4):

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
+from statistics import median
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from metamd.cli.compare import _our_contender
 from metamd.cli.options import Compare
 from metamd.cli.report import read_comparison, summary, write_report
 from metamd.comparison.entrants import draw_configs
-from metamd.comparison.sections import certificate_sections
+from metamd.comparison.sections import certificate_sections, certified_runs, sections, silent
 from metamd.files.store import Records
 from metamd.files.usage import Usage
 from metamd.files.versions import environment
@@ -142,7 +143,7 @@ def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsy
     assert cli.run(["report", str(compared), "--target", "SGD", "--share", "0.5"]) == 0
     said = capsys.readouterr().out
     page, text = (compared / "report.html").read_text(), (compared / "report.md").read_text()
-    assert len(re.findall(r'src="data:image/png;base64,', page)) == 3
+    assert len(re.findall(r'src="data:image/png;base64,', page)) == 4
     assert not re.search(r'(src|href)="(?!data:)', page)
     for shown in (said, page, text):
         assert "Performance profiles" in shown
@@ -150,14 +151,40 @@ def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsy
         assert "Protocol: handicap" in shown
     assert "version of torch" in page
     assert "report.html" in said
-    assert text.count("In report.html: ") == 3, "a caption for every figure"
+    assert text.count("In report.html: ") == 4, "a caption for every figure"
     assert "MetaMD's mean training loss is" in said
     assert "undecided" not in said, "a terminal has the headline and one table"
     before, after = page.split("<details>", 1)
     assert "undecided" in after
     assert before.index('class="headline"') < before.index("<img") < before.index("<table")
     assert (before.count("<img"), before.count("<table")) == (1, 1)
-    assert figures_of(compared) == {"profiles.png"}, "the rates of a handicap are no search"
+    assert figures_of(compared) == {"profiles.png", "certificate-runs.png"}, "the rates of a handicap are no search"
+
+
+def test_the_page_has_the_certificate_of_the_runs_where_records_have_it(compared, tmp_path):
+    comparison, _ = read_comparison(compared)
+    runs = certified_runs(comparison)
+    (part,) = (p for p in sections(comparison, tmp_path) if p.title == "Certificate of the runs")
+    loss, bound = (median(run[i] for run in runs) for i in (0, 1))
+    nothing = sum(b >= m and least >= 0 for m, b, least in runs)
+    assert part.texts[0].startswith(
+        "If losses were convex, no model as near to the start as the end of a run would have had "
+    )
+    assert f"more than {bound:.4g} below that of the run, which is {loss:.4g} (medians of {len(runs)} runs" in part.texts[0]
+    assert f"For {nothing} of them that says nothing" in part.texts[0] or not nothing
+    assert [path.name for path, _ in part.figures] == ["certificate-runs.png"]
+    # losses that fall below zero do not obey a bound by themselves
+    assert (silent([(1.0, 2.0, 0.5)]), silent([(1.0, 0.9, 0.5)]), silent([(1.0, 2.0, -0.5)])) == (1, 0, 0)
+    # records of an earlier version have none, and their page says nothing of it
+    older = replace(comparison, folds=tuple(replace(f, entrants=without_certificates(f.entrants)) for f in comparison.folds))
+    assert "Certificate of the runs" not in [p.title for p in sections(older, tmp_path)]
+
+
+def without_certificates(entrants):
+    return {
+        label: tuple(replace(c, outcomes=tuple(replace(o, certificate={}) for o in c.outcomes)) for c in candidates)
+        for label, candidates in entrants.items()
+    }
 
 
 def figures_of(folder):

@@ -2,17 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from metamd import (
-    Measuring,
-    tasks,
-)
+from metamd import Diagonal, Measuring, MetaMD, meta_train, tasks
 from metamd.comparison.training import Outcome, step_seconds, train_contender
 from metamd.files.progress import Progress
-from metamd.rivals import Range, Rival, rival
+from metamd.rivals import Range, Rival, learned_rival, rival
 from tests.small_images import FAMILY, task_of
 
 BARE = Measuring(splits=())
@@ -41,6 +39,36 @@ def test_test_data_are_looked_at_on_the_way_without_changing_the_run():
     assert "looks" not in Measuring().settings()
     with pytest.raises(ValueError, match="looks must be at least 1"):
         Measuring(looks=(0,))
+
+
+def test_a_run_by_metamd_is_recorded_with_its_certificate():
+    """By hand: the ball around the start with the run's end on its edge, and the sums of its gradients."""
+    family = tasks.logistic(4, steps=15)
+    task = family.build(family.sample(torch.Generator().manual_seed(3)))
+    learned = meta_train(family, Diagonal(), outer_steps=2, tasks_per_step=2)
+    found = train_contender(task, learned_rival(learned).untuned(), measuring=BARE)
+    params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
+    optimiser = MetaMD(params.items(), learned, steps=task.steps)
+    path, total, losses = 0.0, {n: torch.zeros_like(x, dtype=torch.float64) for n, x in params.items()}, []
+    for t in range(task.steps):
+        optimiser.zero_grad()
+        loss = task.loss(params, task.batch(t))
+        loss.backward()
+        losses.append(loss.item())
+        for n, x in params.items():
+            path += float((x.grad.double() * (x.detach() - task.init()[n]).double()).sum())
+            total[n] += x.grad.double()
+        optimiser.step()
+    metrics = {n: learned.potential.bind(task.init()).metric(n)[0].detach().double() for n in params}
+    away = {n: (x.detach() - task.init()[n]).double() for n, x in params.items()}
+    radius = math.sqrt(sum(float((metrics[n] * d.square()).sum()) for n, d in away.items()))
+    dual = math.sqrt(sum(float((g.square() / metrics[n]).sum()) for n, g in total.items()))
+    wanted = {"bound": (path + radius * dual) / task.steps, "radius": radius, "lowest": min(losses)}
+    assert found.certificate == pytest.approx(wanted, rel=1e-5)
+    assert Outcome.from_json(json.loads(json.dumps(found.to_json()))) == found
+    older = {k: v for k, v in found.to_json().items() if k != "certificate"}
+    assert Outcome.from_json(older) == replace(found, certificate={}), "a record of an earlier version"
+    assert "certificate" not in train_contender(task, rival("sgd").with_setting(lr=0.1), measuring=BARE).to_json()
 
 
 def test_monitors_of_tasks_on_the_same_data_look_at_the_same_examples():

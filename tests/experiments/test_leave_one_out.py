@@ -51,7 +51,8 @@ def test_leave_one_out_from_learning_to_the_page(tiny_data, tmp_path, monkeypatc
     out = tmp_path / "out"
     assert cli.run(["reproduce", "rotated-mnist-mlp", "--scale", "smoke", "--out", str(out)]) == 0
     assert "MetaMD, in the paper | 95.22 | 95.34" in (out / "tables.md").read_text()
-    assert (out / "report.html").exists()
+    assert "Certificate of the runs" in (out / "report.html").read_text()
+    assert json.loads((out / "summary.json").read_text())["rows"][0]["certificates"]["runs"] == 2 * TINY.seeds
     assert {p.name for p in out.glob("learned/*.safetensors")} == {"0-diagonal.safetensors", "45-diagonal.safetensors"}
     unarchive(out)
 

@@ -62,8 +62,7 @@ CURVES = "curves.png"
 
 UNCERTIFIED = (
     "None lies beside these records. What held-out tasks guarantee about the next one is asked with metamd certify FILE "
-    "FAMILY, and a comparison of that file then shows it here. A run can bound its own regret, with certify=True, in a "
-    "metric that stays as it was learned."
+    "FAMILY, and a comparison of that file then shows it here."
 )
 
 HEADS = {
@@ -92,6 +91,7 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
         _curves(comparison, folder),
         _profiles(comparison, folder),
         _costs(comparison),
+        *_run_certificates(comparison, folder),
         _choices(comparison, folder),
         configuration(comparison.settings, versions or {}),
     ]
@@ -371,6 +371,41 @@ def training_costs(cells: Mapping[str, Mapping[str, Any]]) -> Section | None:
 def _abridged(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 2000 else text[:2000] + " ..."
+
+
+def certified_runs(c: Comparison) -> list[tuple[float, float, float]]:
+    """Of runs of the first optimiser that have a certificate: the mean loss, the bound, and the lowest loss of a batch."""
+    runs = [o for candidate in c.chosen(c.labels[0], "mean_loss") for o in candidate.outcomes]
+    kept = [(o.batch_loss, o.certificate) for o in runs if {"bound", "lowest"} <= o.certificate.keys()]
+    return [(loss, found["bound"], found["lowest"]) for loss, found in kept]
+
+
+def silent(runs: Sequence[tuple[float, float, float]]) -> int:
+    """For how many runs the certificate says nothing: losses that are never negative obey its bound by themselves."""
+    return sum(bound >= loss and lowest >= 0 for loss, bound, lowest in runs)
+
+
+def _run_certificates(c: Comparison, folder: Path) -> list[Section]:
+    """What the gradients of the runs themselves say against other models; nothing for records without it."""
+    runs = certified_runs(c)
+    if not runs:
+        return []
+    loss, bound = (float(np.median([run[i] for run in runs])) for i in (0, 1))
+    below = f"more than {formatted(bound)} below" if bound >= 0 else f"less than {formatted(-bound)} above"
+    nothing = silent(runs)
+    text = (
+        "If losses were convex, no model as near to the start as the end of a run would have had a mean loss, on the run's "
+        f"own batches, {below} that of the run, which is {formatted(loss)} (medians of {len(runs)} runs of {c.labels[0]})."
+    )
+    text += f" For {nothing} of them that says nothing: the bound is not below the run's mean loss." if nothing else ""
+    places = [(i + 1) / len(runs) for i in range(len(runs))]
+    lines = [figures.Curve("mean loss", places, sorted(run[0] for run in runs))]
+    lines.append(figures.Curve("bound of the certificate", places, sorted(run[1] for run in runs), dashed=True))
+    path = folder / "certificate-runs.png"
+    figures.curves({"": lines}, path, xlabel="share of the runs", ylabel="loss", logarithmic=bound > 0)
+    return [
+        Section("Certificate of the runs", [text], figures=[(path, "Mean losses of the runs, and bounds, each in order.")])
+    ]
 
 
 def certificate_sections(found: Any, folder: Path) -> list[Section]:

@@ -15,6 +15,9 @@ from metamd.files.progress import Progress
 from metamd.files.store import as_json, shortened
 from metamd.inner.run import OptimiserSteps, has_exploded, not_finite, seconds_per_step
 from metamd.inner.run import train as train_task
+from metamd.optimiser.certificate import CertifiedRun, certificate_within, certify_run
+from metamd.optimiser.optimiser import MetaMD
+from metamd.potentials.base import Params
 from metamd.rivals.base import Contender
 from metamd.tasks.base import Config, SolvedTask, Split, Task, config_hash, derive_seed, seeded
 
@@ -68,6 +71,9 @@ class Outcome:
     failed: str = ""  # why the run was given up; empty if it was not
     # by the number of steps, where `Measuring.looks` asks: the loss on test data, and the measures of `Evaluation`
     looks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # of a run by MetaMD: the `bound` on how far the mean loss of a model within `radius` of the start, where the run
+    # ended, can lie below that of the run if losses are convex; and the `lowest` loss of a batch
+    certificate: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def mean_loss(self) -> float:
@@ -110,7 +116,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types, with None for what is infinite."""
-        return dict(as_json({k: v for k, v in asdict(self).items() if k != "looks" or v}))
+        return dict(as_json({k: v for k, v in asdict(self).items() if k not in ("looks", "certificate") or v}))
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Outcome":
@@ -128,7 +134,8 @@ class Outcome:
             )
             looked = dict(found.get("looks", {}))
             looks = {str(int(t)): {str(n): _loss_from_json(x) for n, x in look.items()} for t, look in looked.items()}
-            outcome = cls(*rest, int(found["gradients"]), str(found["failed"]), looks)
+            certificate = {str(n): _loss_from_json(x) for n, x in dict(found.get("certificate", {})).items()}
+            outcome = cls(*rest, int(found["gradients"]), str(found["failed"]), looks, certificate)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"this is not the record of a training: {error!r}. Delete it, and it is made again.") from None
         increasing = len(places) > 1 and places[0] == 0 and list(places) == sorted(set(places))
@@ -170,12 +177,14 @@ def train_contender(
     if why := contender.rival.unlearned:
         return Outcome(task.config, about, places, (math.inf,) * len(places), math.inf, {}, 0, failed=why)
     losses, looks, total, failed = list[float](), dict[str, dict[str, float]](), 0.0, ""
+    lowest = math.inf
     with one_thread(), seeded(derive_seed(config_hash(task.config), "optimiser")):
         rule, monitor = begun(task, contender, steps), task.monitor(measuring.examples)
+        run = certify_run(rule.optimiser) if isinstance(rule.optimiser, MetaMD) else None
         for place in places:
             done = train_task(task, rule, range(rule.taken, place), until=not_finite)
             for batch_loss in done.losses:
-                total += batch_loss
+                total, lowest = total + batch_loss, min(lowest, batch_loss)
             if failed := done.diverged:
                 break
             loss = monitor(rule.model())
@@ -190,12 +199,22 @@ def train_contender(
         # a function whose minimum is known, and which has no data, has no loss but the one that is trained
         splits = () if failed or (isinstance(task, SolvedTask) and not task.splits) else measuring.splits
         ends = {s: task.evaluate(rule.model(), s) for s in splits}
+        certificate = {} if failed or run is None else _certificate(run, rule.model(), lowest)
     watched = tuple(shortened([*losses, *[math.inf] * (len(places) - len(losses))], LOSS_DIGITS))
     mean = math.inf if failed else shortened(total / steps, LOSS_DIGITS)
     measured: dict[str, tuple[float, float | None]] = {
         s: (shortened(e.loss, LOSS_DIGITS), e.accuracy) for s, e in ends.items()
     }
-    return Outcome(task.config, about, places, watched, mean, measured, rule.taken, failed, looks)
+    return Outcome(task.config, about, places, watched, mean, measured, rule.taken, failed, looks, certificate)
+
+
+def _certificate(run: CertifiedRun, model: Params, lowest: float) -> dict[str, float]:
+    """What a record keeps of the certificate of a run; nothing where nothing is guaranteed."""
+    found = certificate_within(run, model)
+    if not found.guaranteed or found.mean is None or not isinstance(found.radius, float):
+        return {}
+    numbers = {"bound": found.mean, "radius": found.radius, "lowest": lowest}
+    return {name: shortened(x, LOSS_DIGITS) for name, x in numbers.items()}
 
 
 def begun(task: Task, contender: Contender, steps: int) -> OptimiserSteps:

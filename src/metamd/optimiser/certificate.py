@@ -892,6 +892,14 @@ class Certified:
         raise NotImplementedError
 
 
+def certificate_within(run: Certified, model: Reference) -> Certificate:
+    """The certificate against every model that is no farther from the start than this one."""
+    ball = run._ball()
+    u = reference_tensors(model, ball.named, ball.phi.rename)
+    away = {n: local_part(u[n], ball.named[n]).double() - c for n, c in ball.starts.items()}
+    return ball.certificate(model, ball.phi.norm(away), None)
+
+
 class CertifiedRun(Certified):
     """The certificate of an optimiser that `certify_run` watches."""
 

@@ -70,7 +70,8 @@ def sentence(thing: Any) -> str:
     """The first sentence of its docstring; nothing for data."""
     if not (inspect.isclass(thing) or inspect.isroutine(thing)):
         return ""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    text = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    return re.sub(r"(`[^`]*`)|<", lambda m: m[1] or "&lt;", text)  # which a browser would take for a tag
 
 
 def methods(thing: Any) -> list[str]:

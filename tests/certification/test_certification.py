@@ -278,9 +278,9 @@ def test_held_out_tasks_are_trained_as_a_comparison_trains_them(used):
     for task in held_out(family, 3):
         score = run_task(task, used, 0.5)
         measured = train_contender(task, learned_rival(used).untuned(), measuring=Measuring(every=1))
-        assert score.losses["training"] == pytest.approx(measured.final_loss, rel=1e-5)
-        assert score.losses["validation"] == pytest.approx(measured.ends["validation"][0], rel=1e-5)
-        assert score.losses["test"] == pytest.approx(measured.ends["test"][0], rel=1e-5)
+        assert score.losses["training"] == pytest.approx(measured.final_loss, rel=5e-5)
+        assert score.losses["validation"] == pytest.approx(measured.ends["validation"][0], rel=5e-5)
+        assert score.losses["test"] == pytest.approx(measured.ends["test"][0], rel=5e-5)
         assert score.steps == measured.steps_to(0.5)
     plain = run_task(task, replace(used, header=replace(used.header, usage=None)), 0.5)
     assert plain.losses["training"] != pytest.approx(score.losses["training"], rel=1e-3), "a wrong usage would be seen"

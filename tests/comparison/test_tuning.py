@@ -159,7 +159,7 @@ def test_bad_searches_are_sentences():
         tune(rival("adam"), task_of(), metric="accuracy")
     with pytest.raises(ValueError, match="initial >= 1"):
         Bayesian(initial=0)
-    with pytest.raises(ValueError, match="every and examples"):
+    with pytest.raises(ValueError, match="every, examples and looks"):
         Measuring(every=0)
     with pytest.raises(ValueError, match="steps must be at least 1"):
         train_contender(task_of(), rival("adam").untuned(), steps=0)

@@ -374,19 +374,14 @@ def test_an_archive_gives_the_same_comparison_and_more_may_be_added(tmp_path):
         assert records != tmp_path
         found = Comparison.read(records / "domain-a")
     for label in before.labels:
-        (kept,), (whole,) = found.chosen(label, "mean_loss"), before.chosen(label, "mean_loss")
-        assert kept.contender == whole.contender
-        for short, run in zip(kept.outcomes, whole.outcomes, strict=True):
-            assert short.losses == pytest.approx(run.losses, rel=5e-5)
-            assert replace(short, losses=run.losses) == run, "all but the losses is whole"
+        assert found.chosen(label, "mean_loss") == before.chosen(label, "mean_loss")
     assert [len(found.folds[0].entrants[x]) for x in before.labels] == [
         len(before.folds[0].entrants[x]) for x in before.labels
     ]
     assert not list(tmp_path.rglob("domain-*"))
     unarchive(tmp_path)
     (again,), _ = experiment.compared("tiny", tmp_path, 0)
-    values = [{row["label"]: row["value"] for row in x.table("mean_loss")} for x in (again, before)]
-    assert values[0] == pytest.approx(values[1], rel=5e-5)
+    assert again.table("mean_loss") == before.table("mean_loss")
     (more,), _ = with_rivals("sgd", "adam", screen=1).compared("tiny", tmp_path, 0)
     archive(tmp_path, screened)
     unarchive(tmp_path, tmp_path / "copy")

@@ -197,7 +197,7 @@ def test_our_tail_average_is_what_a_comparison_judges():
             schedule.step()
         optimiser.eval()
         judged = task.monitor()({n: p.detach() for n, p in params.items()})
-        assert ends[averaging].final_loss == pytest.approx(judged, rel=1e-5)
+        assert ends[averaging].final_loss == pytest.approx(judged, rel=5e-5)
     assert ends["constant"].batch_loss == ends["tail"].batch_loss
     assert ends["constant"].final_loss != ends["tail"].final_loss
 
@@ -266,7 +266,7 @@ def test_a_learned_geometry_is_one_more_rival():
     assert [s["lr"] for s in grid] == [0.8, 0.08, 0.24, 2.4, 8.0], "around what the usage says"
     assert learned_rival(learned, usage=usage).space["lr"] == Range(0.08, 8.0)
     used = train_contender(task, learned_rival(learned, usage=usage).untuned(), measuring=BARE)
-    assert used.final_loss == pytest.approx(by_hand(task, learned, usage), rel=1e-9)
+    assert used.final_loss == pytest.approx(by_hand(task, learned, usage), rel=5e-5)
     heavy = train_contender(task, ours.with_setting("linear", momentum=0.5), measuring=BARE)
     assert heavy.final_loss < heavy.losses[0]
 

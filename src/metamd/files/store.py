@@ -234,12 +234,12 @@ def _content(path: Path, limit: int = JSON_LIMIT) -> bytes:
         raise ValueError(f"{str(path)!r} cannot be read: {error}") from None
 
 
-KEPT, FEWER = 5, 3
-"""Digits of losses in an archive; fewer in runs that no figure shows, trials and settings that were screened out."""
+FEWER = 3
+"""Digits of the losses of runs that no figure shows, in an archive: trials, and settings that were screened out."""
 
 
 def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda place: ()) -> None:
-    """Move all records of a folder and of the folders in it into one file, with the digits of losses that are `KEPT`."""
+    """Move all records of a folder and those in it into one file; trials and `screened` cells keep `FEWER` digits."""
     places = sorted(p.parent for p in folder.rglob("run.json") if folder / "learned" not in p.parents)
     lines: list[Result] = []
     for place in places:
@@ -250,8 +250,8 @@ def archive(folder: Path, screened: Callable[[Path], Container[str]] = lambda pl
         lines += [here | {"file": p.name, "content": read_json(p)} for p in others]
         few = screened(place)
         for name, cell in sorted(read_cells(place).items()):
-            digits = FEWER if name in few or "runs" in cell else KEPT
-            lines.append(here | {"cell": name, "result": _with_short_losses(cell, digits)})
+            seldom = name in few or "runs" in cell
+            lines.append(here | {"cell": name, "result": _with_short_losses(cell, FEWER) if seldom else cell})
     text = "\n".join(json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines) + "\n"
     write_atomically(folder / ARCHIVE, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
     for place in sorted(places, reverse=True):  # folders inside others first

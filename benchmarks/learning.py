@@ -93,7 +93,7 @@ def arrival(task: Task, learned: LearnedOptimiser) -> int:
     def until(t: int, losses: Sequence[float], grads: Mapping[str, Tensor]) -> str:
         return "it has arrived" if math.sqrt(sum(float(g.square().sum()) for g in grads.values())) < SMALL else ""
 
-    rule = OptimiserSteps(params, MetaMD(params.items(), learned, check_finite=False))
+    rule = OptimiserSteps(params, MetaMD(params.items(), learned, steps=LIMIT, check_finite=False))
     return len(train(task, rule, LIMIT, until=until).losses)
 
 
@@ -247,6 +247,7 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "pictures": coordinate_networks,
     "workers-tabular": partial(workers, "tabular, 161 parameters, 50 steps", partial(tasks.tabular, steps=50)),
     "workers-pictures": partial(workers, "pictures, 2,307 parameters, 100 steps", partial(pictures, 100)),
+    "workers-longer": partial(workers, "pictures, 2,307 parameters, 400 steps", partial(pictures, 400)),
 }
 
 

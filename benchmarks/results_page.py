@@ -28,9 +28,10 @@ from metamd.files.store import Result, read_cells, read_json, records_in
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 COSTS = ROOT / "docs" / "reproduction.md"
+GUARANTEES = ROOT / "docs" / "guarantees.md"
 README = ROOT / "README.md"
 MARKS = re.compile(r"<!-- results/([\w-]+): begin -->\n.*?<!-- end -->\n", re.S)
-JUDGED = re.compile(r"<!-- (aims|published|starts|costs): begin -->\n.*?<!-- end -->\n", re.S)
+JUDGED = re.compile(r"<!-- (aims|published|starts|costs|certificates|silent): begin -->\n.*?<!-- end -->\n", re.S)
 OVERVIEW = re.compile(r"<!-- results: begin -->\n.*?<!-- end -->\n", re.S)
 
 PAPERS, ALL = "the best of the paper's rivals", "the best of all"
@@ -289,6 +290,7 @@ def written(page: str) -> str:
     """The page with the tables of the records in it."""
     page = MARKS.sub(lambda m: f"<!-- results/{m[1]}: begin -->\n{shown(m[1])}<!-- end -->\n", page)
     tables = {"aims": aims, "published": published, "starts": starts, "costs": costs}
+    tables |= {"certificates": certificates, "silent": silent}
     return JUDGED.sub(lambda m: f"<!-- {m[1]}: begin -->\n{tables[m[1]]()}<!-- end -->\n", page)
 
 
@@ -432,12 +434,34 @@ def _cost(name: str) -> list[str]:
     return [f"`{name}`", f"{trainings:,}", said, least if least == most else f"{least} to {most}"]
 
 
+def _guarantees() -> dict[str, Result]:
+    return dict(read_json(ROOT / "benchmarks" / "results" / "guarantees.json"))
+
+
+def certificates() -> str:
+    """For every family, the certificate of one run against the mean loss of that run."""
+    words = {None: "not comparable: losses fall below zero", False: "something", True: "nothing"}
+    lines = [
+        [name, str(row["steps"]), *(f"{row[k]:.3g}" for k in ("mean_loss", "bound")), words[row["says_nothing"]]]
+        for name, row in _guarantees().items()
+    ]
+    return markdown_table(["family", "steps", "mean loss of the run", "bound on the mean", "says"], lines)
+
+
+def silent() -> str:
+    """For how many families the certificate of a run says nothing."""
+    rows = _guarantees()
+    nothing = [name for name, row in rows.items() if row["says_nothing"]]
+    link = "[says nothing](../guarantees.md#where-the-certificate-of-a-run-says-something)"
+    return f"- The certificate of a run {link} for {len(nothing)} of {len(rows)} families: {'; '.join(nothing)}.\n"
+
+
 def written_readme(page: str) -> str:
     """The README with the overview of the records in it."""
     return OVERVIEW.sub(lambda m: f"<!-- results: begin -->\n{overview()}<!-- end -->\n", page)
 
 
 if __name__ == "__main__":
-    for path in (*PAGES, COSTS):
+    for path in (*PAGES, COSTS, GUARANTEES):
         path.write_text(written(path.read_text()))
     README.write_text(written_readme(README.read_text()))

@@ -184,6 +184,10 @@ def test_the_tables_of_the_results_page_are_those_of_the_records():
     page = "\n".join(path.read_text() for path in module.PAGES)
     costs = module.COSTS.read_text()
     assert module.written(costs) == costs, "run benchmarks/results_page.py"
+    guarantees = module.GUARANTEES.read_text()
+    assert module.certificates() in guarantees
+    assert module.silent() in page
+    assert module.written(guarantees.replace("| nothing |\n", "| something |\n")) == guarantees, "run benchmarks/results_page.py"
     sensitivity = benchmark("sensitivity")
     assert sensitivity.table(sensitivity.read()) in costs
     for name in ("aims", "published"):

@@ -117,7 +117,8 @@ def _against_sgd(result: Result) -> str:
     lines = []
     for row in rows:
         paper = _mean(row["published"], domains) if {*domains} <= {*row["published"]} else None
-        cells = [row["label"], f"{_mean(row['accuracy'], domains):.2f}", formatted(paper, ".2f")]
+        name = row["label"].replace(f"{rows[0]['label']}, ", "... ")
+        cells = [name, f"{_mean(row['accuracy'], domains):.2f}", formatted(paper, ".2f")]
         found = against.get(row["label"])
         loss, low, steps = (geometric_mean(found[k]) if found else 1.0 for k in ("mean_loss", "quickest", "steps"))
         there = f"there in {found['arrived'][0]} of {found['arrived'][1]} runs" if found and steps is None else ""
@@ -132,13 +133,11 @@ def _against_sgd(result: Result) -> str:
     ]
     files = []
     for row in (r for r in result["rows"] if r.get("learned", "").endswith("N = 3")):
-        used = (row["windows"][0], [fmean(w) for w in zip(*row["windows"], strict=True)], row["windows"][-1])
-        shares = [" / ".join(f"{x:.2f}" for x in w) for w in used]
+        shares = " / ".join(f"{fmean(w):.2f}" for w in zip(*row["windows"], strict=True))
         spreads = [f"{row[k]:.2f}" for k in ("coordinates", "tensors", "pieces")]
-        files.append([row["learned"].partition(",")[0], *spreads, row["counts as"], *shares])
-    spread = ["held out", "spread of log M: coordinates", "tensors", "pieces", "counts as"]
-    shares = ["steps of pieces 1 / 2 / 3: first tenth", "whole run", "last tenth"]
-    return f"{markdown_table(heads, lines)}\n{markdown_table([*spread, *shares], files)}"
+        files.append([row["learned"].partition(",")[0], *spreads, shares])
+    spread = ["held out", "spread of log M: coordinates", "tensors", "pieces", "steps of pieces 1 / 2 / 3"]
+    return f"{markdown_table(heads, lines)}\n{markdown_table(spread, files)}"
 
 
 def _better_schedule(rows: Sequence[Result], score: Callable[[Result], float]) -> list[Result]:

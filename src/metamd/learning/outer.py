@@ -273,7 +273,7 @@ class Unpublished:
         k: the one to take; None tries the shares.
     """
 
-    shares: tuple[float, ...] = (0.5, 2.0)
+    shares: tuple[float, ...] = (0.125, 0.5, 2.0)
     paces: tuple[float, ...] = (0.025,)
     first: int | None = None
     tasks: int = 2

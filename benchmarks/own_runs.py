@@ -234,17 +234,9 @@ def summary(rows):
 
 
 def as_markdown(rows):
-    head = [
-        "",
-        "AdamW: rate",
-        "mean loss",
-        "test loss",
-        "file: mean loss",
-        "ratio",
-        "test loss",
-        "factor after 3 nights",
-        "ratio",
-    ]
+    nights = any("updated, 0" in each for each in rows.values())
+    head = ["", "AdamW: rate", "mean loss", "test loss", "file: mean loss", "ratio", "test loss"]
+    head += ["factor after 3 nights", "ratio"] if nights else []
     lines = ["# A file learned from two recorded AdamW runs, on a third task", "", "`python benchmarks/own_runs.py`", ""]
     lines += [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
     for name, each in rows.items():
@@ -252,7 +244,7 @@ def as_markdown(rows):
         rate = f"{s['AdamW rate']:g}{', averaged' if s['AdamW averaged'] else ''}"
         cells = [f"{name}, {HELD_OUT[name]}", rate, f"{s['AdamW mean_loss']:.4f}", f"{s['AdamW test_loss']:.4f}"]
         cells += [f"{s['file mean_loss']:.4f}", f"{s['ratio']:.2f}", f"{s['file test_loss']:.4f}"]
-        cells += [f"{s['factor updated']:.3g}", f"{s['ratio updated']:.2f}"]
+        cells += [f"{s['factor updated']:.3g}", f"{s['ratio updated']:.2f}"] if nights else []
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,7 @@ from metamd.files.container import shapes
 from metamd.files.learned import LearnedOptimiser, Moments, total_cost
 from metamd.files.recorded_run import COLUMNS, Run, products_shapes
 from metamd.files.text import shown
-from metamd.files.usage import Usage
+from metamd.files.usage import Schedule, Usage
 from metamd.files.versions import versions as library_versions
 from metamd.inner.closed_form import Iterate, learn_factors, minimiser, moments_of
 from metamd.inner.objectives import Regret
@@ -335,6 +335,10 @@ TRAVEL = 32.0
 """How long polar steps are at factor 1, see `_scales`. Steps do not all point in one direction, and AdamW at its default
 rate comes a fraction of the way."""
 
+SCHEDULE: Schedule = "quadratic"
+"""On tasks that no table shows, mean losses were within 2 % of those with linear decay, and 5 % higher on FashionMNIST. The
+test loss of an MLP and of LeNet was 12 to 22 % lower and equal on FashionMNIST, that of a transformer on text 4 % higher."""
+
 
 def learn(
     runs: Sequence[Run],
@@ -346,7 +350,7 @@ def learn(
     """Learn a geometry from recorded runs; nothing is trained.
 
     Of weights the closed form X^-1 # Y gives the coordinates and their metric, X = E delta' delta and Y = E sum_t G_t' G_t.
-    The file recommends polar steps in these coordinates, with linear decay and a tail average. How long they are follows
+    The file recommends polar steps in these coordinates, with quadratic decay and a tail average. How long they are follows
     from the way that the recorded runs travelled. The factor on them is safe at first, and `update` moves it.
 
     With a `tying`, or from runs that were recorded with one, D_i = sqrt(E sum_t g_ti^2 / E delta_i^2) [Khodak2019] is the
@@ -526,7 +530,7 @@ def _solve(
         potential = now.moved(log_d, basis=turned.basis).apply(blank)
         reach = _reach(runs, shares, known.get("reach"), decay)
         online = replace(POLAR, scale=_scales(potential.bind(empty), reach, horizon))
-        usage = Usage("online", schedule="linear", factor=next_factor(trials), averaging="tail")
+        usage = Usage("online", schedule=SCHEDULE, factor=next_factor(trials), averaging="tail")
         about = {"usage": usage.to_dict(), "online": online.to_dict()}
         from_runs |= {"reach": reach}
     sizes = {row["batch_size"] for row in rows}
@@ -580,8 +584,8 @@ def _reach(runs: Sequence[Run], shares: Sequence[float], earlier: Mapping[str, A
 
 
 def _scales(potential: MaxDiagonal, reach: Mapping[str, Any], steps: int) -> dict[str, float]:
-    """s by tensor: in T steps whose rate falls linearly, each of spectral norm 1/s E[1/d]^1/2, as the metric has it in the
-    mean, a weight gets TRAVEL/2 times as far as the recorded runs did. The numbers of a vector move by 1/s.
+    """s by tensor: in T steps whose rate falls quadratically, each of spectral norm 1/s E[1/d]^1/2, as the metric has it in
+    the mean, a weight gets TRAVEL/3 times as far as the recorded runs did. The numbers of a vector move by 1/s.
     """
     found = {}
     for key, square in reach["squares"].items():

@@ -211,9 +211,13 @@ def _first(result: Result, columns: Mapping[str, str]) -> str:
     return as_markdown([replace(part, columns=list(columns.values()), rows=[[row[i] for i in kept] for row in part.rows])])
 
 
-def _all_tables(result: Result) -> str:
-    """Every table as the experiment writes it: under `once` an untuned rival may be the best one."""
-    return as_markdown([part for part in tables(result) if part.rows])
+def _family(result: Result) -> str:
+    """The protocol `once`: what the field states, then MetaMD's figures divided by the others', without intervals."""
+    first, against, *rest = (part for part in tables(result) if part.rows)
+    kept = [i for i, head in enumerate(against.columns) if head != "seconds to it"]
+    # a test loss has a column of its own
+    rows = [[re.sub(r" \([^)]*\)|, but test loss worse", "", row[i]) for i in kept] for row in against.cells()]
+    return as_markdown([first, replace(against, columns=[against.columns[i] for i in kept], rows=rows), *rest])
 
 
 FAMILIES = ("images", "images-learned-start", "speakers", "texts", "burgers", "cash-machines")
@@ -265,7 +269,7 @@ ITERATIONS = {
 }
 
 OWN: dict[str, Callable[[Result], str]] = {
-    **dict.fromkeys(FAMILIES, _all_tables),
+    **dict.fromkeys(FAMILIES, _family),
     "ablation": partial(_losses, names=PARTS_OF_THE_DEFAULT),
     "ablation-paper-preset": _domains,
     "learned-rivals": partial(_losses, more=("interval", "learning")),
@@ -288,7 +292,7 @@ OWN: dict[str, Callable[[Result], str]] = {
 def written(page: str) -> str:
     """The page with the tables of the records in it."""
     page = MARKS.sub(lambda m: f"<!-- results/{m[1]}: begin -->\n{shown(m[1])}<!-- end -->\n", page)
-    tables = {"aims": aims, "published": published, "starts": starts, "costs": costs}
+    tables: dict[str, Callable[[], str]] = {"aims": aims, "published": published, "starts": starts, "costs": costs}
     tables |= {"certificates": certificates, "silent": silent}
     return JUDGED.sub(lambda m: f"<!-- {m[1]}: begin -->\n{tables[m[1]]()}<!-- end -->\n", page)
 

@@ -187,7 +187,9 @@ def test_the_tables_of_the_results_page_are_those_of_the_records():
     guarantees = module.GUARANTEES.read_text()
     assert module.certificates() in guarantees
     assert module.silent() in page
-    assert module.written(guarantees.replace("| nothing |\n", "| something |\n")) == guarantees, "run benchmarks/results_page.py"
+    assert module.written(guarantees.replace("| nothing |\n", "| something |\n")) == guarantees, (
+        "run benchmarks/results_page.py"
+    )
     sensitivity = benchmark("sensitivity")
     assert sensitivity.table(sensitivity.read()) in costs
     for name in ("aims", "published"):

@@ -267,7 +267,7 @@ PICTURES = Experiment(
     GEOMETRY,
     {
         "smoke": replace(SMOKE, sizes={"side": 4, "width": 4}, measuring=Measuring(every=4, looks=(4, 8)), outer_steps=1),
-        "cpu": replace(CPU, steps=200, rivals=PICTURE_RIVALS, measuring=Measuring(looks=(10, 50, 200)), outer_steps=4),
+        "cpu": replace(CPU, steps=200, rivals=PICTURE_RIVALS[:2], measuring=Measuring(looks=(10, 50, 200)), outer_steps=4),
         "paper": replace(PAPER, steps=200, rivals=PICTURE_RIVALS, measuring=Measuring(looks=(10, 50, 200)), outer_steps=20),
     },
     target="Adam",
@@ -302,10 +302,10 @@ SPEAKERS = Experiment(
         ),
         "cpu": replace(
             CPU,
-            steps=100,
+            steps=50,
             rivals=ADAPTERS[:2],
             sizes={"context": 32, "batch_size": 4},
-            measuring=Measuring(looks=(10, 50, 100), examples=1000),
+            measuring=Measuring(looks=(10, 25, 50), examples=1000),
         ),
         "paper": replace(PAPER, steps=100, rivals=ADAPTERS, measuring=Measuring(looks=(10, 50, 100))),
     },

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from metamd import Diagonal, Measuring, MetaMD, meta_train, tasks
-from metamd.comparison.training import Outcome, step_seconds, train_contender
+from metamd.comparison.training import LOSS_DIGITS, Outcome, step_seconds, train_contender
 from metamd.files.progress import Progress
 from metamd.rivals import Range, Rival, learned_rival, rival
 from tests.small_images import FAMILY, task_of
@@ -64,7 +64,7 @@ def test_a_run_by_metamd_is_recorded_with_its_certificate():
     radius = math.sqrt(sum(float((metrics[n] * d.square()).sum()) for n, d in away.items()))
     dual = math.sqrt(sum(float((g.square() / metrics[n]).sum()) for n, g in total.items()))
     wanted = {"bound": (path + radius * dual) / task.steps, "radius": radius, "lowest": min(losses)}
-    assert found.certificate == pytest.approx(wanted, rel=1e-5)
+    assert found.certificate == pytest.approx(wanted, rel=10.0 ** (1 - LOSS_DIGITS))  # as many as a record keeps
     assert Outcome.from_json(json.loads(json.dumps(found.to_json()))) == found
     older = {k: v for k, v in found.to_json().items() if k != "certificate"}
     assert Outcome.from_json(older) == replace(found, certificate={}), "a record of an earlier version"

@@ -29,13 +29,10 @@ PARTS = {
 RETURNED = {"Run", "LearnedOptimiser", "Certificate", "HeldOutCertificate", "Comparison"}
 """Classes that a function returns: what can be asked of them matters, not how they are made."""
 
-ROOM = 8
-"""Arguments that a line shows."""
-
 OPENING = """# API reference
 
-What you call first comes first, with all arguments; then the options that these functions take; then the modules.
-`help(metamd.NAME)` has the full text, the arguments and an example. `python scripts/api.py` writes this page.
+What you call first comes first, with its arguments. Then come the options that these functions take, then the modules.
+`help(metamd.NAME)` has the arguments and an example. `python scripts/api.py` writes this page.
 """
 
 
@@ -89,13 +86,10 @@ def entry(name: str) -> str:
     return f"**`{head}`**  \n{sentence(thing)}" + (f"  \nIt has {more}." if more else "")
 
 
-def line(name: str, module: Any, *, arguments: bool) -> str:
-    """A line for any other name: as many arguments as a line has room for, and the first clause of what it says."""
-    thing = getattr(module, name)
-    said = re.split(r"; |\. ", sentence(thing))[0].rstrip(".")
-    head = signature(thing) if arguments else ""
-    head = head if head.count(",") < ROOM else "(...)"
-    return f"- `{name}{head}`" + (f": {said}." if said else "")
+def line(name: str, module: Any) -> str:
+    """A line for any other name: the first clause of what it says, without its arguments."""
+    said = re.split(r"; |: |\. ", sentence(getattr(module, name)))[0].rstrip(".")
+    return f"- `{name}`" + (f": {said}." if said else "")
 
 
 def page() -> str:
@@ -106,7 +100,7 @@ def page() -> str:
     blocks = [OPENING]
     for title, names in PARTS.items():
         blocks += [f"## {title}\n", *(f"{entry(name)}\n" for name in names)]
-    blocks += ["## Options and helpers\n", "\n".join(line(name, metamd, arguments=True) for name in rest) + "\n"]
+    blocks += ["## Options and helpers\n", "\n".join(line(name, metamd) for name in rest) + "\n"]
     for short, path in sorted(metamd._SUBMODULES.items()):
         module = import_module(path)
         names = getattr(module, "__all__", None) or sorted(
@@ -114,15 +108,14 @@ def page() -> str:
         )
         here = [name for name in names if name not in rest]
         families = [name for name in here if short == "tasks" and name.replace("_", "-") in FAMILIES]
-        plain = [name for name in here if not sentence(getattr(module, name))]
-        lines = [line(name, module, arguments=False) for name in here if name not in {*families, *plain}]
-        blocks += [f"## Module `{short}`\n", "\n".join(lines) + "\n"]
+        plain = [name for name in here if not inspect.isroutine(getattr(module, name))]
+        blocks.append(f"## Module `{short}`\n")
+        if lines := [line(name, module) for name in here if name not in {*families, *plain}]:
+            blocks.append("\n".join(lines) + "\n")
         if families:
             blocks.append(f"[Families](families.md): {', '.join(f'`{name}`' for name in families)}.\n")
         if plain:
             blocks.append(f"Types and tables: {', '.join(f'`{name}`' for name in plain)}.\n")
-        if others := [f"`{name}`" for name in names if name in rest]:
-            blocks.append(f"Also {', '.join(others)}, above.\n")
     return "\n".join(blocks)
 
 

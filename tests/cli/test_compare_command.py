@@ -21,7 +21,7 @@ from metamd.cli.compare import _our_contender
 from metamd.cli.options import Compare
 from metamd.cli.report import read_comparison, summary, write_report
 from metamd.comparison.entrants import draw_configs
-from metamd.comparison.sections import certificate_sections, certified_runs, sections, silent
+from metamd.comparison.sections import certificate_sections, certified_runs, run_certificates, silent
 from metamd.files.store import Records
 from metamd.files.usage import Usage
 from metamd.files.versions import environment
@@ -143,6 +143,7 @@ def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsy
     assert cli.run(["report", str(compared), "--target", "SGD", "--share", "0.5"]) == 0
     said = capsys.readouterr().out
     page, text = (compared / "report.html").read_text(), (compared / "report.md").read_text()
+    assert "Certificate of the runs" in page
     assert len(re.findall(r'src="data:image/png;base64,', page)) == 4
     assert not re.search(r'(src|href)="(?!data:)', page)
     for shown in (said, page, text):
@@ -164,7 +165,7 @@ def test_the_page_needs_nothing_beside_it_and_names_its_protocol(compared, capsy
 def test_the_page_has_the_certificate_of_the_runs_where_records_have_it(compared, tmp_path):
     comparison, _ = read_comparison(compared)
     runs = certified_runs(comparison)
-    (part,) = (p for p in sections(comparison, tmp_path) if p.title == "Certificate of the runs")
+    (part,) = run_certificates(comparison, tmp_path)
     loss, bound = (median(run[i] for run in runs) for i in (0, 1))
     nothing = sum(b >= m and least >= 0 for m, b, least in runs)
     assert part.texts[0].startswith(
@@ -177,7 +178,7 @@ def test_the_page_has_the_certificate_of_the_runs_where_records_have_it(compared
     assert (silent([(1.0, 2.0, 0.5)]), silent([(1.0, 0.9, 0.5)]), silent([(1.0, 2.0, -0.5)])) == (1, 0, 0)
     # records of an earlier version have none, and their page says nothing of it
     older = replace(comparison, folds=tuple(replace(f, entrants=without_certificates(f.entrants)) for f in comparison.folds))
-    assert "Certificate of the runs" not in [p.title for p in sections(older, tmp_path)]
+    assert run_certificates(older, tmp_path) == []
 
 
 def without_certificates(entrants):

@@ -91,7 +91,7 @@ def sections(comparison: Comparison, folder: Path, *, versions: dict[str, Any] |
         _curves(comparison, folder),
         _profiles(comparison, folder),
         _costs(comparison),
-        *_run_certificates(comparison, folder),
+        *run_certificates(comparison, folder),
         _choices(comparison, folder),
         configuration(comparison.settings, versions or {}),
     ]
@@ -385,7 +385,7 @@ def silent(runs: Sequence[tuple[float, float, float]]) -> int:
     return sum(bound >= loss and lowest >= 0 for loss, bound, lowest in runs)
 
 
-def _run_certificates(c: Comparison, folder: Path) -> list[Section]:
+def run_certificates(c: Comparison, folder: Path) -> list[Section]:
     """What the gradients of the runs themselves say against other models; nothing for records without it."""
     runs = certified_runs(c)
     if not runs:

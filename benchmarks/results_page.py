@@ -49,7 +49,7 @@ def shown(name: str) -> str:
     result = _summary(name)
     if name in OWN:
         return OWN[name](result)
-    if result.get("variant") == "published":
+    if str(result.get("variant", "")).startswith("published"):
         return _against_sgd(result)
     return _accuracies(result) if result.get("protocol") == "paper" else _against(result)
 

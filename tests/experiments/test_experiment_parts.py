@@ -475,7 +475,7 @@ NOT_RUN = {"diverse-digits-lenet-published", "resnet18-cifar10-published"}
 BEGUN = {"rotated-mnist-mlp-published"}
 """Records of some domains: `reproduce` trains the others."""
 
-OF_REPORTS = ("report.html", "profiles.png", "budgets.png", "certificate-runs.png")
+OF_REPORTS = ("report.html", "report.md", "profiles.png", "budgets.png", "certificate-runs.png")
 """What `metamd report` writes beside a record, and is not kept."""
 
 COMMITTED = sorted(path.parent for path in (ROOT / "results").glob("*/records.jsonl.xz"))

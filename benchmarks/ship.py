@@ -140,9 +140,8 @@ def page(cards: list[shipped.Card]) -> str:
     """The part of the page that the cards decide: of the rivals in each comparison, the one with the lowest mean loss."""
     lines = []
     for card in cards:
-        size = (shipped.FOLDER / f"{card.name}.safetensors").stat().st_size
         lines += [f"## {card.name}", "", card.about, "", f"    {card.command}", ""]
-        lines += [f"{size:,} bytes, sha256 `{card.sha256}`. Judged by:", ""]
+        lines += ["Judged by:", ""]
         lines += [*(f"    {c['command']}" for c in card.comparisons), ""]
         lines += ["| on | optimiser | mean loss | final loss | steps to target | test accuracy, % |", f"|{6 * '---|'}"]
         for c in card.comparisons:
@@ -157,7 +156,7 @@ def page(cards: list[shipped.Card]) -> str:
 
 
 def number(value: float | None) -> str:
-    return "never" if value is None else f"{value:.4g}"
+    return "never" if value is None else f"{value:.3g}"
 
 
 def write_page(path: Path) -> None:

@@ -29,6 +29,9 @@ PARTS = {
 RETURNED = {"Run", "LearnedOptimiser", "Certificate", "HeldOutCertificate", "Comparison"}
 """Classes that a function returns: what can be asked of them matters, not how they are made."""
 
+RESEARCH = {"estimators", "objectives", "learning"}
+"""Modules whose names stand there and not among the options: only who meta-trains in rounds needs them."""
+
 OPENING = """# API reference
 
 What you call first comes first, with its arguments. Then come the options that these functions take, then the modules.
@@ -92,9 +95,19 @@ def line(name: str, module: Any) -> str:
     return f"- `{name}`" + (f": {said}." if said else "")
 
 
+def names_of(short: str) -> list[str]:
+    """The public names of a module of `metamd`."""
+    path = metamd._SUBMODULES[short]
+    module = import_module(path)
+    return getattr(module, "__all__", None) or sorted(
+        n for n, x in vars(module).items() if inspect.isclass(x) and x.__module__ == path and not n.startswith("_")
+    )
+
+
 def page() -> str:
     """The page."""
     listed = [name for names in PARTS.values() for name in names]
+    listed += [name for short in RESEARCH for name in names_of(short)]
     rest = [n for n in (*metamd.__all__, *metamd._HOME) if n not in listed and n not in metamd._SUBMODULES]
     rest = list(dict.fromkeys(rest))
     blocks = [OPENING]
@@ -103,15 +116,16 @@ def page() -> str:
     blocks += ["## Options and helpers\n", "\n".join(line(name, metamd) for name in rest) + "\n"]
     for short, path in sorted(metamd._SUBMODULES.items()):
         module = import_module(path)
-        names = getattr(module, "__all__", None) or sorted(
-            n for n, x in vars(module).items() if inspect.isclass(x) and x.__module__ == path and not n.startswith("_")
-        )
-        here = [name for name in names if name not in rest]
+        here = [name for name in names_of(short) if name not in rest]
+        top = [name for name in here if short in RESEARCH and name in metamd._HOME]
+        here = [name for name in here if name not in top]
         families = [name for name in here if short == "tasks" and name.replace("_", "-") in FAMILIES]
         plain = [name for name in here if not inspect.isroutine(getattr(module, name))]
         blocks.append(f"## Module `{short}`\n")
         if lines := [line(name, module) for name in here if name not in {*families, *plain}]:
             blocks.append("\n".join(lines) + "\n")
+        if top:
+            blocks.append(f"As `metamd.NAME`: {', '.join(f'`{name}`' for name in top)}.\n")
         if families:
             blocks.append(f"[Families](families.md): {', '.join(f'`{name}`' for name in families)}.\n")
         if plain:

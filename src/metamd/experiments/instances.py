@@ -303,7 +303,7 @@ SPEAKERS = Experiment(
         "cpu": replace(
             CPU,
             steps=50,
-            rivals=ADAPTERS[:2],
+            rivals=ADAPTERS[:4],
             sizes={"context": 32, "batch_size": 4},
             measuring=Measuring(looks=(10, 25, 50), examples=1000),
         ),
@@ -336,11 +336,11 @@ TEXTS = Experiment(
         ),
         "cpu": replace(
             CPU,
-            steps=200,
+            steps=100,
             seeds=2,
             rivals=TEXT_RIVALS,
-            sizes={"context": 32},
-            measuring=Measuring(looks=(20, 100, 200), examples=1000),
+            sizes={"context": 32, "width": 32},
+            measuring=Measuring(looks=(10, 50, 100), examples=1000),
         ),
         "paper": replace(PAPER, steps=300, rivals=TEXT_RIVALS, measuring=Measuring(looks=(30, 150, 300))),
     },

@@ -1,14 +1,15 @@
 """Random convex runs of all optimisers for the laws of certificates, and their regret from the losses, slow and obvious."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from metamd import Certificate, Diagonal, Euclidean, MaxDiagonal, MetaMD
+from metamd import Certificate, Diagonal, Euclidean, LearnedOptimiser, MaxDiagonal, MetaMD
+from metamd.files.usage import Usage
 from metamd.optimiser.certificate import RunSums, certify_run
 from metamd.potentials.online import Online
 
@@ -70,6 +71,7 @@ TORCH: dict[str, Callable[[Named, float], T.Optimizer]] = {
 
 POLAR = Online("polar", scale=dict.fromkeys(SIZES, 30.0))
 AVERAGE = Online("average", scale=dict.fromkeys(SIZES, 30.0))
+SUM = Online("sum", scale=dict.fromkeys(SIZES, 30.0))
 OURS: dict[str, dict[str, Any]] = {
     "plain": {},
     "momentum": {"momentum": 0.8},
@@ -78,7 +80,11 @@ OURS: dict[str, dict[str, Any]] = {
     "the paper's step": {"exact": False},
     "polar": {"metric": POLAR, "averaging": "tail"},
     "average": {"metric": AVERAGE, "momentum": 0.5},
+    "sum": {"metric": SUM},
     "safeguard": {"safeguard": True},
+    "groups": {"groups": True},
+    "as recommended": {"usage": Usage(schedule="quadratic", averaging="tail")},
+    "as recommended, momentum": {"usage": Usage(momentum=0.6, schedule="linear")},
 }
 
 
@@ -137,7 +143,16 @@ def random_run(seed: int, *, sums: type[RunSums] = RunSums, linear: bool = False
             geometry = Diagonal().with_metrics({n: x[:1] for n, x in logs.items()})
         phi = geometry.bind(params)
         plain = name == "plain" and clip is None
-        optimiser: Any = MetaMD(list(params.items()), geometry, rate, certify=scale is None, check_finite=False, **options)
+        given: Any = list(params.items())
+        if "groups" in options:  # with rates and momenta of their own
+            given, options = [{"params": given[:1], "lr": 2 * rate}, {"params": given[1:], "momentum": 0.5}], {}
+        learned: Any = geometry
+        if "usage" in options:  # the rate is the file's
+            learned = LearnedOptimiser.from_potential(phi)
+            usage = replace(options["usage"], factor=rate).to_dict()
+            learned, options = replace(learned, header=replace(learned.header, usage=usage)), {"steps": steps}
+        lr = None if "steps" in options else rate
+        optimiser: Any = MetaMD(given, learned, lr, certify=scale is None, check_finite=False, **options)
     else:
         name = sorted(TORCH)[rng.integers(len(TORCH))]
         optimiser = TORCH[name](list(params.items()), rate)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from metamd import MetaMD, Online
+from metamd import MetaMD, Online, certify_run
 from metamd.optimiser.checkpoint import digests
 from metamd.potentials.online import KEPT
 from tests.helpers import random_basis, random_geometry, small_model
@@ -160,6 +160,25 @@ def certified_ddp(rank, world, folder):
         return wrapped, MetaMD(wrapped.named_parameters(), geometry, lr=0.1, certify=True)
 
     return certified(rank, world, folder, made)
+
+
+def certified_adam(rank, world, folder):
+    """Of shards that another optimiser moves, and of a run that goes on from what each process saved."""
+
+    def made():
+        geometry, model, _ = sharded(pieces=1)
+        adam = torch.optim.Adam(model.named_parameters(), lr=0.01)
+        return model, adam, certify_run(adam, geometry)
+
+    (model, adam, run), (other, again, resumed) = made(), made()
+    fit(model, adam, rank, world, range(15))
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(copy.deepcopy(adam.state_dict()))
+    resumed.load_state_dict(run.state_dict())
+    fit(model, adam, rank, world, range(15, STEPS))
+    fit(other, again, rank, world, range(15, STEPS))
+    reference = small_model(seed=1, dtype=torch.float64)
+    return {k: dataclasses.asdict(o.certificate(reference, radius=1.0)) for k, o in (("one", run), ("resumed", resumed))}
 
 
 def fsdp_nonfinite(rank, world, folder):

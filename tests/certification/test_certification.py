@@ -2,7 +2,9 @@
 
 import json
 import math
-from dataclasses import replace
+import shlex
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,9 @@ from metamd.certification.certification import _radius, across_domains, distance
 from metamd.certification.generalisation import displacements, measure, size_of, training_tasks
 from metamd.certification.statements import HeldOutCertificate, Stated
 from metamd.cli import main as cli
+from metamd.cli.certify import command_line
+from metamd.cli.main import parse
+from metamd.cli.options import Certify
 from metamd.comparison.training import Measuring, train_contender
 from metamd.files.usage import Usage
 from metamd.inner.executor import Executor
@@ -335,7 +340,7 @@ def test_a_certified_file_bounds_its_own_runs(used, tmp_path):
         task.loss(model, task.batch(t)).backward()
         optimiser.step()
     said = str(optimiser.certificate())
-    assert "To expect of training as the file recommends, convex or not: training loss after 20 steps <= " in said
+    assert "training on tabular as the file recommends, convex or not: training loss after 20 steps <= " in said
     assert "with probability 95 % over 19 held-out tasks and this one, its reference solution" in said
     assert family.name == "tabular"
 
@@ -454,6 +459,35 @@ def test_the_command_prints_and_writes_it(file, tmp_path, capsys):
     assert "Every statement, and what it rests on" in text
     assert "not a valid bound" in text
     assert cli.run(["inspect", str(file)]) == 0
+
+
+def test_the_command_on_a_page_has_every_option():
+    """Read again, it is the command that was given: one for each option, with a value that is not its default."""
+    given = {
+        "steps": 7,
+        "model": "mlp",
+        "hold_out": "30",
+        "images": 5,
+        "width": 3,
+        "start": Path("a start.pt"),
+        "workers": 2,
+        "ray": "local",
+        "seed": 4,
+        "held_out_tasks": 20,
+        "delta": 0.1,
+        "target": -0.5,
+        "theory": True,
+        "regret_cap": 1e-7,
+        "radius": 2.0,
+        "reach": 3.0,
+        "reference_lr": 0.01,
+        "out": Path("out of here.safetensors"),
+        "report": Path("page.html"),
+    }
+    assert given.keys() == {f.name for f in fields(Certify)} - {"file", "family", "json", "dry_run"}
+    for some in (given, {"report": given["report"]}):
+        options = Certify(file="x.safetensors", family="my families.py:digits", **some)
+        assert parse(shlex.split(command_line(options))[1:]) == options
 
 
 def test_inspect_prints_a_certificate_in_lines(file, capsys):

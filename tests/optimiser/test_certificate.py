@@ -124,6 +124,7 @@ def test_a_radius_for_every_tensor():
     path = regret(steps, {n: x for n, (_, x) in steps[0].items()})
     assert found.bound == pytest.approx(path + sum(radii[n] * duals[n] for n in radii), rel=1e-10)
     assert found.per_layer["0.weight"].dual == pytest.approx(duals["0.weight"], rel=1e-12)
+    assert optimiser.certificate(radius={f"module._orig_mod.{n}": r for n, r in radii.items()}) == found
     with pytest.raises(ValueError, match=r"the radius must name every tensor that was trained, but '0\.bias' is missing"):
         optimiser.certificate(radius={"0.weight": 1.0})
 
@@ -479,7 +480,10 @@ def test_clipped_gradients_are_weights():
             assert weighted / weight <= found.mean
             assert "weighted by their factors" in str(found)
         else:
-            assert "clipped in norm or scaled weigh their losses by that factor" in str(found)
+            assert "If gradients were clipped in norm or scaled, the sum bound is weighted by the clipping" in str(found)
+            assert weighted / weight > found.mean, "without the factors the mean is too small, as the print says"
+            assert "The mean then needs the factors, which certify_run(scale=) takes." in str(found)
+        assert "After clipping by value or per tensor nothing follows." in str(found)
 
 
 @pytest.mark.parametrize("wrong", ["clipped by value", "clipped per tensor", "gradients elsewhere, as SAM takes them"])
@@ -513,25 +517,39 @@ def test_what_is_not_covered_breaks_the_statement_and_is_said(wrong):
     assert "Gradients must have been taken at the parameters of the step, which SAM and closures that" in str(found)
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_steps_that_amp_skips_are_not_counted(ours):
-    """A real GradScaler: gradients overflow at first, and it skips until its scale is small enough."""
+SCALED = {
+    "MetaMD": (lambda x: MetaMD([x], Euclidean(), lr=0.1, certify=True), False),
+    "SGD": (lambda x: torch.optim.SGD([x], lr=0.1), False),
+    "SGD that scales itself": (lambda x: torch.optim.SGD([x], lr=0.1, fused=True), False),
+    "the same, unscaled before": (lambda x: torch.optim.SGD([x], lr=0.1, fused=True), True),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_steps_that_amp_skips_are_not_counted(kind):
+    """A real GradScaler: gradients overflow at first, and it skips until its scale is small enough.
+
+    A fused optimiser gets scaled gradients, and skips steps itself: the scale is a weight then.
+    """
+    made, unscaled = SCALED[kind]
     x = nn.Parameter(torch.tensor([3.0, -1.0]))
-    opt = MetaMD([x], Euclidean(), lr=0.1, certify=True) if ours else torch.optim.SGD([x], lr=0.1)
-    run, taken = opt if ours else certify_run(opt), 0
+    opt = made(x)
+    run, taken, total, weight = opt if kind == "MetaMD" else certify_run(opt), 0, 0.0, 0.0
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-8)
-    total = 0.0
     for _ in range(6):
         opt.zero_grad()
         loss = x.square().sum()
         scaler.scale(loss).backward()
-        before = x.detach().clone()
+        if unscaled:
+            scaler.unscale_(opt)
+        before, scale = x.detach().clone(), scaler.get_scale() if kind == "SGD that scales itself" else 1.0
         scaler.step(opt)
         scaler.update()
         if not torch.equal(before, x):
-            taken, total = taken + 1, total + loss.item()
+            taken, total, weight = taken + 1, total + scale * loss.item(), weight + scale
     found = run.certificate([torch.zeros(2)], radius=4.0)
     assert 0 < found.steps == taken < 6
+    assert found.weight == weight
     assert total <= found.realised <= found.bound
     assert "Steps that AMP skips are not counted." in str(found)
 
@@ -650,6 +668,26 @@ def test_certify_run_refuses_what_it_cannot_count():
     opt.step()
     with pytest.raises(TypeError, match="certify_run needs a torch optimiser, got Linear"):
         certify_run(nn.Linear(2, 2))
+    model, other = small_model(), nn.Linear(3, 1)
+    with pytest.raises(ValueError, match=r"'0\.weight'"):  # at once, and not when the run is over
+        certify_run(torch.optim.Adam(other.named_parameters(prefix="0")), random_geometry(model))
+
+
+def test_the_frozen_base_of_a_model_with_adapters_has_no_metric():
+    """As for MetaMD: a geometry of the adapters alone."""
+    base, adapter = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)
+    geometry = random_geometry(adapter, pieces=1).bind(dict(adapter.named_parameters()))
+    named = [*((f"base.{n}", p) for n, p in base.named_parameters()), *adapter.named_parameters()]
+    ways = []
+    for made in (lambda: MetaMD(named, geometry, lr=0.1, certify=True), lambda: torch.optim.SGD(named, lr=0.1)):
+        run = optimiser = made()
+        run = run if isinstance(run, MetaMD) else certify_run(run, geometry)
+        optimiser.zero_grad()
+        adapter(base(torch.ones(2, 3))).sum().backward()
+        optimiser.step()
+        ways.append(run.certificate(radius=1.0))
+    assert ways[0].bound == pytest.approx(ways[1].bound, rel=1e-12)
+    assert "here 'base.weight', 'base.bias' had none" in str(ways[1])
 
 
 def test_loss_scales_that_an_optimiser_takes_off_itself_are_weights():
@@ -661,8 +699,11 @@ def test_loss_scales_that_an_optimiser_takes_off_itself_are_weights():
         x.grad = torch.full((2,), math.nan if found_inf else 8.0, dtype=torch.float64)
         run._count(None)
     found = run.certificate([torch.zeros(2)])
-    assert found.weight == 16
+    assert (found.steps, found.weight) == (2, 16)
     assert found.realised / found.weight == pytest.approx(2.0)
+    again = certify_run(torch.optim.SGD([x], lr=0.1))
+    again.load_state_dict(saved_and_loaded(run.state_dict()))
+    assert again.certificate([torch.zeros(2)]) == found
 
 
 def quadratic_run(steps=3, scale=None, lr=0.1, closure=False, maximize=False):
@@ -923,13 +964,31 @@ def test_a_file_with_a_radius_certifies_without_being_asked():
     found = optimiser.certificate(mean_loss=0.5)
     assert found == replace(optimiser.certificate(radius=dict.fromkeys(POLAR, 1.0), mean_loss=0.5), source=found.source)
     lines = str(found).splitlines()
-    said = "To expect of training as the file recommends, convex or not: loss after 50 steps <= 0.25 with probability 95 %."
-    assert lines[1] == f"  {said}"
+    assert lines[1] == (
+        "  To expect of training on digits as the file recommends, convex or not: loss after 50 steps <= 0.25 with "
+        "probability 95 %."
+    )
     assert lines[2].startswith(
         "  No model within the radius of every tensor of the start (with probability 95 % over 39 held-out tasks and this "
         "one, its reference solution, a longer run, lies there) would have had a mean loss, on this run's own batches, "
     )
     assert "if the loss were convex. In general this bounds the linearised loss." in lines[2]
+
+
+def test_a_file_without_a_certificate_leads_with_the_command_that_makes_one():
+    model = small_model()
+    optimiser = certified(model, LearnedOptimiser.from_potential(random_geometry(model, pieces=1)))
+    train(model, optimiser, 2)
+    first = str(optimiser.certificate(radius=1.0)).splitlines()[1]
+    assert first == "  metamd certify FILE FAMILY finds what to expect of training as the file recommends, convex or not."
+    assert "metamd certify" not in str(certified_by_adam(2)), "there is no file"
+
+
+def certified_by_adam(steps):
+    model = small_model()
+    run = certify_run(adam := torch.optim.Adam(model.named_parameters()))
+    train(model, adam, steps)
+    return run.certificate(radius=1.0)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from metamd import Diagonal, MaxDiagonal, MetaMD, certify_run
+from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, certify_run
 from metamd.optimiser import certificate as module
 from metamd.optimiser.certificate import RunSums, Seen
 from metamd.potentials import forms
-from tests.certified_runs import TORCH, random_run, random_tail_run
-from tests.helpers import draws
+from metamd.potentials.online import Online
+from tests.certified_runs import OURS, TORCH, random_run, random_tail_run
+from tests.helpers import draws, random_basis
 
 RUNS = draws(10_000)  # 1,000, and 10,000 under -m slow
 
@@ -62,7 +63,7 @@ def test_no_run_is_beaten_by_a_model_of_its_ball():
         assert broken_laws(run, seed) == [], run.about
         seen.add(run.about.partition(", seed")[0])
         mirrored += run.certificate(radius=1.0).mirror is not None
-    assert seen >= set(TORCH)
+    assert seen >= {*TORCH, *OURS}
     assert mirrored > RUNS / 50
 
 
@@ -71,7 +72,7 @@ def test_the_laws_are_about_every_optimiser_of_torch():
         name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
     }
     run = {type(make([("x", torch.nn.Parameter(torch.zeros(2)))], 0.1)).__name__ for make in TORCH.values()}
-    assert known - run == {"Optimizer", "Muon", "SparseAdam"}, "Muon has a law of its own; sparse gradients are refused"
+    assert known - run == {"Optimizer", "Muon", "SparseAdam"}, "Muon is in the law of matrices; sparse gradients are refused"
 
 
 @pytest.mark.law
@@ -136,15 +137,28 @@ def test_the_model_of_eval_is_beaten_by_none_of_its_ball_and_linear_losses_attai
     assert later > 0.9 * draws(500), "the average with the newest iterate is told apart"
 
 
+MATRICES = {
+    "Muon": lambda x, lr, phi: torch.optim.Muon([("x", x)], lr=lr, weight_decay=0.0),
+    "SGD": lambda x, lr, phi: torch.optim.SGD([("x", x)], lr=lr),
+    "exact": lambda x, lr, phi: MetaMD([("x", x)], phi, lr, momentum=0.5),
+    "polar": lambda x, lr, phi: MetaMD([("x", x)], phi, metric=Online("polar", scale={"x": 3.0}), averaging="tail"),
+}
+
+
 @pytest.mark.law
-def test_no_run_of_muon_is_beaten_by_a_model_of_its_ball():
-    """Muon takes matrices alone, so that it is not among the runs above."""
-    for seed in range(draws(200)):
+def test_no_run_on_matrices_is_beaten_by_a_model_of_its_ball():
+    """Muon and polar steps take matrices alone; balls are Euclidean, or in learned coordinates with their dense matrix."""
+    for seed in range(draws(400)):
         g = torch.Generator().manual_seed(seed)
         start, centre = (torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(2))
         x = torch.nn.Parameter(start.clone())
-        optimiser = torch.optim.Muon([x], lr=float(torch.rand((), generator=g)), weight_decay=0.0)
-        run, points = certify_run(optimiser), []
+        phi = random_basis({"x": start}, pieces=1, seed=seed)
+        lr, name = float(torch.rand((), generator=g)), sorted(MATRICES)[seed % 4]
+        eye = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
+        d = torch.stack([phi.basis.out_of("x", phi.metric("x")[0].detach() * phi.basis.into("x", e)).flatten() for e in eye])
+        learned = seed // 4 % 2 == 1
+        optimiser = MATRICES[name](x, lr, phi)
+        run, points = certify_run(optimiser, phi if learned else Euclidean()), []
         for _ in range(8):
             slopes = torch.rand(3, 4, generator=g, dtype=torch.float64)
             points.append((x.detach().clone(), slopes))
@@ -152,11 +166,10 @@ def test_no_run_of_muon_is_beaten_by_a_model_of_its_ball():
             (slopes * (x - centre).square()).sum().backward()
             optimiser.step()
         bound = run.certificate(radius=1.0).bound
-        for _ in range(5):
-            away = torch.randn(3, 4, generator=g, dtype=torch.float64)
-            u = start + away / away.norm()
+        for way in (*torch.randn(5, 12, generator=g, dtype=torch.float64), (centre - start).flatten()):
+            u = start + (way / ((way @ d @ way).sqrt() if learned else way.norm())).view(3, 4)
             regret = sum((w * ((x - centre).square() - (u - centre).square())).sum() for x, w in points)
-            assert regret <= bound + 1e-9
+            assert regret <= bound + 1e-9, (name, seed)
         assert any((w * (x - centre)).abs().sum() > 0 for x, w in points)
 
 

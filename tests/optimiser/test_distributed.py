@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from metamd import MetaMD
+from metamd import MetaMD, certify_run
 from tests.distributed_worker import (
     ONLINE,
     STEPS,
@@ -41,6 +41,7 @@ MODES = {
         "checkpoint_edited",
         "certified",
         "certified_pieces",
+        "certified_adam",
     ),
 }
 """The cases that one launch of two processes runs, one after another."""
@@ -199,6 +200,19 @@ def test_certificates_of_shards_and_of_resumed_runs_are_those_of_one_process(ran
     assert first["one"]["mirror"] == pytest.approx(dataclasses.asdict(single.mirror), rel=1e-8)
     assert first["one"]["guaranteed"]
     assert first["one"]["steps"] == STEPS
+
+
+def test_certificates_of_shards_that_adam_moves_are_those_of_one_process(ranks):
+    first, second = ranks("certified_adam")
+    assert first == second
+    assert first["one"] == first["resumed"]
+    geometry, model = geometry_and_model(pieces=1)
+    run = certify_run(adam := torch.optim.Adam(model.named_parameters(), lr=0.01), geometry)
+    fit(model, adam, 0, 1)
+    single = run.certificate(small_model(seed=1, dtype=torch.float64), radius=1.0)
+    for field in ("bound", "realised"):
+        assert first["one"][field] == pytest.approx(getattr(single, field), rel=1e-8), field
+    assert (first["one"]["steps"], first["one"]["guaranteed"]) == (STEPS, True)
 
 
 def test_the_two_ranks_see_different_data():

@@ -179,7 +179,7 @@ class Header:
     @property
     def radius(self) -> Radius | None:
         """What the last certificate in the file says of the distance of solutions; None if it says nothing."""
-        found = self._certificate().get("radius")
+        found = self._certificate()[1].get("radius")
         try:
             return Radius(**found) if isinstance(found, Mapping) else None
         except (TypeError, ValueError, AttributeError):
@@ -187,19 +187,23 @@ class Header:
 
     @property
     def expected(self) -> tuple[str, ...]:
-        """What the last certificate in the file says of the next task, in words."""
-        rows = self._certificate().get("statements")
+        """What the last certificate in the file says of the next task, in sentences; else how to find it."""
+        place, made = self._certificate()
+        rows = made.get("statements")
+        opening = f"To expect of training on {brief(one_line(place), 200)} as the file recommends, convex or not:"
         return tuple(
-            f"{brief(one_line(row['quantity']), 200)} <= {row['bound']:.4g} with probability {100 * row['confidence']:.3g} %"
+            f"{opening} {brief(one_line(row['quantity']), 200)} <= {row['bound']:.4g} with probability "
+            f"{100 * row['confidence']:.3g} %."
             for row in (rows if isinstance(rows, list) else ())
             if isinstance(row, Mapping) and (row.get("about"), row.get("verdict")) == ("next task", "holds")
             if _number(row.get("bound")) and _number(row.get("confidence")) and isinstance(row.get("quantity"), str)
-        )
+        ) or ("metamd certify FILE FAMILY finds what to expect of training as the file recommends, convex or not.",)
 
-    def _certificate(self) -> Mapping[str, Any]:
+    def _certificate(self) -> tuple[str, Mapping[str, Any]]:
+        """What the last certificate is about, and what it says."""
         made = self.held_out.get("certificates")
-        last = list(made.values())[-1] if isinstance(made, Mapping) and made else {}
-        return last if isinstance(last, Mapping) else {}
+        place, last = list(made.items())[-1] if isinstance(made, Mapping) and made else ("", {})
+        return str(place), last if isinstance(last, Mapping) else {}
 
     def to_dict(self) -> dict[str, Any]:
         """The header in plain JSON types, structural fields first."""

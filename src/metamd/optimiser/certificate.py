@@ -64,7 +64,7 @@ class RunSums:
     `add` is called once for every gradient, before the step; it reads nothing back from the device.
     """
 
-    steps: int = 0  # T
+    steps: int | Tensor = 0  # T; a tensor where the device decides which steps are skipped
     names: list[str] = field(default_factory=list)  # of the tensors that had a gradient
     table: Tensor = field(
         default_factory=lambda: torch.zeros(2, dtype=torch.float64)
@@ -91,13 +91,20 @@ class RunSums:
 
     @torch.no_grad()
     def add(
-        self, seen: Sequence[Seen], *, scale: float | Tensor | None = None, loss: Any = None, idle: bool = False
+        self,
+        seen: Sequence[Seen],
+        *,
+        scale: float | Tensor | None = None,
+        loss: Any = None,
+        idle: bool = False,
+        taken: int | Tensor = 1,
     ) -> None:
         """Count one gradient; of an `idle` step, whose rates are zero, if it is one.
 
         Zero gradients at zero rates are the empty step that torch's checkpoints take. A warm-up may begin at rate zero too.
+        `taken` is 0 where a loss scaler skips the step.
         """
-        factor = _factor(scale)
+        factor = _factor(scale) * taken
         moving = [s for s in seen if s.grad is not None]
         if any(SUM not in s.store and s.name in self.seen for s in seen):
             self._restart(seen, "the state of a parameter was lost")
@@ -130,7 +137,7 @@ class RunSums:
             self.losses, self.counted = _plus(self.losses, _weighted(loss, factor)), self.counted + 1
         self.scaled = scale is not None
         self.weight = _plus(self.weight, factor)
-        self.steps += 1
+        self.steps = self.steps + taken
 
     def _follow(self, seen: Sequence[Seen], moving: list[str], found: Tensor) -> None:
         """Give P of a step, and G of tensors that had no gradient, the weights of a tail average of the parameters."""
@@ -492,7 +499,7 @@ class Certificate:
         mean_loss: of the run, if it is known, weighted as the bound is.
         guaranteed: whether anything is; not so if the sums are not finite.
         conditions: what the statement rests on, in sentences.
-        expected: what the file says to expect of the next task, which needs no convexity.
+        expected: what the file says to expect of the next task, in sentences. It needs no convexity.
     """
 
     steps: int
@@ -523,7 +530,7 @@ class Certificate:
 
     def sentences(self) -> list[str]:
         """What `print` shows, a sentence or two for each statement."""
-        found = [f"To expect of training as the file recommends, convex or not: {text}." for text in self.expected]
+        found = list(self.expected)
         if not self.guaranteed:
             return [*found, "No guarantee: the sums are not finite, so the run diverged."]
         if self.mean is not None:
@@ -566,12 +573,13 @@ class Certificate:
 
 
 CLIPPED = (
-    "Gradients that were clipped in norm or scaled weigh their losses by that factor: certify_run(scale=) takes it. After "
-    "clipping by value or per tensor nothing follows."
+    "If gradients were clipped in norm or scaled, the sum bound is weighted by the clipping. The mean then needs the "
+    "factors, which certify_run(scale=) takes."
 )
+NOTHING = "After clipping by value or per tensor nothing follows."
 ELSEWHERE = (
     "Gradients must have been taken at the parameters of the step, which SAM and closures that evaluate elsewhere do not. "
-    "Steps that AMP skips are not counted."
+    "Steps that AMP skips are not counted. Nothing follows for the parameters after the last step alone."
 )
 
 
@@ -579,7 +587,7 @@ class Ball:
     """A run whose certificate is asked for: its sums, its parameters and their stores, and the norm of the ball."""
 
     def __init__(self, sums: RunSums, potential: Potential, named: Params, stores: Mapping[str, dict[str, Any]]) -> None:
-        self.sums, self.named, self.stores = sums, named, stores
+        self.sums, self.named, self.stores, self.steps = sums, named, stores, int(sums.steps)
         self.names = [n for n in named if n in sums.seen]  # the others have u = start
         self.learned = isinstance(potential, MaxDiagonal)
         self.phi = potential if isinstance(potential, MaxDiagonal) else euclidean_metric(named)
@@ -601,7 +609,7 @@ class Ball:
     ) -> Certificate:
         """The certificate against every u in the ball, against the reference, or both."""
         sums = self.sums
-        if not sums.steps:
+        if not self.steps:
             raise ValueError("there is nothing to certify: no gradient was counted yet. Train first, then ask for it.")
         radius, source = self._radius(radius, given=reference is not None)
         u = None if reference is None else reference_tensors(reference, self.named, self.phi.rename)
@@ -626,7 +634,7 @@ class Ball:
         regret = None if realised is None else math.fsum(realised.values())
         values = [x for x in (bound, regret, norm, weight) if x is not None]
         return Certificate(
-            steps=sums.steps,
+            steps=self.steps,
             bound=bound,
             realised=regret,
             radius=radius,
@@ -657,6 +665,8 @@ class Ball:
                     "FAMILY, which finds one on held-out tasks, or pass radius= or reference=model.state_dict()."
                 )
             radius, source = known.by_tensor, known.source
+        if isinstance(radius, Mapping):
+            radius = {clean_name(str(n), self.phi.rename): r for n, r in radius.items()}
         numbers: list[Any] = list(radius.values()) if isinstance(radius, Mapping) else [radius]
         if not all(isinstance(r, Real) or (isinstance(r, Tensor) and r.numel() == 1) for r in numbers):
             raise TypeError(f"radius must be a number, or one for every tensor, got {shown(radius)}. Pass radius=1.0, say.")
@@ -676,7 +686,7 @@ class Ball:
         """The mean of the losses that the statement is about, weighted as they are; None where it is not known."""
         sums = self.sums
         if given is None:
-            given = float(sums.losses) / weight if sums.counted == sums.steps else math.nan
+            given = float(sums.losses) / weight if sums.counted == self.steps else math.nan
         if not isinstance(given, Real | Tensor):
             raise TypeError(f"mean_loss must be a number, got {shown(given)}. Pass the mean of the losses of the run.")
         if not math.isfinite(given) or (sums.ascent and sums.descent):
@@ -695,7 +705,7 @@ class Ball:
 
     def _rounding(self, radius: float | Mapping[str, float] | None, u: Params | None) -> float:
         """A bound on what float64 sums can be off by, and learned coordinates that are not quite orthogonal."""
-        steps, phi = self.sums.steps, self.phi
+        steps, phi = self.steps, self.phi
         units = (max(self.named[n].numel() for n in self.names) + steps + 8) * _ROUNDOFF
         # products and squares below the smallest normal number may be lost
         lost = sum(self.named[n].numel() for n in self.names) * steps * 2.0**-1022
@@ -744,7 +754,7 @@ class Ball:
             ends = {n: local(self._iterate(n)).double() - local(_start(self.stores[n])).double() for n in self.names}
             path = math.fsum(self.paths.values())
             energy = max(2 / m.rate * (path + float(phi.half_squares(ends)[0]) / m.rate), 0.0)
-        half, largest = m.rate / 2, self.sums.steps * float(m.largest)
+        half, largest = m.rate / 2, self.steps * float(m.largest)
         far /= m.rate
         return MirrorBounds(far + half * energy, far + half * square / least, far + half * largest / least)
 
@@ -762,7 +772,7 @@ class Ball:
         table = np.sqrt(np.stack([row.cpu().numpy() for row in sum_shards(parts, self.named).values()]))
         wide = all(self.named[n].dtype == torch.float64 for n in self.names)
         unit = 2.0**-53 if wide else 2.0**-24
-        slack = math.sqrt(unit) * table[:, 1:4].sum() + 64 * unit * math.sqrt(self.sums.steps) * table[:, 4].sum()
+        slack = math.sqrt(unit) * table[:, 1:4].sum() + 64 * unit * math.sqrt(self.steps) * table[:, 4].sum()
         return bool(table[:, 0].sum() <= slack)
 
     def _iterate(self, name: str) -> Tensor:
@@ -785,13 +795,13 @@ class Ball:
                 f"The reference differs there, in {some(dict.fromkeys(moved))}: the number is for the reference with "
                 "these tensors as this model has them."
             )
-        if partial := [n for n in self.names if sums.seen.get(n, 0) < sums.steps]:
+        if partial := [n for n in self.names if sums.seen.get(n, 0) < self.steps]:
             found.append(f"Losses of steps in which {some(dict.fromkeys(partial))} had no gradient must not depend on it.")
         if sums.ascent:
             both = "The signs of the groups differ: a game, and not the regret of one loss."
             found.append(both if sums.descent else "The loss was maximised: the statement is about its negative.")
-        found.append("Losses are weighted by the factors that were given." if sums.scaled else CLIPPED)
-        found.append(ELSEWHERE)
+        weights = "Losses are weighted by the factors that were given." if sums.scaled else CLIPPED
+        found += [f"{weights} {NOTHING}", ELSEWHERE]
         if sums.mirror is not None and sums.mirror.broken:
             found.append(f"The paper's bounds for plain mirror descent do not apply: {sums.mirror.broken}.")
         if sums.reason:
@@ -908,16 +918,18 @@ class CertifiedRun(Certified):
         self._stores: dict[str, dict[str, Any]] = {}
         self._named: dict[str, Tensor] = {}
         self._ids: list[int] = []
+        self._bound()  # a geometry that does not fit is refused now, and not after the run
         self._hook = optimiser.register_step_pre_hook(self._before)
-        self._find_names()
 
     def _ball(self) -> Ball:
-        named = self._find_names()
+        return Ball(self._sums, self._bound(), self._find_names(), self._stores)
+
+    def _bound(self) -> Potential:
+        """The potential with its metrics for the parameters."""
         if self._potential is None:
-            bound = getattr(self._optimiser, "potential", Euclidean())  # MetaMD has one, bound already
-        else:
-            bound = binding.fit(self._potential, named, {}, None, fused=False, order=())
-        return Ball(self._sums, bound, named, self._stores)
+            return getattr(self._optimiser, "potential", Euclidean())  # MetaMD has one, bound already
+        named = binding.without_unknown_frozen(self._find_names(), self._potential)
+        return binding.fit(self._potential, named, {}, None, fused=False, order=())
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, to go on with in another process."""
@@ -993,10 +1005,10 @@ class CertifiedRun(Certified):
                 grad = torch.where(found_inf.to(grad.device) > 0, torch.zeros_like(grad), grad)
             seen.append(Seen(name, p, grad, self._stores.setdefault(name, {}), bool(group.get("maximize", False))))
         scale = self._scale() if callable(self._scale) else self._scale
+        taken: int | Tensor = 1 if found_inf is None else (found_inf <= 0).sum()
         if loss_scale is not None:
             scale = loss_scale.double() * (1.0 if scale is None else scale)
-            scale = scale if found_inf is None else scale * (found_inf <= 0)
-        self._sums.add(seen, scale=scale, loss=loss, idle=is_idle(groups))
+        self._sums.add(seen, scale=scale, loss=loss, idle=is_idle(groups), taken=taken)
 
 
 def certify_run(

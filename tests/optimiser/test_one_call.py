@@ -237,6 +237,32 @@ def test_an_average_that_nobody_uses_is_noticed_when_the_finished_run_is_saved()
     own.state_dict()  # nobody knows where this run ends
 
 
+def test_an_evaluation_without_the_average_is_noticed_once_and_after_the_last_step_alone():
+    x = torch.zeros(1, 5)
+    model, optimiser = tail_run(STEPS - 1)
+    with torch.no_grad():
+        model(x)  # on the way
+    train(model, optimiser, 1, first=STEPS - 1)
+    model(x)  # in training mode: that may go on
+    other = small_model().eval()
+    other(x)
+    model.eval()
+    with pytest.warns(UserWarning, match=r"the 12 steps .* never used: this model is evaluated at") as said:
+        model(x)
+    assert [w.filename for w in said] == [__file__]
+    model(x)
+    optimiser.state_dict()  # said already
+    _, optimiser = tail_run()
+    with torch.no_grad(), optimiser.averaged():
+        model(x)
+    for forget in (lambda model, opt: opt.eval(), lambda model, opt: None):
+        model, optimiser = tail_run()
+        forget(model, optimiser)
+        del optimiser  # with it goes what looks at the model
+        model.eval()(x)
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
 def test_after_the_end_the_last_rate_is_kept():
     learned = file_of(Usage("learned", 0.0, "linear"))
     x = small_model()

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,9 +11,11 @@ from typing import Any, overload
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.hooks import RemovableHandle
 
 from metamd.files.learned import LearnedOptimiser, fingerprint
 from metamd.files.usage import Average, Metric
@@ -111,6 +114,7 @@ class MetaMD(Certified, Optimizer):
     """
 
     _loading: tuple[Saved, RunSums | None] | None = None  # while a state_dict is loaded
+    _looking: RemovableHandle | None = None  # from the last step until the tail average is used, or its absence noticed
 
     def __init__(
         self,
@@ -282,6 +286,8 @@ class MetaMD(Certified, Optimizer):
             self._active = step.active
             self._record.append(step.active.piece)
         self._versions = {e.name: version(e.param) for e in entries}
+        if self.averaging == "tail" and self._steps == self._used.steps and not torch.compiler.is_dynamo_compiling():
+            self._look_out()
         return loss
 
     def _entries(self) -> list[Entry]:
@@ -387,6 +393,26 @@ class MetaMD(Certified, Optimizer):
             stacklevel=9,  # from here to the user's loop: the step, and what torch and the scheduler wrap it with
         )
 
+    def _look_out(self) -> None:
+        """After the last step, say once that the model is evaluated without its tail average."""
+        me = weakref.ref(self, lambda _: handle.remove())
+
+        # An optimiser does not know the model: for a while it looks at all that are called, at the first parameter of each.
+        def look(module: nn.Module, args: Any) -> None:
+            optimiser, first = me(), next(module.parameters(), None)
+            if optimiser is None or (module.training and torch.is_grad_enabled()) or id(first) not in optimiser._places:
+                return  # somebody else's, or training that goes on
+            handle.remove()
+            optimiser._say_once("average", optimiser._unused("this model is evaluated at"), stacklevel=6)
+
+        self._looking = handle = register_module_forward_pre_hook(look)
+
+    def _unused(self, where: str) -> str:
+        return (
+            f"the {self._used.steps} steps of this run are done, and its tail average was never used: {where} the last "
+            "iterate. Evaluate and save the model inside `with opt.averaged():`, or after opt.eval()."
+        )
+
     def _say_once(self, about: str, sentence: str, stacklevel: int = 3) -> None:
         if about not in self._said:
             self._said.add(about)
@@ -425,6 +451,8 @@ class MetaMD(Certified, Optimizer):
         if self.averaging != "tail" or self._training == training:
             return
         self._said.add("average")  # who uses the average needs no word about it
+        if self._looking is not None:
+            self._looking.remove()
         named = {n: p for n, p, _ in self._places.values()}
         edited = self._edited(named)
         for p, store in self.state.items():
@@ -476,11 +504,7 @@ class MetaMD(Certified, Optimizer):
         """As for any torch optimiser. It holds the state of the run, not the geometry: keep the learned file beside it."""
         used, kind, guard = self._used, self._kind(), self._safeguard or Safeguard()
         if self._training and self.averaging == "tail" and used.steps is not None and self._steps >= used.steps:
-            self._say_once(
-                "average",
-                f"the {used.steps} steps of this run are done, and its tail average was never used: the parameters are the "
-                "last iterate. Evaluate and save the model inside `with opt.averaged():`, or after opt.eval().",
-            )
+            self._say_once("average", self._unused("the parameters are"))
         weights = np.zeros(kind.pieces) if self._active is None else self._active.weights
         shared = {
             "step": torch.tensor(self._steps),

@@ -29,13 +29,16 @@ PARTS = {
 RETURNED = {"Run", "LearnedOptimiser", "Certificate", "HeldOutCertificate", "Comparison"}
 """Classes that a function returns: what can be asked of them matters, not how they are made."""
 
+METHODS = {"MetaMD": ("averaged", "eval", "train"), "Recorder": ("finish",)}
+"""What users call of other classes; `MetaMD` has the rest of what torch's optimisers have."""
+
 RESEARCH = {"estimators", "objectives", "learning"}
 """Modules whose names stand there and not among the options: only who meta-trains in rounds needs them."""
 
 OPENING = """# API reference
 
-What you call first comes first, with its arguments. Then come the options that these functions take, then the modules.
-`help(metamd.NAME)` has the arguments and an example. `python scripts/api.py` writes this page.
+What you call first comes first, with its arguments. `help(metamd.NAME)` explains them, with an example.
+`python scripts/api.py` writes this page.
 """
 
 
@@ -66,12 +69,13 @@ def _short(default: Any) -> Any:
     return default if len(repr(default)) < 40 and "<" not in repr(default) else _Long()
 
 
-def sentence(thing: Any) -> str:
-    """The first sentence of its docstring; nothing for data."""
+def clause(thing: Any) -> str:
+    """The first sentence of its docstring up to a colon or the like, code and equations whole; nothing for data."""
     if not (inspect.isclass(thing) or inspect.isroutine(thing)):
         return ""
     text = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
-    return re.sub(r"(`[^`]*`)|<", lambda m: m[1] or "&lt;", text)  # which a browser would take for a tag
+    text = re.split(r"; |: (?=[a-z])|\. |, (?=which|whose|so that|as a|nothing|the same|else|without|in METAMD)", text)[0]
+    return re.sub(r"(`[^`]*`)|<", lambda m: m[1] or "&lt;", text.rstrip("."))  # which a browser would take for a tag
 
 
 def methods(thing: Any) -> list[str]:
@@ -82,16 +86,17 @@ def methods(thing: Any) -> list[str]:
 
 
 def entry(name: str) -> str:
-    """A paragraph for a name that users begin with."""
+    """A line for a name that users begin with: its arguments, and the first clause of what it says."""
     thing = getattr(metamd, name)
     head = name if name in RETURNED else name + signature(thing)
-    more = ", ".join(f"`{n}`" for n in methods(thing)) if name in RETURNED or name in ("MetaMD", "Recorder") else ""
-    return f"**`{head}`**  \n{sentence(thing)}" + (f"  \nIt has {more}." if more else "")
+    has = {**METHODS, **dict.fromkeys(RETURNED)}.get(name, ())
+    more = ", ".join(f"`{n}`" for n in methods(thing) if has is None or n in has)
+    return f"- **`{head}`**: {clause(thing)}." + (f" It has {more}." if more else "")
 
 
 def line(name: str, module: Any) -> str:
-    """A line for any other name: the first clause of what it says, without its arguments."""
-    said = re.split(r"; |: |\. ", sentence(getattr(module, name)))[0].rstrip(".")
+    """A line for any other name, without its arguments."""
+    said = clause(getattr(module, name))
     return f"- `{name}`" + (f": {said}." if said else "")
 
 
@@ -112,7 +117,7 @@ def page() -> str:
     rest = list(dict.fromkeys(rest))
     blocks = [OPENING]
     for title, names in PARTS.items():
-        blocks += [f"## {title}\n", *(f"{entry(name)}\n" for name in names)]
+        blocks += [f"## {title}\n", "\n".join(entry(name) for name in names) + "\n"]
     blocks += ["## Options and helpers\n", "\n".join(line(name, metamd) for name in rest) + "\n"]
     for short, path in sorted(metamd._SUBMODULES.items()):
         module = import_module(path)

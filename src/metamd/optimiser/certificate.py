@@ -365,7 +365,17 @@ def _to_params(seen: Sequence[Seen]) -> None:
 
 @dataclass
 class MirrorSums:
-    """What Theorem 1 and the local-norm bound need beside S and G: those of exact mirror descent at one constant rate."""
+    """What Theorem 1 and the local-norm bound need beside S and G: those of exact mirror descent at one constant rate.
+
+    Let y_t be the dual point, h(w; y) = 1/2 y'D(w)^-1 y - <w, b>, and let no step raise h: h(w_{t+1}; y_{t+1}) <= h(w_t;
+    y_{t+1}). The solver guarantees that even where it stops early. Then
+
+        sum_t <g_t, z_t - u>  <=  B(u||z_1)/lr + lr/2 sum_t g_t'D(w_t)^-1 g_t.
+
+    Proof: h(w_t; .) is a quadratic with gradient z_t - c at y_t. Expand h(w_t; y_{t+1}) around y_t, replace it by the
+    smaller h(w_{t+1}; y_{t+1}), add up, and subtract <y_1 - y_{T+1}, u - c>. What is left is not negative by Fenchel's
+    inequality.
+    """
 
     rate: Any = 0.0  # lr of all tensors in all steps; zero before the first
     energy: Tensor = field(

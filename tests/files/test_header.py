@@ -49,7 +49,7 @@ def test_any_value_of_any_field_is_read_or_refused_with_a_sentence(name, value):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"schema_version": 6}, r"schema_version must be 1, 2, 3, 4 or 5, .* got 6\. A newer metamd"),
+        ({"schema_version": 7}, r"schema_version must be 1, 2, 3, 4, 5 or 6, .* got 7\. A newer metamd"),
         ({"schema_version": True}, "schema_version must be 1"),
         ({"pieces": 0}, "pieces must be an integer of at least 1, got 0"),
         ({"pieces": True}, "pieces must be an integer"),

@@ -65,6 +65,8 @@ HOWS = {
     "polar, by eigenvalues": learned(BASIS, TAIL, replace(POLAR, whiten=0, signal=0.0)),
     "polar, by blocks": learned(BASIS, TAIL, replace(POLAR, block=2)),
     "polar, directions taken again": learned(BASIS, replace(TAIL, averaging="constant"), replace(POLAR, refresh=3)),
+    "eigen rule": learned(BASIS, TAIL, Online("eigen", beta=0.9)),
+    "eigen rule, bases every third step": learned(BASIS, TAIL, Online("eigen", beta=0.9, refresh=3)),
     "average rule": learned(BASIS, Usage("online", momentum=0.8, schedule="quadratic"), Online("average")),
     "sum rule": learned(BASIS, Usage("online"), Online("sum")),
     "learned metric in a basis": learned(raised(BASIS), Usage(momentum=0.9, schedule="linear")),

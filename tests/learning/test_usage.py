@@ -168,8 +168,8 @@ def test_for_few_seconds_runs_have_the_steps_that_fit_the_time_of_the_quickest(l
 
 def test_the_rules_offered_for_few_seconds_have_cheaper_ones_with_the_same_scales():
     few = Choices(prefer="seconds").online
-    assert [rule.block for rule in few] == [0, 0, 0, 64, 64, 32, 32]
-    assert Choices().online == few[:3]
+    assert [rule.block for rule in few] == [0, 0, 0, 0, 0, 64, 64, 32, 32]
+    assert Choices().online == few[:5]
     assert Choices(metrics=("learned",)).online == ()
 
 

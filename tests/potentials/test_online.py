@@ -104,7 +104,7 @@ def test_momentum_schedules_and_weight_decay_work_with_it():
         torch.testing.assert_close(p.detach(), x[n], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("rule", ["average", "sum", "polar"])
+@pytest.mark.parametrize("rule", ["average", "sum", "polar", "eigen"])
 def test_resume_and_copies_are_bit_exact(rule):
     model = small_model()
     potential, _ = turned(model)
@@ -134,6 +134,7 @@ def test_resume_and_copies_are_bit_exact(rule):
         Online("polar"),
         Online("polar", signal=0.9),
         Online("polar", signal=0.9, refresh=4),
+        Online("eigen", beta=0.9),
     ],
     ids=str,
 )
@@ -225,7 +226,7 @@ def test_a_frozen_tensor_needs_no_scale_until_it_is_trained():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: Online("mean"), 'rule must be "sum", "average" or "polar", got'),
+        (lambda: Online("mean"), 'rule must be "sum", "average", "polar" or "eigen", got'),
         (lambda: Online("polar", refresh=-1), "refresh must be a number of steps, or 0 for every one; got -1"),
         (lambda: Online(beta=1.0), "beta must lie between 0 and 1, got 1.0"),
         (lambda: Online(epsilon=0.0), "epsilon must be positive"),

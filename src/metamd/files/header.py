@@ -19,7 +19,7 @@ from metamd.potentials.basis import Basis
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Shape, TyingName, match, some
 
-SCHEMA_VERSIONS = (1, 2, 3, 4, 5)
+SCHEMA_VERSIONS = (1, 2, 3, 4, 5, 6)
 """The versions of the header that this library reads; it writes the one that was read, or the first that has all fields."""
 
 _THIRD = ("factors", "max_norm", "online", "start", "target_loss", "usage")
@@ -144,6 +144,8 @@ class Header:
         needed = [since for name, since in SINCE.items() if getattr(self, name) not in (None, (), {})]
         if self.learned_from is not None and (self.basis != "identity" or "trials" in self.learned_from):
             needed.append(5)  # recorded runs gave metrics of the parameters alone, and no trials
+        if self.online is not None and self.online["rule"] == "eigen":
+            needed.append(6)
         object.__setattr__(self, "schema_version", max(self.schema_version, *needed, 3 if self.basis != "identity" else 1))
         if not self.tensors:
             raise ValueError("tensors must name at least one metric, got none. Bind the potential to a model first.")
@@ -356,7 +358,7 @@ _learned_from = {"prior": _not_negative, "runs": _runs, "trials": _trials, "reac
 
 CHECKS: dict[str, Check] = {
     "schema_version": must(
-        f"be 1, 2, 3, 4 or 5, which metamd {__version__} reads",
+        f"be 1, 2, 3, 4, 5 or 6, which metamd {__version__} reads",
         lambda value: type(value) is int and value in SCHEMA_VERSIONS,
         " A newer metamd may read it.",
     ),

@@ -19,8 +19,9 @@ from metamd.optimiser.averaging import tail_share
 from metamd.optimiser.binding import check_scales
 from metamd.potentials.base import Params, Potential, mirror_step
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.eigenbases import turned_step
 from metamd.potentials.forms import Array, widen
-from metamd.potentials.online import Online, State, _due
+from metamd.potentials.online import Online, State, _due, turns
 from metamd.potentials.whitening import inverse_root
 from metamd.tasks.base import Task
 from metamd.tasks.supervised import SupervisedTask
@@ -290,7 +291,7 @@ class StackedDirections:
         wide = {n: widen(g) for n, g in grads.items()}
         if self.online is None:
             return {n: self._out_of(n, self._into(n, g) / self.metrics[n]).to(grads[n].dtype) for n, g in wide.items()}
-        step = self._polar if self.online.rule == "polar" else self._squares
+        step = {"polar": self._polar, "eigen": self._eigen}.get(self.online.rule, self._squares)
         return {n: step(self.online, n, g).to(grads[n].dtype) for n, g in wide.items()}
 
     def _into(self, name: str, x: Tensor) -> Tensor:
@@ -311,6 +312,18 @@ class StackedDirections:
         c = self._into(name, grad)
         (metric,) = online.metrics([c], [self.states[name]])
         return self._out_of(name, c / metric).mul_(self._scale(online, name))
+
+    def _eigen(self, online: Online, name: str, grad: Tensor) -> Tensor:
+        """The rule "eigen"."""
+        state = self.states[name]
+        average = state.setdefault("average", torch.zeros_like(grad)).lerp_(grad, 1 - online.beta)
+        c, ahead = self._into(name, grad), self._into(name, grad.lerp(average, online.beta))
+        if grad.ndim < 3:  # beside weights
+            (metric,) = online.metrics([c], [state])
+            return self._out_of(name, ahead.div_(metric)).mul_(self._scale(online, name))
+        turn = turns(online, state)
+        found, _ = turned_step(state, c.flatten(2), ahead.flatten(2), epsilon=online.epsilon, turn=turn)
+        return self._out_of(name, found.reshape(c.shape)).reshape(grad.shape).mul_(self._scale(online, name))
 
     def _polar(self, online: Online, name: str, grad: Tensor) -> Tensor:
         """The rule "polar": (C C')^-1/2 C D^-1/2 of every run, by the share of signal in its gradients."""

@@ -44,7 +44,7 @@ from metamd.optimiser.optimiser import MetaMD
 from metamd.potentials.base import Active, Move, Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import Array
-from metamd.potentials.online import Online, Point, State
+from metamd.potentials.online import OWN_AVERAGE, Online, Point, State
 from metamd.tasks.base import Task, TaskFamily, config_hash
 from metamd.tasks.wrapped import Counted
 
@@ -59,6 +59,8 @@ RULES = (
     Online(),
     Online("polar", beta=0.7, signal=0.95, whiten=4),
     Online("polar", beta=0.9, signal=0.95, whiten=4),
+    Online("eigen", beta=0.9, refresh=2),
+    Online("eigen", beta=0.98, refresh=2),
 )
 """Online metrics that a usage may have, before their scales are learned."""
 
@@ -330,8 +332,8 @@ def rules_for_refresh(refresh: int) -> tuple[Online, ...]:
     """The same rules with the directions of polar steps found every so many steps, to choose a usage of cheaper steps.
 
     Example:
-        >>> [rule.refresh for rule in rules_for_refresh(4)]
-        [0, 4, 4]
+        >>> [rule.refresh for rule in rules_for_refresh(4) if rule.rule == "polar"]
+        [4, 4]
     """
     return tuple(replace(rule, refresh=refresh) if rule.rule == "polar" else rule for rule in RULES)
 
@@ -347,7 +349,7 @@ class Choices:
         averages: "constant", "tail". Others are tried against the first.
         factors: on the learned steps; if not given all powers of the root of 2, as far as a next one is better.
         rules: online metrics, whose scales are learned first; `RULES` if not given, for few seconds also with polar steps
-            that whiten rows by blocks. The rule "polar" averages gradients, so has no momentum too.
+            that whiten rows by blocks. The rules "polar" and "eigen" average gradients, so have no momentum too.
         judged_on: "auto" judges the end of a run on validation data of the training tasks, where they have some; "train"
             never does; "validation" looks at nothing else, for usages that generalise where low training losses do not.
         prefer: "steps" compares runs of T steps. "seconds" compares what is reached in the time of T steps of the quickest
@@ -512,9 +514,10 @@ def runs_to_scale(choices: Choices, reference: Reference) -> float:
 
 def runs_to_choose(choices: Choices) -> float:
     """About how many runs it takes to choose a usage then: it depends on what is better."""
-    polar = sum(rule.rule == "polar" for rule in choices.online)
-    starts = len(choices.momenta) * (len(choices.online) - polar + ("learned" in choices.metrics)) + polar
-    few, more = min(FIRST, choices.tasks), len(choices.schedules) + len(choices.averages) - 2 + len(WHITENED) * bool(polar)
+    polar = any(rule.rule == "polar" for rule in choices.online)
+    own = sum(rule.rule in OWN_AVERAGE for rule in choices.online)
+    starts = len(choices.momenta) * (len(choices.online) - own + ("learned" in choices.metrics)) + own
+    few, more = min(FIRST, choices.tasks), len(choices.schedules) + len(choices.averages) - 2 + len(WHITENED) * polar
     climbed = 0 if choices.factors is not None and len(choices.factors) < 2 else CLIMBED
     met, changed = min(FINALISTS, starts), min(FINALISTS, more)
     return starts + (few - 1) * met + few * ((met + changed) * climbed + more + 1) + 2 * (choices.tasks - few)
@@ -537,8 +540,8 @@ def _scaled(
 
 
 def _base(rule: Online) -> Online:
-    """The rule that has the same scales: runs to learn them from find all their directions."""
-    return replace(rule, refresh=0, whiten=0, block=0)
+    """The rule that has the same scales: runs to learn them from find all their directions, and turn no bases."""
+    return Online() if rule.rule == "eigen" else replace(rule, refresh=0, whiten=0, block=0)
 
 
 def _otherwise_whitened(online: Online | None) -> list[Online]:
@@ -625,10 +628,13 @@ class Trials:
 
     def _first(self, online: Online | None) -> list[Used]:
         """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
+        momenta, factor = list(self.choices.momenta), 1.0
+        if online is not None and online.rule in OWN_AVERAGE:
+            momenta = [0.0]
         if online is not None and online.rule == "polar":
-            momenta, factor = [0.0], 0.5 if online.signal else 0.35
-        else:
-            momenta, factor = list(self.choices.momenta), 1.0
+            factor = 0.5 if online.signal else 0.35
+        elif online is not None and online.rule == "eigen":
+            factor = 2.0  # the scale is that of the rule "average", which has momentum 0.8 where it is learned
         plain = Usage("learned" if online is None else "online", factor=self.choices.nearest(factor))
         averages = ("constant" if b else self.choices.averages[0] for b in momenta)
         return [(replace(plain, momentum=b, averaging=a), online) for b, a in zip(momenta, averages, strict=True)]

@@ -294,6 +294,11 @@ def _check_whole(bound: MaxDiagonal, online: Online | None, name: str, param: Te
         )
     if _gathers(online, param):
         return
+    if online is not None and online.rule == "eigen" and is_sharded(param):
+        raise ValueError(
+            f'the rule "eigen" follows both sides of a weight, and {name!r} is sharded. Choose a usage without it: '
+            'metamd.learn_usage(learned, family, rules=[metamd.Online("polar", beta=0.9, signal=0.95, whiten=4)]).'
+        )
     if kind != "identity" and cut and (kind == "both" or cut != {0}) and param.ndim > 1:
         raise ValueError(
             f"the basis of {name!r} needs whole {'tensors' if kind == 'both' else 'rows'} on one process, "

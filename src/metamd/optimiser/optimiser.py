@@ -211,8 +211,10 @@ class MetaMD(Certified, Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step; a closure evaluates the model again and returns the loss."""
-        if torch.compiler.is_dynamo_compiling() and (self._online is None or self.check_finite):
-            # The choice of pieces is data dependent: one graph break here, instead of a graph for every outcome.
+        rule = None if self._online is None else self._online.rule
+        if torch.compiler.is_dynamo_compiling() and (rule in (None, "eigen") or self.check_finite):
+            # The choice of pieces is data dependent, and bases turn in some steps alone: one graph break here, instead of a
+            # graph for every outcome.
             return torch.compiler.disable(self._step)(closure)  # type: ignore[no-untyped-call]
         return self._step(closure)
 

@@ -16,6 +16,11 @@ so that H_t = s (C C')^1/2 x D: steepest descent by the spectral norm of theta D
 `block` the rows of C are whitened by so many together, which costs less. With a `signal` the step is multiplied by the share
 of signal in the gradients of the weight, and H_t divided by it. With a `refresh` the direction, which takes most of the
 time, is found every so many steps and taken again in between.
+
+Rule "eigen" is the rule "average" along the eigenvectors of both sides of a weight's gradients, which it follows from the
+learned coordinates on, with the averaged gradient A of the rule "polar": SOAP's [Vyas2024], see
+`metamd.potentials.eigenbases`. It serves families whose hidden units have nothing in common, where steps without noise
+become small.
 """
 
 import math
@@ -28,19 +33,25 @@ from torch import Tensor
 
 from metamd.potentials.base import Move
 from metamd.potentials.diagonal import MaxDiagonal
+from metamd.potentials.eigenbases import FOUND, SQUARED, turned, turned_step
 from metamd.potentials.forms import widen
 from metamd.potentials.sharding import gathered, is_sharded, local, local_part, sum_shards
 from metamd.potentials.whitening import MOST, inverse_roots
 
-Rule = Literal["sum", "average", "polar"]
+Rule = Literal["sum", "average", "polar", "eigen"]
+
+OWN_AVERAGE = ("polar", "eigen")
+"""The rules that average gradients themselves: they take no momentum."""
 
 State = dict[str, Any]
 """What a tensor carries from step to step: the `squares` of its coordinates, and how many were `counted`; for the rule
 "polar", the `average` of its gradients, with a signal their usual `length`, and the `direction` that is taken again, `found`
-so many steps into the run. Half precision has them in float32."""
+so many steps into the run; for the rule "eigen" the average, and the products and bases of both sides. Half precision has
+them in float32."""
 
-KEPT = ("squares", "average", "length", "direction")
-"""The tensors among them. Of sharded parameters `MetaMD` keeps all but the length as shards that are spread alike."""
+KEPT = ("squares", "average", "length", "direction", *FOUND)
+"""The tensors among them. Of sharded parameters `MetaMD` keeps all but the length as shards that are spread alike; under the
+rule "eigen" there are none."""
 
 Watch = Callable[[str, Tensor, Tensor], None]
 """Called with the name of a tensor, the energy c' a_t^-1 c and the metric a_t of its step."""
@@ -87,15 +98,17 @@ class Online:
     """How the diagonal follows the run, and at which scale.
 
     Args:
-        rule: "sum" of all squared coordinates so far, their exponential "average", or "polar": all directions of a weight's
-            averaged gradient are taken with the same length, in learned coordinates.
-        beta: what an average keeps of itself in each step; that of the gradients for "polar".
+        rule: "sum" of all squared coordinates so far, their exponential "average", "polar": all directions of a weight's
+            averaged gradient are taken with the same length, in learned coordinates; or "eigen": the average along the
+            eigenvectors of both sides of a weight, which follow the run.
+        beta: what an average keeps of itself in each step; that of the gradients for "polar" and "eigen".
         epsilon: added to the root, so that coordinates without gradients stay where they are. Under the rule "polar" a
             weight whose gradient has no entry as large as this moves by as much less.
         scale: s by metric key.
         refresh: under the rule "polar", find the direction of a weight every so many steps and take it again in between, at
             the length that is right then: cheaper steps, of which more are needed; 0 finds it in every step. At the start of
-            a run, where directions change most, it is found more often.
+            a run, where directions change most, it is found more often. Under the rule "eigen" the bases follow the run
+            every so many steps.
         signal: what the average of the squared lengths of a weight's gradients keeps of itself in each step, under the rule
             "polar": a weight then moves by the share of signal in its gradients, the length of their average over the root
             of that of their squares. Where gradients agree, as at the start of a run, steps are several times longer than
@@ -122,15 +135,17 @@ class Online:
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
-            raise ValueError(f'rule must be "sum", "average" or "polar", got {self.rule!r}.')
+            raise ValueError(f'rule must be "sum", "average", "polar" or "eigen", got {self.rule!r}.')
         if not 0 < self.beta < 1:
             raise ValueError(f"beta must lie between 0 and 1, got {self.beta}. Pass beta=0.99, say.")
         if not 0 < self.epsilon < math.inf:
             raise ValueError(f"epsilon must be positive, got {self.epsilon}. Pass epsilon=1e-8, say.")
         if type(self.refresh) is not int or self.refresh < 0:
             raise ValueError(f"refresh must be a number of steps, or 0 for every one; got {self.refresh!r}.")
-        if self.refresh and self.rule != "polar":
-            raise ValueError(f'refresh is for the rule "polar", got {self.refresh} for {self.rule!r}. Leave it out.')
+        if self.refresh and self.rule not in OWN_AVERAGE:
+            raise ValueError(
+                f'refresh is for the rules "polar" and "eigen", got {self.refresh} for {self.rule!r}. Leave it out.'
+            )
         if not 0 <= self.signal < 1 or (self.signal and self.rule != "polar"):
             raise ValueError(
                 f'signal must lie in [0, 1), and is for the rule "polar"; got {self.signal} for {self.rule!r}. Leave it out.'
@@ -166,7 +181,7 @@ class Online:
             torch._foreach_addcmul_(squares, coordinates, coordinates)
             found = torch._foreach_sqrt(squares)
         else:
-            beta = SQUARES if self.rule == "polar" else self.beta
+            beta = {"polar": SQUARES, "eigen": SQUARED}.get(self.rule, self.beta)
             torch._foreach_lerp_(squares, torch._foreach_mul(coordinates, coordinates), 1 - beta)
             found = torch._foreach_div(squares, [1 - beta ** state["counted"] for state in states])
             torch._foreach_sqrt_(found)
@@ -202,6 +217,10 @@ class Online:
                 known = None if lengths is None else [lengths[i] for i in here]
                 polar_step(self, potential, [points[i] for i in here], watch, known)
             return
+        if self.rule == "eigen":
+            for p in points:
+                _eigen_step(self, potential, p, watch)
+            return
         coordinates = [potential.basis.into(p.name, widen(p.move.grad)) for p in points]
         metrics = self.metrics(coordinates, [p.state for p in points])
         for p, c, metric in zip(points, coordinates, metrics, strict=True):
@@ -227,7 +246,8 @@ class Online:
         said = [f"{self.rule} rule", f"beta {self.beta:g}"]
         said += [f"signal {self.signal:g}"] * bool(self.signal) + [f"whitened {self.whiten} times"] * bool(self.whiten)
         said += [f"blocks of {self.block}"] * bool(self.block)
-        return ", ".join(said + [f"direction found every {self.refresh} steps"] * bool(self.refresh))
+        found = "bases follow" if self.rule == "eigen" else "direction found"
+        return ", ".join(said + [f"{found} every {self.refresh} steps"] * bool(self.refresh))
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> "Online":
@@ -286,6 +306,28 @@ def polar_step(
             p = points[weights[at]]
             size = online.size(potential, p)
             p.subtract(local(p.state["direction"]), size if shares is None else size * shares[at])
+
+
+def _eigen_step(online: Online, potential: MaxDiagonal, point: Point, watch: Watch | None) -> None:
+    """A step of the rule "eigen" for one tensor."""
+    # the average of gradients begins at zero and is not corrected for that: the first steps are short
+    state, basis, grad = point.state, potential.basis, widen(point.move.grad)
+    average = state.setdefault("average", torch.zeros_like(grad)).lerp_(grad, 1 - online.beta)
+    c, ahead = basis.into(point.name, grad), basis.into(point.name, grad.lerp(average, online.beta))
+    if point.x.ndim < 2 or not point.x.numel():
+        (metric,) = online.metrics([c], [state])
+        direction = ahead.div_(metric)
+    else:
+        c, ahead, turn = c.reshape(len(c), -1), ahead.reshape(len(c), -1), turns(online, state)
+        direction, metric = turned_step(state, c, ahead, epsilon=online.epsilon, turn=turn)
+    if watch is not None:
+        watch(point.name, (turned(state, c).square() / metric).sum(), metric)
+    point.subtract(basis.out_of(point.name, direction), online.size(potential, point))
+
+
+def turns(online: Online, state: State) -> bool:
+    """Whether the bases of a weight follow its products in the step that comes, under the rule "eigen"."""
+    return bool(state.get("counted", 0) % max(1, online.refresh) == 0)
 
 
 def _follow_squares(

@@ -267,7 +267,7 @@ PICTURES = Experiment(
     GEOMETRY,
     {
         "smoke": replace(SMOKE, sizes={"side": 4, "width": 4}, measuring=Measuring(every=4, looks=(4, 8)), outer_steps=1),
-        "cpu": replace(CPU, steps=200, rivals=PICTURE_RIVALS[:2], measuring=Measuring(looks=(10, 50, 200)), outer_steps=4),
+        "cpu": replace(CPU, steps=200, rivals=PICTURE_RIVALS, measuring=Measuring(looks=(10, 50, 200)), outer_steps=4),
         "paper": replace(PAPER, steps=200, rivals=PICTURE_RIVALS, measuring=Measuring(looks=(10, 50, 200)), outer_steps=20),
     },
     target="Adam",

@@ -171,10 +171,10 @@ def test_options_of_families_are_checked_before_anything_else(words, sentence, c
 
 def test_a_usage_is_chosen_for_directions_that_are_found_every_so_many_steps(tmp_path):
     out = tmp_path / "t.safetensors"
-    assert cli.run(["train", "tabular", "--steps", "4", "--tasks", "1", "--refresh", "2", "--out", str(out)]) == 0
+    assert cli.run(["train", "tabular", "--steps", "4", "--tasks", "1", "--refresh", "3", "--out", str(out)]) == 0
     runs = [json.loads(path.read_text()) for path in (tmp_path / "t.safetensors.run" / "usage" / "cells").glob("run-*.json")]
     tried = {(run["online"]["rule"], run["online"]["refresh"]) for run in runs if run["online"]}
-    assert tried == {("average", 0), ("polar", 2)}
+    assert tried == {("average", 0), ("polar", 3), ("eigen", 2)}
 
 
 SMALLEST = ["quadratic", "--steps", "5", "--outer-steps", "1", "--tasks", "2"]

@@ -132,7 +132,7 @@ def page() -> str:
         if top:
             blocks.append(f"As `metamd.NAME`: {', '.join(f'`{name}`' for name in top)}.\n")
         if families:
-            blocks.append(f"[Families](families.md): {', '.join(f'`{name}`' for name in families)}.\n")
+            blocks.append(f"[Families](data.md): {', '.join(f'`{name}`' for name in families)}.\n")
         if plain:
             blocks.append(f"Types and tables: {', '.join(f'`{name}`' for name in plain)}.\n")
     return "\n".join(blocks)

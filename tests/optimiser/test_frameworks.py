@@ -5,6 +5,7 @@ import inspect
 import itertools
 import pickle
 import random
+import warnings
 
 import pytest
 import torch
@@ -225,9 +226,8 @@ def test_the_trainer_of_hugging_face(tmp_path, monkeypatch, scheduler):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     learned = file_of(*USAGES["polar, tail"])
     model, data = Regression(), [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
-    trainer = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(
+    parts = {
+        "args": transformers.TrainingArguments(
             str(tmp_path),
             num_train_epochs=4,
             per_device_train_batch_size=BATCH,
@@ -240,10 +240,11 @@ def test_the_trainer_of_hugging_face(tmp_path, monkeypatch, scheduler):
             disable_tqdm=True,
             use_cpu=True,
         ),
-        train_dataset=data,
-        eval_dataset=data,
-        optimizer_cls_and_kwargs=(as_optimizer_class(learned, steps=12), {"lr": 5e-5}),
-    )
+        "train_dataset": data,
+        "eval_dataset": data,
+        "optimizer_cls_and_kwargs": (as_optimizer_class(learned, steps=12), {"lr": 5e-5}),
+    }
+    trainer = transformers.Trainer(model, **parts)
     sentences = ["lr=5e-05 is ignored"] + ["a scheduler has changed lr from 0.7 to"] * (scheduler == "linear")
     with pytest.warns(UserWarning, match="is ignored|a scheduler has changed lr") as said:
         trainer.train()
@@ -257,6 +258,12 @@ def test_the_trainer_of_hugging_face(tmp_path, monkeypatch, scheduler):
 
     saved = load_file(f"{kept}/model.safetensors")
     assert all(torch.equal(saved[n], x) for n, x in last.items()), "what is saved at the end is the average"
+
+    resumed = Regression()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.Trainer(resumed, **parts).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-6")
+    assert equal_parameters(resumed.net, model.net), "a run that its own checkpoint interrupted goes on as if nothing was"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -168,7 +168,7 @@ class LearnedOptimiser:
         return LearnedOptimiser(header, bound, self.moments if header.tensors == self.header.tensors else None, self.start)
 
     def with_start(self, start: Mapping[str, Tensor]) -> "LearnedOptimiser":
-        """The same with a start that is kept in the file; docs/shared-start.md says how a model begins there.
+        """The same with a start that is kept in the file; docs/fine-tuning.md says how a model begins there.
 
         Args:
             start: parameters by name. A `LearnedStart`, which `learn_start` finds, also knows its tasks, so that none of

@@ -51,7 +51,7 @@ from meta_contenders import (
     two_layers,
     with_torch,
 )
-from meta_report import Row, draw, markdown, show, targets
+from meta_report import Row, markdown, show, targets
 from metamd import Diagonal
 from metamd.inner.run import Trajectory, run_inner
 from metamd.inner.together import run_many
@@ -225,7 +225,7 @@ def quadratic_rows() -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where meta.json and meta.png go")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where meta.json goes")
     parser.add_argument("--memory", nargs=2, metavar=("CONTENDER", "TYING"), help="measure one peak in this process")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -247,7 +247,6 @@ def main() -> None:
         "rows": [asdict(r) for r in rows],
     }
     (args.out / "meta.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(rows, goals, args.out / "meta.png")
 
 
 if __name__ == "__main__":

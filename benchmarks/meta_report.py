@@ -1,10 +1,7 @@
-"""The table and the figure of `benchmarks/meta.py`, from its rows."""
+"""The tables of `benchmarks/meta.py`, from its rows."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 
 @dataclass(frozen=True)
@@ -84,47 +81,3 @@ def markdown(goals: list[dict[str, Any]]) -> str:
         said = f": **missed in {missed} of {len(each)}**" if missed else ""
         lines.append(f"| {question}: {what} | {least if least == most else f'{least} to {most}'} | {aim}{said} |")
     return "\n".join(lines)
-
-
-def draw(rows: list[Row], goals: list[dict[str, Any]], path: Path) -> None:
-    """A panel per question: ratios with their quartiles; beside reverse mode its memory."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, 2, figsize=(13, 8.5), layout="constrained")
-    panels = (
-        ("closed form", "time / plain training", 1.25),
-        ("forward mode", "time / a loop of double backwards", 1 / 1.5),
-        ("reverse mode", "time / unrolled torch loop", None),
-    )
-    for axis, (question, label, goal) in zip(axes.flat, panels, strict=False):
-        shown = [r for r in rows if r.question == question and r.ratio is not None][::-1]
-        middle = np.array([r.ratio for r in shown])
-        spread = np.abs(np.array([r.ratio_quartiles for r in shown]).T - middle)
-        bars(axis, shown, middle, label, spread)
-        if goal is not None:
-            axis.axvline(goal, color="#2a6f4e", lw=1.2, ls="--")
-        axis.set_title(question if goal is None else f"{question} (dashed: target {goal:.3g})", fontsize=11)
-    shown = [r for r in rows if r.live_mb is not None][::-1]
-    bars(axes[1, 1], shown, np.array([r.live_mb for r in shown]), "peak megabytes in live tensors", None)
-    axes[1, 1].set_title("reverse mode, memory", fontsize=11)
-    quadratics = next(g for g in goals if g["question"] == "quadratics")
-    figure.suptitle(f"What meta-training costs (quadratics, {quadratics['what']}: {quadratics['found']:g})", fontsize=12)
-    figure.savefig(path, dpi=130)
-
-
-def bars(axis: Any, rows: list[Row], values: np.ndarray, label: str, spread: np.ndarray | None) -> None:
-    names = [f"{r.setting}: {r.contender}" for r in rows]
-    ours = [r.contender.startswith(("MetaMD", "closed form")) for r in rows]
-    error = {} if spread is None else {"xerr": spread, "error_kw": {"lw": 0.8, "ecolor": "#333"}}
-    axis.barh(names, values, color=["#c2571a" if o else "#8a8f98" for o in ours], **error)
-    ends = values if spread is None else values + spread[1]
-    for at, (value, end) in enumerate(zip(values, ends, strict=True)):
-        axis.text(
-            end + 0.015 * values.max(), at, f"{value:.2f}" if spread is not None else f"{value:.0f}", va="center", fontsize=8
-        )
-    axis.set_xlim(right=1.15 * float(ends.max()))
-    axis.set_xlabel(label)
-    axis.tick_params(axis="y", labelsize=8)

@@ -12,7 +12,7 @@ from scipy import stats
 from metamd import Comparison, Measuring, Protocol, compare, tasks
 from metamd.comparison import figures
 from metamd.comparison.comparison import Candidate, Fold, Target
-from metamd.comparison.pace import by_start, geometric_mean, pace, pace_section
+from metamd.comparison.pace import geometric_mean, pace, pace_section
 from metamd.comparison.page import as_markdown
 from metamd.comparison.sections import sections
 from metamd.comparison.statistics import bootstrap, signed_rank_test, signed_ranks
@@ -145,20 +145,6 @@ def test_who_is_ahead_in_training_alone_is_said_to_be_so(ours, verdict, tmp_path
     assert "test_loss" not in replace(found, folds=(lacking,)).metrics, "what one run lacks is not shown"
     with pytest.raises(ValueError, match="the loss on 'test' was not measured"):
         some.loss_on("test")
-
-
-def test_two_starts_and_two_optimisers_are_a_table():
-    """From each start the best of the tuned rivals, by quantity; who is untuned does not count."""
-    found = simulated({"ours": 4.5, "worse": 3.0, "better": 5.5, "much better, untuned": 9.0}, np.random.default_rng(1))
-    table = by_start({"given start": found, "learned start": simulated({"ours": 8.0, "x": 6.0}, np.random.default_rng(2))})
-    (given, *mine), (learned, *_) = table.rows
-    assert given == "given start, 18 tasks"
-    assert learned == "learned start, 18 tasks"
-    assert mine[0] == pytest.approx(found.estimate("ours", "mean_loss").value)
-    assert mine[1].endswith("(better)")
-    assert mine[3].endswith("(better)")
-    with pytest.raises(ValueError, match="needs a tuned rival"):
-        by_start({"given start": simulated({"ours": 1.0, "x, untuned": 1.0}, np.random.default_rng(3))})
 
 
 def test_functions_without_data_have_no_test_loss():

@@ -1,16 +1,16 @@
 """A network per equation: derivatives against autograd, exact solutions against others, and the laws of families."""
 
 import math
-import os
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from metamd.data.published import files, has_files
+from metamd.data.published import files
 from metamd.tasks import advection, burgers
 from metamd.tasks.equations import Solution, cole_hopf, derivatives, solution, travelling
+from tests.data_fixtures import needs_files
 from tests.tasks.test_tasks import LAWS, draw
 
 SMALL = {"width": 4, "depth": 2, "places": 9, "edges": 5, "steps": 5}
@@ -108,10 +108,8 @@ def test_bad_input_is_a_sentence():
 
 
 @pytest.mark.real_data
-@pytest.mark.skipif(not os.environ.get("METAMD_OFFICIAL"), reason="METAMD_OFFICIAL is not set")
 def test_the_solution_is_the_published_one():
-    if not has_files("burgers"):
-        pytest.skip("burgers is not in METAMD_OFFICIAL")
+    needs_files("burgers")
     from scipy.io import loadmat
 
     held = loadmat(files("burgers")["burgers_shock.mat"])

@@ -3,7 +3,6 @@
 import io
 import itertools
 import math
-import os
 import struct
 import zipfile
 from dataclasses import replace
@@ -13,13 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from metamd.data.published import has_files
 from metamd.data.registry import DataError
 from metamd.tasks import speakers, texts
 from metamd.tasks.language import HELD_OUT, LEARNED, PRESIDENTS, plays, presidents, source_code
-from metamd.tasks.llama import BOS, Llama, Sizes, Tokenizer, adapted, greedy, load_llama
+from metamd.tasks.llama import Llama, Sizes, Tokenizer, adapted, load_llama
 from tests.data_builders import publish_files
+from tests.data_fixtures import needs_files
 from tests.tasks.test_tasks import LAWS, draw
+
+BOS = 1
+"""The token that begins a text."""
 
 SIZES = Sizes(width=8, hidden=12, layers=2, heads=4, shared_heads=2, tokens=300, context=16)
 ORDER = ("attention_norm", "wq", "wk", "wv", "wo", "mlp_norm", "w1", "w2", "w3")
@@ -299,15 +301,18 @@ def test_bad_input_is_a_sentence(wrong, sentence):
 # the real data
 
 
-def needs(*names):
-    for name in names:
-        if not os.environ.get("METAMD_OFFICIAL") or not has_files(name):
-            pytest.skip(f"{name} is not in METAMD_OFFICIAL")
+def greedy(model, tokens, steps):
+    """The tokens with the likeliest next ones appended, one by one."""
+    found = list(tokens)
+    with torch.no_grad():
+        for _ in range(steps):
+            found.append(int(model(torch.tensor([found[-model.sizes.context :]]))[0, :, -1].argmax()))
+    return found
 
 
 @pytest.mark.real_data
 def test_the_pretrained_model_tells_its_story():
-    needs("stories260k")
+    needs_files("stories260k")
     model, tokenizer = speakers().pretrained
     told = tokenizer.decode(greedy(model, [BOS, *tokenizer.encode("Once upon a time")], 20))
     story = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
@@ -317,7 +322,7 @@ def test_the_pretrained_model_tells_its_story():
 
 @pytest.mark.real_data
 def test_voices_are_those_with_enough_text():
-    needs("shakespeare", "speeches")
+    needs_files("shakespeare", "speeches")
     everything = plays()
     assert {name for name, text in everything.items() if len(text.replace("\n", "")) >= 9_700} >= {*LEARNED, *HELD_OUT}
     assert len(everything) > 250
@@ -328,7 +333,7 @@ def test_voices_are_those_with_enough_text():
 
 @pytest.mark.real_data
 def test_a_step_of_adam_adapts_a_voice():
-    needs("stories260k", "shakespeare")
+    needs_files("stories260k", "shakespeare")
     task = draw(speakers().held_out())
     params = {n: x.requires_grad_() for n, x in task.init().items()}
     optimiser = torch.optim.Adam(params.values(), lr=1e-2)

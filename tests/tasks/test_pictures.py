@@ -2,17 +2,16 @@
 
 import io
 import math
-import os
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from metamd.data.published import has_files
 from metamd.tasks import pictures
 from metamd.tasks.pictures import FourierFeatures, Siren, places, psnr
 from tests.data_builders import publish_files
+from tests.data_fixtures import needs_files
 from tests.tasks.test_tasks import LAWS, draw
 
 
@@ -98,10 +97,8 @@ def test_bad_input_is_a_sentence(wrong, sentence):
 
 
 @pytest.mark.real_data
-@pytest.mark.skipif(not os.environ.get("METAMD_OFFICIAL"), reason="METAMD_OFFICIAL is not set")
 def test_adam_fits_a_photograph():
-    if not has_files("kodak"):
-        pytest.skip("kodak is not in METAMD_OFFICIAL")
+    needs_files("kodak")
     task = draw(pictures(width=32, side=32).held_out())
     params = {n: x.requires_grad_() for n, x in task.init().items()}
     optimiser = torch.optim.Adam(params.values(), lr=3e-3)

@@ -1,17 +1,16 @@
 """A forecaster per cash machine: missing days, splits, the sMAPE, and the laws of families."""
 
 import io
-import os
 
 import numpy as np
 import pytest
 import torch
 
 from metamd.comparison.entrants import draw_configs
-from metamd.data.published import has_files
 from metamd.tasks import cash_machines
 from metamd.tasks.series import Forecaster, smape, windows
 from tests.data_builders import publish_files
+from tests.data_fixtures import needs_files
 from tests.tasks.test_tasks import LAWS, draw
 
 
@@ -108,10 +107,8 @@ def test_bad_input_is_a_sentence(wrong, sentence):
 
 
 @pytest.mark.real_data
-@pytest.mark.skipif(not os.environ.get("METAMD_OFFICIAL"), reason="METAMD_OFFICIAL is not set")
 def test_the_series_are_those_of_the_competition():
-    if not has_files("nn5"):
-        pytest.skip("nn5 is not in METAMD_OFFICIAL")
+    needs_files("nn5")
     series = cash_machines().series
     assert {days.shape for days in series.values()} == {(791,)}
     assert (len(series), sum(int(np.isnan(days).sum()) for days in series.values())) == (111, 1677)

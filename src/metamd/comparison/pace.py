@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from metamd.comparison.comparison import Candidate, Comparison, Fold
-from metamd.comparison.entrants import UNTUNED
-from metamd.comparison.sections import Section, accuracy, formatted, interval
+from metamd.comparison.sections import Section, accuracy, interval
 from metamd.files.store import Result
 
 
@@ -95,30 +94,6 @@ def pace_section(title: str, rows: Sequence[Result], share: float) -> Section:
     ratios = [_times(geometric_mean([row[k] for row in rows])) for k in ("mean_loss", "steps", "seconds")]
     mine, best = (fmean([row[k] for row in rows]) for k in ("accuracy", "best_accuracy"))
     return Section(columns=columns, rows=[*found, ["mean", *ratios, f"{mine:.2f} ({best:.2f})", ""]])
-
-
-def by_start(comparisons: Mapping[str, Comparison]) -> Section:
-    """Two by two: ours and the best rival, from the given start and from the learned one, or from more; a row for each.
-
-    Every quantity has its own best rival, among those that are tuned.
-    """
-    rows = []
-    for start, comparison in comparisons.items():
-        ours, *others = comparison.labels
-        rivals = [x for x in others if not x.endswith(UNTUNED) and not _is_ours(comparison, x)]
-        if not rivals:
-            raise ValueError(f"a table by starts needs a tuned rival in each comparison, got none from the {start}.")
-        cells: list[str | float | None] = [f"{start}, {len(comparison.groups)} tasks"]
-        for metric in ("mean_loss", "final_loss"):
-            means = {x: comparison.estimate(x, metric).value for x in (ours, *rivals)}
-            best = min(rivals, key=means.__getitem__)
-            cells += [means[ours], f"{formatted(means[best], missing='diverged')} ({best})"]
-        rows.append(cells)
-    return Section(columns=["", "mean loss, ours", "best rival", "loss at the end, ours", "best rival"], rows=rows)
-
-
-def _is_ours(comparison: Comparison, label: str) -> bool:
-    return str(comparison.folds[0].entrants[label][0].contender.get("rival", "")).startswith("metamd")
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:

@@ -71,8 +71,3 @@ def find_file(name: str, file: str) -> Path | None:
     folders = [offline_folder(), Path(official).expanduser() if official else None, cache_folder()]
     paths = [folder / name / file for folder in folders if folder is not None]
     return next((path for path in paths if path.exists()), None)
-
-
-def has_files(name: str) -> bool:
-    """Whether all files of a set are at hand, without any download."""
-    return all(find_file(name, file.name) is not None for file in registry.file_set(name).files)

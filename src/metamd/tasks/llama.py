@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from metamd.data.registry import DataError
 from metamd.files.limits import read_regular
 
-BOS = 1
-"""The token that begins a text."""
-
 BYTES = 3
 """Token 3 + b stands for the byte b, in a text with characters that have no token."""
 
@@ -276,12 +273,3 @@ class Tokenizer:
             if place < 0:
                 return tokens
             tokens[place : place + 2] = [into]
-
-
-def greedy(model: Llama, tokens: Sequence[int], steps: int) -> list[int]:
-    """The tokens with the likeliest next ones appended, one by one."""
-    found = list(tokens)
-    with torch.no_grad():
-        for _ in range(steps):
-            found.append(int(model(torch.tensor([found[-model.sizes.context :]]))[0, :, -1].argmax()))
-    return found

@@ -24,10 +24,11 @@ from metamd.comparison.entrants import PRINTED, UNTUNED, draw_configs
 from metamd.comparison.pace import geometric_mean, pace
 from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section, formatted
-from metamd.comparison.training import Outcome
+from metamd.comparison.training import Measuring, Outcome
 from metamd.experiments.declare import Entrant, Geometry, Scale, coordinates, learned_file, learning_settings
 from metamd.experiments.experiment import Experiment, by_domain
 from metamd.experiments.paper_tables import (
+    AT_HAND,
     DIVERSE_DIGITS,
     ONE_ANGLE,
     PAPER_ANGLES,
@@ -259,7 +260,7 @@ MLP_SHORT = replace(
 LENET = _published(
     DIVERSE_DIGITS,
     smoke=replace(SMOKE, domains=("usps",), steps=4),
-    cpu=Scale(("kmnist", "usps"), 10_000, outer_steps=45, tasks_per_step=2, usage_tasks=2, **BY_BAYES),
+    cpu=Scale(AT_HAND, 10_000, steps=250, outer_steps=24, tasks_per_step=2, geometries=("published-3",), **BY_BAYES),
     paper=replace(DIVERSE_DIGITS.scales["paper"], **LEARNED, **BY_BAYES),
 )
 RESNET = _published(
@@ -267,8 +268,14 @@ RESNET = _published(
     smoke=replace(
         RESNET18.scales["smoke"], outer_steps=1, protocol="paper", search="grid", budget=2, schedules=("constant",)
     ),
+    # an eighth of the width, where a gradient takes 60 ms, and as many steps as a core takes in an hour for all trials
     cpu=replace(
-        RESNET18.scales["cpu"], outer_steps=15, steps=100, test_steps=500, rivals=("sgdm", "adam", "adamw"), **BY_BAYES
+        RESNET18.scales["cpu"],
+        **{"width": 8, "steps": 40, "test_steps": 100, "outer_steps": 9, "tasks_per_step": 1},
+        rivals=("sgd", "sgdm", "adam", "adamw"),
+        geometries=("published-3",),
+        measuring=Measuring(every=10, examples=500),
+        **BY_BAYES,
     ),
     paper=replace(RESNET18.scales["paper"], **LEARNED, **BY_BAYES),
 )

@@ -271,7 +271,11 @@ RESNET = _published(
     # an eighth of the width, where a gradient takes 60 ms, and as many steps as a core takes in an hour for all trials
     cpu=replace(
         RESNET18.scales["cpu"],
-        **{"width": 8, "steps": 40, "test_steps": 100, "outer_steps": 9, "tasks_per_step": 1},
+        width=8,
+        steps=40,
+        test_steps=100,
+        outer_steps=9,
+        tasks_per_step=1,
         rivals=("sgd", "sgdm", "adam", "adamw"),
         geometries=("published-3",),
         measuring=Measuring(every=10, examples=500),

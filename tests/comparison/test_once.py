@@ -10,7 +10,8 @@ import torch
 
 from metamd import Measuring, Protocol, compare, tasks
 from metamd.comparison.entrants import entrants, labels, unscheduled
-from metamd.comparison.once import EDGE, FOR_THE_END, WARM_UPS, Once, choose_once, price, space_of
+from metamd.comparison.once import EDGE, FOR_THE_END, WARM_UPS, Chosen, Once, choose_once, price, space_of
+from metamd.comparison.tuning import QuasiRandom, tune
 from metamd.files.store import Records
 from metamd.learning.score import Scores, start_of
 from metamd.rivals import Contender, Range, Rival, rival
@@ -218,3 +219,20 @@ def test_a_rival_that_diverges_by_default_is_rescued_by_the_search():
     found = choose_once(wild.untuned(), QUADRATIC, Once(gradients=30 * price(STEPS), tasks=2))
     assert math.isfinite(found.scores["score"])
     assert isinstance(found.contender.rival, Rival)
+
+
+def test_tune_on_a_family_chooses_by_the_protocol():
+    once = Once(gradients=2000, tasks=2)
+    found = tune(rival("sgd"), QUADRATIC, once)
+    wanted = choose_once(rival("sgd").untuned(), QUADRATIC, once)
+    assert isinstance(found, Chosen)
+    assert found.best.key() == wanted.contender.key()
+    assert found.for_the_end.key() == wanted.for_the_end.key()
+    assert found.tasks == wanted.tasks
+    task = QUADRATIC.build(QUADRATIC.sample(torch.Generator().manual_seed(0)))
+    with pytest.raises(TypeError, match=r"Once\(\) goes with a family"):
+        tune(rival("sgd"), task, once)
+    with pytest.raises(TypeError, match="other searches with tasks; got QuasiRandom"):
+        tune(rival("sgd"), QUADRATIC, QuasiRandom(budget=2))
+    with pytest.raises(ValueError, match="metric, schedule and measuring are for tasks"):
+        tune(rival("sgd"), QUADRATIC, metric="final_loss")

@@ -89,6 +89,11 @@ class Chosen:
     tried: tuple[Contender, ...]  # all settings, in the order in which they were tried
     tasks: tuple[str, ...]  # hashes of those that were seen
 
+    @property
+    def best(self) -> Contender:
+        """The setting with the best score, by the name that it has in `Tuned`."""
+        return self.contender
+
 
 # what a rival chooses from
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from metamd.files.store import Records, Result, shortened
 from metamd.files.text import install
 from metamd.files.usage import Schedule
 from metamd.rivals.base import SETTING_DIGITS, Contender, Rival, Setting, searched
-from metamd.tasks.base import Task, config_hash, derive_seed, seeded
+from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed, seeded
+
+if TYPE_CHECKING:
+    from metamd.comparison.once import Chosen, Once
 
 Measure = Callable[[Outcome], float]
 
@@ -259,6 +262,7 @@ class Tuned:
         return [n for n in varied if self.rival.space[n].at_edge(self.best.setting[n])]
 
 
+@overload
 def tune(
     rival: Rival,
     tasks: Task | Iterable[Task],
@@ -269,17 +273,44 @@ def tune(
     steps: int | None = None,
     measuring: Measuring | None = None,
     records: Records | None = None,
-) -> Tuned:
+) -> Tuned: ...
+
+
+@overload
+def tune(
+    rival: Rival,
+    tasks: TaskFamily,
+    search: "Once | None" = None,
+    *,
+    steps: int | None = None,
+    records: Records | None = None,
+) -> "Chosen": ...
+
+
+def tune(
+    rival: Rival,
+    tasks: Task | Iterable[Task] | TaskFamily,
+    search: "Search | Once | None" = None,
+    *,
+    metric: str = "mean_loss",
+    schedule: Schedule = "constant",
+    steps: int | None = None,
+    measuring: Measuring | None = None,
+    records: Records | None = None,
+) -> "Tuned | Chosen":
     """Look for the best hyperparameters of a rival: each setting that the search proposes is trained on all tasks.
+
+    Given a family, a rival chooses its settings once, on training tasks, by the protocol `once`.
 
     Args:
         rival: what is tuned.
-        tasks: what it is tuned on.
-        search: `Grid()`, `QuasiRandom()` or `Bayesian()`, with a budget; 25 quasi-random settings if not given.
-        metric: what is minimised, a name in `metamd.comparison.tuning.METRICS`.
-        schedule: of the learning rate.
+        tasks: what it is tuned on: a task, several, or the family whose training side it chooses on once.
+        search: `Grid()`, `QuasiRandom()` or `Bayesian()`, with a budget; 25 quasi-random settings if not given. For a family
+            `Once()`, with its budget.
+        metric: what is minimised, a name in `metamd.comparison.tuning.METRICS`. For a family it is the score of a usage.
+        schedule: of the learning rate; a family tries several.
         steps: T; the tasks' own if not given.
-        measuring: how the runs are watched.
+        measuring: how the runs are watched; not for a family.
         records: where the trials are kept, so that a search that was stopped continues.
 
     Example:
@@ -292,6 +323,20 @@ def tune(
         >>> 0.05 < found.best.setting["lr"] < 0.6
         True
     """
+    from metamd.comparison.once import Once, choose_once  # which needs this module
+
+    if isinstance(tasks, TaskFamily) or isinstance(search, Once):
+        if not isinstance(tasks, TaskFamily) or isinstance(search, Search):
+            raise TypeError(
+                f"Once() goes with a family, and other searches with tasks; got {type(search).__name__} for "
+                f"{type(tasks).__name__}. Pass the family alone, or tasks that were built."
+            )
+        if metric != "mean_loss" or schedule != "constant" or measuring is not None:
+            raise ValueError(
+                "metric, schedule and measuring are for tasks that were built: on a family a score decides, and "
+                "several schedules are tried. Leave them out."
+            )
+        return choose_once(rival.untuned(), tasks, search or Once(), steps=steps, records=records)
     search, measuring = search or QuasiRandom(), measuring or Measuring()
     chosen = [tasks] if isinstance(tasks, Task) else list(tasks)
     if not chosen:

@@ -72,6 +72,7 @@ TORCH: dict[str, Callable[[Named, float], T.Optimizer]] = {
 POLAR = Online("polar", scale=dict.fromkeys(SIZES, 30.0))
 AVERAGE = Online("average", scale=dict.fromkeys(SIZES, 30.0))
 SUM = Online("sum", scale=dict.fromkeys(SIZES, 30.0))
+EIGEN = Online("eigen", scale=dict.fromkeys(SIZES, 30.0))
 OURS: dict[str, dict[str, Any]] = {
     "plain": {},
     "momentum": {"momentum": 0.8},
@@ -81,6 +82,7 @@ OURS: dict[str, dict[str, Any]] = {
     "polar": {"metric": POLAR, "averaging": "tail"},
     "average": {"metric": AVERAGE, "momentum": 0.5},
     "sum": {"metric": SUM},
+    "eigen": {"metric": EIGEN, "averaging": "tail"},
     "safeguard": {"safeguard": True},
     "groups": {"groups": True},
     "as recommended": {"usage": Usage(schedule="quadratic", averaging="tail")},

@@ -142,21 +142,22 @@ MATRICES = {
     "SGD": lambda x, lr, phi: torch.optim.SGD([("x", x)], lr=lr),
     "exact": lambda x, lr, phi: MetaMD([("x", x)], phi, lr, momentum=0.5),
     "polar": lambda x, lr, phi: MetaMD([("x", x)], phi, metric=Online("polar", scale={"x": 3.0}), averaging="tail"),
+    "eigen": lambda x, lr, phi: MetaMD([("x", x)], phi, metric=Online("eigen", scale={"x": 3.0})),
 }
 
 
 @pytest.mark.law
 def test_no_run_on_matrices_is_beaten_by_a_model_of_its_ball():
-    """Muon and polar steps take matrices alone; balls are Euclidean, or in learned coordinates with their dense matrix."""
+    """Muon, and polar and eigen steps on weights; balls are Euclidean, or in learned coordinates with their dense matrix."""
     for seed in range(draws(400)):
         g = torch.Generator().manual_seed(seed)
         start, centre = (torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(2))
         x = torch.nn.Parameter(start.clone())
         phi = random_basis({"x": start}, pieces=1, seed=seed)
-        lr, name = float(torch.rand((), generator=g)), sorted(MATRICES)[seed % 4]
+        lr, name = float(torch.rand((), generator=g)), sorted(MATRICES)[seed % 5]
         eye = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
         d = torch.stack([phi.basis.out_of("x", phi.metric("x")[0].detach() * phi.basis.into("x", e)).flatten() for e in eye])
-        learned = seed // 4 % 2 == 1
+        learned = seed // 5 % 2 == 1
         optimiser = MATRICES[name](x, lr, phi)
         run, points = certify_run(optimiser, phi if learned else Euclidean()), []
         for _ in range(8):

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -160,6 +161,26 @@ def certified_ddp(rank, world, folder):
         return wrapped, MetaMD(wrapped.named_parameters(), geometry, lr=0.1, certify=True)
 
     return certified(rank, world, folder, made)
+
+
+def certified_closure(rank, world, folder):
+    """Steps with a closure, which gives this process the loss of its own part of the batch."""
+    geometry, model = geometry_and_model(pieces=1)
+    wrapped, own = DistributedDataParallel(model), []
+    optimiser = MetaMD(wrapped.named_parameters(), geometry, lr=0.1, certify=True)
+    run = certify_run(optimiser)
+
+    def closure(x):
+        optimiser.zero_grad()
+        loss = wrapped(x).square().mean()
+        loss.backward()
+        own.append(loss.item())
+        return loss
+
+    for t in range(3):
+        optimiser.step(partial(closure, batch(t, rank, world)))
+    found = [o.certificate(radius=1.0) for o in (optimiser, run)]
+    return {"known": [c.mean_loss for c in found], "given": run.certificate(radius=1.0, mean_loss=2.0).mean_loss, "own": own}
 
 
 def certified_adam(rank, world, folder):

@@ -25,7 +25,7 @@ from tests.helpers import small_model
 from tests.processes import PATIENCE
 
 MODES = {
-    "ddp": ("ddp", "ddp_kronecker", "ddp_nonfinite", "certified_ddp"),
+    "ddp": ("ddp", "ddp_kronecker", "ddp_nonfinite", "certified_ddp", "certified_closure"),
     "fsdp": (
         "fsdp",
         "fsdp_channel",
@@ -213,6 +213,13 @@ def test_certificates_of_shards_that_adam_moves_are_those_of_one_process(ranks):
     for field in ("bound", "realised"):
         assert first["one"][field] == pytest.approx(getattr(single, field), rel=1e-8), field
     assert (first["one"]["steps"], first["one"]["guaranteed"]) == (STEPS, True)
+
+
+def test_the_loss_of_one_processs_part_of_the_batch_is_not_taken_for_that_of_the_run(ranks):
+    first, second = ranks("certified_closure")
+    assert first["own"] != second["own"]
+    assert first["known"] == second["known"] == [None, None]
+    assert first["given"] == 2.0
 
 
 def test_the_two_ranks_see_different_data():

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -133,7 +134,8 @@ class RunSums:
         self._follow(seen, names, found)
         self.ascent = self.ascent or any(s.ascent for s in moving)
         self.descent = self.descent or not all(s.ascent for s in moving)
-        if isinstance(loss, Real) or (isinstance(loss, Tensor) and loss.numel() == 1):  # a closure may return anything
+        # A closure may return anything; one of several processes knows the loss of its own part of the batch alone.
+        if not _is_one_of_many() and (isinstance(loss, Real) or (isinstance(loss, Tensor) and loss.numel() == 1)):
             self.losses, self.counted = _plus(self.losses, _weighted(loss, factor)), self.counted + 1
         self.scaled = scale is not None
         self.weight = _plus(self.weight, factor)
@@ -218,6 +220,11 @@ def is_idle(groups: Iterable[Mapping[str, Any]]) -> bool:
 def _any_gradient(moving: Sequence[Seen]) -> bool:
     found = any(bool(local(s.grad).any()) for s in moving if s.grad is not None)
     return any_process(found, {s.name: s.param for s in moving})
+
+
+def _is_one_of_many() -> bool:
+    """Whether other processes train too; their gradients are in the mean, and their losses are not known here."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _factor(scale: Any) -> float | Tensor:
@@ -561,7 +568,7 @@ class Certificate:
         if self.average is not None:
             found.append(
                 f"If every step had the same convex loss, and no gradient was scaled, no such model is more than "
-                f"{self.average:.4g} below the tail average, which opt.eval() puts into the model."
+                f"{self.average:.4g} below the tail average, which opt.eval() puts into the model, rounded to its type."
             )
         if self.realised is not None:
             found.append(f"The linearised regret against the reference, sum <g_t, x_t - u>, is {self.realised:.5g}.")
@@ -589,7 +596,8 @@ CLIPPED = (
 NOTHING = "After clipping by value or per tensor nothing follows."
 ELSEWHERE = (
     "Gradients must have been taken at the parameters of the step, which SAM and closures that evaluate elsewhere do not. "
-    "Steps that AMP skips are not counted. Nothing follows for the parameters after the last step alone."
+    "Steps that AMP skips are not counted. Nothing follows for the parameters after the last step alone, "
+    "or for averages that other code keeps."
 )
 
 
@@ -904,7 +912,8 @@ class Certified:
             reference: a model u to compare with: a state_dict, a module, or tensors in the order of the parameters.
             radius: every u with N(u - start) <= radius is compared with, N the learned metric; a mapping has a radius for
                 every tensor. Without one and without a reference it is what the file found on held-out tasks.
-            mean_loss: of the run, to say whether the bound says anything; known already where steps have a closure.
+            mean_loss: of the run, to say whether the bound says anything; known already where steps have a closure, unless
+                several processes train.
         """
         return self._ball().certificate(reference, radius, mean_loss)
 

@@ -340,9 +340,32 @@ def test_a_certified_file_bounds_its_own_runs(used, tmp_path):
         task.loss(model, task.batch(t)).backward()
         optimiser.step()
     said = str(optimiser.certificate())
-    assert "training on tabular as the file recommends, convex or not: training loss after 20 steps <= " in said
+    expected = said.splitlines()[1]
+    assert "training on tabular as the file recommends, convex or not: steps to a training loss of 0.5 <= " in expected
+    assert all(f"; {split} loss after 20 steps <= " in expected for split in ("training", "validation", "test"))
+    assert "distance" not in expected
     assert "with probability 95 % over 19 held-out tasks and this one, its reference solution" in said
     assert family.name == "tabular"
+
+
+def test_a_certificate_goes_into_the_file_without_the_command(used, tmp_path):
+    found, path = certify(used, network_family(), held_out_tasks=19), tmp_path / "kept.safetensors"
+    found.into(used).save(path)
+    kept = load(path)
+    assert kept.header.radius == found.radius
+    assert HeldOutCertificate.from_dict(kept.header.held_out["certificates"]["tabular"]) == found
+    assert found.into(kept).header == kept.header, "the same again replaces it"
+    other = replace(found, task=Drawn(domains=("30",)))
+    assert set(other.into(kept).header.held_out["certificates"]) == {"tabular", "tabular: 30"}
+    with pytest.raises(ValueError, match="this certificate is of another learned optimiser"):
+        found.into(meta_train(FAMILY, Diagonal(), outer_steps=1, tasks_per_step=2))
+
+
+def test_the_bounds_of_the_paper_name_the_run_that_they_are_about(used):
+    """The file recommends another one."""
+    found = certify(used, network_family(), held_out_tasks=19, comparator=Reference(lr=0.01), stated=Stated(regret_cap=9.0))
+    about = [s.quantity for s in found.statements if s.about in ("mean", "share") and "regret" in s.quantity]
+    assert about == ["min(regret of plain mirror descent, 9)", "regret of plain mirror descent above 9"]
 
 
 @pytest.mark.law

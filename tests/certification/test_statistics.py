@@ -76,7 +76,10 @@ def test_ranks_and_reasons():
     assert failed.basis == "the 49th smallest of 50 scores is not finite, and 5 are not"
     one = next_task([1.0] * 49 + [math.inf], 0.05)  # one failure in fifty is within delta
     assert (one.bound, one.verdict) == (1.0, "holds")
-    assert one.basis == "49th smallest of 50 scores; 1 not finite; split conformal"
+    assert one.basis == "49th smallest of 50 scores; 1 not finite, mean of the others 1, 1 to 1; split conformal"
+    spread = next_task([1.0, 2.0, 6.0], 0.5)
+    assert spread.basis == "2nd smallest of 3 scores; mean 3, 1 to 6; split conformal"
+    assert {k: spread.numbers[k] for k in ("mean", "low", "high")} == {"mean": 3.0, "low": 1.0, "high": 6.0}
     ranks = {"1st": (1, 0.6), "2nd": (2, 0.4), "3rd": (3, 0.3), "11th": (11, 0.1), "21st": (21, 0.05)}
     assert all(next_task(range(m), alpha).basis.startswith(f"{name} ") for name, (m, alpha) in ranks.items())
 
@@ -139,6 +142,7 @@ def test_each_inequality_against_its_formula_and_the_better_is_taken():
 def test_clipping_is_counted_and_a_bound_at_the_cap_is_vacuous():
     found = mean_below([1.0, 2.0, math.inf, 30.0, -5.0], cap=10.0, delta=0.05)
     assert found.numbers["clipped"] == 0.4
+    assert found.basis.startswith("mean 4.6 in the range [0, 10], 40 % clipped; ")
     assert found.numbers["mean"] == pytest.approx((1 + 2 + 10 + 10 + 0) / 5)
     assert (found.bound, found.verdict) == (10.0, "vacuous")
     assert mean_below([1.0] * 100, cap=10.0, delta=0.05).verdict == "holds"

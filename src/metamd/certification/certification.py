@@ -38,7 +38,7 @@ SCALED = 3
 """Further tasks, none of them held out, by which the distances of the tensors are brought to one scale."""
 
 
-@ends_with(lambda found: f"{found}\nKeep it: metamd certify writes it into the file.")
+@ends_with(lambda found: f"{found}\nKeep it: certificate.into(learned).save(path).")
 def certify(
     learned: LearnedOptimiser,
     family: TaskFamily,

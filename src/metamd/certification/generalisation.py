@@ -80,6 +80,7 @@ RATIO = 1.1
 """Neighbours on the grids of C and r."""
 
 DIVERGENCE = "B(theta_*||theta_1)"
+PLAIN_REGRET = "regret of plain mirror descent"
 
 UNKNOWN = (
     "theta_* of these tasks is not known. Pass comparator=Reference(...), a longer run of another optimiser (--reference-lr)"
@@ -268,12 +269,12 @@ def _regret(scores: Sequence[PlainScore], delta: float, cap: float | None) -> li
     if cap is None or len(regrets) < len(scores):
         unstated = "the regret has no range of its own: state one beforehand with Stated(regret_cap=b) (--regret-cap)"
         why = unstated if len(regrets) == len(scores) else UNKNOWN
-        return [Statement("mean", "regret", None, "no bound", why, 1 - delta)]
+        return [Statement("mean", PLAIN_REGRET, None, "no bound", why, 1 - delta)]
     above, tasks = sum(r > cap for r in regrets), len(regrets)
     share, numbers = clopper_pearson(above, tasks, delta / 2), {"above": above, "tasks": tasks}
-    quantity, basis = f"regret above {cap:.4g}", f"{above} of {tasks} were above; Clopper-Pearson"
+    quantity, basis = f"{PLAIN_REGRET} above {cap:.4g}", f"{above} of {tasks} were above; Clopper-Pearson"
     return [  # both together at 1 - delta
-        mean_below(regrets, cap, delta / 2, f"min(regret, {cap:.4g})"),
+        mean_below(regrets, cap, delta / 2, f"min({PLAIN_REGRET}, {cap:.4g})"),
         Statement("share", quantity, share, "holds" if share < 1 else "vacuous", basis, 1 - delta / 2, numbers),
     ]
 

@@ -3,11 +3,12 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from textwrap import fill
 from typing import Any, Literal
 
 from metamd.files.header import Radius
+from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import as_json
 from metamd.tasks.base import Drawn
 
@@ -127,6 +128,24 @@ class HeldOutCertificate:
             known = "; ".join(f"{s.about}: {s.quantity}" for s in self.statements)
             raise ValueError(f"there is no statement about {about!r} {quantity!r}. There are {known}.")
         return found[0]
+
+    def into(self, learned: LearnedOptimiser) -> LearnedOptimiser:
+        """The learned optimiser with this certificate in its header, beside those of other families; `save` keeps it.
+
+        Runs with `certify=True` then take its radius, and lead with what it says of the next task.
+
+        Args:
+            learned: what was certified.
+        """
+        if learned.fingerprint() != self.fingerprint:
+            raise ValueError(
+                "this certificate is of another learned optimiser. Certify this one: metamd.certify(learned, family)."
+            )
+        header = learned.header
+        known = {k: v for k, v in certificates(header.held_out).items() if k != self.place}
+        others = {k: v for k, v in header.held_out.items() if k != "certificate"}
+        held_out = {**others, "certificates": {**known, self.place: self.to_dict()}}
+        return replace(learned, header=replace(header, held_out=held_out))
 
     @property
     def place(self) -> str:

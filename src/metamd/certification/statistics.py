@@ -30,14 +30,20 @@ def next_task(scores: Scores, alpha: float, quantity: str = "score") -> Statemen
     # (1 - alpha)(m + 1) can be an integer that floats miss by a little, to either side
     k = math.ceil(round((1 - alpha) * (m + 1), 9))
     bound, infinite = float(np.sort(values)[k - 1]) if k <= m else math.inf, int(np.isinf(values).sum())
-    numbers, confidence = {"rank": k, "tasks": m, "infinite": infinite}, 1 - alpha
+    numbers: dict[str, float] = {"rank": k, "tasks": m, "infinite": infinite}
+    confidence = 1 - alpha
     if math.isinf(bound):
         why = f"the {_ordinal(k)} smallest of {m} scores is not finite, and {infinite} are not"
         if k > m:
             why = f"{m} tasks are too few at {confidence:g}: the {_ordinal(k)} smallest score is needed"
         return Statement("next task", quantity, None, "no bound", why, confidence, numbers)
-    censored = f"; {infinite} not finite" if infinite else ""
-    basis = f"{_ordinal(k)} smallest of {m} scores{censored}; split conformal"
+    finite = values[np.isfinite(values)]
+    numbers |= {"mean": float(finite.mean()), "low": float(finite.min()), "high": float(finite.max())}
+    shown = (
+        f"mean{' of the others' if infinite else ''} {numbers['mean']:.4g}, {numbers['low']:.4g} to {numbers['high']:.4g}"
+    )
+    censored = f"{infinite} not finite, " if infinite else ""
+    basis = f"{_ordinal(k)} smallest of {m} scores; {censored}{shown}; split conformal"
     return Statement("next task", quantity, bound, "holds", basis, confidence, numbers)
 
 
@@ -61,7 +67,7 @@ def mean_below(scores: Scores, cap: float, delta: float, quantity: str = "score"
     }
     method = min(bounds, key=lambda n: bounds[n])
     bound, mean, above = min(bounds[method], cap), float(clipped.mean()), float((values > cap).mean())
-    basis = f"mean {mean:.5g}, {100 * above:.3g} % clipped; {method}"
+    basis = f"mean {mean:.5g} in the range [0, {cap:.5g}], {100 * above:.3g} % clipped; {method}"
     numbers = {"mean": mean, "cap": cap, "clipped": above, "tasks": len(values)}
     # At the cap the bound says no more than the range that was stated.
     return Statement("mean", quantity, bound, "vacuous" if bound >= cap else "holds", basis, 1 - delta, numbers)

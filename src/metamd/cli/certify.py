@@ -1,7 +1,7 @@
 """`metamd certify`: what held-out tasks guarantee about the next ones, printed and written into the file."""
 
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -101,8 +101,5 @@ def _write_certificate(file: str, out: Path, learned: LearnedOptimiser, found: H
         now = load(file)
         if now.fingerprint() != learned.fingerprint():
             raise ValueError(f"{shown(file)} was changed while its tasks ran. Run the command again.")
-        known = {k: v for k, v in certificates(now.header.held_out).items() if k != found.place}
-        others = {k: v for k, v in now.header.held_out.items() if k != "certificate"}
-        held_out = {**others, "certificates": {**known, found.place: found.to_dict()}}
-        replace(now, header=replace(now.header, held_out=held_out)).save(out)
-    return list(known)
+        found.into(now).save(out)
+    return [place for place in certificates(now.header.held_out) if place != found.place]

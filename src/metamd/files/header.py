@@ -189,17 +189,20 @@ class Header:
 
     @property
     def expected(self) -> tuple[str, ...]:
-        """What the last certificate in the file says of the next task, in sentences; else how to find it."""
+        """What the last certificate in the file says of training the next task, in a sentence; else how to find it."""
         place, made = self._certificate()
         rows = made.get("statements")
-        opening = f"To expect of training on {brief(one_line(place), 200)} as the file recommends, convex or not:"
-        return tuple(
-            f"{opening} {brief(one_line(row['quantity']), 200)} <= {row['bound']:.4g} with probability "
-            f"{100 * row['confidence']:.3g} %."
+        found = [
+            f"{brief(one_line(row['quantity']), 200)} <= {row['bound']:.4g} with probability {100 * row['confidence']:.3g} %"
             for row in (rows if isinstance(rows, list) else ())
             if isinstance(row, Mapping) and (row.get("about"), row.get("verdict")) == ("next task", "holds")
             if _number(row.get("bound")) and _number(row.get("confidence")) and isinstance(row.get("quantity"), str)
-        ) or ("metamd certify FILE FAMILY finds what to expect of training as the file recommends, convex or not.",)
+            if not row["quantity"].startswith("distance")  # of solutions: the radius has it
+        ]
+        if not found:
+            return ("metamd certify FILE FAMILY finds what to expect of training as the file recommends, convex or not.",)
+        opening = f"To expect of training on {brief(one_line(place), 200)} as the file recommends, convex or not:"
+        return (f"{opening} {'; '.join(found)}.",)
 
     def _certificate(self) -> tuple[str, Mapping[str, Any]]:
         """What the last certificate is about, and what it says."""

@@ -474,6 +474,7 @@ NOT_RUN = {
     "resnet18-cifar10-published",
     "texts",
     "images-learned-start",
+    "burgers-warm-start",
     "speakers-presidents",
 }
 """Experiments without a record yet: docs/paper.md and docs/results/index.md say so, and which command runs them."""

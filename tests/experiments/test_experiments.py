@@ -290,7 +290,8 @@ def test_reproduce_runs_at_its_smallest_scale_and_again_from_its_records(name, t
 OTHERS = {(name, "published") for name in ("diverse-digits-lenet", "resnet18-cifar10")}
 OTHERS |= {("rotated-mnist-mlp", "published-short")}
 NETWORKS = [pair for pair in EXPERIMENTS if pair[0] not in ("quadratic", "rosenbrock") and pair not in OTHERS]
-MANY = {("speakers", "presidents"), ("images", "learned-start"), ("cash-machines", "")}  # dozens of tasks, or a start too
+MANY = {("speakers", "presidents"), ("images", "learned-start"), ("burgers", "warm-start"), ("cash-machines", "")}
+# dozens of tasks, or a start too
 SLOW = {pair: [pytest.mark.slow] * (pair in MANY) for pair in NETWORKS}
 FILES = {e.name for module in (instances, forecasters) for e in module.EXPERIMENTS}  # whose data are no sets of images
 

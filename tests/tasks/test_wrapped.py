@@ -14,8 +14,9 @@ from metamd.inner.run import run_inner
 from metamd.inner.together import run_many
 from metamd.learning.meta import refinement
 from metamd.tasks import vision
+from metamd.tasks.base import config_hash
 from metamd.tasks.vision import leave_one_out
-from metamd.tasks.wrapped import Counted, read_parameters, starting_at
+from metamd.tasks.wrapped import Counted, NearestStart, read_parameters, starting_at
 
 real_data = pytest.mark.real_data
 needs_data = pytest.mark.skipif(not os.environ.get("METAMD_DATA"), reason="METAMD_DATA is not set")
@@ -78,6 +79,33 @@ def test_a_family_that_wraps_another_keeps_what_counts_in_it():
 def test_a_shared_task_pickles():
     task = pickle.loads(pickle.dumps(drawn(starting_at(tasks.quadratic(), point()))))
     assert torch.equal(task.init()["theta"], point()["theta"])
+
+
+def test_a_task_begins_at_the_nearest_solution_that_is_not_its_own():
+    family = tasks.quadratic()
+    configs = [family.sample(torch.Generator().manual_seed(seed)) for seed in range(4)]
+    places = {config_hash(config): place for config, place in zip(configs, (0.0, 1.0, 3.0, 1.8), strict=True)}
+
+    def distance(one, other):
+        return abs(places[config_hash(one)] - places[config_hash(other)])
+
+    known = [(config, point(float(i))) for i, config in enumerate(configs[:3])]
+    calls = []
+
+    def found():
+        calls.append(1)
+        return known
+
+    warm = NearestStart(family, found, distance)
+    for config, nearest in zip(configs, (1, 0, 1, 1), strict=True):
+        task = warm.build(config)
+        task.init()["theta"].zero_()  # a run moves its own copy
+        assert torch.equal(task.init()["theta"], point(float(nearest))["theta"])
+        assert torch.equal(task.loss(point(2.0), task.batch(0)), family.build(config).loss(point(2.0), task.batch(0)))
+    assert len(calls) == 1
+    assert warm.describe()["start"] == "nearest solution"
+    with pytest.raises(ValueError, match="Solve two at least"):
+        NearestStart(family, lambda: known[:1], distance).build(configs[0])
 
 
 def model():

@@ -9,6 +9,7 @@ takes to the loss which the other has at its end.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from metamd.experiments.declare import Entrant, Family, Scale, coordinates, lear
 from metamd.experiments.experiment import Experiment
 from metamd.files.learned import LearnedStart, load, total_cost
 from metamd.files.store import Result, as_json
+from metamd.inner.objectives import Reference
 from metamd.inner.run import train
-from metamd.learning.reference import learn_start, tuned_reference
+from metamd.learning.reference import draw_tasks, learn_start, tuned_reference
 from metamd.rivals import RIVALS, Contender, learned_rival
 from metamd.rivals.table import averaged
-from metamd.tasks.base import TaskFamily
+from metamd.tasks.base import Config, TaskFamily
 from metamd.tasks.pictures import PictureFamily, PictureTask
-from metamd.tasks.wrapped import SharedStart, starting_at
+from metamd.tasks.wrapped import NearestStart, SharedStart, Solved, starting_at
 
 HELD_OUT = "held-out"
 """The name of what is held out, where it is one fixed side of the family."""
@@ -389,4 +391,29 @@ BURGERS = Experiment(
     off_family=True,
 )
 
-EXPERIMENTS = (PICTURES, FROM_LEARNED_START, SPEAKERS, TO_PRESIDENTS, TEXTS, BURGERS)
+KNOWN = 8
+"""Equations that are solved before, for runs that begin at the solution with the nearest viscosity."""
+
+LONGER = Reference(torch.optim.Adam, 4e-3, 2.0)
+"""By what they are solved: Adam, over twice the steps of a run."""
+
+
+def _from_the_nearest(scale: Scale, hold_out: str) -> NearestStart:
+    family = _burgers(scale, hold_out)
+    return NearestStart(family, partial(_solutions, family), _between_viscosities)
+
+
+def _solutions(family: TaskFamily) -> Solved:
+    tasks = draw_tasks(family, 0, "solved before", KNOWN)
+    return [(task.config, LONGER.run(task, task.init(), task.steps)[0]) for task in tasks]
+
+
+def _between_viscosities(one: Config, other: Config) -> float:
+    return abs(math.log(one["viscosity"] / other["viscosity"]))
+
+
+WARM = replace(
+    BURGERS, family=_from_the_nearest, variant="warm-start", sides=lambda scale, domain, family: {"burgers": family}
+)
+
+EXPERIMENTS = (PICTURES, FROM_LEARNED_START, SPEAKERS, TO_PRESIDENTS, TEXTS, BURGERS, WARM)

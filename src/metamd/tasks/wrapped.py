@@ -2,7 +2,7 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -114,6 +114,47 @@ class SharedStart(Wrapped):
         content = b"".join(name.encode() + x.double().cpu().numpy().tobytes() for name, x in sorted(self.start.items()))
         digest = blake2b(content, digest_size=8).hexdigest()
         return {**self.family.describe(), "start": "shared", "start_hash": digest}
+
+
+Solved = Sequence[tuple[Config, Mapping[str, Tensor]]]
+"""Tasks by their configs, each with its solution."""
+
+
+class NearestStart(Wrapped):
+    """Every task begins at the solution of the nearest task among those that were solved before; its own does not count.
+
+    Args:
+        family: whose tasks begin elsewhere.
+        solved: finds the solutions when a task is first built.
+        distance: between the configs of two tasks.
+    """
+
+    def __init__(
+        self, family: TaskFamily, solved: Callable[[], Solved], distance: Callable[[Config, Config], float]
+    ) -> None:
+        super().__init__(family)
+        self._solved, self.distance = solved, distance
+
+    @cached_property
+    def solved(self) -> Solved:
+        """The solutions, found once."""
+        return self._solved()
+
+    def changed(self, task: Task) -> dict[str, Callable[..., Any]]:
+        """The task begins at a copy of the nearest solution."""
+        others = [(config, start) for config, start in self.solved if config_hash(config) != config_hash(task.config)]
+        if not others:
+            raise ValueError(f"{self.name} has no solved task to begin a run from but the task itself. Solve two at least.")
+        _, start = min(others, key=lambda pair: self.distance(pair[0], task.config))
+        return {"init": partial(_copies, start)}
+
+    def drawn(self) -> Drawn:
+        """What the family draws, except the initialisation."""
+        return replace(self.family.drawn(), initialisation="the solution of the nearest solved task")
+
+    def describe(self) -> dict[str, Any]:
+        """The family's settings, and where tasks begin."""
+        return {**self.family.describe(), "start": "nearest solution"}
 
 
 class Variant(Wrapped):

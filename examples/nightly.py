@@ -43,7 +43,7 @@ def night(number: int, file: Path, folder: Path) -> float:
         opt = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
     recorder = metamd.Recorder(opt, name=f"night {number}", batch_size=32)
     loss = train(model, opt, number)
-    recorder.finish().save(folder / f"{number}.run.safetensors")
+    recorder.finish(score=loss).save(folder / f"{number}.run.safetensors")
     if number == 1:
         metamd.learn([metamd.Run.load(folder / f"{i}.run.safetensors") for i in range(2)]).save(file)
     elif number > 1:

@@ -21,7 +21,6 @@ COLOURS = {
     "MetaMD": "#c1272d",
     "MetaMD, paper": "#e08214",
     "MetaMD, diagonal": "#f4a582",
-    "MetaMD, one number per tensor": "#67001f",
     "MetaMD, judged on validation data": "#e08214",
     "MetaMD, refresh 2": "#fdb863",
     "MetaMD, refresh 4": "#e08214",

@@ -128,11 +128,7 @@ ROTATED_LINEAR = Experiment(
 ROTATED_MLP = Experiment(
     "rotated-mnist-mlp",
     rotated,
-    {
-        "kronecker": coordinates(BOTH),
-        "tensor": coordinates({"MetaMD, one number per tensor": Entrant()}, Diagonal(tying="tensor")),
-        "diagonal": DIAGONAL,
-    },
+    {"kronecker": coordinates(BOTH), "diagonal": DIAGONAL},
     {
         "smoke": SMOKE,
         "cpu": replace(TWO_ANGLES, domains=PAPER_ANGLES, rivals=("sgd", *MODERN)),

@@ -140,9 +140,7 @@ def page(cards: list[shipped.Card]) -> str:
     """The part of the page that the cards decide: of the rivals in each comparison, the one with the lowest mean loss."""
     lines = []
     for card in cards:
-        lines += [f"## {card.name}", "", card.about, "", f"    {card.command}", ""]
-        lines += ["Judged by:", ""]
-        lines += [*(f"    {c['command']}" for c in card.comparisons), ""]
+        lines += [f"## {card.name}", "", card.about, ""]
         lines += ["| on | optimiser | mean loss | final loss | steps to target | test accuracy, % |", f"|{6 * '---|'}"]
         for c in card.comparisons:
             ours, *rivals = c["rows"]

@@ -19,18 +19,25 @@ PARTS = {
     "Use": ("MetaMD", "prepare", "as_optimizer_class", "fleet", "OffFamilyWarning"),
     "Guarantee": ("certify_run", "Certificate", "certify", "HeldOutCertificate"),
     "Compare": ("compare", "Comparison", "tune"),
-    "Mathematics": (
-        *("Potential", "Euclidean", "NegativeEntropy", "PNorm", "Diagonal", "MaxDiagonal", "Kronecker"),
-        *("bregman", "mirror_step"),
-    ),
+    "Mathematics": ("bregman", "mirror_step"),
 }
 """The names of `metamd` in the order of use; what is not here yet comes last, so that no public name is missing."""
+
+POTENTIALS = ("Potential", "Euclidean", "NegativeEntropy", "PNorm", "Diagonal", "MaxDiagonal", "Kronecker")
+"""These have a page that explains them, and stand here with their arguments alone."""
 
 RETURNED = {"Run", "LearnedOptimiser", "Certificate", "HeldOutCertificate", "Comparison"}
 """Classes that a function returns: what can be asked of them matters, not how they are made."""
 
-METHODS = {"MetaMD": ("averaged", "eval", "train"), "Recorder": ("finish",)}
-"""What users call of other classes; `MetaMD` has the rest of what torch's optimisers have."""
+METHODS = {
+    "MetaMD": ("averaged", "eval", "train"),
+    "Recorder": ("finish",),
+    "Run": ("load", "save"),
+    "LearnedOptimiser": ("bind", "from_pretrained", "push_to_hub", "save", "with_start"),
+    "HeldOutCertificate": ("into", "of"),
+    "Comparison": ("aiming", "differences", "table", "trained_on"),
+}
+"""What users call of a class; `MetaMD` has the rest of what torch's optimisers have."""
 
 RESEARCH = {"estimators", "objectives", "learning"}
 """Modules whose names stand there and not among the options: only who meta-trains in rounds needs them."""
@@ -38,7 +45,6 @@ RESEARCH = {"estimators", "objectives", "learning"}
 OPENING = """# API reference
 
 What you call first comes first, with its arguments. `help(metamd.NAME)` explains them, with an example.
-`python scripts/api.py` writes this page.
 """
 
 
@@ -78,19 +84,11 @@ def clause(thing: Any) -> str:
     return re.sub(r"(`[^`]*`)|<", lambda m: m[1] or "&lt;", text.rstrip("."))  # which a browser would take for a tag
 
 
-def methods(thing: Any) -> list[str]:
-    """The public methods of a class that it defines itself."""
-    own = vars(thing) if inspect.isclass(thing) else {}
-    found = [n for n, f in own.items() if not n.startswith("_") and (inspect.isroutine(f) or isinstance(f, property))]
-    return sorted(n for n in found if inspect.getdoc(own[n]))
-
-
 def entry(name: str) -> str:
     """A line for a name that users begin with: its arguments, and the first clause of what it says."""
     thing = getattr(metamd, name)
     head = name if name in RETURNED else name + signature(thing)
-    has = {**METHODS, **dict.fromkeys(RETURNED)}.get(name, ())
-    more = ", ".join(f"`{n}`" for n in methods(thing) if has is None or n in has)
+    more = ", ".join(f"`{n}`" for n in METHODS.get(name, ()) if hasattr(thing, n))
     return f"- **`{head}`**: {clause(thing)}." + (f" It has {more}." if more else "")
 
 
@@ -111,13 +109,15 @@ def names_of(short: str) -> list[str]:
 
 def page() -> str:
     """The page."""
-    listed = [name for names in PARTS.values() for name in names]
+    listed = [*POTENTIALS, *(name for names in PARTS.values() for name in names)]
     listed += [name for short in RESEARCH for name in names_of(short)]
     rest = [n for n in (*metamd.__all__, *metamd._HOME) if n not in listed and n not in metamd._SUBMODULES]
     rest = list(dict.fromkeys(rest))
     blocks = [OPENING]
     for title, names in PARTS.items():
         blocks += [f"## {title}\n", "\n".join(entry(name) for name in names) + "\n"]
+    shown = ", ".join(f"`{name}{signature(getattr(metamd, name))}`" for name in POTENTIALS)
+    blocks.append(f"[Potentials](potentials.md): {shown}.\n")
     blocks += ["## Options and helpers\n", "\n".join(line(name, metamd) for name in rest) + "\n"]
     for short, path in sorted(metamd._SUBMODULES.items()):
         module = import_module(path)
@@ -127,8 +127,9 @@ def page() -> str:
         families = [name for name in here if short == "tasks" and name.replace("_", "-") in FAMILIES]
         plain = [name for name in here if not inspect.isroutine(getattr(module, name))]
         blocks.append(f"## Module `{short}`\n")
-        if lines := [line(name, module) for name in here if name not in {*families, *plain}]:
-            blocks.append("\n".join(lines) + "\n")
+        if functions := [name for name in here if name not in {*families, *plain}]:
+            shown = ", ".join(f"`{name}{signature(getattr(module, name))}`" for name in functions)
+            blocks.append(f"Functions: {shown}.\n")
         if top:
             blocks.append(f"As `metamd.NAME`: {', '.join(f'`{name}`' for name in top)}.\n")
         if families:

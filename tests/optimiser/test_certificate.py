@@ -167,6 +167,27 @@ def test_large_tensors_are_summed_in_chunks_and_whatever_their_strides():
         assert torch.equal(optimiser.state[p]["certificate_sum"], 2 * g.double())
 
 
+@pytest.mark.parametrize(
+    ("geometry", "options", "more"),
+    [
+        (MaxDiagonal(2), {}, {"certificate_sum"}),
+        (Diagonal(), {}, {"certificate_sum", "certificate_start"}),
+        (Euclidean(), {}, {"certificate_sum", "certificate_start"}),
+        (Diagonal(), {"averaging": "tail"}, {"certificate_sum", "certificate_start", "certificate_averaged"}),
+    ],
+)
+def test_a_run_keeps_the_sum_of_its_gradients_and_the_start_where_nothing_else_does(geometry, options, more):
+    kept = {}
+    for certify in (False, True):
+        model = small_model()
+        optimiser = MetaMD(model.named_parameters(), geometry, lr=0.1, certify=certify, **options)
+        train(model, optimiser, 2)
+        kept[certify] = {k: x.dtype for k, x in optimiser.state[model[0].weight].items() if isinstance(x, torch.Tensor)}
+    assert kept[True].keys() - kept[False].keys() == more
+    assert {kept[True][k] for k in more} <= {torch.float64, torch.float32}
+    assert kept[True].get("certificate_start", torch.float32) == torch.float32, "in the type of the parameter"
+
+
 # the tail average
 
 
@@ -655,6 +676,55 @@ def test_certify_run_goes_on_from_its_state():
     stranger = certify_run(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
     with pytest.raises(ValueError, match=r"these sums are of a run with a parameter '0\.bias', but the optimiser has '0'"):
         stranger.load_state_dict(saved[2])
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda things: pickle.loads(pickle.dumps(things))])
+def test_a_copy_of_certify_run_watches_the_copy_of_the_optimiser(copier):
+    """torch gives copies of an optimiser no hooks: steps of the copy would not be counted."""
+    for made in (torch.optim.Adam, lambda named: MetaMD(named, MaxDiagonal(2), lr=0.1)):
+        model = small_model()
+        run = certify_run(optimiser := made(model.named_parameters()))
+        train(model, optimiser, 3)
+        other, copied, again = copier((model, optimiser, run))
+        train(model, optimiser, 4, first=3)
+        assert again.certificate(radius=1.0).steps == 3
+        train(other, copied, 4, first=3)
+        assert again.certificate(radius=1.0) == run.certificate(radius=1.0)
+        run.remove()
+        run.remove()
+        other, copied, still = copier((model, optimiser, run))
+        train(other, copied, 1)
+        assert still.certificate(radius=1.0).steps == 7, "a run that is not watched has copies that are not"
+
+
+def test_clipped_runs_of_a_file_have_its_radius():
+    """The print sends those who clip to certify_run: there the file must say as much as with certify=True."""
+    first = small_model()
+    pair = first, certified(first, with_radius(first))
+    for model, optimiser in (pair, copy.deepcopy(pair)):
+        runs = [certify_run(optimiser, scale=0.5), certify_run(optimiser, random_geometry(model))]
+        train(model, optimiser, 3)
+        clipped, own = runs[0].certificate(), optimiser.certificate()
+        assert (clipped.source, clipped.expected) == (own.source, own.expected)
+        assert "To expect of training on digits as the file recommends" in str(clipped)
+        with pytest.raises(ValueError, match="no file has given a radius"):  # it is one in the metric of the file
+            runs[1].certificate()
+
+
+def test_a_wrapper_that_is_an_optimiser_by_its_type_alone_is_refused():
+    """Accelerate has such a one, and its steps have no hooks."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = small_model()
+    accelerator = accelerate.Accelerator(cpu=True)
+    wrapped = accelerator.prepare(torch.optim.Adam(model.named_parameters()))
+    with pytest.raises(TypeError, match=r"got AcceleratedOptimizer. Pass .* which a wrapper has as \.optimizer"):
+        certify_run(wrapped)
+    run = certify_run(wrapped.optimizer)
+    for t in range(3):
+        wrapped.zero_grad()
+        accelerator.backward(model(torch.full((2, 5), float(t))).square().mean())
+        wrapped.step()
+    assert run.certificate(radius=1.0).steps == 3
 
 
 def test_certify_run_refuses_what_it_cannot_count():

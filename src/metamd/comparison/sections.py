@@ -393,9 +393,10 @@ def run_certificates(c: Comparison, folder: Path) -> list[Section]:
     loss, bound = (float(np.median([run[i] for run in runs])) for i in (0, 1))
     below = f"more than {formatted(bound)} below" if bound >= 0 else f"less than {formatted(-bound)} above"
     nothing = silent(runs)
+    count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
     text = (
         "If losses were convex, no model as near to the start as the end of a run would have had a mean loss, on the run's "
-        f"own batches, {below} that of the run, which is {formatted(loss)} (medians of {len(runs)} runs of {c.labels[0]})."
+        f"own batches, {below} that of the run, which is {formatted(loss)} (medians of {count} of {c.labels[0]})."
     )
     text += f" For {nothing} of them that says nothing: the bound is not below the run's mean loss." if nothing else ""
     places = [(i + 1) / len(runs) for i in range(len(runs))]

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from metamd.files.header import Header
 from metamd.files.learned import LearnedOptimiser
@@ -938,7 +939,15 @@ class CertifiedRun(Certified):
         self._named: dict[str, Tensor] = {}
         self._ids: list[int] = []
         self._bound()  # a geometry that does not fit is refused now, and not after the run
-        self._hook = optimiser.register_step_pre_hook(self._before)
+        self._hook: RemovableHandle | None = optimiser.register_step_pre_hook(self._before)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_hook": self._hook is not None, "_named": {}, "_ids": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Copies of an optimiser have no hooks: the copy of the run must watch the copy of the optimiser.
+        self._hook = self._optimiser.register_step_pre_hook(self._before) if self._hook else None
 
     def _ball(self) -> Ball:
         return Ball(self._sums, self._bound(), self._find_names(), self._stores)
@@ -980,7 +989,9 @@ class CertifiedRun(Certified):
 
     def remove(self) -> None:
         """Stop counting."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _find_names(self) -> dict[str, Tensor]:
         ids = [id(p) for group in self._optimiser.param_groups for p in group["params"]]
@@ -1044,7 +1055,8 @@ def certify_run(
     Args:
         optimiser: whose steps are counted. Where a step has a closure, every evaluation counts as one.
         geometry: whose metric measures the distance from the start, as for `MetaMD`. Its names need
-            `model.named_parameters()` in the optimiser. Euclidean if not given; for `MetaMD` its own.
+            `model.named_parameters()` in the optimiser. Euclidean if not given; for `MetaMD` its own, and the radius of its
+            file.
         scale: the factor that the gradients of a step were multiplied by, by norm clipping or loss scaling: a number, or a
             function that gives the present one. The losses are weighted by it.
 
@@ -1060,7 +1072,13 @@ def certify_run(
         >>> round(certificate.mean, 1)  # the mean loss was at most so far above that of any x in [0, 6]
         2.0
     """
-    if not isinstance(optimiser, Optimizer):
-        raise TypeError(f"certify_run needs a torch optimiser, got {type(optimiser).__name__}. Pass what takes the steps.")
-    potential, learned = (None, None) if geometry is None else binding.opened(geometry)
+    # Accelerate's wrapper is an optimiser by its type alone: it has no hooks.
+    if not isinstance(optimiser, Optimizer) or not hasattr(optimiser, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"certify_run needs a torch optimiser, got {type(optimiser).__name__}. Pass what takes the steps, which a "
+            "wrapper has as .optimizer."
+        )
+    if geometry is None:
+        return CertifiedRun(optimiser, None, RunSums(header=getattr(optimiser, "_header", None)), scale)
+    potential, learned = binding.opened(geometry)
     return CertifiedRun(optimiser, potential, RunSums(header=None if learned is None else learned.header), scale)

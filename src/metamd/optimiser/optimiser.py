@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.hooks import RemovableHandle
 
+from metamd.files.header import Header
 from metamd.files.learned import LearnedOptimiser, fingerprint
 from metamd.files.usage import Average, Metric
 from metamd.optimiser import averaging as average
@@ -113,6 +114,7 @@ class MetaMD(Certified, Optimizer):
         tensor([ 0.8000, -0.8000], requires_grad=True)
     """
 
+    _header: Header | None = None  # of the file, if the geometry is from one
     _loading: tuple[Saved, RunSums | None] | None = None  # while a state_dict is loaded
     _looking: RemovableHandle | None = None  # from the last step until the tail average is used, or its absence noticed
 
@@ -136,6 +138,7 @@ class MetaMD(Certified, Optimizer):
     ) -> None:
         given = {"lr": lr, "momentum": momentum, "averaging": averaging, "metric": metric}
         self._potential, learned = binding.opened(geometry)
+        self._header = None if learned is None else learned.header
         if not isinstance(params, Tensor | Iterable):
             raise TypeError(f"params must be an iterable of parameters, got {params!r}. Pass model.named_parameters().")
         params = binding.with_names(params if isinstance(params, Tensor) else list(params), self._potential, learned)
@@ -151,7 +154,7 @@ class MetaMD(Certified, Optimizer):
         self._sums = None
         if certify:
             plain = self._online is None and isinstance(self._potential, MaxDiagonal | Euclidean)
-            self._sums = RunSums(mirror=MirrorSums() if plain else None, header=None if learned is None else learned.header)
+            self._sums = RunSums(mirror=MirrorSums() if plain else None, header=self._header)
         self._hash: str | None = None
         # By id, which the parameter itself keeps from being given to another; a weak reference would forbid swap_tensors.
         self._places: dict[int, tuple[str, Tensor, torch.device]] = {}
@@ -604,7 +607,19 @@ _FIRST = {"weight_decay": 0.0, "maximize": False, "momentum": 0.0}
 
 # what pickle and deepcopy keep; the rest is bound anew
 _COPIED = (
-    *("_active", "_awaited", "_hash", "_potential", "_record", "_safeguard", "_count", "_sums", "_training", "_watch"),
+    *(
+        "_active",
+        "_awaited",
+        "_hash",
+        "_header",
+        "_potential",
+        "_record",
+        "_safeguard",
+        "_count",
+        "_sums",
+        "_training",
+        "_watch",
+    ),
     *("_online", "_order", "_said", "_used", "averaging", "check_finite", "exact", "fused"),
 )
 

@@ -993,8 +993,13 @@ def test_a_reference_may_be_given_in_several_ways():
     wrapped = {f"module._orig_mod.{n}": x for n, x in other.state_dict().items()} | {"extra": torch.zeros(1)}
     for reference in (other, list(other.parameters()), other.parameters(), wrapped):
         assert optimiser.certificate(reference) == first
-    with pytest.raises(ValueError, match=r"has no tensor '0\.bias'; it has '0\.weight'"):
+    with pytest.raises(ValueError, match=r"has no tensor '0\.bias'; it has '0\.weight'. Pass the state_dict of a model"):
         optimiser.certificate({"0.weight": other[0].weight})
+    unnamed = certify_run(sgd := torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, sgd, 1)
+    with pytest.raises(ValueError, match=r"have no names: .* or pass reference=list\(model\.parameters\(\)\)"):
+        unnamed.certificate(other)
+    assert unnamed.certificate(list(other.parameters())).realised is not None
     with pytest.raises(ValueError, match="has 1 tensors, but the optimiser has 4 parameters"):
         optimiser.certificate([other[0].weight])
     with pytest.raises(ValueError, match=r"'0\.weight' in shape \(3,\), but the parameter has \(8, 5\)"):

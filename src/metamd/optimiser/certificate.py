@@ -880,10 +880,13 @@ def reference_tensors(reference: Reference, named: Params, rename: Rename | None
         found = dict(zip(named, tensors, strict=True))
     for n, p in named.items():
         if n not in found:
-            raise ValueError(
-                f"the reference has no tensor {n!r}; it has {some(found)}. Pass the state_dict of a model with the "
-                "parameters of this one."
-            )
+            advice = "Pass the state_dict of a model with the parameters of this one."
+            if list(named) == [str(i) for i in range(len(named))]:
+                advice = (
+                    "The optimiser's parameters have no names: build it with model.named_parameters(), or pass "
+                    "reference=list(model.parameters())."
+                )
+            raise ValueError(f"the reference has no tensor {n!r}; it has {some(found)}. {advice}")
         if found[n].shape != p.shape:
             raise ValueError(
                 f"the reference has {n!r} in shape {tuple(found[n].shape)}, but the parameter has {tuple(p.shape)}. Pass "

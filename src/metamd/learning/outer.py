@@ -310,7 +310,7 @@ class Method:
         lr: eta, the rate of the inner runs. Only the metrics over it count, except for `PaperBound`, whose k is for M.
         unpublished: what k, pace, rate and number of outer steps of the paper's method are chosen from, if they are.
         max_norm: C: metrics are kept at ||m_j||_2 = sqrt(sum_i D_ji) <= C by projection, for a bound on new tasks that has
-            its C from the start (docs/concepts/held-out.md). Too small a C makes steps too long.
+            its C from the start (docs/limits.md). Too small a C makes steps too long.
     """
 
     outer: Outer | None = None

@@ -78,6 +78,12 @@ class Rival:
         domains: that it was learned on.
         tasks: hashes of those that it was learned on.
         unlearned: why it could not be learned, if so: its runs count as failed.
+
+    Example:
+        >>> def make(named, setting):
+        ...     return torch.optim.Rprop([p for _, p in named], **setting)
+        >>> Rival("rprop", "Rprop", make, space={"lr": Range(1e-4, 1.0)}, defaults={"lr": 1e-2}).untuned().setting
+        {'lr': 0.01}
     """
 
     name: str

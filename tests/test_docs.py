@@ -121,6 +121,16 @@ def test_pages_do_not_mention_what_is_kept_for_earlier_programs():
     assert found == ["api.md"]
 
 
+def test_every_guarantee_says_for_which_runs_it_is_and_where_it_fails():
+    """In tables before any mathematics: nobody is to find out elsewhere that a statement is not about their run."""
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    tables = [line for line in page.splitlines() if line.startswith("| statement")]
+    assert tables == ["| statement | which runs | assumes | probability | where it fails |"] * 2
+    rows = [line for line in page.partition("## Where")[0].splitlines() if line.startswith("| ") and line not in tables]
+    assert len(rows) == 7
+    assert all(cell.strip() for row in rows for cell in row.strip("|").split("|"))
+
+
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120

@@ -900,6 +900,26 @@ def test_rounding_covers_what_lies_below_the_smallest_normal_number(dtype):
     assert any(off), "nothing was rounded"
 
 
+def test_rounding_covers_the_sum_of_the_gradients():
+    """Against exact sums, far from the start: there counts what G is off by, and nothing else does."""
+    below = 0
+    for seed in range(10):
+        x, g = nn.Parameter(torch.zeros(50, dtype=torch.float64)), torch.Generator().manual_seed(seed)
+        run = certify_run(opt := torch.optim.SGD([x], lr=1e-30))
+        path, total = Fraction(0), [Fraction(0)] * 50
+        for _ in range(30):
+            x.grad = torch.randn(50, generator=g, dtype=torch.float64)
+            rows = list(zip(map(Fraction, x.grad.tolist()), map(Fraction, x.tolist()), strict=True))
+            path, total = path + sum(a * b for a, b in rows), [s + a for s, (a, _) in zip(total, rows, strict=True)]
+            opt.step()
+        found = run.certificate([torch.full((50,), 1e6)], radius=1e6)
+        assert abs(Fraction(found.realised) - (path - 10**6 * sum(total))) <= Fraction(found.rounding) < 1
+        attained = path + 10**6 * Fraction(math.isqrt(int(sum(t * t for t in total) * 10**40))) / 10**20
+        assert Fraction(found.bound) >= attained
+        below += Fraction(found.bound) - Fraction(found.rounding) < attained
+    assert below, "nothing was rounded"
+
+
 def test_coordinates_that_are_far_from_orthogonal_have_no_guarantee():
     """Files with such coordinates are refused; a potential in memory may have them."""
     model = nn.Linear(4, 3, bias=False).double()

@@ -5,6 +5,7 @@ python scripts/api.py
 
 import inspect
 import re
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ METHODS = {
     "Comparison": ("aiming", "differences", "table", "trained_on"),
 }
 """What users call of a class; `MetaMD` has the rest of what torch's optimisers have."""
+
+OPTIONS = {
+    "To learn": ("Journal", "Executor", "showing"),
+    "In a file": ("Usage", "Online"),
+    "To certify": ("Stated",),
+    "To compare": ("Protocol", "Measuring", "Rival", "Contender", "handicap", "learned_rival"),
+    "To tune": ("Grid", "QuasiRandom", "Bayesian"),
+}
+"""Names that are arguments of those above; what is not here yet comes last."""
 
 RESEARCH = {"estimators", "objectives", "learning"}
 """Modules whose names stand there and not among the options: only who meta-trains in rounds needs them."""
@@ -92,10 +102,10 @@ def entry(name: str) -> str:
     return f"- **`{head}`**: {clause(thing)}." + (f" It has {more}." if more else "")
 
 
-def line(name: str, module: Any) -> str:
-    """A line for any other name, without its arguments."""
-    said = clause(getattr(module, name))
-    return f"- `{name}`" + (f": {said}." if said else "")
+def codes(names: Iterable[str], home: Any = None, top: Iterable[str] = ()) -> str:
+    """Names in a row, with their arguments if their home is given; those of `metamd` itself in bold."""
+    found = {name: f"`{name}{signature(getattr(home, name)) if home else ''}`" for name in names}
+    return ", ".join(f"**{text}**" if name in top else text for name, text in found.items())
 
 
 def names_of(short: str) -> list[str]:
@@ -107,6 +117,18 @@ def names_of(short: str) -> list[str]:
     )
 
 
+def module_entry(short: str, listed: list[str]) -> str:
+    """A line for a module: its functions with their arguments, then classes and tables, then families."""
+    module = import_module(metamd._SUBMODULES[short])
+    here = [name for name in names_of(short) if name not in listed]
+    families = [name for name in here if short == "tasks" and name.replace("_", "-") in FAMILIES]
+    functions = [name for name in here if inspect.isroutine(getattr(module, name)) and name not in families]
+    plain = [name for name in here if name not in {*families, *functions}]
+    top = metamd._HOME if short in RESEARCH else ()
+    found = [codes(functions, module, top), codes(plain, top=top), families and f"[families](data.md) {codes(families)}"]
+    return f"- **`{short}`**: " + "; ".join(text for text in found if text)
+
+
 def page() -> str:
     """The page."""
     listed = [*POTENTIALS, *(name for names in PARTS.values() for name in names)]
@@ -116,26 +138,12 @@ def page() -> str:
     blocks = [OPENING]
     for title, names in PARTS.items():
         blocks += [f"## {title}\n", "\n".join(entry(name) for name in names) + "\n"]
-    shown = ", ".join(f"`{name}{signature(getattr(metamd, name))}`" for name in POTENTIALS)
-    blocks.append(f"[Potentials](potentials.md): {shown}.\n")
-    blocks += ["## Options and helpers\n", "\n".join(line(name, metamd) for name in rest) + "\n"]
-    for short, path in sorted(metamd._SUBMODULES.items()):
-        module = import_module(path)
-        here = [name for name in names_of(short) if name not in rest]
-        top = [name for name in here if short in RESEARCH and name in metamd._HOME]
-        here = [name for name in here if name not in top]
-        families = [name for name in here if short == "tasks" and name.replace("_", "-") in FAMILIES]
-        plain = [name for name in here if not inspect.isroutine(getattr(module, name))]
-        blocks.append(f"## Module `{short}`\n")
-        if functions := [name for name in here if name not in {*families, *plain}]:
-            shown = ", ".join(f"`{name}{signature(getattr(module, name))}`" for name in functions)
-            blocks.append(f"Functions: {shown}.\n")
-        if top:
-            blocks.append(f"As `metamd.NAME`: {', '.join(f'`{name}`' for name in top)}.\n")
-        if families:
-            blocks.append(f"[Families](data.md): {', '.join(f'`{name}`' for name in families)}.\n")
-        if plain:
-            blocks.append(f"Types and tables: {', '.join(f'`{name}`' for name in plain)}.\n")
+    blocks.append(f"[Potentials](potentials.md): {codes(POTENTIALS, metamd)}.\n")
+    known = [name for names in OPTIONS.values() for name in names]
+    rows = {**OPTIONS, "Others": tuple(name for name in rest if name not in known)}
+    blocks += ["## Options\n", "\n".join(f"- {use}: {codes(names)}" for use, names in rows.items() if names) + "\n"]
+    blocks.append("## Modules of `metamd`\n\nNames in bold are at `metamd.NAME` too.\n")
+    blocks.append("\n".join(module_entry(short, rest) for short in sorted(metamd._SUBMODULES)) + "\n")
     return "\n".join(blocks)
 
 

@@ -123,6 +123,20 @@ def test_smallest_entries_that_tie_share_the_gradient_equally():
     assert torch.allclose(torch.cat([g.reshape(-1) for g in by]), torch.full((5,), -0.2, dtype=F64))
 
 
+def test_the_papers_objective_rewards_not_moving():
+    """Steps of 1e-13 are the best to PaperBound, whose comparator is the end of the run, and the worst to a fixed one."""
+    task = Quadratic(1, 50)
+
+    def value(objective, log_d):
+        phi = Diagonal().with_metrics({n: torch.full((1, *x.shape), log_d, dtype=F64) for n, x in task.init().items()})
+        phi = phi.bind(task.init())
+        return float(objective.value(run_inner(task, phi), phi).detach())
+
+    paper, regret = PaperBound(10.0), Regret(Fixed(task.solution()))
+    assert value(paper, 30.0) < 1e-3 < value(paper, 3.5)
+    assert value(regret, 30.0) > 1e9 > value(regret, 3.5)
+
+
 def test_what_is_held_fixed_has_the_value_of_the_run():
     task = Quadratic(1, 8)
     phi = potential_for(task)

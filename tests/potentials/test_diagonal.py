@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamd.potentials import Active, Diagonal, MaxDiagonal
-from metamd.potentials.base import mirror_step
+from metamd.potentials.base import bregman, mirror_step
 from tests.helpers import SHAPES, brute_force_weights, diagonals, normal_point, randomised
 
 
@@ -63,6 +63,17 @@ def test_dual_variable_telescopes_on_kinks():
         assert all(torch.allclose(carried[n], y[n], atol=1e-9) for n in y)
         stale = max(stale, max(float((recomputed[n] - y[n]).detach().abs().max()) for n in y))
     assert stale > 1e-3
+
+
+def test_the_divergence_of_a_maximum_is_not_the_maximum_of_divergences():
+    """The appendix of the paper has the latter. Both agree where v is the centre."""
+    d = torch.tensor([[2.0, 0.5], [0.5, 2.0]], dtype=torch.float64)
+    u, v = ({"x": torch.tensor(x, dtype=torch.float64)} for x in ([0.1, 1.0], [1.0, 0.1]))
+    largest = float(0.5 * (d * (u["x"] - v["x"]) ** 2).sum(1).max())
+    for centre, same in (("origin", False), ("start", True)):
+        phi = MaxDiagonal(2, centre=centre).with_metrics({"x": d.log()}).bind(v)
+        gap = abs(float(bregman(phi, u, v).detach()) - largest)
+        assert gap < 1e-12 if same else gap > 0.1
 
 
 def test_step_minimises_the_mirror_problem():

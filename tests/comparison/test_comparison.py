@@ -15,7 +15,7 @@ from metamd.comparison.comparison import Candidate, Fold, Target
 from metamd.comparison.pace import geometric_mean, pace, pace_section
 from metamd.comparison.page import as_markdown
 from metamd.comparison.sections import sections
-from metamd.comparison.statistics import bootstrap, signed_rank_test, signed_ranks
+from metamd.comparison.statistics import bootstrap, signed_rank_tests, signed_ranks
 from metamd.comparison.training import Outcome
 from metamd.rivals import rival
 from metamd.rivals.base import Tuning
@@ -78,13 +78,13 @@ def test_a_against_a_finds_no_winner():
 
 
 def test_tests_that_are_not_corrected_would_find_one():
-    """The law above rejects a comparison without Holm's correction: ten tests at 5 % find something in a third of all."""
+    """The law above rejects a comparison without a correction: ten tests at 5 % find something in a third of all."""
     rng = np.random.default_rng(0)
     alarms = 0
     for _ in range(100):
         c = simulated(dict.fromkeys("abcdefghijk", 3.0), rng)
         ours = c.values("a", "mean_loss")
-        alarms += any(signed_rank_test(ours, c.values(x, "mean_loss")) < 0.05 for x in "bcdefghijk")
+        alarms += any(signed_rank_tests([(ours, c.values(x, "mean_loss"))])[0] < 0.05 for x in "bcdefghijk")
     assert alarms > false_alarms(100)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from metamd.comparison.statistics import Array, Estimate, Profile, bootstrap, holm, profiles, signed_rank_test, signed_ranks
+from metamd.comparison.statistics import Array, Estimate, Profile, bootstrap, profiles, signed_rank_tests, signed_ranks
 from metamd.comparison.training import Outcome
 from metamd.comparison.tuning import METRICS
 from metamd.files.store import Records, Result, as_json, read_cells, read_json
@@ -263,7 +263,7 @@ class Comparison:
         ours, others = self.values(self.labels[0], metric), self.labels[1:]
         rows = [self.values(label, metric) for label in others]
         logs = [(np.log(np.maximum(ours, LEAST)), np.log(np.maximum(row, LEAST))) for row in rows]
-        p_values = holm([signed_rank_test(a, b) for a, b in logs])
+        p_values = signed_rank_tests(logs)
         found = []
         for label, row, (a, b), p in zip(others, rows, logs, p_values, strict=True):
             both = np.isfinite(a) & np.isfinite(b)

@@ -14,7 +14,7 @@ from metamd.comparison import figures
 from metamd.comparison.comparison import LEAST, TO_TARGET, Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
 from metamd.comparison.figures import best_schedules, loss_curves
-from metamd.comparison.statistics import Array, pairs_to_decide, pairs_to_find, smallest_p
+from metamd.comparison.statistics import PAIRS_TO_DECIDE, Array, pairs_to_find, smallest_p
 
 
 @dataclass(frozen=True)
@@ -243,14 +243,13 @@ def _verdicts(c: Comparison) -> Section:
             against = f"{SHORT_HEADS[metric]}: against {d.label}"
             rows.append([against, ratio, f"{d.wins} : {d.losses}", f"{d.p:.3f}", d.verdict])
     others = max(1, len(c.labels) - 1)
-    least = min(1.0, smallest_p(pairs) * others)
     texts = [
         f"{ours} against each of the others, on the same tasks, initialisations and batches. The ratio is the geometric "
         "mean of ours over theirs (of the error, for accuracy), where both are finite; below 1 is better. "
         f"In ratios and p, what is below {LEAST:g} counts as {LEAST:g}. p is of a "
-        f"two-sided signed-rank test over these pairs, corrected for the number of rivals by Holm's rule. With "
-        f"{pairs} pair{'s' * (pairs != 1)} the smallest p that can come out is {least:.2g}; p < 0.05 takes "
-        f"{pairs_to_decide(others)} at least, and {pairs_to_find(1.0, others)} where a difference is as large as its "
+        f"two-sided signed-rank test over these pairs, corrected for all rivals together [WestfallYoung1993]. With "
+        f"{pairs} pair{'s' * (pairs != 1)} the smallest p that can come out is {min(1.0, smallest_p(pairs)):.2g}; p < 0.05 "
+        f"takes {PAIRS_TO_DECIDE} at least, and {pairs_to_find(1.0, others)} where a difference is as large as its "
         "standard deviation over pairs. Who is ahead in training, but worse on test data by the geometric mean, is said to "
         "be so."
     ]

@@ -31,11 +31,20 @@ COSTS = ROOT / "docs" / "reproduction.md"
 GUARANTEES = ROOT / "docs" / "guarantees.md"
 README = ROOT / "README.md"
 MARKS = re.compile(r"<!-- results/([\w-]+): begin -->\n.*?<!-- end -->\n", re.S)
-JUDGED = re.compile(r"<!-- (aims|published|starts|costs|certificates|silent): begin -->\n.*?<!-- end -->\n", re.S)
+JUDGED = re.compile(r"<!-- (aims|handicap|published|starts|costs|certificates|silent): begin -->\n.*?<!-- end -->\n", re.S)
 OVERVIEW = re.compile(r"<!-- results: begin -->\n.*?<!-- end -->\n", re.S)
 
 PAPERS, ALL = "the best of the paper's rivals", "the best of all"
 DECAY = ", linear decay"
+PEOPLE = {
+    "speakers": "an adapter of a language model per speaker, 50 steps",
+    "texts": "a transformer per text, from scratch",
+    "images": "a network per picture, 200 steps",
+    "burgers": "a network per equation, 500 steps",
+    "cash-machines": "a forecaster per cash machine, 200 steps",
+}
+"""What a user trains again and again, by the protocol `once`."""
+
 LINES = {
     "adaptation": "adapt an MLP to an unseen angle, 100 steps",
     "rotated-mnist-mlp": "train an MLP on an unseen angle, 500 steps",
@@ -212,12 +221,16 @@ def _first(result: Result, columns: Mapping[str, str]) -> str:
 
 
 def _family(result: Result) -> str:
-    """The protocol `once`: what the field states, then MetaMD's figures divided by the others', without intervals."""
-    first, against, *rest = (part for part in tables(result) if part.rows)
-    kept = [i for i, head in enumerate(against.columns) if head != "seconds to it"]
-    # a test loss has a column of its own
-    rows = [[re.sub(r" \([^)]*\)|, but test loss worse", "", row[i]) for i in kept] for row in against.cells()]
-    return as_markdown([first, replace(against, columns=[against.columns[i] for i in kept], rows=rows), *rest])
+    """The protocol `once`, without untuned rivals: what the field states, and MetaMD's figures divided by the others'."""
+    parts = []
+    for part in (part for part in tables(result) if part.rows):
+        kept = [i for i, head in enumerate(part.columns) if head != "seconds to it"]
+        rows = [[row[i] for i in kept] for row in part.cells() if not row[0].endswith(UNTUNED)]
+        if part.columns[0] == "MetaMD":
+            # without intervals; a test loss has a column of its own
+            rows = [[re.sub(r" \([^)]*\)|, but test loss worse", "", cell) for cell in row] for row in rows]
+        parts.append(replace(part, columns=[part.columns[i] for i in kept], rows=rows))
+    return as_markdown(parts)
 
 
 FAMILIES = ("images", "images-learned-start", "speakers", "texts", "burgers", "cash-machines")
@@ -293,12 +306,38 @@ def written(page: str) -> str:
     """The page with the tables of the records in it."""
     page = MARKS.sub(lambda m: f"<!-- results/{m[1]}: begin -->\n{shown(m[1])}<!-- end -->\n", page)
     tables: dict[str, Callable[[], str]] = {"aims": aims, "published": published, "starts": starts, "costs": costs}
-    tables |= {"certificates": certificates, "silent": silent}
-    return JUDGED.sub(lambda m: f"<!-- {m[1]}: begin -->\n{tables[m[1]]()}<!-- end -->\n", page)
+    tables |= {"handicap": handicap, "certificates": certificates, "silent": silent}
+    page = JUDGED.sub(lambda m: f"<!-- {m[1]}: begin -->\n{tables[m[1]]()}<!-- end -->\n", page)
+    return OVERVIEW.sub(lambda m: f"<!-- results: begin -->\n{overview()}<!-- end -->\n", page)
 
 
 def overview() -> str:
-    """A line for each experiment: means over what was held out, geometric ones of ratios."""
+    """A line for each family that people have: nobody has anything tuned on the tasks that are shown."""
+    heads = ["a task", "mean loss / best rival's", "at the end: MetaMD, best rival", "seconds to Adam's last loss / Adam's"]
+    known = {name: said for name, said in PEOPLE.items() if (ROOT / "results" / name).exists()}
+    return markdown_table(heads, [_line(name, said) for name, said in known.items()])
+
+
+def _line(experiment: str, said: str) -> list[str]:
+    rows = _summary(experiment)["rows"]
+    here = [row for row in rows if row.get("side") == rows[0]["side"]]
+    rivals = [row for row in here if not row["label"].startswith("MetaMD") and not row["label"].endswith(UNTUNED)]
+    worst = max(rivals, key=lambda row: row["against"]["mean_loss"]["ratio"])["against"]["mean_loss"]
+    end = list(here[0]["looks"])[-1]
+    (measure,) = here[0]["looks"][end]
+    stated = {row["label"]: row["looks"][end][measure]["value"] for row in here if end in row["looks"]}
+    finished = [row["label"] for row in rivals if stated[row["label"]] is not None]
+    best = (max if measure.startswith("PSNR") else min)(finished, key=lambda label: stated[label])
+    name, _, unit = measure.partition(", ")
+    unit = f" {unit}" * bool(unit)
+    adam = next(row for row in rivals if row["label"] in ("Adam", "AdamW"))["against"]["seconds"]
+    loss = f"{worst['ratio']:.2f} x, {worst['verdict'].partition(',')[0]} ({_short(worst['label'])})"
+    ours = f"{name} {stated[here[0]['label']]:.3g}{unit}, {stated[best]:.3g}{unit} ({_short(best)})"
+    return [f"{said} (`{experiment}`)", loss, ours, formatted(adam["value"], ".2f", "never")]
+
+
+def handicap() -> str:
+    """A line for each experiment by the protocol `handicap`: means over what was held out, geometric ones of ratios."""
     heads = [
         "held out, nothing tuned",
         "mean loss / best rival's",
@@ -459,12 +498,6 @@ def silent() -> str:
     return f"- The certificate of a run {link} for {len(nothing)} of {len(rows)} families: {'; '.join(nothing)}.\n"
 
 
-def written_readme(page: str) -> str:
-    """The README with the overview of the records in it."""
-    return OVERVIEW.sub(lambda m: f"<!-- results: begin -->\n{overview()}<!-- end -->\n", page)
-
-
 if __name__ == "__main__":
-    for path in (*PAGES, COSTS, GUARANTEES):
+    for path in (*PAGES, COSTS, GUARANTEES, README):
         path.write_text(written(path.read_text()))
-    README.write_text(written_readme(README.read_text()))

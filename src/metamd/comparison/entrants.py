@@ -128,8 +128,8 @@ def said_beforehand(family: TaskFamily, protocol: Protocol, others: int) -> str:
     found = ", ".join(f"{effect:g}: {pairs_to_find(effect, others)}" for effect in (CLEAR, 1.0, 0.5))
     return (
         f"The comparison has {many}. Against {others} other{'s' * (others != 1)} the smallest p is {least:.2g}, {can}: "
-        f"{PAIRS_TO_DECIDE} tasks are needed. Tasks to find a difference in four of five comparisons, by its size in standard "
-        f"deviations from task to task: {found}."
+        f"{PAIRS_TO_DECIDE} tasks are needed. Tasks to find a difference in four of five comparisons, by its size in "
+        f"standard deviations from task to task: {found}."
     )
 
 

@@ -72,9 +72,9 @@ def signed_rank_tests(pairs: Sequence[tuple[Array, Array]], *, seed: int = 0) ->
     """Two-sided p-values that paired measurements differ, of several tests on the same tasks, corrected for all of them.
 
     The statistic is the sum of the ranked differences with their signs. The null hypothesis is that the differences of a
-    task, in all tests at once, are as likely with the opposite sign. So signs are flipped for a task as a whole, and a p-value
-    is compared with the smallest one that a flip gives, step down [WestfallYoung1993]. Rivals that behave alike cost little
-    that way, where Holm's rule counts each of them.
+    task, in all tests at once, are as likely with the opposite sign. So the signs of a task are flipped in all tests
+    together, and a p-value is compared with the smallest one that a flip gives, step down [WestfallYoung1993]. Rivals that
+    behave alike cost little that way, where Holm's rule counts each of them.
 
     With up to 14 tasks all flips are enumerated, and the tests are exact, ties and infinities included; beyond, 20,000 flips
     are drawn. A task with equal measurements, two infinities among them, says nothing. Tasks are taken as independent.

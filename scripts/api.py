@@ -20,11 +20,13 @@ PARTS = {
     "Use": ("MetaMD", "prepare", "as_optimizer_class", "fleet", "OffFamilyWarning"),
     "Guarantee": ("certify_run", "Certificate", "certify", "HeldOutCertificate"),
     "Compare": ("compare", "Comparison", "tune"),
-    "Mathematics": ("bregman", "mirror_step"),
 }
 """The names of `metamd` in the order of use; what is not here yet comes last, so that no public name is missing."""
 
-POTENTIALS = ("Potential", "Euclidean", "NegativeEntropy", "PNorm", "Diagonal", "MaxDiagonal", "Kronecker")
+POTENTIALS = (
+    *("Potential", "Euclidean", "NegativeEntropy", "PNorm", "Diagonal", "MaxDiagonal", "Kronecker"),
+    *("bregman", "mirror_step"),
+)
 """These have a page that explains them, and stand here with their arguments alone."""
 
 RETURNED = {"Run", "LearnedOptimiser", "Certificate", "HeldOutCertificate", "Comparison"}
@@ -138,7 +140,7 @@ def page() -> str:
     blocks = [OPENING]
     for title, names in PARTS.items():
         blocks += [f"## {title}\n", "\n".join(entry(name) for name in names) + "\n"]
-    blocks.append(f"[Potentials](potentials.md): {codes(POTENTIALS, metamd)}.\n")
+    blocks.append(f"## Mathematics\n\n[Potentials](potentials.md): {codes(POTENTIALS, metamd)}.\n")
     known = [name for names in OPTIONS.values() for name in names]
     rows = {**OPTIONS, "Others": tuple(name for name in rest if name not in known)}
     blocks += ["## Options\n", "\n".join(f"- {use}: {codes(names)}" for use, names in rows.items() if names) + "\n"]

@@ -123,15 +123,17 @@ def smape(forecast: Tensor, wanted: Tensor) -> float:
     return float(100 * ((y - f).abs() / size.clamp_min(1e-12)).mean())
 
 
+def filled(days: NDArray[np.float64]) -> Tensor:
+    """A series without missing days, divided by the mean of its training days."""
+    training, weekday = days[: -2 * HORIZON], np.arange(len(days)) % 7
+    medians = np.array([np.nanmedian(training[weekday[: len(training)] == day]) for day in range(7)])
+    return torch.from_numpy(np.where(np.isnan(days), medians[weekday], days) / float(np.nanmean(training))).float()
+
+
 def windows(days: NDArray[np.float64], lags: int) -> Mapping[Split, Arrays]:
     """Inputs and targets of a series: all windows of the training days, and one window for each of validation and test."""
     ends = {"train": len(days) - 2 * HORIZON, "validation": len(days) - HORIZON, "test": len(days)}
-    training = days[: ends["train"]]
-    mean = float(np.nanmean(training))
-    weekday = np.arange(len(days)) % 7
-    medians = np.array([np.nanmedian(training[weekday[: len(training)] == day]) for day in range(7)])
-    missing = torch.from_numpy(np.isnan(days))
-    whole = torch.from_numpy(np.where(np.isnan(days), medians[weekday], days) / mean).float()
+    whole, missing = filled(days), torch.from_numpy(np.isnan(days))
     rows = whole[: ends["train"]].unfold(0, lags + HORIZON, 1)
     found: dict[Split, Arrays] = {"train": (rows[:, :lags].contiguous(), rows[:, lags:].contiguous())}
     for split in ("validation", "test"):

@@ -86,7 +86,7 @@ def test_bad_input_is_one_sentence_and_code_2(error, monkeypatch, capsys):
         raise error
 
     demo(monkeypatch, fail)
-    assert cli.run(["demo"]) == 2
+    assert cli.run(["demo", "--quiet"]) == 2
     assert capsys.readouterr() == ("", f"metamd: {error}\n")
 
 
@@ -96,7 +96,7 @@ def test_an_error_of_the_system_is_a_sentence_with_its_path(number, monkeypatch,
         raise OSError(number, "raw text", "some/where")
 
     demo(monkeypatch, fail)
-    assert cli.run(["demo"]) == 2
+    assert cli.run(["demo", "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "'some/where'" in said
     assert "raw text" not in said
@@ -107,7 +107,7 @@ def test_an_error_of_the_system_is_a_sentence_with_its_path(number, monkeypatch,
 def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
     demo(monkeypatch, lambda options: {}["missing"])
     with pytest.raises(KeyError):
-        cli.run(["demo"])
+        cli.run(["demo", "--quiet"])
 
 
 STUB = """
@@ -118,7 +118,7 @@ def run(options):
         time.sleep(0.1)
 sys.modules["metamd.cli.demo"] = types.SimpleNamespace(run=run)
 from metamd.cli.main import main
-main(["demo"])
+main(["demo", "--quiet"])
 """
 
 

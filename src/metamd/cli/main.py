@@ -13,7 +13,7 @@ from shutil import get_terminal_size
 from typing import Any, NoReturn
 
 from metamd._version import __version__
-from metamd.cli.options import HOMES, Options
+from metamd.cli.options import HOMES, Demo, Options
 from metamd.files.progress import showing
 from metamd.files.text import brief, one_line
 
@@ -68,7 +68,10 @@ def run(argv: Sequence[str]) -> int:
             return SUCCESS
         words = [word for word in argv if word != "--quiet"]
         options = parse(words)
-        with showing("always" if len(words) == len(argv) else "never"):
+        spoken = len(words) == len(argv)
+        if spoken and isinstance(options, Demo):
+            print(options.opening, file=sys.stderr, flush=True)
+        with showing("always" if spoken else "never"):
             module, function = HOMES.get(type(options), (type(options).__name__.lower(), "run"))
             getattr(import_module(f"metamd.cli.{module}"), function)(options)
         sys.stdout.flush()

@@ -43,8 +43,14 @@ COLOURS = {
 PALETTE = ("#1f78b4", "#b15928", "#33a02c", "#6a3d9a", "#ff7f00", "#e7298a", "#17becf", "#8c6d31", "#7f7f7f", "#bcbd22")
 """For optimisers that have no colour of their own, by their name."""
 
-LEGEND_LINE = 0.2
-"""Inches that an entry of a legend beside the panels takes."""
+LEGEND_LINE, LEGEND_KEY, LETTER = 0.2, 0.55, 0.062
+"""Inches in a legend below the panels: the height of a line, the width of a key, and of a letter behind it."""
+
+PANELS = {1: (4.4, 3.2), 2: (3.9, 3.2), 3: (3.1, 2.5)}
+"""Inches of a panel by how many stand in a row: text keeps its size on a page as wide as the figure."""
+
+NARROW = "-narrow"
+"""What the name of a figure ends in whose panels stand below each other, for a telephone."""
 
 
 def _colour(label: str) -> str:
@@ -70,7 +76,16 @@ def literal(text: str) -> str:
 
 
 @contextmanager
-def drawing(path: Path, size: tuple[float, float], rows: int, columns: int, *, share_y: bool = False) -> Iterator[Any]:
+def drawing(
+    path: Path,
+    size: tuple[float, float],
+    rows: int,
+    columns: int,
+    *,
+    share_y: bool = False,
+    dpi: int = 110,
+    colours: int = 64,  # of a PNG; lines need no more, and photographs do
+) -> Iterator[Any]:
     """A figure that needs no display, and its panels, (rows, columns); it is written at the end."""
     try:
         from matplotlib.figure import Figure
@@ -81,13 +96,13 @@ def drawing(path: Path, size: tuple[float, float], rows: int, columns: int, *, s
     yield figure, grid
     # no creation date and no version, so that the same records give the same bytes
     png, drawn = path.suffix == ".png", io.BytesIO()
-    figure.savefig(drawn, dpi=110, format=path.suffix[1:] or "png", metadata={"Software": None} if png else None)
-    if png:  # of 64 colours: a quarter of the size, and no line looks different
+    figure.savefig(drawn, dpi=dpi, format=path.suffix[1:] or "png", metadata={"Software": None} if png else None)
+    if png:  # with 64 colours: a quarter of the size, and no line looks different
         from PIL import Image
 
         with Image.open(drawn) as full:
             drawn = io.BytesIO()
-            full.convert("RGB").quantize(64, Image.Quantize.FASTOCTREE).save(drawn, "png", optimize=True)
+            full.convert("RGB").quantize(colours, Image.Quantize.FASTOCTREE).save(drawn, "png", optimize=True)
     write_atomically(path, drawn.getvalue())
 
 
@@ -215,16 +230,41 @@ def banded(
     return [Curve(label, np.array(x)[kept].tolist(), y.mean(0).tolist(), low.tolist(), high.tolist(), dashed)]
 
 
-def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, ylabel: str, logarithmic: bool = True) -> None:
-    """Lines with bands; one panel per group."""
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    size = 3.9 * columns + 1.6, max(3.4 * rows, LEGEND_LINE * (max(map(len, panels.values())) + 1))
-    with drawing(path, size, rows, columns, share_y=True) as (figure, grid):
+def curves(
+    panels: Mapping[str, Sequence[Curve]],
+    path: Path,
+    *,
+    xlabel: str,
+    ylabel: str,
+    logarithmic: bool = True,
+    narrow: bool = False,
+) -> None:
+    """Lines with bands, one panel per group; with `narrow` also a second figure, see `NARROW`."""
+    _curves(panels, path, xlabel, ylabel, logarithmic, min(3, len(panels)), dpi=110)
+    if narrow:  # a telephone has several dots to a pixel of the page
+        _curves(panels, path.with_stem(path.stem + NARROW), xlabel, ylabel, logarithmic, columns=1, dpi=180)
+
+
+def _curves(
+    panels: Mapping[str, Sequence[Curve]],
+    path: Path,
+    xlabel: str,
+    ylabel: str,
+    logarithmic: bool,
+    columns: int,
+    dpi: int,
+) -> None:
+    labels = max(([literal(curve.label) for curve in members] for members in panels.values()), key=len)
+    rows, (each, height) = -(-len(panels) // columns), PANELS[columns]
+    wide = each * columns
+    across = max(1, min(len(labels), int(wide / (LEGEND_KEY + LETTER * max(map(len, labels), default=0)))))
+    size = wide, height * rows + LEGEND_LINE * -(-len(labels) // across)
+    with drawing(path, size, rows, columns, share_y=True, dpi=dpi) as (figure, grid):
         for axes, (title, members) in zip(grid.flatten(), panels.items(), strict=False):
             for curve in members:
                 colour, style = _colour(curve.label), _style(curve.label, curve.dashed)
-                axes.plot(curve.x, curve.y, style, color=colour, linewidth=1.4, label=literal(curve.label))
+                width = 1.9 if curve.label.startswith("MetaMD") else 1.3
+                axes.plot(curve.x, curve.y, style, color=colour, linewidth=width, label=literal(curve.label))
                 if curve.low is not None and curve.high is not None:
                     axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
             if logarithmic and any(0 < y < np.inf for curve in members for y in curve.y):
@@ -236,7 +276,8 @@ def curves(panels: Mapping[str, Sequence[Curve]], path: Path, *, xlabel: str, yl
             axes.set_axis_off()
         grid[0, 0].set_ylabel(ylabel, fontsize=8)
         legends = [axes.get_legend_handles_labels() for axes in grid.flatten()]
-        figure.legend(*max(legends, key=lambda found: len(found[0])), loc="outside right upper", fontsize=8, frameon=False)
+        shown = max(legends, key=lambda found: len(found[0]))
+        figure.legend(*shown, loc="outside lower center", ncols=across, fontsize=8, frameon=False)
 
 
 ALL = "all domains"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
 
+from metamd.comparison.figures import NARROW
 from metamd.comparison.sections import Section
 from metamd.files.container import write_atomically
 from metamd.files.text import install, one_line
@@ -32,7 +33,9 @@ th:first-child, td:first-child { text-align: left; }
 tr.ours { background: #fdf0ee; font-weight: 600; }
 figure { margin: 1rem 0; } img { max-width: 100%; height: auto; } figcaption { color: #555; font-size: .9rem; }
 code { background: #f4f4f4; padding: .1rem .3rem; }
-@media (max-width: 40rem) { th, td { padding: .25rem .4rem; font-size: .85rem; } body { margin: 1rem auto; } }
+@media (max-width: 40rem) {
+th, td { padding: .25rem .4rem; font-size: .85rem; } body { margin: 1rem auto; } img.whole { max-width: none; }
+}
 </style>
 </head>
 <body>
@@ -43,7 +46,11 @@ code { background: #f4f4f4; padding: .1rem .3rem; }
 {% if section.headline %}<p class="headline">{{ section.headline }}</p>
 {% endif %}
 {% for path, caption in section.figures %}<figure>
-<img src="data:image/png;base64,{{ images[path] }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption>
+{% if path in narrow %}<picture>
+<source media="(max-width: 40rem)" srcset="data:image/png;base64,{{ narrow[path] }}">
+<img src="data:image/png;base64,{{ images[path] }}" alt="{{ caption }}"></picture>
+{% else %}<div class="wide"><img class="whole" src="data:image/png;base64,{{ images[path] }}" alt="{{ caption }}"></div>
+{% endif %}<figcaption>{{ caption }}</figcaption>
 </figure>
 {% endfor %}
 {% for text in section.texts %}<p>{{ text }}</p>
@@ -124,6 +131,12 @@ def write_page(path: Path, title: str, sections: Sequence[Section], *, command: 
     except ModuleNotFoundError:
         raise ValueError(f"a report page needs jinja2, which is not installed. {install('demo')}") from None
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=one_line)
-    images = {image: base64.b64encode(image.read_bytes()).decode() for part in sections for image, _ in part.figures}
-    page = environment.from_string(TEMPLATE).render(title=title, sections=sections, command=command, images=images)
+    images = {image: _encoded(image) for part in sections for image, _ in part.figures}
+    below = {image: image.with_stem(image.stem + NARROW) for image in images}
+    shown = {"images": images, "narrow": {image: _encoded(path) for image, path in below.items() if path.exists()}}
+    page = environment.from_string(TEMPLATE).render(title=title, sections=sections, command=command, **shown)
     write_atomically(path, page.encode())
+
+
+def _encoded(image: Path) -> str:
+    return base64.b64encode(image.read_bytes()).decode()

@@ -173,7 +173,7 @@ def _two_clocks(c: Comparison, labels: Sequence[str], folder: Path) -> list[tupl
     if not panels.get("steps"):
         return []
     path = folder / OPENING
-    figures.curves(panels, path, xlabel="", ylabel="training loss")
+    figures.curves(panels, path, xlabel="", ylabel="training loss", narrow=True)
     caption = "Training loss against steps" + ", and against seconds of training" * ("seconds" in panels)
     return [(path, f"{caption}: the mean over all runs and its 95 % interval.")]
 
@@ -458,7 +458,8 @@ def score_figure(certificate: HeldOutCertificate, folder: Path, name: str = "cer
             panels[what] = [figures.Curve("held-out tasks", places, values), line]
     if not panels:
         return []
-    figures.curves(panels, folder / name, xlabel="share of the tasks", ylabel="loss at the end", logarithmic=False)
+    heads = {"xlabel": "share of the tasks", "ylabel": "loss at the end"}
+    figures.curves(panels, folder / name, **heads, logarithmic=False, narrow=True)
     caption = (
         f"{certificate.tasks} held-out tasks in order, and the bound for the next at {100 * (1 - certificate.delta):g} %."
     )

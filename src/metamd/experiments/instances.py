@@ -26,7 +26,7 @@ from metamd.comparison.statistics import Array, bootstrap
 from metamd.comparison.training import Measuring, begun, one_thread
 from metamd.experiments.declare import Entrant, Family, Scale, coordinates, learned_file
 from metamd.experiments.experiment import Experiment
-from metamd.files.learned import LearnedStart, load, total_cost
+from metamd.files.learned import LearnedOptimiser, LearnedStart, load, total_cost
 from metamd.files.store import Result, as_json
 from metamd.inner.objectives import Reference
 from metamd.inner.run import train
@@ -201,58 +201,69 @@ DECIBELS = {f"{level} dB": 4 * 10 ** (-level / 10) for level in (25, 28, 30)}
 
 def _pictures_summarised(found: list[Comparison], folder: Path) -> list[Result]:
     rows = summarised(found, folder, DECIBELS)
-    path = learned_file(folder, HELD_OUT, "kronecker")
+    path, said = learned_file(folder, HELD_OUT, "kronecker"), found[0].settings["family"]
     if path.exists():  # else the figure is there already
-        draw_side_by_side(found[0], path, folder / "pictures.png")
+        options = {key: said[key] for key in ("model", "width", "side", "steps")}
+        family = _started(tasks.pictures(**options).held_out(), said, path)
+        draw_side_by_side(found[0], family, load(path), folder / "pictures.png")
     return rows
 
 
-def contender_of(description: Mapping[str, Any], learned: Path) -> Contender:
-    """Who a record describes: a rival with its setting, or what is in a learned file."""
+def contender_of(description: Mapping[str, Any], learned: LearnedOptimiser) -> Contender:
+    """Who a record describes: a rival with its setting, or what was learned."""
     name = str(description["rival"])
     if name.startswith("metamd"):
-        return learned_rival(load(learned)).untuned()
+        return learned_rival(learned).untuned()
     bare = name.removesuffix("-averaged")
     rival = averaged(RIVALS[bare]) if bare != name else RIVALS[name]
     return Contender(rival, description["setting"], description["schedule"], warm_up=description.get("warm_up", 0.0))
 
 
-def draw_side_by_side(c: Comparison, learned: Path, path: Path) -> None:
+def draw_side_by_side(
+    c: Comparison,
+    family: TaskFamily,
+    learned: LearnedOptimiser,
+    path: Path,
+    parts: Sequence[int] = (10, 4, 1),
+    *,
+    narrow: bool = False,
+) -> None:
     """The first held-out picture as every optimiser has it after as many seconds as MetaMD takes for parts of its run.
 
-    A run that is over by then is shown as it ends.
+    A run that is over by then is shown as it ends. With `narrow`, a second figure is drawn, see `figures.NARROW`.
     """
     fold = c.folds[0]
     labels = [label for label in c.labels if not label.endswith((UNTUNED, FOR_THE_END))]
-    said = c.settings["family"]
-    options = {key: said[key] for key in ("model", "width", "side", "steps")}
-    side, steps = int(said["side"]), fold.steps
-    task = _started(tasks.pictures(**options).held_out(), said, learned).build(
-        fold.best(labels[0], "mean_loss").outcomes[0].config
-    )
+    task, steps = family.build(fold.best(labels[0], "mean_loss").outcomes[0].config), fold.steps
     assert isinstance(task, PictureTask)
-    places, colours = (part[torch.arange(side * side)] for part in task.splits["train"])
-    parts = [max(1, steps // n) for n in (10, 4, 1)]
-
-    def shown(axes: Any, pixels: torch.Tensor, title: str) -> None:
-        axes.imshow(((pixels + 1) / 2).clamp(0, 1).reshape(side, side, 3).numpy(), interpolation="nearest")
-        axes.set_title(title, fontsize=7)
-        axes.set_axis_off()
-
-    rows = len(parts)
-    with figures.drawing(path, (1.35 * (len(labels) + 1), 1.6 * rows), rows, len(labels) + 1) as (_, grid), one_thread():
-        for row, part in zip(grid, parts, strict=True):
-            shown(row[0], colours, f"{fold.group}\nat {part * fold.seconds[labels[0]]:.2f} s")
-        for column, label in enumerate(labels, start=1):
+    places, colours = (part[torch.arange(len(part))] for part in task.splits["train"])
+    looks = [max(1, steps // n) for n in parts]
+    shown = [[(colours, f"{fold.group}\nat {look * fold.seconds[labels[0]]:.2f} s") for look in looks]]
+    with one_thread():
+        for label in labels:
             rule = begun(task, contender_of(fold.best(label, "mean_loss").contender, learned), steps)
-            for row, part in zip(grid, parts, strict=True):
-                until = min(steps, round(part * fold.seconds[labels[0]] / fold.seconds[label]))
+            shown.append([])
+            for look in looks:
+                until = min(steps, round(look * fold.seconds[labels[0]] / fold.seconds[label]))
                 train(task, rule, range(rule.taken, until))
-                model = rule.model()
                 with torch.no_grad():
-                    pixels = torch.func.functional_call(task.model, model, (places,))
-                psnr = task.evaluate(model, "train").measures["PSNR, dB"]
-                shown(row[column], pixels, f"{label}\n{until} steps, {psnr:.1f} dB")
+                    pixels = torch.func.functional_call(task.model, rule.model(), (places,))
+                psnr = task.evaluate(rule.model(), "train").measures["PSNR, dB"]
+                shown[-1].append((pixels, f"{label.split(',')[0]}\n{until} steps, {psnr:.1f} dB"))
+    _draw_pictures(list(zip(*shown, strict=True)), path, dpi=110)
+    if narrow:
+        _draw_pictures(shown, path.with_stem(path.stem + figures.NARROW), dpi=180)
+
+
+def _draw_pictures(grid: Sequence[Sequence[tuple[torch.Tensor, str]]], path: Path, dpi: int) -> None:
+    """Rows of square pictures, colours from -1 to 1, with a title above each."""
+    rows, columns = len(grid), len(grid[0])
+    with figures.drawing(path, (1.35 * columns, 1.6 * rows), rows, columns, dpi=dpi, colours=256) as (_, axes):
+        for ax, (pixels, title) in zip(axes.flatten(), (cell for row in grid for cell in row), strict=True):
+            side = math.isqrt(len(pixels))
+            ax.imshow(((pixels + 1) / 2).clamp(0, 1).reshape(side, side, 3).numpy(), interpolation="nearest")
+            ax.set_title(title, fontsize=7)
+            ax.set_axis_off()
 
 
 def _started(family: TaskFamily, said: Mapping[str, Any], learned: Path) -> TaskFamily:

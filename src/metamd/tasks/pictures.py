@@ -1,7 +1,8 @@
 """A network per picture: pixel coordinates in, colours out (a coordinate network, an implicit representation)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
@@ -20,6 +21,7 @@ LEARNED, HELD_OUT = range(1, 17), range(17, 25)
 """The numbers of the Kodak pictures that are learned from, and of those that are held out."""
 
 Model = Literal["siren", "fourier"]
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Siren(nn.Module):
@@ -99,17 +101,33 @@ def pictures(*, model: Model = "siren", width: int = 64, side: int = 64, steps: 
         raise ValueError(f"side must lie between 1 and 512, the shorter side of the pictures, got {side}.")
     if width < 2:
         raise ValueError(f"width must be at least 2, got {width}. Pass width=64, say.")
-    return PictureFamily(model, width, side, steps)
+    return PictureFamily(KODAK, model, width, side, steps)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Photographs to fit.
+
+    Args:
+        name: of the dataset.
+        sides: names of those that are learned from, and of those that are held out.
+        squares: all of them with so many rows and columns, as uint8 pixels (side * side, 3), by name.
+        preparation: what that did to them.
+    """
+
+    name: str
+    sides: tuple[Sequence[str], Sequence[str]]
+    squares: Callable[[int], Mapping[str, Pixels]]
+    preparation: str
 
 
 class PictureFamily(TwoSides):
-    """See `pictures`."""
+    """A family of a suite of photographs; see `pictures`."""
 
-    def __init__(self, model: Model, width: int, side: int, steps: int) -> None:
+    def __init__(self, suite: Suite, model: Model, width: int, side: int, steps: int) -> None:
         recipe = Recipe(partial(MODELS[model], width), F.mse_loss, side * side, steps)
-        names = tuple([f"kodim{number:02d}" for number in numbers] for numbers in (LEARNED, HELD_OUT))
-        super().__init__("pictures", recipe, (names[0], names[1]), self._splits)
-        self.model, self.width, self.side = model, width, side
+        super().__init__("pictures", recipe, suite.sides, self._splits)
+        self.suite, self.model, self.width, self.side = suite, model, width, side
 
     @property
     def task(self) -> "type[PictureTask]":
@@ -119,7 +137,9 @@ class PictureFamily(TwoSides):
     @cached_property
     def colours(self) -> dict[str, Tensor]:
         """The pixels of every picture, (side * side, 3), from -1 to 1."""
-        return {name: torch.from_numpy(picture).float() / 127.5 - 1 for name, picture in squares(self.side).items()}
+        return {
+            name: torch.from_numpy(picture).float() / 127.5 - 1 for name, picture in self.suite.squares(self.side).items()
+        }
 
     def _splits(self, name: str) -> Mapping[Split, Arrays]:
         return {"train": (places(self.side), self.colours[name])}
@@ -127,8 +147,8 @@ class PictureFamily(TwoSides):
     def describe(self) -> dict[str, Any]:
         """The settings, and what is done to the pictures."""
         settings = {"model": self.model, "width": self.width, "side": self.side, "steps": self.steps}
-        how = "central square, resized by the mean of the pixels (Pillow, BOX)"
-        return {"family": self.name, "domains": list(self.domains), **settings, "preparation": how, "dataset": "kodak"}
+        about = {"preparation": self.suite.preparation, "dataset": self.suite.name}
+        return {"family": self.name, "domains": list(self.domains), **settings, **about}
 
 
 class PictureTask(SupervisedTask):
@@ -161,8 +181,8 @@ def places(side: int) -> Tensor:
     return torch.cartesian_prod(centres, centres)
 
 
-def squares(side: int) -> dict[str, "np.ndarray[Any, np.dtype[np.uint8]]"]:
-    """Every Kodak picture as uint8 pixels (side * side, 3), by the name of its file."""
+def kodak_squares(side: int) -> dict[str, Pixels]:
+    """The central square of every Kodak picture, by the name of its file."""
     from PIL import Image
 
     found = {}
@@ -175,3 +195,11 @@ def squares(side: int) -> dict[str, "np.ndarray[Any, np.dtype[np.uint8]]"]:
         square = np.ascontiguousarray(pixels[top : top + short, left : left + short])
         found[name.removesuffix(".png")] = shrink(square[None], side, "RGB", "BOX")[0].reshape(-1, 3)
     return found
+
+
+KODAK = Suite(
+    "kodak",
+    ([f"kodim{number:02d}" for number in LEARNED], [f"kodim{number:02d}" for number in HELD_OUT]),
+    kodak_squares,
+    "central square, resized by the mean of the pixels (Pillow, BOX)",
+)

@@ -1,24 +1,27 @@
-"""Draw the figure of README.md: loss against steps and against seconds on three families, from the records in results/.
+"""Draw the figure of README.md: loss against steps and against seconds on three families, by the protocol `once`.
 
-python benchmarks/readme_figure.py
+    python benchmarks/readme_figure.py
+
+Every rival is shown with the settings that it chose on training tasks, as MetaMD is. The records are in results/.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 from metamd.cli.report import read_comparison
-from metamd.comparison.entrants import unscheduled
-from metamd.comparison.figures import Curve, best_schedules, curves
+from metamd.comparison.entrants import UNTUNED
+from metamd.comparison.figures import Curve, curves
+from metamd.comparison.once import FOR_THE_END
 from metamd.comparison.sections import two_clocks
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "figures" / "families.png"
 FAMILIES = {
-    "adaptation": "MLP adapted to a new angle",
-    "rotated-mnist-mlp": "MLP from scratch, new angle",
-    "diverse-digits-lenet": "LeNet, new dataset",
+    "images": "a network per picture",
+    "texts": "a transformer per text",
+    "speakers": "an adapter per speaker",
 }
-RIVALS = ("SGD-M", "Adam", "Muon + AdamW", "SOAP", "Schedule-Free AdamW")
+RIVALS = ("Adam", "AdamW", "Muon + AdamW", "SOAP")
 
 
 def panels() -> dict[str, list[Curve]]:
@@ -26,12 +29,13 @@ def panels() -> dict[str, list[Curve]]:
     found: dict[str, list[Curve]] = {}
     for name, title in FAMILIES.items():
         comparison, _ = read_comparison(ROOT / "results" / name)
-        rivals = [label for label in best_schedules(comparison) if unscheduled(label) in RIVALS]
-        found |= {f"{title}: {clock}": x for clock, x in two_clocks(comparison, [comparison.labels[0], *rivals]).items()}
-    # without bands: over the datasets of LeNet they hide the lines, and the pages of results have the intervals
+        chosen = [label for label in comparison.labels[1:] if not label.endswith((UNTUNED, FOR_THE_END))]
+        labels = [comparison.labels[0], *(label for label in chosen if label in RIVALS)]
+        found |= {f"{title}: {clock}": x for clock, x in two_clocks(comparison, labels).items()}
+    # without bands, which hide lines that lie near each other; the pages of results have the intervals
     bare = {title: [replace(curve, low=None, high=None) for curve in each] for title, each in found.items()}
     return {title: bare[title] for clock in ("steps", "seconds") for title in bare if title.endswith(clock)}
 
 
 if __name__ == "__main__":
-    curves(panels(), OUT, xlabel="", ylabel="training loss")
+    curves(panels(), OUT, xlabel="", ylabel="training loss", share_y=False)

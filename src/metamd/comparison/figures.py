@@ -22,9 +22,7 @@ COLOURS = {
     "MetaMD, paper": "#e08214",
     "MetaMD, diagonal": "#f4a582",
     "MetaMD, judged on validation data": "#e08214",
-    "MetaMD, refresh 2": "#fdb863",
-    "MetaMD, refresh 4": "#e08214",
-    "MetaMD, refresh 8": "#7f3b08",
+    "MetaMD, for few seconds": "#e08214",
     "SGD": "#555555",
     "SGD-M": "#1b7837",
     "Adam": "#2166ac",
@@ -238,11 +236,15 @@ def curves(
     ylabel: str,
     logarithmic: bool = True,
     narrow: bool = False,
+    share_y: bool = True,
 ) -> None:
-    """Lines with bands, one panel per group; with `narrow` also a second figure, see `NARROW`."""
-    _curves(panels, path, xlabel, ylabel, logarithmic, min(3, len(panels)), dpi=110)
+    """Lines with bands, one panel per group; with `narrow` also a second figure, see `NARROW`.
+
+    Panels whose values are not compared with each other do not `share_y`.
+    """
+    _curves(panels, path, xlabel, ylabel, logarithmic, share_y, min(3, len(panels)), dpi=110)
     if narrow:  # a telephone has several dots to a pixel of the page
-        _curves(panels, path.with_stem(path.stem + NARROW), xlabel, ylabel, logarithmic, columns=1, dpi=180)
+        _curves(panels, path.with_stem(path.stem + NARROW), xlabel, ylabel, logarithmic, share_y, columns=1, dpi=180)
 
 
 def _curves(
@@ -251,15 +253,16 @@ def _curves(
     xlabel: str,
     ylabel: str,
     logarithmic: bool,
+    share_y: bool,
     columns: int,
     dpi: int,
 ) -> None:
-    labels = max(([literal(curve.label) for curve in members] for members in panels.values()), key=len)
+    labels = list(dict.fromkeys(literal(curve.label) for members in panels.values() for curve in members))
     rows, (each, height) = -(-len(panels) // columns), PANELS[columns]
     wide = each * columns
     across = max(1, min(len(labels), int(wide / (LEGEND_KEY + LETTER * max(map(len, labels), default=0)))))
     size = wide, height * rows + LEGEND_LINE * -(-len(labels) // across)
-    with drawing(path, size, rows, columns, share_y=True, dpi=dpi) as (figure, grid):
+    with drawing(path, size, rows, columns, share_y=share_y, dpi=dpi) as (figure, grid):
         for axes, (title, members) in zip(grid.flatten(), panels.items(), strict=False):
             for curve in members:
                 colour, style = _colour(curve.label), _style(curve.label, curve.dashed)
@@ -276,8 +279,8 @@ def _curves(
             axes.set_axis_off()
         grid[0, 0].set_ylabel(ylabel, fontsize=8)
         legends = [axes.get_legend_handles_labels() for axes in grid.flatten()]
-        shown = max(legends, key=lambda found: len(found[0]))
-        figure.legend(*shown, loc="outside lower center", ncols=across, fontsize=8, frameon=False)
+        lines = {label: line for found in legends for line, label in zip(*found, strict=True)}
+        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=across, fontsize=8, frameon=False)
 
 
 ALL = "all domains"

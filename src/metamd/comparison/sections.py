@@ -458,8 +458,8 @@ def score_figure(certificate: HeldOutCertificate, folder: Path, name: str = "cer
             panels[what] = [figures.Curve("held-out tasks", places, values), line]
     if not panels:
         return []
-    heads = {"xlabel": "share of the tasks", "ylabel": "loss at the end"}
-    figures.curves(panels, folder / name, **heads, logarithmic=False, narrow=True)
+    how = {"logarithmic": False, "narrow": True}
+    figures.curves(panels, folder / name, xlabel="share of the tasks", ylabel="loss at the end", **how)
     caption = (
         f"{certificate.tasks} held-out tasks in order, and the bound for the next at {100 * (1 - certificate.delta):g} %."
     )

@@ -38,8 +38,8 @@ OVERVIEW = re.compile(r"<!-- results: begin -->\n.*?<!-- end -->\n", re.S)
 PAPERS, ALL = "the best of the paper's rivals", "the best of all"
 DECAY = ", linear decay"
 PEOPLE = {
-    "speakers": "an adapter of a language model per speaker, 50 steps",
-    "texts": "a transformer per text, from scratch",
+    "speakers": "an adapter per speaker, 50 steps",
+    "texts": "a transformer per text, 200 steps",
     "images": "a network per picture, 200 steps",
     "burgers": "a network per equation, 500 steps",
     "cash-machines": "a forecaster per cash machine, 200 steps",

@@ -472,7 +472,6 @@ def test_a_rival_that_joins_on_some_domains_is_reported_on_these(tmp_path):
 NOT_RUN = {
     "diverse-digits-lenet-published",
     "resnet18-cifar10-published",
-    "texts",
     "images-learned-start",
     "burgers-warm-start",
     "speakers-presidents",

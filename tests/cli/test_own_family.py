@@ -1,6 +1,8 @@
 """A family from a file of the user's, and dry runs: what is run, refused, said, and left alone."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +55,17 @@ def two_splits():
     x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
     data = {"train": (x, x[:, :1]), "test": (x, x[:, :1])}
     return tasks.supervised(lambda: torch.nn.Linear(2, 1), {"mine": data}, torch.nn.MSELoss(), batch_size=5, steps=4)
+
+
+def sensors(hold_out="west"):
+    x = torch.randn(3, 100, 2, generator=torch.Generator().manual_seed(0))
+    data = {name: (rows, (rows[:, 0] > 0).long()) for name, rows in zip(("north", "south", "west"), x, strict=True)}
+    net = lambda: torch.nn.Sequential(torch.nn.Linear(2, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
+    return tasks.supervised(net, data, batch_size=20, steps=4, hold_out=hold_out)
+
+
+def all_sensors():
+    return sensors(())
 """
 SHORT = ["--outer-steps", "2", "--tasks", "2"]
 
@@ -106,6 +119,38 @@ def test_what_is_no_family_is_a_sentence(name, more, message, mine, tmp_path, ca
     said = capsys.readouterr().err
     assert message.format(mine=mine) in said
     assert said.count("\n") == 1
+
+
+def test_a_line_is_named_by_a_relative_path_too(mine, monkeypatch, capsys):
+    monkeypatch.chdir(Path(mine).parent)
+    assert cli.run(["train", "mine.py:broken"]) == 2
+    assert "mine.py, line 26 raised ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_datasets_that_a_family_of_ones_own_holds_out_are_compared_and_certified_on(mine, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = str(tmp_path / "x.safetensors")
+    assert cli.run(["train", f"{mine}:sensors", "--out", file, "--outer-steps", "2", "--tasks", "2"]) == 0
+    assert capsys.readouterr().out.count("hold_out") == 0
+    assert load(file).domains == ("north", "south")
+    asked = ["--rivals", "sgd", "--gradients", "400", "--seeds", "2", "--out", str(tmp_path / "compared")]
+    assert cli.run(["compare", file, f"{mine}:sensors", *asked]) == 0
+    said = capsys.readouterr()
+    assert "on 1 held-out domain" in said.out
+    assert "not held out" not in said.out + said.err
+    assert cli.run(["certify", file, f"{mine}:sensors", "--held-out-tasks", "20"]) == 0
+    assert "domain: the dataset west" in capsys.readouterr().out
+    assert cli.run(["inspect", file]) == 0
+    assert "held out: west" in capsys.readouterr().out
+
+    assert cli.run(["train", f"{mine}:all_sensors", "--out", f"{file}2", "--outer-steps", "2", "--tasks", "2"]) == 0
+    assert "all its datasets were learned from: see hold_out" in capsys.readouterr().out
+    asked = ["--rivals", "sgd", "adam", "--gradients", "400", "--seeds", "1", "--out", str(tmp_path / "seen")]
+    assert cli.run(["compare", f"{file}2", f"{mine}:all_sensors", *asked]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("not held out (north, south, west)") == 1, "one sentence for all"
+    assert re.search(r"MetaMD; (.+; )?SGD; (.+; )?Adam(; .+)? were trained on these domains: not held out", said)
+    assert "(not held out)" not in said, "what is true of every row is in no row"
 
 
 def test_files_that_are_not_there_or_do_not_parse_are_sentences(tmp_path, capsys):

@@ -76,6 +76,18 @@ def test_settings_at_an_end_of_the_range_are_named_for_each_quantity(tmp_path, u
     assert rows["b, d"] == "", "where nothing was chosen there is no end"
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_columns_in_which_nobody_arrives_are_a_sentence(last, tmp_path, undrawn):
+    """A run arrives where it is at the target twice in a row."""
+    one, two = (rival(name).untuned() for name in ("sgd", "adam"))
+    runs = {"a": (_invented(one, [2.0] * 11),), "b": (_invented(two, [2.0] * (11 - last) + [0.1] * last),)}
+    found = Comparison((Fold("d", runs, {"a": 1.0, "b": 1.0}, {}),), {"steps": 100}).aiming("b", 1.0)
+    opening = sections(found, tmp_path)[0]
+    assert ("steps to target" in opening.columns, "seconds to target" in opening.columns) == (last == 2,) * 2
+    assert ("Nobody reaches it in half of the runs" in opening.texts[-1]) == (last == 1)
+    assert {len(row) for row in opening.rows} == {len(opening.columns)}
+
+
 def _invented(contender, losses):
     places, plain = tuple(range(0, 101, 10)), contender.describe()
     return Candidate(plain, (Outcome({"seed": 0}, plain, places, tuple(losses), losses[-1], {}, 100),))

@@ -72,6 +72,28 @@ def test_a_dataset_is_read_once_and_the_callers_generator_is_left_alone() -> Non
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_datasets_that_are_held_out_are_on_the_other_side_alone() -> None:
+    data = {name: labelled(40) for name in ("a", "b", "c")}
+    family = supervised(plain_model, data, batch_size=8, hold_out="b")
+    whole = supervised(plain_model, data, batch_size=8)
+    other = family.held_out()
+    assert (family.domains, other.domains) == (("a", "c"), ("b",))
+    assert {family.sample(generator(i))["dataset"] for i in range(20)} == {"a", "c"}
+    assert set(family.describe()["datasets"]) == {"a", "c"}
+    assert set(other.describe()["datasets"]) == {"b"}
+    assert family.describe()["hold_out"] == ["b"]
+    assert "hold_out" not in whole.describe(), "records of families that hold out nothing stay as they are"
+    assert torch.equal(draw(other).batch(0)["inputs"], draw(whole, dataset="b").batch(0)["inputs"])
+    with pytest.raises(ValueError, match="asks for the dataset 'b'; this family has a, c"):
+        draw(family, dataset="b")
+    with pytest.raises(ValueError, match="supervised holds out no dataset"):
+        whole.held_out()
+    with pytest.raises(ValueError, match="hold_out must name datasets, got 'd'"):
+        supervised(plain_model, data, batch_size=8, hold_out=["a", "d"])
+    with pytest.raises(ValueError, match="hold_out names every dataset"):
+        supervised(plain_model, data, batch_size=8, hold_out=list(data))
+
+
 def rows(part: Tensor) -> set[bytes]:
     return {x.numpy().tobytes() for x in part}
 

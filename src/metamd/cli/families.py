@@ -132,7 +132,8 @@ def _explained(act: Any, path: Path) -> Any:
     try:
         return act()
     except Exception as error:
-        here = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+        frames = traceback.extract_tb(error.__traceback__)
+        here = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
         if isinstance(error, SyntaxError) and error.lineno is not None:
             here = [error.lineno]
         where = f"{path}, line {here[-1]}" if here else str(path)
@@ -195,9 +196,13 @@ def _fits(value: Any, default: Any) -> bool:
 
 def held_out_side(family: TaskFamily) -> TaskFamily:
     """The side of a family that learning never sees; the family itself, if it has none or was made without."""
+    return family.held_out() if holds_out(family) else family  # type: ignore[attr-defined]
+
+
+def holds_out(family: TaskFamily) -> bool:
+    """Whether a family has a side that learning never sees."""
     inner = getattr(family, "family", family)
-    has_side = hasattr(inner, "held_out") and getattr(inner, "hold_out", "a half") is not None
-    return family.held_out() if has_side else family  # type: ignore[attr-defined]
+    return hasattr(inner, "held_out") and getattr(inner, "hold_out", "a half") is not None
 
 
 def check_place(out: Path) -> None:

@@ -200,7 +200,8 @@ def _learned_on(header: Header) -> str | None:
     about = header.family
     listed = about.get("domains") or about.get("datasets")
     domains = f": {', '.join(map(str, listed))}" if isinstance(listed, list | dict) and listed else ""
-    kept = f"; held out: {about['hold_out']}" if about.get("hold_out") else ""
+    held = about.get("hold_out")
+    kept = f"; held out: {', '.join(map(str, held)) if isinstance(held, list) else held}" if held else ""
     tasks = len(header.task_hashes)
     count = f"; {tasks} task{'s' * (tasks != 1)} used in learning (--json lists them)" if tasks else ""
     return f"{about.get('name', about.get('family', json.dumps(about, ensure_ascii=False)))}{domains}{kept}{count}"

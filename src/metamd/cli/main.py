@@ -13,7 +13,7 @@ from shutil import get_terminal_size
 from typing import Any, NoReturn
 
 from metamd._version import __version__
-from metamd.cli.options import HOMES, Demo, Options
+from metamd.cli.options import HOMES, NAMED, Demo, Options
 from metamd.files.progress import showing
 from metamd.files.text import brief, one_line
 
@@ -114,6 +114,8 @@ def parse(argv: Sequence[str]) -> Options:
     """The options that the words stand for; a word that is none exits with tyro's message and code 2."""
     import tyro
 
+    if argv and argv[0] in NAMED:
+        import_module("metamd.cli.names").fill()
     if get_terminal_size().columns < NARROWEST:
         os.environ["COLUMNS"] = str(NARROWEST)  # in less, rich goes on for ever
     return tyro.cli(

@@ -1,4 +1,7 @@
-"""The options of each `metamd` command, free of torch; `HOMES` names what carries each out."""
+"""The options of each `metamd` command, free of torch; `HOMES` names what carries each out.
+
+Names in braces are filled in by `metamd.cli.names`, when a command that has some is asked for.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +32,7 @@ class TaskOptions(Printed):
             dataset; of texts a kind, of speakers speakers or presidents. Compare and certify take that of the file if not
             given.
         images: per domain, at most.
-        width: of a resnet18 (64 is the published one, 16 runs on a small CPU), of an mlp on rotated-mnist, or of the
-            networks of the later families.
+        width: of the network: of a resnet18 (64 is the published one, 16 runs on a small CPU), or an mlp; for {wide}.
         start: a checkpoint with the parameters that every task begins at, safetensors or torch.save; otherwise each has its
             own initialisation.
         workers: processes that share the runs; the result does not depend on them.
@@ -181,11 +183,8 @@ class Reproduce(Printed):
     """Run one of the experiments, or all; what is computed stays in records, and the same command continues it.
 
     Args:
-        name: quadratic, rosenbrock, rotated-mnist-linear, rotated-mnist-mlp, diverse-digits-lenet, resnet18-cifar10,
-            adaptation, pieces, ablation, out-of-distribution or learned-rivals; all runs one after another.
-        variant: of the four with networks in the paper: published; of rotated-mnist-mlp also published-short, all-rivals,
-            bayesian, averages or refresh; of diverse-digits-lenet: bayesian; of adaptation: learned-start; of ablation:
-            paper-preset.
+        name: {experiments}; all runs one after another.
+        variant: {variants}.
         protocol: once, handicap or paper instead of that of the experiment; the folder has it in its name.
         scale: smoke takes minutes for all, cpu minutes to hours each on two cores; paper is what was published, for a GPU.
         out: directory for records and figures; runs/NAME-SCALE if not given. With all, each has a folder inside.
@@ -211,10 +210,8 @@ class Train(TaskOptions):
     """Learn an optimiser for a family of tasks; the same command continues a run that was stopped.
 
     Args:
-        family: quadratic, rosenbrock, logistic, tabular, rotated-mnist, rotated-mnist-continuous, diverse-digits, images,
-            adapt-rotated-mnist, pictures, speakers, texts, cash-machines, burgers or advection; or my.py:family for your
-            own, where family is a TaskFamily in the file my.py, or a function that makes one. The file is executed, with
-            your rights.
+        family: {families}; or my.py:family for your own, where family is a TaskFamily in the file my.py, or a function
+            that makes one. The file is executed, with your rights.
         out: the learned-optimiser file; checkpoint and log are kept beside it, in FILE.run.
         potential: kronecker, learned coordinates of every weight matrix, for networks; diagonal for all others. Networks may
             be given diagonal too.
@@ -277,10 +274,7 @@ class Compare(TaskOptions):
     Args:
         file: a path, or the name of a learned optimiser shipped with the package.
         family: as for metamd train.
-        rivals: sgd, sgdm, nesterov, adam, adamw, rmsprop, adagrad, muon, soap, shampoo, schedule-free, schedule-free-sgd,
-            prodigy, dadapt, lbfgs, adam-lbfgs, lora-plus or hypergradient; judged by a tail average: sgdm-averaged,
-            adam-averaged, adamw-averaged, muon-averaged or soap-averaged; learned first: meta-sgd, aruba, aruba-plus,
-            learned-schedule or lstm.
+        rivals: {rivals}.
         protocol: once lets everybody choose on training tasks, with the gradient evaluations that learning FILE took;
             handicap gives rivals the best rate on the very tasks, and MetaMD nothing; paper tunes everybody alike.
         gradients: of the protocol once, evaluations that each rival may take instead.
@@ -331,6 +325,9 @@ class Report(Printed):
 
 
 Options = Certify | Compare | Data | Demo | Inspect | Report | Reproduce | Train | Update
+
+NAMED = ("train", "compare", "certify", "reproduce")
+"""Commands whose help has names that are declared elsewhere."""
 
 HOMES: dict[type, tuple[str, str]] = {Update: ("train", "run_update"), Reproduce: ("report", "run_reproduce")}
 """The module of `metamd.cli` and its function that carry out a command, where it is not `run` in the module of its name."""

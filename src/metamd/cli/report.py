@@ -204,7 +204,7 @@ def summary(comparison: Comparison) -> dict[str, Any]:
         "protocol": comparison.protocol,
         "held_out": {f.group: not f.trained for f in comparison.folds},
         "trained_on": trained,
-        "notes": [not_held_out(comparison, label) for label in trained],
+        "notes": not_held_out(comparison),
         "targets": {f.group: comparison.target(f) for f in comparison.folds},
         "tables": {metric: comparison.table(metric) for metric in comparison.metrics},
         "areas": {label: profile.area for label, profile in comparison.profiles().items()},

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from metamd.cli.families import build_family, check_place, show_plan, words
+from metamd.cli.families import build_family, check_place, holds_out, show_plan, words
 from metamd.cli.main import show
 from metamd.cli.options import Train, Update
 from metamd.files.learned import LearnedOptimiser, load
@@ -35,6 +35,7 @@ from metamd.learning.score import JudgedOn
 from metamd.learning.usage import Choices, Prefer, rules_for_refresh
 from metamd.potentials.diagonal import Kronecker, MaxDiagonal
 from metamd.tasks.base import TaskFamily
+from metamd.tasks.supervised import Supervised
 from metamd.tasks.wrapped import starting_at
 
 
@@ -70,12 +71,15 @@ def run(options: Train) -> None:
     if not options.out.exists() or load(options.out).fingerprint() != learned.fingerprint():
         learned.save(options.out)  # the same file may have been certified since
     header, cost = learned.header.to_dict(), learned.header.cost
+    rounds = f" in {cost['outer_steps']} outer steps" if cost["outer_steps"] else ""
+    seen = " (all its datasets were learned from: see hold_out of metamd.tasks.supervised)"
+    seen = seen if isinstance(family, Supervised) and not holds_out(family) else ""
     text = (
-        f"Learned {header['pieces']} piece{'s' * (header['pieces'] > 1)} from {len(header['task_hashes'])} tasks in "
-        f"{cost['outer_steps']} outer steps, {cost['gradient_evaluations']:,} gradients, {cost['seconds']:.1f} s.\n"
+        f"Learned from {len(header['task_hashes'])} tasks{rounds}, with {cost['gradient_evaluations']:,} gradients in "
+        f"{cost['seconds']:.1f} s.\n"
         f"Written to {one_line(str(options.out))}. What it says of itself: metamd inspect {words(options.out)}\n"
         f"Use it: opt = metamd.MetaMD(model.named_parameters(), {str(options.out)!r}, steps={family.steps})\n"
-        f"Is it better than tuned rivals: metamd compare {words(options.out, options.family)}\n"
+        f"Is it better than tuned rivals: metamd compare {words(options.out, options.family)}{seen}\n"
         f"What held-out tasks guarantee: metamd certify {words(options.out, options.family)}"
     )
     record = {"file": str(options.out), "fingerprint": learned.fingerprint(), "notes": notes, "header": header}

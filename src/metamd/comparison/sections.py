@@ -103,17 +103,21 @@ def opening(c: Comparison, folder: Path) -> Section:
     ours, shown = c.labels[0], _tuned(c)
     spared = {"tenth_loss", "half_loss", "validation_loss", *(() if c.protocol == "once" else ("final_loss",))}
     kept = [metric for metric in c.metrics if metric not in spared]
+    listed = [label for label in c.labels if label == ours or label in shown or _is_learned(c, label)]
+    values = {label: {metric: c.estimate(label, metric).value for metric in kept} for label in listed}
+    # a column in which nobody arrives is a sentence
+    reached = any(math.isfinite(values[label][metric]) for label in listed for metric in TO_TARGET if metric in kept)
+    kept = [metric for metric in kept if reached or metric not in TO_TARGET]
     lines = []
-    for label in (label for label in c.labels if label == ours or label in shown or _is_learned(c, label)):
-        cells = [c.estimate(label, metric).value for metric in kept]
+    for label in listed:
+        cells = [values[label][metric] for metric in kept]
         numbers = [
             formatted(100 * (1 - x), ".2f") if metric == "test_error" else formatted(x, ".3g", "never")
             for metric, x in zip(kept, cells, strict=True)
         ]
         lines.append([_named(c, label), *numbers])
-    texts = [not_held_out(c, label) for label in c.labels if c.trained_on(label)]
     return Section(
-        texts=[*texts, _asked(c)],
+        texts=[*not_held_out(c), _asked(c, reached)],
         columns=["", *(HEADS[metric].removesuffix(", median") for metric in kept)],
         rows=lines,
         figures=_two_clocks(c, [ours, *shown], folder),
@@ -155,7 +159,7 @@ def _times(ratio: float) -> str:
     return f"{ratio:.2f} times" if ratio >= 0.01 else "less than 0.01 times"
 
 
-def _asked(c: Comparison) -> str:
+def _asked(c: Comparison, reached: bool) -> str:
     """What the numbers below are, in a line."""
     aim, runs = c.aim or Target(c.labels[-1]), len(c.groups)
     tuned = f"Protocol: {c.protocol}. {PROTOCOLS.get(c.protocol, '')} " if c.protocol else ""
@@ -163,8 +167,11 @@ def _asked(c: Comparison) -> str:
     return (
         f"{runs} run{'s' * (runs != 1)} on {len(c.folds)} {kind}{'s' * (len(c.folds) != 1)}. {tuned}The target is the loss "
         f"of {aim.baseline} after {aim.share:.0%} of its steps. Each rival has its better "
-        f"{'row' if c.protocol == 'once' else 'schedule'}. Steps and seconds to "
-        "the target are medians, the rest are means."
+        f"{'row' if c.protocol == 'once' else 'schedule'}. "
+    ) + (
+        "Steps and seconds to the target are medians, the rest are means."
+        if reached
+        else "Nobody reaches it in half of the runs. Numbers are means."
     )
 
 
@@ -202,7 +209,7 @@ def results(c: Comparison) -> Section:
     drawn = (f"{f.group} (seeds: {f.tasks(c.labels[0])}, steps: {f.steps})" for f in c.folds)
     targets = (f"{formatted(c.target(f), missing='none, as all runs failed')} ({f.group})" for f in c.folds)
     texts = [
-        *(not_held_out(c, label) for label in c.labels if c.trained_on(label)),
+        *not_held_out(c),
         f"{domains}: {', '.join(drawn)}. Means over all runs; 95 % bootstrap intervals.",
         f"Protocol: {c.protocol or 'as given'}. {PROTOCOLS.get(c.protocol, '')} {c.screening}".strip(),
         f"The target on each domain is a training loss of {', '.join(targets)}, which {aim.baseline} has after "
@@ -221,17 +228,27 @@ def results(c: Comparison) -> Section:
 
 
 def _named(c: Comparison, label: str) -> str:
-    return f"{label} (trained on this domain: not held out)" if c.trained_on(label) else label
+    """A label, marked where some have seen what they are compared on and others have not."""
+    seen = [bool(c.trained_on(each)) for each in c.labels if not each.endswith(UNTUNED)]
+    return f"{label} (not held out)" if c.trained_on(label) and not all(seen) else label
 
 
-def not_held_out(c: Comparison, label: str) -> str:
-    """What must be said of an optimiser that was learned on what it is compared on."""
-    domains = c.trained_on(label)
-    which = "this domain" if len(domains) == 1 else "these domains"
-    return (
-        f"{label} was trained on {which}: not held out ({', '.join(domains)}). Its numbers there say nothing about a domain "
-        "that it has not seen."
-    )
+def not_held_out(c: Comparison) -> list[str]:
+    """What must be said of optimisers that were learned, or chosen, on what they are compared on."""
+    each: dict[tuple[str, ...], list[str]] = {}
+    for label in c.labels:
+        if domains := tuple(c.trained_on(label)):
+            each.setdefault(domains, []).append(label)
+    found = []
+    for domains, labels in each.items():
+        which = "this domain" if len(domains) == 1 else "these domains"
+        one = len(labels) == 1
+        found.append(
+            f"{'; '.join(labels)} {'was' if one else 'were'} trained on {which}: not held out ({', '.join(domains)}). "
+            f"{'Its' if one else 'Their'} numbers there say nothing about a domain that {'it has' if one else 'they have'} "
+            "not seen."
+        )
+    return found
 
 
 def _verdicts(c: Comparison) -> Section:

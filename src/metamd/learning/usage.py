@@ -660,7 +660,7 @@ class Trials:
             if count and self.watch is not None:
                 self.watch(*used, self._score(used, tasks))
             if count and self.forecast is not None:
-                line = tried_line(*used, self._score(used, tasks))
+                line = f"{tried_line(*used, self._score(used, tasks))} on {len(self.tasks[:tasks])} tasks"
                 self.forecast.say(line)
                 self.forecast.tell(self._score(used, tasks), note=line)
 

@@ -287,8 +287,9 @@ def supervised(
     steps: int = 500,
     shares: Shares = (0.8, 0.1, 0.1),
     split_seed: int = 0,
+    hold_out: str | Sequence[str] = (),
     name: str = "supervised",
-) -> TaskFamily:
+) -> "Supervised":
     """Train a model on one of several datasets: a task is a dataset, an initialisation and an order of the batches.
 
     The model is read once and called as a function of its parameters. During training, batch norms use the statistics of
@@ -308,6 +309,7 @@ def supervised(
         steps: T.
         shares: of training, validation and test in datasets that come without splits.
         split_seed: decides which examples these are.
+        hold_out: names of the datasets that training never sees, for `held_out()`.
         name: of the family, for tables and configs.
 
     Example:
@@ -320,7 +322,12 @@ def supervised(
     data = read_all(datasets, shares, split_seed)
     for key, splits in data.items():
         check_batch_size(batch_size, len(splits["train"][0]), key)
-    return Supervised(name, Recipe(make_model, loss_fn, batch_size, steps), data)
+    kept = [hold_out] if isinstance(hold_out, str) else list(hold_out)
+    if unknown := [key for key in kept if key not in data]:
+        raise ValueError(f"hold_out must name datasets, got {unknown[0]!r}. There are {', '.join(data)}.")
+    if len(kept) == len(data):
+        raise ValueError("hold_out names every dataset, so there is none to learn from. Leave one out.")
+    return Supervised(name, Recipe(make_model, loss_fn, batch_size, steps), data, kept)
 
 
 def check_batch_size(batch_size: int, examples: int, name: str) -> None:
@@ -407,23 +414,34 @@ class TwoSides(DatasetFamily):
 class Supervised(DatasetFamily):
     """See `supervised`."""
 
-    def __init__(self, name: str, recipe: Recipe, data: Mapping[str, Splits]) -> None:
+    def __init__(self, name: str, recipe: Recipe, data: Mapping[str, Splits], hold_out: Sequence[str] = ()) -> None:
         self.dropout, shared_loss, dtype = inspect(recipe, data)
         self.data: dict[str, Splits] = {
             key: {split: (in_dtype(x, dtype), in_dtype(y, dtype)) for split, (x, y) in splits.items()}
             for key, splits in data.items()
         }
-        super().__init__(name, recipe, list(data), self.data.__getitem__, shared_loss=shared_loss)
+        known = [key for key in data if key not in hold_out]
+        super().__init__(name, recipe, known, self.data.__getitem__, shared_loss=shared_loss)
+        self.hold_out = tuple(hold_out) or None
+
+    def held_out(self) -> Self:
+        """The held-out side: the datasets that learning never sees."""
+        if self.hold_out is None:
+            raise ValueError(f"{self.name} holds out no dataset. Pass supervised(..., hold_out=[their names]).")
+        other = copy(self)
+        other.domains = self.hold_out
+        return other
 
     def describe(self) -> dict[str, Any]:
-        """The settings, the parameters' shapes, and the size and fingerprint of every dataset."""
+        """The settings, the parameters' shapes, and the size and fingerprint of every dataset of this side."""
         data = {
             key: {"examples": {split: len(inputs) for split, (inputs, _) in splits.items()}, "hash": hash_of_data(splits)}
-            for key, splits in self.data.items()
+            for key, splits in ((key, self.data[key]) for key in self.domains)
         }
         shapes = {name: list(p.shape) for name, p in self.example().items()}
         settings = {"batch_size": self.recipe.batch_size, "steps": self.steps, "start": "fresh"}
-        return {"family": self.name, "datasets": data, "shapes": shapes, **settings}
+        kept = {} if self.hold_out is None else {"hold_out": list(self.hold_out)}
+        return {"family": self.name, "datasets": data, "shapes": shapes, **settings, **kept}
 
 
 class SupervisedTask(Task):

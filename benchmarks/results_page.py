@@ -7,7 +7,6 @@ line for each optimiser under its better schedule. All optimisers, domains and c
 """
 
 import re
-import runpy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -516,4 +515,3 @@ def silent() -> str:
 if __name__ == "__main__":
     for path in (*PAGES, COSTS, GUARANTEES, README):
         path.write_text(written(path.read_text()))
-    runpy.run_path(str(ROOT / "benchmarks" / "readme_figure.py"), run_name="__main__")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from metamd.comparison.parallel import Cell, fill
+from metamd.comparison.cells import Cell, fill
 from metamd.comparison.statistics import spread
 from metamd.experiments.quadratic import family, measured_iterations
 from metamd.experiments.synthetic import Problems, try_meta_train

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metamd.data.published import find_file
+from metamd.data.raw_files import find_file
 from metamd.data.registry import Dataset, RemoteFile, Split, file_set
 
 Answer = Callable[[BaseHTTPRequestHandler], None]

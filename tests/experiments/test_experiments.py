@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from metamd import Diagonal, LearnedOptimiser, rivals
 from metamd.cli import main as cli
 from metamd.cli import report
+from metamd.comparison.cells import Cell, fill
 from metamd.comparison.page import as_markdown
-from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.statistics import spread
 from metamd.experiments import (
     EXPERIMENTS,
@@ -22,13 +22,13 @@ from metamd.experiments import (
     find,
     folder_name,
     forecasters,
-    instances,
+    per_instance,
     quadratic,
     rosenbrock,
     synthetic,
 )
 from metamd.experiments import experiment as leave_one_out
-from metamd.experiments.synthetic import BATCHED_RIVALS, NEVER, ONE_DIAGONAL, Problems
+from metamd.experiments.synthetic import BATCHED_RIVALS, NEVER, ONE_DIAGONAL, Problems, own_warnings
 from metamd.files.store import Records, as_json, read_cells, read_json, records_in, write_json
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.tasks import quadratic as quadratics
@@ -293,7 +293,7 @@ NETWORKS = [pair for pair in EXPERIMENTS if pair[0] not in ("quadratic", "rosenb
 MANY = {("speakers", "presidents"), ("images", "learned-start"), ("burgers", "warm-start"), ("cash-machines", "")}
 # dozens of tasks, or a start too
 SLOW = {pair: [pytest.mark.slow] * (pair in MANY) for pair in NETWORKS}
-FILES = {e.name for module in (instances, forecasters) for e in module.EXPERIMENTS}  # whose data are no sets of images
+FILES = {e.name for module in (per_instance, forecasters) for e in module.EXPERIMENTS}  # whose data are no sets of images
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from metamd.experiments.published import ALONE, AS_PUBLISHED, about_file, agains
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Records, read_cells
 from metamd.files.usage import Usage
-from metamd.learning.published import spread
+from metamd.learning.paper import spread
 from metamd.rivals import rival
 
 NAMES = ("lr", "weight_decay")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from metamd.data.published import files
+from metamd.data.raw_files import files
 from metamd.tasks import advection, burgers
 from metamd.tasks.equations import Solution, cole_hopf, derivatives, solution, travelling
 from tests.data_fixtures import needs_files

@@ -7,7 +7,7 @@ from typing import Any
 from metamd.cli.main import show
 from metamd.cli.options import Data, DataFetch, DataList, DataPath, DataVerify
 from metamd.data import loading, registry
-from metamd.data.published import fetch_files, find_file
+from metamd.data.raw_files import fetch_files, find_file
 from metamd.data.registry import DataError, Dataset, FileSet
 
 SplitRow = dict[str, Any]

@@ -24,7 +24,7 @@ from metamd.comparison.entrants import Protocol, entrants
 from metamd.comparison.page import as_text, write_page
 from metamd.comparison.sections import Section, sections
 from metamd.comparison.training import Measuring, one_thread
-from metamd.experiments.instances import draw_side_by_side
+from metamd.experiments.per_instance import draw_side_by_side
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.progress import Progress
 from metamd.files.recorded_run import Run

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from metamd.comparison.cells import Cell, fill
 from metamd.comparison.comparison import Candidate, Comparison, Fold, cell_name
 from metamd.comparison.entrants import Entrants, Protocol, draw_configs, enough
-from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.training import Measuring, Outcome, step_seconds, train_contender
 from metamd.comparison.tuning import METRICS
 from metamd.files.progress import ends_with

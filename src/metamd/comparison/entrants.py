@@ -10,9 +10,9 @@ from typing import Literal, TypeVar
 
 import torch
 
+from metamd.comparison.cells import Cell, fill
 from metamd.comparison.comparison import Target, evaluations
 from metamd.comparison.once import AGAIN, FOR_THE_END, Once, choose_once, price
-from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.statistics import PAIRS_TO_DECIDE, pairs_to_find, smallest_p
 from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import Bayesian, Search, tune

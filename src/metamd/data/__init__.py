@@ -4,7 +4,7 @@
 
 Grey datasets give uint8 images (number, 28, 28), colour ones (number, 32, 32, 3); labels are int64. The
 search goes through the folder METAMD_DATA, the cache, and the official files. torch is imported by `load`
-alone. Texts, photographs and other files come as they were published: `metamd.data.published("kodak")`.
+alone. Texts, photographs and other files come as they were published: `metamd.data.files("kodak")`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from metamd.data.folders import image_folder
 from metamd.data.loading import find_split, load_arrays
-from metamd.data.published import files
+from metamd.data.raw_files import files
 from metamd.data.registry import DataError, Dataset, FileSet, Provenance, dataset, datasets, file_sets
 
 if TYPE_CHECKING:

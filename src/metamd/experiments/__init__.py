@@ -4,9 +4,9 @@ from metamd.experiments import (
     ablation,
     adaptation,
     forecasters,
-    instances,
     out_of_distribution,
     paper_tables,
+    per_instance,
     pieces,
     published,
     quadratic,
@@ -24,7 +24,7 @@ _MODULES = (
     pieces,
     ablation,
     out_of_distribution,
-    instances,
+    per_instance,
     forecasters,
 )
 EXPERIMENTS: dict[tuple[str, str], Experiment | Synthetic] = {

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from metamd.comparison.cells import Cell, fill
 from metamd.comparison.compare import compare
 from metamd.comparison.comparison import Comparison, Target
 from metamd.comparison.entrants import entrants, labels, unscheduled
 from metamd.comparison.figures import learning_curves
 from metamd.comparison.pace import geometric_mean, last_tenths, pace, pace_section, unlearned_section
-from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section, certified_runs, formatted, silent
 from metamd.comparison.training import one_thread
 from metamd.experiments.declare import (

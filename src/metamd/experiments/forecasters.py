@@ -27,7 +27,7 @@ from metamd.comparison.statistics import bootstrap
 from metamd.comparison.training import Measuring, one_thread
 from metamd.experiments.declare import Entrant, Family, Scale, coordinates
 from metamd.experiments.experiment import Experiment
-from metamd.experiments.instances import CPU, GEOMETRY, PAPER, SMOKE, per_side, summarised
+from metamd.experiments.per_instance import CPU, GEOMETRY, PAPER, SMOKE, per_side, summarised
 from metamd.files.store import Records, Result, as_json
 from metamd.inner.run import OptimiserSteps, train
 from metamd.tasks.base import Split, seeded

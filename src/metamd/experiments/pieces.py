@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from metamd.comparison import figures
+from metamd.comparison.cells import Cell, fill
 from metamd.comparison.entrants import draw_configs
 from metamd.comparison.pace import standings
-from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section
 from metamd.experiments.declare import PAPERS_STEP, PLAIN, Entrant, Geometry, Scale, learned_file, learning_settings
 from metamd.experiments.experiment import Experiment

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from metamd.comparison.cells import Cell, fill
 from metamd.comparison.comparison import Comparison, Fold
 from metamd.comparison.entrants import PRINTED, UNTUNED, draw_configs
 from metamd.comparison.pace import geometric_mean, pace
-from metamd.comparison.parallel import Cell, fill
 from metamd.comparison.sections import Section, formatted
 from metamd.comparison.training import Measuring, Outcome
 from metamd.experiments.declare import Entrant, Geometry, Scale, coordinates, learned_file, learning_settings
@@ -41,7 +41,7 @@ from metamd.files.learned import load
 from metamd.files.store import Records, Result, read_cells
 from metamd.learning.meta import paper
 from metamd.learning.outer import Unpublished
-from metamd.learning.published import spread
+from metamd.learning.paper import spread
 from metamd.tasks.base import TaskFamily
 
 AS_PUBLISHED = "MetaMD as published"

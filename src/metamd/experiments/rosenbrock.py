@@ -16,7 +16,7 @@ import torch
 
 from metamd import tasks
 from metamd.comparison import figures
-from metamd.comparison.parallel import Cell
+from metamd.comparison.cells import Cell
 from metamd.comparison.sections import Section
 from metamd.experiments import synthetic
 from metamd.experiments.synthetic import BatchedRival, Problems, Synthetic

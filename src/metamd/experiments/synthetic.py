@@ -6,7 +6,7 @@ tests hold the two against each other. The optimiser itself would need a Python 
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, islice, product, takewhile
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metamd.comparison.cells import Cell, fill
 from metamd.comparison.figures import Panel
-from metamd.comparison.parallel import Cell, fill, own_warnings
 from metamd.comparison.sections import Section
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Records, Result
@@ -271,6 +271,11 @@ def try_meta_train(family: TaskFamily, options: Mapping[str, Any], seed: int) ->
         except ValueError as error:
             found = str(error)
     return found, own_warnings(caught)
+
+
+def own_warnings(caught: Iterable[warnings.WarningMessage]) -> list[str]:
+    """The kinds of MetaMD's own warnings among those that were caught: they belong to a result."""
+    return sorted({w.category.__name__ for w in caught if w.category.__module__.startswith("metamd")})
 
 
 def measured(training: Attempt, measure: Callable[[LearnedOptimiser], Result]) -> Result:

@@ -20,8 +20,8 @@ from metamd.inner.executor import Executor
 from metamd.inner.objectives import FromLipschitz, LogGap, PaperBound, Reference
 from metamd.inner.run import OptimiserSteps, StepRule, seconds_per_step
 from metamd.learning.outer import Adam, GradientDescent, Method, Normalised, Refine, Unpublished
+from metamd.learning.paper import learn_published
 from metamd.learning.parts import Forecast
-from metamd.learning.published import learn_published
 from metamd.learning.reference import CHECKED, REFERENCE_RATES, learn_from_reference, tuned_reference
 from metamd.learning.rounds import Plan, first_look
 from metamd.learning.usage import Choices, Prefer, learn_usage, runs_to_choose, runs_to_scale, steps_of
@@ -263,7 +263,7 @@ def paper(
     N = 3 diagonals centred at the origin, the paper's inner step, E = B(theta_{T+1}||theta_1) + k/lambda with its direct and
     indirect gradient. The paper does not publish eta, k, rho, the number of outer steps, or where M begins.
 
-    By default these are chosen on training tasks, by the rule of `metamd.learning.published`. The outer steps are
+    By default these are chosen on training tasks, by the rule of `metamd.learning.paper`. The outer steps are
     `Normalised` and leave the geometric mean of each piece at 1, and lambda is a smooth minimum. With `stable=False` it is
     the plain rule, M <- M - rho/n sum_i dE_i/dM, from the square root of the largest curvature, with forward-mode gradients;
     the last M is kept. That explodes on networks.

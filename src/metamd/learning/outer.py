@@ -262,7 +262,7 @@ class Refine:
 
 @dataclass(frozen=True)
 class Unpublished:
-    """What the paper leaves open, and how it is chosen on training tasks alone: see `metamd.learning.published`.
+    """What the paper leaves open, and how it is chosen on training tasks alone: see `metamd.learning.paper`.
 
     Args:
         shares: what k is tried at, as shares of the mean divergence between end and start where M = 1.

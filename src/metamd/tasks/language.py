@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metamd.data.published import files
+from metamd.data.raw_files import files
 from metamd.tasks.base import Drawn, Evaluation, Split
 from metamd.tasks.llama import Llama, Sizes, Tokenizer, adapted, load_llama
 from metamd.tasks.sources import Arrays

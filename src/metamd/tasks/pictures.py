@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metamd.data.decoders import shrink
-from metamd.data.published import files
+from metamd.data.raw_files import files
 from metamd.tasks.base import Evaluation, Split
 from metamd.tasks.sources import Arrays
 from metamd.tasks.supervised import Recipe, SupervisedTask, TwoSides

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from metamd.data.loading import stored
-from metamd.data.published import files
+from metamd.data.raw_files import files
 from metamd.tasks.base import Evaluation, Split
 from metamd.tasks.sources import Arrays
 from metamd.tasks.supervised import Recipe, SupervisedTask, TwoSides

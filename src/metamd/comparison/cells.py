@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
-from warnings import WarningMessage
 
 from metamd.files.store import Records, Result
 from metamd.inner.executor import Executor
@@ -30,8 +29,3 @@ def fill(records: Records | None, cells: Iterable[Cell], *, title: str, workers:
             records.write(name, found[name])
             found[name] = records.read(name)
     return {name: found[name] for name in todo}
-
-
-def own_warnings(caught: Iterable[WarningMessage]) -> list[str]:
-    """The kinds of MetaMD's own warnings among those that were caught: they belong to a result."""
-    return sorted({w.category.__name__ for w in caught if w.category.__module__.startswith("metamd")})

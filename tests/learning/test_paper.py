@@ -11,7 +11,7 @@ from metamd.files.header import Header
 from metamd.inner.closed_form import Iterate
 from metamd.inner.run import run_inner
 from metamd.learning import Normalised, Stopping, Unpublished
-from metamd.learning.published import climb
+from metamd.learning.paper import climb
 from metamd.learning.reference import draw_tasks
 from metamd.learning.rounds import draw_config
 from metamd.tasks import config_hash

@@ -15,7 +15,7 @@ import metamd.data as data
 from metamd.cli import data as commands
 from metamd.cli.options import Data, DataFetch, DataList, DataPath, DataVerify
 from metamd.data import registry
-from metamd.data.published import fetch_files, find_file
+from metamd.data.raw_files import fetch_files, find_file
 from metamd.data.registry import DataError
 from tests.data_builders import place, publish_files, server
 from tests.data_fixtures import needs_files, remote, whole

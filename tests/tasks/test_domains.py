@@ -5,7 +5,7 @@ import pytest
 import scipy.ndimage
 import torch
 
-from metamd.tasks.vision import Domain, ImageSource, Pictures, choose_images, enlarge, moments, rotate, turned
+from metamd.tasks.vision import Domain, ImageSource, NormalisedImages, choose_images, enlarge, moments, rotate, turned
 
 
 def noise(count=7, channels=1, side=28, seed=0):
@@ -73,7 +73,7 @@ def test_enlargement_is_linear_interpolation_between_pixel_centres():
 
 
 def floats(images, channels):
-    return Pictures(images, moments(images), channels)[torch.arange(len(images))]
+    return NormalisedImages(images, moments(images), channels)[torch.arange(len(images))]
 
 
 def test_training_images_are_normal_after_normalisation():

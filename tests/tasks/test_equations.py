@@ -9,7 +9,7 @@ from torch import nn
 
 from metamd.data.raw_files import files
 from metamd.tasks import advection, burgers
-from metamd.tasks.equations import Solution, cole_hopf, derivatives, solution, travelling
+from metamd.tasks.equations import SolutionNetwork, cole_hopf, derivatives, solution, travelling
 from tests.data_fixtures import needs_files
 from tests.tasks.test_tasks import LAWS, draw
 
@@ -34,7 +34,7 @@ def by_autograd(params, places):
 
 def test_derivatives_are_those_of_autograd():
     torch.manual_seed(0)
-    model = Solution(8, 3).double()
+    model = SolutionNetwork(8, 3).double()
     for p in model.parameters():
         nn.init.normal_(p, std=0.7)
     params, places = dict(model.named_parameters()), torch.rand(11, 2, dtype=torch.float64)

@@ -19,7 +19,7 @@ from metamd.tasks import (
     rotated_mnist,
     rotated_mnist_continuous,
 )
-from metamd.tasks.vision import Pictures, enlarge, moments, rotate
+from metamd.tasks.vision import NormalisedImages, enlarge, moments, rotate
 from tests.data_builders import place, put
 
 __all__ = ["place"]
@@ -264,7 +264,7 @@ def test_digits_among_colour_images_are_enlarged_and_repeated():
     assert torch.equal(grey.pixels, enlarge(small, 32))
     rows = torch.arange(4)
     assert grey[rows].shape == colour[rows].shape == (4, 3, 32, 32)
-    assert torch.equal(grey[rows], Pictures(grey.pixels, moments(grey.pixels), 3)[rows])
+    assert torch.equal(grey[rows], NormalisedImages(grey.pixels, moments(grey.pixels), 3)[rows])
     assert torch.equal(grey[rows][:, 0], grey[rows][:, 2])
     assert not torch.equal(colour[rows][:, 0], colour[rows][:, 2])
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from metamd.data.registry import DataError
 from metamd.tasks import speakers, texts
-from metamd.tasks.language import HELD_OUT, LEARNED, PRESIDENTS, plays, presidents, source_code
+from metamd.tasks.language import HELD_OUT_SPEAKERS, LEARNED_SPEAKERS, PRESIDENTS, plays, presidents, source_code
 from metamd.tasks.llama import Llama, Sizes, Tokenizer, adapted, load_llama
 from tests.data_builders import publish_files
 from tests.data_fixtures import needs_files
@@ -75,7 +75,10 @@ def babble(seed, words=90):
 def sources(length=1, layers=2):
     """Every speaker and president with a little to say."""
     words = 45 * length
-    lines = [f"{name}:\n{babble(i, words)}\n\n{name}:\n{babble(i, words)}" for i, name in enumerate((*LEARNED, *HELD_OUT))]
+    lines = [
+        f"{name}:\n{babble(i, words)}\n\n{name}:\n{babble(i, words)}"
+        for i, name in enumerate((*LEARNED_SPEAKERS, *HELD_OUT_SPEAKERS))
+    ]
     years = {"Adams": 1797, "Harrison": 1841, "Bush": 1989}
     spoken = {"c/1905-Roosevelt.txt": "Short."}
     for i, name in enumerate(PRESIDENTS):
@@ -257,11 +260,11 @@ def test_splits_are_blocks_that_follow_each_other(make):
 @pytest.mark.usefixtures("library")
 def test_sides_have_their_own_voices():
     family = small_speakers()
-    assert (len(family.domains), family.held_out().domains) == (20, HELD_OUT)
+    assert (len(family.domains), family.held_out().domains) == (20, HELD_OUT_SPEAKERS)
     other = small_speakers(hold_out="presidents").held_out()
     assert other.domains == PRESIDENTS
     assert set(presidents()) == {*PRESIDENTS, "Roosevelt"}
-    assert set(plays()) == {*LEARNED, *HELD_OUT}
+    assert set(plays()) == {*LEARNED_SPEAKERS, *HELD_OUT_SPEAKERS}
     with pytest.raises(ValueError, match="asks for the domain 'ROMEO'"):
         other.build({"family": "speakers", "domain": "ROMEO", "init_seed": 1, "batch_seed": 1})
     assert small_texts(hold_out="plays").held_out().domains == tuple(f"plays-{i}" for i in range(1, 5))
@@ -324,7 +327,10 @@ def test_the_pretrained_model_tells_its_story():
 def test_voices_are_those_with_enough_text():
     needs_files("shakespeare", "speeches")
     everything = plays()
-    assert {name for name, text in everything.items() if len(text.replace("\n", "")) >= 9_700} >= {*LEARNED, *HELD_OUT}
+    assert {name for name, text in everything.items() if len(text.replace("\n", "")) >= 9_700} >= {
+        *LEARNED_SPEAKERS,
+        *HELD_OUT_SPEAKERS,
+    }
     assert len(everything) > 250
     found = presidents()
     assert sorted(name for name, text in found.items() if len(text) >= 10_000) == sorted(PRESIDENTS)

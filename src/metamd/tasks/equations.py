@@ -37,7 +37,7 @@ NODES = np.linspace(-14, 14, 561)
 """Of the trapezoidal rule for integrals of exp(-s^2) f(s), f analytic: with twice as many the solutions stay."""
 
 
-class Solution(nn.Module):
+class SolutionNetwork(nn.Module):
     """u(x, t) by layers of tanh.
 
     Args:
@@ -120,7 +120,7 @@ class EquationTask(Task):
     def init(self) -> dict[str, Tensor]:
         """Xavier's initialisation, drawn from the config's seed."""
         with seeded(self.config["init_seed"]):
-            model = Solution(self.family.width, self.family.depth)
+            model = SolutionNetwork(self.family.width, self.family.depth)
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
     def batch(self, step: int) -> dict[str, Tensor]:

@@ -20,14 +20,14 @@ from metamd.tasks.llama import Llama, Sizes, Tokenizer, adapted, load_llama
 from metamd.tasks.sources import Arrays
 from metamd.tasks.supervised import Recipe, SupervisedTask, TwoSides
 
-LEARNED = (
+LEARNED_SPEAKERS = (
     *("ANGELO", "AUFIDIUS", "BUCKINGHAM", "CAMILLO", "CLARENCE", "CORIOLANUS", "DUKE VINCENTIO", "FRIAR LAURENCE"),
     *("HENRY BOLINGBROKE", "ISABELLA", "KING EDWARD IV", "KING HENRY VI", "KING RICHARD II", "LEONTES", "PAULINA"),
     *("PETRUCHIO", "QUEEN MARGARET", "ROMEO", "TRANIO", "WARWICK"),
 )
 """Twenty of the 35 speakers of tinyshakespeare with 10,000 characters or more, drawn once."""
 
-HELD_OUT = (
+HELD_OUT_SPEAKERS = (
     *("AUTOLYCUS", "CAPULET", "COMINIUS", "DUKE OF YORK", "GLOUCESTER", "JULIET", "KING RICHARD III", "LUCIO"),
     *("MENENIUS", "MERCUTIO", "Nurse", "POLIXENES", "PROSPERO", "QUEEN ELIZABETH", "VOLUMNIA"),
 )
@@ -48,9 +48,9 @@ SHARES = (0.7, 0.1, 0.2)
 """Of a text: training, validation and test, in this order and in one block each."""
 
 Voices = Literal["speakers", "presidents"]
-Kind = Literal["plays", "inaugural", "union", "python"]
+TextKind = Literal["plays", "inaugural", "union", "python"]
 
-PARTS: Mapping[str, int] = {"plays": 4, "inaugural": 2, "union": 4, "python": 2}
+DOMAINS_PER_KIND: Mapping[str, int] = {"plays": 4, "inaugural": 2, "union": 4, "python": 2}
 """Into how many domains the text of a kind is cut, in its own order."""
 
 SOURCE = 400_000
@@ -80,16 +80,13 @@ class LanguageTask(SupervisedTask):
 class TextFamily(TwoSides):
     """Language models on texts by name; rows are `context` tokens that follow each other, the last few are left out."""
 
+    task = LanguageTask
+
     def __init__(self, name: str, recipe: Recipe, sides: tuple[Sequence[str], Sequence[str]], context: int) -> None:
         if context < 2:
             raise ValueError(f"context must be at least 2 tokens, got {context}. Pass context=64, say.")
-        super().__init__(name, recipe, sides, self._splits)
+        super().__init__(name, recipe, sides)
         self.context, self._encoded = context, dict[str, tuple[Mapping[Split, Arrays], Mapping[Split, float]]]()
-
-    @property
-    def task(self) -> type[LanguageTask]:
-        """Tasks that know bits per character."""
-        return LanguageTask
 
     def build(self, config: Mapping[str, Any]) -> SupervisedTask:
         """The task of a config, with the length of its tokens."""
@@ -105,7 +102,8 @@ class TextFamily(TwoSides):
         """The tokens of a text, and how many characters each of them has."""
         raise NotImplementedError
 
-    def _splits(self, name: str) -> Mapping[Split, Arrays]:
+    def splits(self, name: str) -> Mapping[Split, Arrays]:
+        """Rows of tokens, and each token's successor."""
         return self._encode(name)[0]
 
     def _encode(self, name: str) -> tuple[Mapping[Split, Arrays], Mapping[Split, float]]:
@@ -164,8 +162,8 @@ class SpeakerFamily(TextFamily):
 
     def __init__(self, hold_out: Voices, rank: int, context: int, batch_size: int, steps: int) -> None:
         recipe = Recipe(self._model, F.cross_entropy, batch_size, steps)
-        held = HELD_OUT if hold_out == "speakers" else PRESIDENTS
-        super().__init__("speakers", recipe, (LEARNED, held), context)
+        held = HELD_OUT_SPEAKERS if hold_out == "speakers" else PRESIDENTS
+        super().__init__("speakers", recipe, (LEARNED_SPEAKERS, held), context)
         self.hold_out, self.rank = hold_out, rank
 
     def _model(self) -> nn.Module:
@@ -190,9 +188,7 @@ class SpeakerFamily(TextFamily):
     def held_out(self) -> "SpeakerFamily":
         """The held-out voices."""
         other = super().held_out()
-        vars(other).pop("texts", None)
-        # Bound to the new side, whose texts are others.
-        other.splits, other._encoded = other._splits, {}
+        vars(other).pop("texts", None)  # the other side says other things
         return other
 
     def tokens(self, text: str) -> tuple[list[int], Sequence[int]]:
@@ -217,8 +213,8 @@ class SpeakerFamily(TextFamily):
 
 def texts(
     *,
-    kinds: Sequence[Kind] = ("plays", "inaugural", "union"),
-    hold_out: Kind | None = "union",
+    kinds: Sequence[TextKind] = ("plays", "inaugural", "union"),
+    hold_out: TextKind | None = "union",
     width: int = 64,
     layers: int = 2,
     context: int = 64,
@@ -241,8 +237,8 @@ def texts(
         batch_size: rows per step.
         steps: T.
     """
-    if not kinds or not set(kinds) <= set(get_args(Kind)):
-        raise ValueError(f"kinds must name some of {', '.join(get_args(Kind))}, got {tuple(kinds)}.")
+    if not kinds or not set(kinds) <= set(get_args(TextKind)):
+        raise ValueError(f"kinds must name some of {', '.join(get_args(TextKind))}, got {tuple(kinds)}.")
     if hold_out is not None and (hold_out not in kinds or len(kinds) < 2):
         raise ValueError(f"hold_out must be one of at least two kinds {', '.join(kinds)}, got {hold_out!r}.")
     if width < 16 or width % 16:
@@ -257,12 +253,13 @@ def texts(
 class KindsFamily(TextFamily):
     """See `texts`."""
 
-    def __init__(self, kinds: tuple[Kind, ...], hold_out: Kind | None, sizes: Sizes, batch_size: int, steps: int) -> None:
+    def __init__(
+        self, kinds: tuple[TextKind, ...], hold_out: TextKind | None, sizes: Sizes, batch_size: int, steps: int
+    ) -> None:
         recipe = Recipe(partial(Llama, sizes), F.cross_entropy, batch_size, steps)
-        sides = (
-            [f"{k}-{i + 1}" for k in kinds if (k == hold_out) == held for i in range(PARTS[k])] for held in (False, True)
-        )
-        super().__init__("texts", recipe, (next(sides), next(sides)), sizes.context)
+        domains = {k: [f"{k}-{i + 1}" for i in range(DOMAINS_PER_KIND[k])] for k in kinds}
+        held = [] if hold_out is None else domains.pop(hold_out)
+        super().__init__("texts", recipe, ([name for names in domains.values() for name in names], held), sizes.context)
         self.kinds, self.hold_out, self.sizes = kinds, hold_out, sizes
         self._texts: dict[str, str] = {}
 
@@ -276,8 +273,8 @@ class KindsFamily(TextFamily):
         """A part of the text of a kind."""
         kind, number = name.rsplit("-", 1)
         if kind not in self._texts:
-            self._texts[kind] = WHOLE[kind]()
-        whole, parts = self._texts[kind], PARTS[kind]
+            self._texts[kind] = TEXT_OF_KIND[kind]()
+        whole, parts = self._texts[kind], DOMAINS_PER_KIND[kind]
         size = len(whole) // parts
         return whole[(int(number) - 1) * size : int(number) * size]
 
@@ -349,7 +346,7 @@ def source_code() -> str:
     return found[:SOURCE]
 
 
-WHOLE: Mapping[str, Callable[[], str]] = {
+TEXT_OF_KIND: Mapping[str, Callable[[], str]] = {
     "plays": shakespeare,
     "inaugural": partial(_speeches, "inaugural"),
     "union": partial(_speeches, "state_union"),

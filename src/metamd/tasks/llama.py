@@ -51,7 +51,7 @@ class Llama(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.embedding = nn.Embedding(sizes.tokens, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(DecoderBlock(sizes) for _ in range(sizes.layers))
         self.norm = RMSNorm(sizes.width)
         # As GPT-2 draws them: what is added to the stream is smaller, by the number of additions.
         for name, p in self.named_parameters():
@@ -68,7 +68,7 @@ class Llama(nn.Module):
         return (self.norm(stream) @ self.embedding.weight.T).transpose(1, 2)
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and a gated MLP, each added to the stream."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -92,8 +92,8 @@ class Block(nn.Module):
 
     def _attention(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
         batch, time, _ = x.shape
-        q = rotated(self.wq(x).view(batch, time, self.heads, -1), turns).transpose(1, 2)
-        k = rotated(self.wk(x).view(batch, time, self.shared_heads, -1), turns).transpose(1, 2)
+        q = rotary(self.wq(x).view(batch, time, self.heads, -1), turns).transpose(1, 2)
+        k = rotary(self.wk(x).view(batch, time, self.shared_heads, -1), turns).transpose(1, 2)
         v = self.wv(x).view(batch, time, self.shared_heads, -1).transpose(1, 2)
         # Heads h * n .. h * n + n - 1 share the keys and values h. The products are spelled out: torch's fused attention
         # has no second derivatives, which estimators need.
@@ -156,7 +156,7 @@ def rotations(time: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def rotated(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+def rotary(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
     """Neighbours (x_2i, x_2i+1) turned by the angle of their place; x is (batch, time, heads, size)."""
     cosine, sine = turns
     even, odd = x[..., ::2], x[..., 1::2]

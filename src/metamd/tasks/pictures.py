@@ -79,7 +79,26 @@ class FourierFeatures(nn.Module):
         return self.output(features)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"siren": Siren, "fourier": FourierFeatures}
+PICTURE_MODELS: dict[str, Callable[..., nn.Module]] = {"siren": Siren, "fourier": FourierFeatures}
+
+
+class PictureTask(SupervisedTask):
+    """One fit; every batch is the whole picture."""
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """All pixels."""
+        inputs, targets = self.splits["train"]
+        rows = torch.arange(len(inputs))
+        return {"inputs": inputs[rows], "targets": targets[rows]}
+
+    def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
+        """Mean squared error and PSNR on all pixels, whatever the split: a fit has nothing else to be judged on."""
+        loss = super().evaluate(params, "train").loss
+        return Evaluation(loss, None, {"PSNR, dB": psnr(loss)})
+
+    def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
+        """The loss on all pixels, so that it is the PSNR of the picture."""
+        return super().monitor(len(self.splits["train"][0]))
 
 
 def pictures(*, model: Model = "siren", width: int = 64, side: int = 64, steps: int = 200) -> "PictureFamily":
@@ -124,15 +143,12 @@ class Suite:
 class PictureFamily(TwoSides):
     """A family of a suite of photographs; see `pictures`."""
 
-    def __init__(self, suite: Suite, model: Model, width: int, side: int, steps: int) -> None:
-        recipe = Recipe(partial(MODELS[model], width), F.mse_loss, side * side, steps)
-        super().__init__("pictures", recipe, suite.sides, self._splits)
-        self.suite, self.model, self.width, self.side = suite, model, width, side
+    task = PictureTask
 
-    @property
-    def task(self) -> "type[PictureTask]":
-        """Tasks that know the PSNR."""
-        return PictureTask
+    def __init__(self, suite: Suite, model: Model, width: int, side: int, steps: int) -> None:
+        recipe = Recipe(partial(PICTURE_MODELS[model], width), F.mse_loss, side * side, steps)
+        super().__init__("pictures", recipe, suite.sides)
+        self.suite, self.model, self.width, self.side = suite, model, width, side
 
     @cached_property
     def colours(self) -> dict[str, Tensor]:
@@ -141,7 +157,8 @@ class PictureFamily(TwoSides):
             name: torch.from_numpy(picture).float() / 127.5 - 1 for name, picture in self.suite.squares(self.side).items()
         }
 
-    def _splits(self, name: str) -> Mapping[Split, Arrays]:
+    def splits(self, name: str) -> Mapping[Split, Arrays]:
+        """The places and colours of a picture."""
         return {"train": (places(self.side), self.colours[name])}
 
     def describe(self) -> dict[str, Any]:
@@ -149,25 +166,6 @@ class PictureFamily(TwoSides):
         settings = {"model": self.model, "width": self.width, "side": self.side, "steps": self.steps}
         about = {"preparation": self.suite.preparation, "dataset": self.suite.name}
         return {"family": self.name, "domains": list(self.domains), **settings, **about}
-
-
-class PictureTask(SupervisedTask):
-    """One fit; every batch is the whole picture."""
-
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """All pixels."""
-        inputs, targets = self.splits["train"]
-        rows = torch.arange(len(inputs))
-        return {"inputs": inputs[rows], "targets": targets[rows]}
-
-    def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
-        """Mean squared error and PSNR on all pixels, whatever the split: a fit has nothing else to be judged on."""
-        loss = super().evaluate(params, "train").loss
-        return Evaluation(loss, None, {"PSNR, dB": psnr(loss)})
-
-    def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
-        """The loss on all pixels, so that it is the PSNR of the picture."""
-        return super().monitor(len(self.splits["train"][0]))
 
 
 def psnr(loss: float) -> float:

@@ -44,6 +44,21 @@ class Forecaster(nn.Module):
         return week.repeat(1, HORIZON // 7) + self.output(F.relu(self.hidden(apart)))
 
 
+class SeriesTask(SupervisedTask):
+    """One forecaster; validation and test have one window each, whose targets are NaN where a day is missing."""
+
+    def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
+        """Mean absolute error on the training windows, in parts of the mean; on validation and test the sMAPE."""
+        if split == "train":
+            return super().evaluate(params, split)
+        if split not in self.splits:
+            raise ValueError(f"This task has the splits {', '.join(self.splits)}, got {split!r}.")
+        days, wanted = (part[torch.arange(1)] for part in self.splits[split])
+        with torch.no_grad():
+            found = smape(self._called(params, days)[0], wanted[0])
+        return Evaluation(found, None, {"sMAPE, %": found})
+
+
 def cash_machines(*, lags: int = 70, width: int = 32, batch_size: int = 32, steps: int = 200) -> "CashMachines":
     """Forecast the withdrawals from one cash machine: a task is a series of NN5 and an initialisation.
 
@@ -71,18 +86,14 @@ class CashMachines(TwoSides):
     """See `cash_machines`."""
 
     kind = "series"
+    task = SeriesTask
 
     def __init__(self, lags: int, width: int, batch_size: int, steps: int) -> None:
         recipe = Recipe(partial(Forecaster, lags, width), F.l1_loss, batch_size, steps)
         drawn = torch.randperm(MACHINES, generator=torch.Generator().manual_seed(0)).add(1).tolist()
         names = [f"NN5-{number:03d}" for number in drawn]
-        super().__init__("cash-machines", recipe, (sorted(names[:LEARNED]), sorted(names[LEARNED:])), self._splits)
+        super().__init__("cash-machines", recipe, (sorted(names[:LEARNED]), sorted(names[LEARNED:])))
         self.lags, self.width = lags, width
-
-    @property
-    def task(self) -> type["SeriesTask"]:
-        """Tasks that are judged by the sMAPE."""
-        return SeriesTask
 
     @cached_property
     def series(self) -> dict[str, NDArray[np.float64]]:
@@ -90,7 +101,8 @@ class CashMachines(TwoSides):
         values, names = stored(files("nn5")["nn5.npz"], "series", "names")
         return {str(name): days for name, days in zip(names, values, strict=True)}
 
-    def _splits(self, name: str) -> Mapping[Split, Arrays]:
+    def splits(self, name: str) -> Mapping[Split, Arrays]:
+        """The windows of a series."""
         return windows(self.series[name], self.lags)
 
     def describe(self) -> dict[str, Any]:
@@ -98,21 +110,6 @@ class CashMachines(TwoSides):
         settings = {"lags": self.lags, "width": self.width, "batch_size": self.recipe.batch_size, "steps": self.steps}
         how = "missing days have the median of the training days of their weekday, and count in no error"
         return {"family": self.name, "domains": list(self.domains), **settings, "preparation": how, "dataset": "nn5"}
-
-
-class SeriesTask(SupervisedTask):
-    """One forecaster; validation and test have one window each, whose targets are NaN where a day is missing."""
-
-    def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
-        """Mean absolute error on the training windows, in parts of the mean; on validation and test the sMAPE."""
-        if split == "train":
-            return super().evaluate(params, split)
-        if split not in self.splits:
-            raise ValueError(f"This task has the splits {', '.join(self.splits)}, got {split!r}.")
-        days, wanted = (part[torch.arange(1)] for part in self.splits[split])
-        with torch.no_grad():
-            found = smape(self._called(params, days)[0], wanted[0])
-        return Evaluation(found, None, {"sMAPE, %": found})
 
 
 def smape(forecast: Tensor, wanted: Tensor) -> float:

@@ -3,6 +3,7 @@
 Initial weights, dropout and batch norms follow from the task and the step alone.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -275,59 +276,7 @@ def _explained(batch: Mapping[str, Tensor], name: str) -> Iterator[None]:
         ) from e
 
 
-# families and tasks
-
-
-def supervised(
-    make_model: Callable[[], nn.Module],
-    datasets: Mapping[str, Source | Mapping[Split, Source]],
-    loss_fn: LossFn = F.cross_entropy,
-    *,
-    batch_size: int = 100,
-    steps: int = 500,
-    shares: Shares = (0.8, 0.1, 0.1),
-    split_seed: int = 0,
-    hold_out: str | Sequence[str] = (),
-    name: str = "supervised",
-) -> "Supervised":
-    """Train a model on one of several datasets: a task is a dataset, an initialisation and an order of the batches.
-
-    The model is read once and called as a function of its parameters. During training, batch norms use the statistics of
-    the batch; `evaluate` computes them anew from the training split. Dropout masks are a function of the task and the step.
-    Parameters that do not require a gradient stay what `make_model` made them. Every task has its own initialisation;
-    `starting_at` gives all of them one.
-
-    Args:
-        make_model: makes a new model at every call; its initial weights are drawn from torch's global generator, which is
-            seeded per task meanwhile and left as it was.
-        datasets: by name: (inputs, targets) tensors, a torch Dataset, the path of an `.npz` file with `inputs` and
-            `targets`, or of a folder of images with a sub-folder per class; or a mapping with one of these for `"train"`
-            and, if wanted, `"validation"` and `"test"`. All of it is held in memory. Numbers with a fraction are converted
-            to the dtype of the model's parameters.
-        loss_fn: of (outputs, targets), averaged over the batch.
-        batch_size: examples per step.
-        steps: T.
-        shares: of training, validation and test in datasets that come without splits.
-        split_seed: decides which examples these are.
-        hold_out: names of the datasets that training never sees, for `held_out()`.
-        name: of the family, for tables and configs.
-
-    Example:
-        >>> inputs, targets = torch.randn(50, 4), torch.arange(50) % 3
-        >>> family = supervised(lambda: nn.Linear(4, 3), {"mine": (inputs, targets)}, batch_size=10, steps=20)
-        >>> task = family.build(family.sample(torch.Generator().manual_seed(0)))
-        >>> {name: tuple(p.shape) for name, p in task.init().items()}
-        {'weight': (3, 4), 'bias': (3,)}
-    """
-    data = read_all(datasets, shares, split_seed)
-    for key, splits in data.items():
-        check_batch_size(batch_size, len(splits["train"][0]), key)
-    kept = [hold_out] if isinstance(hold_out, str) else list(hold_out)
-    if unknown := [key for key in kept if key not in data]:
-        raise ValueError(f"hold_out must name datasets, got {unknown[0]!r}. There are {', '.join(data)}.")
-    if len(kept) == len(data):
-        raise ValueError("hold_out names every dataset, so there is none to learn from. Leave one out.")
-    return Supervised(name, Recipe(make_model, loss_fn, batch_size, steps), data, kept)
+# tasks
 
 
 def check_batch_size(batch_size: int, examples: int, name: str) -> None:
@@ -337,111 +286,6 @@ def check_batch_size(batch_size: int, examples: int, name: str) -> None:
             f"batch_size must lie between 1 and the {examples} training examples of {name!r}, got {batch_size}. "
             f"Pass batch_size={min(examples, 32)}, say."
         )
-
-
-class DatasetFamily(TaskFamily):
-    """Tasks that each train a model on one of several named datasets; `splits` gives the data of a dataset by its name."""
-
-    kind = "dataset"
-    """What a dataset is called, in configs too."""
-    dropout = False
-
-    @property
-    def task(self) -> "type[SupervisedTask]":
-        """What a task is, where it is more than `SupervisedTask`."""
-        return SupervisedTask
-
-    def __init__(
-        self,
-        name: str,
-        recipe: Recipe,
-        names: Sequence[str],
-        splits: Callable[[str], Mapping[Split, tuple[Rows, Rows]]],
-        *,
-        shared_loss: bool,
-    ) -> None:
-        super().__init__(name, recipe.steps, shared_loss=shared_loss)
-        self.recipe, self.domains, self.splits = recipe, tuple(names), splits
-
-    def sample(self, generator: torch.Generator) -> Config:
-        """A dataset, and seeds of the initialisation and of the batches."""
-        name = self.domains[int(torch.randint(len(self.domains), (1,), generator=generator))]
-        seeds = {"init_seed": draw_seed(generator), "batch_seed": draw_seed(generator)}
-        return {"family": self.name, self.kind: name, **seeds}
-
-    def build(self, config: Config) -> "SupervisedTask":
-        """The task of a config; a dataset of another family is refused, or of the other side."""
-        check_config(config, self.name, self.kind, "init_seed", "batch_seed")
-        name = config[self.kind]
-        if name not in self.domains:
-            raise ValueError(
-                f"The config asks for the {self.kind} {name!r}; this family has {', '.join(self.domains)}. "
-                f"Build it with the family or side that sampled it."
-            )
-        return self.task(config, self.recipe, self.splits(name), dropout=self.dropout)
-
-    def drawn(self) -> Drawn:
-        """One of the datasets, whole, and seeds."""
-        which = f"one of the {self.kind}s" if len(self.domains) > 1 else f"the {self.kind}"
-        names = ", ".join(self.domains)
-        return Drawn(f"{which} {names}", "all its training examples", "drawn anew", "drawn anew", self.domains)
-
-
-class TwoSides(DatasetFamily):
-    """A family with one list of domains to learn from and another that is held out whole."""
-
-    kind = "domain"
-
-    def __init__(
-        self,
-        name: str,
-        recipe: Recipe,
-        sides: tuple[Sequence[str], Sequence[str]],
-        splits: Callable[[str], Mapping[Split, tuple[Rows, Rows]]],
-        *,
-        shared_loss: bool = True,
-    ) -> None:
-        super().__init__(name, recipe, sides[0], splits, shared_loss=shared_loss)
-        self.sides = sides
-
-    def held_out(self) -> Self:
-        """The held-out side: the domains that learning never sees."""
-        other = copy(self)
-        other.domains = tuple(self.sides[1])
-        return other
-
-
-class Supervised(DatasetFamily):
-    """See `supervised`."""
-
-    def __init__(self, name: str, recipe: Recipe, data: Mapping[str, Splits], hold_out: Sequence[str] = ()) -> None:
-        self.dropout, shared_loss, dtype = inspect(recipe, data)
-        self.data: dict[str, Splits] = {
-            key: {split: (in_dtype(x, dtype), in_dtype(y, dtype)) for split, (x, y) in splits.items()}
-            for key, splits in data.items()
-        }
-        known = [key for key in data if key not in hold_out]
-        super().__init__(name, recipe, known, self.data.__getitem__, shared_loss=shared_loss)
-        self.hold_out = tuple(hold_out) or None
-
-    def held_out(self) -> Self:
-        """The held-out side: the datasets that learning never sees."""
-        if self.hold_out is None:
-            raise ValueError(f"{self.name} holds out no dataset. Pass supervised(..., hold_out=[their names]).")
-        other = copy(self)
-        other.domains = self.hold_out
-        return other
-
-    def describe(self) -> dict[str, Any]:
-        """The settings, the parameters' shapes, and the size and fingerprint of every dataset of this side."""
-        data = {
-            key: {"examples": {split: len(inputs) for split, (inputs, _) in splits.items()}, "hash": hash_of_data(splits)}
-            for key, splits in ((key, self.data[key]) for key in self.domains)
-        }
-        shapes = {name: list(p.shape) for name, p in self.example().items()}
-        settings = {"batch_size": self.recipe.batch_size, "steps": self.steps, "start": "fresh"}
-        kept = {} if self.hold_out is None else {"hold_out": list(self.hold_out)}
-        return {"family": self.name, "datasets": data, "shapes": shapes, **settings, **kept}
 
 
 class SupervisedTask(Task):
@@ -528,3 +372,152 @@ class SupervisedTask(Task):
 def chunks(examples: int, size: int) -> tuple[Tensor, ...]:
     """All examples in order, in parts of nearly equal length: a last part of one would have no variance."""
     return torch.arange(examples).tensor_split(-(-examples // size))
+
+
+# families
+
+
+def supervised(
+    make_model: Callable[[], nn.Module],
+    datasets: Mapping[str, Source | Mapping[Split, Source]],
+    loss_fn: LossFn = F.cross_entropy,
+    *,
+    batch_size: int = 100,
+    steps: int = 500,
+    shares: Shares = (0.8, 0.1, 0.1),
+    split_seed: int = 0,
+    hold_out: str | Sequence[str] = (),
+    name: str = "supervised",
+) -> "Supervised":
+    """Train a model on one of several datasets: a task is a dataset, an initialisation and an order of the batches.
+
+    The model is read once and called as a function of its parameters. During training, batch norms use the statistics of
+    the batch; `evaluate` computes them anew from the training split. Dropout masks are a function of the task and the step.
+    Parameters that do not require a gradient stay what `make_model` made them. Every task has its own initialisation;
+    `starting_at` gives all of them one.
+
+    Args:
+        make_model: makes a new model at every call; its initial weights are drawn from torch's global generator, which is
+            seeded per task meanwhile and left as it was.
+        datasets: by name: (inputs, targets) tensors, a torch Dataset, the path of an `.npz` file with `inputs` and
+            `targets`, or of a folder of images with a sub-folder per class; or a mapping with one of these for `"train"`
+            and, if wanted, `"validation"` and `"test"`. All of it is held in memory. Numbers with a fraction are converted
+            to the dtype of the model's parameters.
+        loss_fn: of (outputs, targets), averaged over the batch.
+        batch_size: examples per step.
+        steps: T.
+        shares: of training, validation and test in datasets that come without splits.
+        split_seed: decides which examples these are.
+        hold_out: names of the datasets that training never sees, for `held_out()`.
+        name: of the family, for tables and configs.
+
+    Example:
+        >>> inputs, targets = torch.randn(50, 4), torch.arange(50) % 3
+        >>> family = supervised(lambda: nn.Linear(4, 3), {"mine": (inputs, targets)}, batch_size=10, steps=20)
+        >>> task = family.build(family.sample(torch.Generator().manual_seed(0)))
+        >>> {name: tuple(p.shape) for name, p in task.init().items()}
+        {'weight': (3, 4), 'bias': (3,)}
+    """
+    data = read_all(datasets, shares, split_seed)
+    for key, splits in data.items():
+        check_batch_size(batch_size, len(splits["train"][0]), key)
+    kept = [hold_out] if isinstance(hold_out, str) else list(hold_out)
+    if unknown := [key for key in kept if key not in data]:
+        raise ValueError(f"hold_out must name datasets, got {unknown[0]!r}. There are {', '.join(data)}.")
+    if len(kept) == len(data):
+        raise ValueError("hold_out names every dataset, so there is none to learn from. Leave one out.")
+    return Supervised(name, Recipe(make_model, loss_fn, batch_size, steps), data, kept)
+
+
+class DatasetFamily(TaskFamily):
+    """Tasks that each train a model on one of several named datasets."""
+
+    kind = "dataset"
+    """What a dataset is called, in configs too."""
+    task: type[SupervisedTask] = SupervisedTask
+    """What a task is."""
+    dropout = False
+
+    def __init__(self, name: str, recipe: Recipe, names: Sequence[str], *, shared_loss: bool = True) -> None:
+        super().__init__(name, recipe.steps, shared_loss=shared_loss)
+        self.recipe, self.domains = recipe, tuple(names)
+
+    @abstractmethod
+    def splits(self, name: str) -> Mapping[Split, tuple[Rows, Rows]]:
+        """The data of a dataset."""
+
+    def sample(self, generator: torch.Generator) -> Config:
+        """A dataset, and seeds of the initialisation and of the batches."""
+        name = self.domains[int(torch.randint(len(self.domains), (1,), generator=generator))]
+        seeds = {"init_seed": draw_seed(generator), "batch_seed": draw_seed(generator)}
+        return {"family": self.name, self.kind: name, **seeds}
+
+    def build(self, config: Config) -> SupervisedTask:
+        """The task of a config; a dataset of another family is refused, or of the other side."""
+        check_config(config, self.name, self.kind, "init_seed", "batch_seed")
+        name = config[self.kind]
+        if name not in self.domains:
+            raise ValueError(
+                f"The config asks for the {self.kind} {name!r}; this family has {', '.join(self.domains)}. "
+                f"Build it with the family or side that sampled it."
+            )
+        return self.task(config, self.recipe, self.splits(name), dropout=self.dropout)
+
+    def drawn(self) -> Drawn:
+        """One of the datasets, whole, and seeds."""
+        which = f"one of the {self.kind}s" if len(self.domains) > 1 else f"the {self.kind}"
+        names = ", ".join(self.domains)
+        return Drawn(f"{which} {names}", "all its training examples", "drawn anew", "drawn anew", self.domains)
+
+
+class TwoSides(DatasetFamily):
+    """A family with one list of domains to learn from and another that is held out whole."""
+
+    kind = "domain"
+
+    def __init__(self, name: str, recipe: Recipe, sides: tuple[Sequence[str], Sequence[str]]) -> None:
+        super().__init__(name, recipe, sides[0])
+        self.sides = sides
+
+    def held_out(self) -> Self:
+        """The held-out side: the domains that learning never sees."""
+        other = copy(self)
+        other.domains = tuple(self.sides[1])
+        return other
+
+
+class Supervised(DatasetFamily):
+    """See `supervised`."""
+
+    def __init__(self, name: str, recipe: Recipe, data: Mapping[str, Splits], hold_out: Sequence[str] = ()) -> None:
+        self.dropout, shared_loss, dtype = inspect(recipe, data)
+        self.data: dict[str, Splits] = {
+            key: {split: (in_dtype(x, dtype), in_dtype(y, dtype)) for split, (x, y) in splits.items()}
+            for key, splits in data.items()
+        }
+        known = [key for key in data if key not in hold_out]
+        super().__init__(name, recipe, known, shared_loss=shared_loss)
+        self.hold_out = tuple(hold_out) or None
+
+    def splits(self, name: str) -> Splits:
+        """A dataset, held in memory."""
+        return self.data[name]
+
+    def held_out(self) -> Self:
+        """The held-out side: the datasets that learning never sees."""
+        if self.hold_out is None:
+            raise ValueError(f"{self.name} holds out no dataset. Pass supervised(..., hold_out=[their names]).")
+        other = copy(self)
+        other.domains = self.hold_out
+        return other
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, the parameters' shapes, and the size and fingerprint of every dataset of this side."""
+        data = {
+            key: {"examples": {split: len(inputs) for split, (inputs, _) in splits.items()}, "hash": hash_of_data(splits)}
+            for key, splits in ((key, self.data[key]) for key in self.domains)
+        }
+        shapes = {name: list(p.shape) for name, p in self.example().items()}
+        settings = {"batch_size": self.recipe.batch_size, "steps": self.steps, "start": "fresh"}
+        kept = {} if self.hold_out is None else {"hold_out": list(self.hold_out)}
+        return {"family": self.name, "datasets": data, "shapes": shapes, **settings, **kept}

@@ -82,7 +82,7 @@ def moments(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class NormalisedImages:
     """Images kept as uint8, a quarter of the memory, and read a few at a time, normalised by the moments of a channel."""
 
     pixels: Tensor
@@ -135,7 +135,7 @@ def choose_images(labels: Tensor, images: int | None, seed: int) -> tuple[Tensor
     return rest[by_class[place_in_class.argsort(stable=True)][:images]], validation
 
 
-class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
+class Domain(Mapping[Split, tuple[NormalisedImages, Tensor]]):
     """One dataset as tasks see it: images and labels by split, prepared when first asked for, and then kept.
 
     `rows` says which of the official training images make a split, or which of the official test images make the test
@@ -152,9 +152,9 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
         classes: Sequence[int] | None = None,
     ) -> None:
         self.source, self.rows, self.prepare, self.channels, self.classes = source, rows, prepare, channels, classes
-        self._splits: dict[Split, tuple[Pictures, Tensor]] = {}
+        self._splits: dict[Split, tuple[NormalisedImages, Tensor]] = {}
 
-    def __getitem__(self, split: Split) -> tuple[Pictures, Tensor]:
+    def __getitem__(self, split: Split) -> tuple[NormalisedImages, Tensor]:
         if split not in self._splits:
             official = "test" if split == "test" else "train"  # validation is a part of the official training images
             labels = self.source.labels[official][self.rows[split]]
@@ -163,7 +163,7 @@ class Domain(Mapping[Split, tuple[Pictures, Tensor]]):
             pixels = self.prepare(self.source.images[official][self.rows[split]])
             # Mean and deviation of the training images alone, as prepared.
             found = moments(pixels) if split == "train" else self["train"][0].moments
-            self._splits[split] = Pictures(pixels, found, self.channels), labels
+            self._splits[split] = NormalisedImages(pixels, found, self.channels), labels
         return self._splits[split]
 
     def __iter__(self) -> Iterator[Split]:
@@ -177,7 +177,7 @@ Preparation = tuple[str, Callable[[Tensor], Tensor]]
 """How a domain is made: from which dataset, and by which preparation of its uint8 images."""
 
 
-class Collection:
+class ImageDomains:
     """Named domains of one shape (channels, height, width), each prepared when first asked for, and then kept in memory."""
 
     def __init__(self, preparations: Mapping[str, Preparation], shape: tuple[int, int, int], images: int | None) -> None:
@@ -244,7 +244,7 @@ def rotated_mnist(
         steps: T.
     """
     preparations: dict[str, Preparation] = {_angle(a): ("mnist", partial(rotate, angle=a)) for a in angles}
-    collection = Collection(preparations, (1, 28, 28), images)
+    collection = ImageDomains(preparations, (1, 28, 28), images)
     held = None if hold_out is None else _angle(hold_out)
     if width is not None and model not in ("mlp", "resnet18"):
         raise ValueError(f"width is for the models 'mlp' and 'resnet18', and {model!r} has none. Leave it out.")
@@ -272,7 +272,7 @@ def diverse_digits(
         steps: T.
     """
     here, absent = _digits()
-    collection = Collection({n: (n, _same) for n in here}, (1, 28, 28), images)
+    collection = ImageDomains({n: (n, _same) for n in here}, (1, 28, 28), images)
     how = {"preparation": "28x28 grey, as metamd.data gives it", "absent": absent}
     return ImageFamily("diverse-digits", collection, ImageTraining(model, batch_size, steps), how, hold_out=hold_out)
 
@@ -302,7 +302,7 @@ def images(
     digits, absent = _digits()
     preparations: dict[str, Preparation] = {name: (name, _same) for name in ("cifar10", "stl10")}
     preparations |= {name: (name, partial(enlarge, side=32)) for name in digits}
-    collection = Collection(preparations, (3, 32, 32), images)
+    collection = ImageDomains(preparations, (3, 32, 32), images)
     options = {"width": width, "norm": "batch"} if model == "resnet18" else {}
     how = {
         "preparation": "32x32; digits enlarged from 28x28, bilinear (torch interpolate), grey repeated in three channels",
@@ -361,7 +361,7 @@ class ImageFamily(DatasetFamily):
     def __init__(
         self,
         name: str,
-        collection: Collection,
+        collection: ImageDomains,
         training: ImageTraining,
         how: Mapping[str, Any],
         *,
@@ -377,8 +377,12 @@ class ImageFamily(DatasetFamily):
             raise ValueError(f"Holding out {hold_out!r} leaves no domain to train on. Name more domains.")
         domains = (hold_out,) if held and hold_out else tuple(d for d in everything if d != hold_out)
         # The batch has all that tells tasks apart, and the models have no state of their own.
-        super().__init__(name, training.recipe(collection.shape, 10), domains, collection.domain, shared_loss=True)
+        super().__init__(name, training.recipe(collection.shape, 10), domains)
         self.collection, self.training, self.how, self.hold_out = collection, training, how, hold_out
+
+    def splits(self, name: str) -> "Domain":
+        """A domain of the collection."""
+        return self.collection.domain(name)
 
     def held_out(self, steps: int | None = None) -> "ImageFamily":
         """The held-out side: tasks on the held-out domain, with the same images in memory, and so many steps if given."""
@@ -451,7 +455,7 @@ class RotatedContinuous(TaskFamily):
 
     def __init__(self, angles: tuple[float, float], classes: int, images: int | None, training: ImageTraining) -> None:
         super().__init__("rotated-mnist-continuous", training.steps, shared_loss=True)
-        self.collection = Collection({"mnist": ("mnist", _same)}, (1, 28, 28), images)
+        self.collection = ImageDomains({"mnist": ("mnist", _same)}, (1, 28, 28), images)
         self.angles, self.classes, self.training = angles, classes, training
         self.side: Literal["training", "held-out"] = "training"
         self.recipe = training.recipe((1, 28, 28), classes)

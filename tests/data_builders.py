@@ -13,7 +13,7 @@ from scipy.io import savemat
 
 import metamd.data as data
 from metamd.data import decoders, registry
-from metamd.data.registry import Dataset, FileSet, Form, Split
+from metamd.data.registry import Dataset, FileSet, Form, SplitRecord
 from tests.data_fixtures import (
     cifar_bytes,
     dataset,
@@ -112,7 +112,7 @@ def publish(name, server, monkeypatch, forms=lambda split: ()) -> Dataset:
     splits = {}
     for split in COUNT:
         files = [remote(key, body, server.serve(key, whole(body))) for key, body in make(split)[0].items()]
-        splits[split] = Split(COUNT[split], tuple(files), forms(split))
+        splits[split] = SplitRecord(COUNT[split], tuple(files), forms(split))
     record = dataset(name, recipe, shape, splits, stored=stored)
     monkeypatch.setattr(registry, "datasets", lambda: {name: record})
     monkeypatch.setattr(data, "datasets", lambda: {name: record})

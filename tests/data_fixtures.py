@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from metamd.data.raw_files import find_file
-from metamd.data.registry import Dataset, RemoteFile, Split, file_set
+from metamd.data.registry import Dataset, RemoteFile, SplitRecord, file_set
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 DIGITS = tuple("0123456789")
@@ -204,7 +204,7 @@ def pictures(count: int, *shape: int, seed: int = 0) -> tuple[np.ndarray, np.nda
 
 
 def dataset(
-    name: str, recipe: str, shape: tuple[int, ...], splits: dict[str, Split], stored: tuple[int, ...] | None = None
+    name: str, recipe: str, shape: tuple[int, ...], splits: dict[str, SplitRecord], stored: tuple[int, ...] | None = None
 ) -> Dataset:
     return Dataset(
         name=name,

@@ -13,7 +13,7 @@ from metamd.comparison.entrants import entrants, labels, unscheduled
 from metamd.comparison.once import EDGE, FOR_THE_END, WARM_UPS, Chosen, Once, choose_once, price, space_of
 from metamd.comparison.tuning import QuasiRandom, tune
 from metamd.files.store import Records
-from metamd.learning.score import Scores, start_of
+from metamd.learning.score import RunScores, start_of
 from metamd.rivals import Contender, Range, Rival, rival
 from metamd.tasks.base import config_hash
 from metamd.tasks.wrapped import Counted
@@ -124,7 +124,7 @@ def test_a_choice_at_the_edge_of_its_range_has_it_extended():
 def test_the_score_is_that_of_usages():
     """The chosen runs again, by a loop written out: parts of the losses, of the average where there is one, and the end."""
     found = choose_once(rival("sgd").untuned(), QUADRATIC, Once(gradients=2000, tasks=2))
-    scores, runs = Scores([start_of(t) for t in seen(found)]), []
+    scores, runs = RunScores([start_of(t) for t in seen(found)]), []
     for i, task in enumerate(seen(found)):
         (name, x), *_ = task.init().items()
         p = torch.nn.Parameter(x)

@@ -16,7 +16,7 @@ import torch
 
 import metamd.data as data
 from metamd.data import decoders, loading, registry
-from metamd.data.registry import DataError, Form, Split
+from metamd.data.registry import DataError, Form, SplitRecord
 from metamd.files import container
 from metamd.files.store import locked
 from tests import processes
@@ -95,7 +95,7 @@ def test_a_count_other_than_the_recorded_one_is_refused(place, server, monkeypat
     assert record.splits["train"].count == 10
     files, _, _ = idx_files("train")
     short = tuple(remote(key, body, server.serve(key, whole(body))) for key, body in files.items())
-    splits = {**record.splits, "train": Split(10, short)}
+    splits = {**record.splits, "train": SplitRecord(10, short)}
     monkeypatch.setattr(registry, "datasets", lambda: {"mnist": dataset("mnist", "idx", GREY, splits)})
     with pytest.raises(DataError, match=r"must decode to images \(10, 28, 28\) .*, got \(9, 28, 28\)"):
         data.load("mnist", "train")
@@ -109,7 +109,7 @@ def load_here(url):
     flock = fcntl.flock
     fcntl.flock = lambda *args: (print("asking", flush=True), flock(*args))[1]
     files = [remote(key, body, f"{url}/{key}") for key, body in idx_files("train")[0].items()]
-    record = dataset("mnist", "idx", GREY, {"train": Split(COUNT["train"], tuple(files))})
+    record = dataset("mnist", "idx", GREY, {"train": SplitRecord(COUNT["train"], tuple(files))})
     registry.datasets = lambda: {"mnist": record}
     (images, _), _ = loading.load_arrays("mnist", "train")
     print(decoders.digest(images))

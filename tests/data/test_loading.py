@@ -14,7 +14,7 @@ import metamd.data as data
 from metamd.cli import data as commands
 from metamd.cli.options import Data, DataFetch, DataList
 from metamd.data import decoders, registry
-from metamd.data.registry import DataError, Form, Split
+from metamd.data.registry import DataError, Form, SplitRecord
 from tests.data_builders import GREY, idx_files, place, put, server, tiny
 from tests.data_fixtures import dataset, pictures
 
@@ -144,8 +144,8 @@ def test_mnist_offered_as_qmnist_is_refused_even_when_vouched_for(place, monkeyp
     images, labels = pictures(10, *GREY)
     form = Form(10, decoders.digest(images), decoders.digest(labels), "official")
     known = {
-        "mnist": dataset("mnist", "idx", GREY, {"train": Split(10, (), (form,))}),
-        "qmnist": dataset("qmnist", "idx", GREY, {"train": Split(10, ())}),
+        "mnist": dataset("mnist", "idx", GREY, {"train": SplitRecord(10, (), (form,))}),
+        "qmnist": dataset("qmnist", "idx", GREY, {"train": SplitRecord(10, ())}),
     }
     monkeypatch.setattr(registry, "datasets", lambda: known)
     monkeypatch.setenv("METAMD_DATA", str(place / "npz"))

@@ -19,7 +19,7 @@ from metamd.experiments.published import ALONE, AS_PUBLISHED, about_file, agains
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Records, read_cells
 from metamd.files.usage import Usage
-from metamd.learning.paper import spread
+from metamd.learning.paper import metric_spread
 from metamd.rivals import rival
 
 NAMES = ("lr", "weight_decay")
@@ -108,13 +108,13 @@ def test_published_files_are_tuned_as_sgd_is_and_take_the_papers_step(tmp_path):
 
 def test_spreads_by_hand():
     x = {"a": torch.tensor([[0.0, 2.0], [2.0, 4.0]]), "b": torch.tensor([[1.0, 1.0], [3.0, 3.0]])}
-    found = spread(MaxDiagonal(2).with_metrics(x))  # log M: (0, 1), (.5, .5); the second piece is the first times e
+    found = metric_spread(MaxDiagonal(2).with_metrics(x))  # log M: (0, 1), (.5, .5); the second piece is the first times e
     assert found["coordinates"] == pytest.approx((0.125) ** 0.5)
     assert found["tensors"] == pytest.approx(0.0)
     assert found["pieces"] == pytest.approx(0.0), "a common factor is no spread"
     y = {"a": torch.tensor([[0.0, 2.0], [2.0, 0.0]]), "b": torch.tensor([[1.0, 1.0], [4.0, 4.0]])}
-    assert spread(MaxDiagonal(2).with_metrics(y))["pieces"] > 0.1
-    assert spread(MaxDiagonal(2).with_metrics(y))["tensors"] == pytest.approx(0.75)
+    assert metric_spread(MaxDiagonal(2).with_metrics(y))["pieces"] > 0.1
+    assert metric_spread(MaxDiagonal(2).with_metrics(y))["tensors"] == pytest.approx(0.75)
 
 
 def test_a_file_without_a_spread_counts_as_sgd(tmp_path):

@@ -28,7 +28,7 @@ from metamd import (
 from metamd.inner.closed_form import Iterate
 from metamd.inner.objectives import PRIOR
 from metamd.inner.run import run_inner
-from metamd.learning.outer import Adam, GradientDescent, Update
+from metamd.learning.outer import Adam, GradientDescent, OuterUpdate
 from metamd.learning.rounds import draw_task, largest_curvature
 from tests.helpers import closed_form
 from tests.meta_families import Mixed, Noisy, jealous, poisoned, small
@@ -200,7 +200,7 @@ class Spoiling(TrustRegion):
         found = super().update(now, sums, carried, factor)
         count = carried.get("count", torch.zeros(()).double()) + 1
         iterate = found.iterate.shifted(9.0) if count > 2 else found.iterate
-        return Update(iterate, {"count": count}, 1.0)
+        return OuterUpdate(iterate, {"count": count}, 1.0)
 
 
 def test_the_best_iterate_is_kept_not_the_last():

@@ -54,7 +54,6 @@ from itertools import product
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from metamd.certification.statements import Stated, Statement
@@ -68,10 +67,8 @@ from metamd.learning.outer import metric_norms
 from metamd.learning.rounds import draw_config
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
-from metamd.potentials.forms import grouped_squares
+from metamd.potentials.forms import Array, grouped_squares
 from metamd.tasks.base import Config, SolvedTask, Task, TaskFamily, config_hash
-
-Array = NDArray[np.float64]
 
 PURPOSES = ("train", "judge", "pieces", "scale")
 """What `meta_train` draws tasks for, or drew in earlier versions."""

@@ -13,13 +13,14 @@ from metamd.cli.options import Compare, Report
 from metamd.comparison.compare import compare, comparison_settings
 from metamd.comparison.comparison import Target, evaluations
 from metamd.comparison.entrants import Protocol, draw_configs, enough, entrants, labels, said_beforehand
-from metamd.comparison.once import AGAIN, EXPLORED, FIRST, Once
+from metamd.comparison.once import AGAIN, EXPLORED, Once
 from metamd.comparison.tuning import SEARCHES
 from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.store import Records, write_json
 from metamd.files.text import one_line
 from metamd.inner.executor import Executor
 from metamd.learning.meta import seconds_beside_adam
+from metamd.learning.usage import FIRST
 from metamd.rivals import LEARNERS, Contender, Rival, known_rival, learned_rival
 from metamd.rivals.learned import source
 from metamd.tasks.base import TaskFamily

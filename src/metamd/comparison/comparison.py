@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from metamd.comparison.statistics import Array, Estimate, Profile, bootstrap, profiles, signed_rank_tests, signed_ranks
+from metamd.comparison.statistics import LEVEL, Estimate, Profile, bootstrap, profiles, signed_rank_tests, signed_ranks
 from metamd.comparison.training import Outcome
 from metamd.comparison.tuning import METRICS
 from metamd.files.store import Records, Result, as_json, read_cells, read_json
+from metamd.potentials.forms import Array
 from metamd.rivals.base import Tuning, contender_key
 from metamd.tasks.base import Config, config_hash
 
@@ -158,7 +159,7 @@ class Difference:
     @property
     def verdict(self) -> str:
         """`ahead`, `behind`, or `undecided` if p is above 0.05; who is ahead in training alone is said to be so."""
-        if self.p > 0.05:
+        if self.p > LEVEL:
             return "undecided"
         if self.rank_sum > 0:
             return "behind"

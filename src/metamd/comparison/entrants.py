@@ -13,7 +13,7 @@ import torch
 from metamd.comparison.cells import Cell, fill
 from metamd.comparison.comparison import Target, evaluations
 from metamd.comparison.once import AGAIN, FOR_THE_END, Once, choose_once, price
-from metamd.comparison.statistics import PAIRS_TO_DECIDE, pairs_to_find, smallest_p
+from metamd.comparison.statistics import LEVEL, PAIRS_TO_DECIDE, pairs_to_find, smallest_p
 from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import Bayesian, Search, tune
 from metamd.files.store import Records, Result, as_json, read_cells
@@ -124,7 +124,7 @@ def said_beforehand(family: TaskFamily, protocol: Protocol, others: int) -> str:
     least = min(1.0, smallest_p(pairs))
     each = "task each" if seeds == 1 else "tasks each"
     many = f"{domains} domains with {seeds} {each}" if domains > 1 else f"{pairs} task{'s' * (pairs != 1)}"
-    can = "which cannot decide anything" if least >= 0.05 else "so that 0.05 can be reached"
+    can = "which cannot decide anything" if least >= LEVEL else "so that 0.05 can be reached"
     found = ", ".join(f"{effect:g}: {pairs_to_find(effect, others)}" for effect in (CLEAR, 1.0, 0.5))
     return (
         f"The comparison has {many}. Against {others} other{'s' * (others != 1)} the smallest p is {least:.2g}, {can}: "

@@ -12,10 +12,11 @@ import numpy as np
 
 from metamd.comparison.comparison import Comparison
 from metamd.comparison.entrants import ENDINGS, UNTUNED, unscheduled
-from metamd.comparison.statistics import Array, bootstrap
+from metamd.comparison.statistics import bootstrap
 from metamd.files.container import write_atomically
 from metamd.files.store import as_json
 from metamd.files.text import install
+from metamd.potentials.forms import Array
 
 COLOURS = {
     "MetaMD": "#c1272d",

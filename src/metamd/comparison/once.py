@@ -16,14 +16,15 @@ from torch import nn
 
 from metamd.comparison.training import begun, one_thread
 from metamd.comparison.tuning import sobol
-from metamd.files.store import Journal, Records, Result, shortened
+from metamd.files.store import SETTING_DIGITS, Journal, Records, Result, shortened
 from metamd.files.usage import Schedule
 from metamd.files.versions import versions
 from metamd.inner.executor import Executor
 from metamd.learning.parts import Forecast, Parts, parts_of
 from metamd.learning.reference import draw_tasks
-from metamd.learning.score import LOOKS, JudgedOn, Scores, can_be_judged, judged_run, run_record, start_of
-from metamd.rivals.base import SETTING_DIGITS, Contender, Range, Rival, Tuning
+from metamd.learning.score import LOOKS, JudgedOn, RunScores, can_be_judged, judged_run, run_record, start_of
+from metamd.learning.usage import FINALISTS, FIRST
+from metamd.rivals.base import Contender, Range, Rival, Tuning
 from metamd.rivals.table import averaged
 from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed, require_family, seeded
 from metamd.tasks.wrapped import Counted
@@ -38,12 +39,6 @@ FORGOTTEN = Range(0.01, 0.5)
 
 EXPLORED = 0.6
 """Of the budget, for settings that are spread over the space; the rest is for the neighbours of the best, on all tasks."""
-
-FIRST = 2
-"""Tasks on which all settings are tried, as usages are."""
-
-FINALISTS = 2
-"""Settings that are tried on all tasks, for each of the two ways to judge a run."""
 
 STRIDES = (2.0, 2**0.5)
 """Factors to the neighbours of a rate; those of usages are as near."""
@@ -246,7 +241,7 @@ class _Search:
     confirmed: set[str] = field(default_factory=set)  # hyperparameters at an end beyond which it is worse
 
     def __post_init__(self) -> None:
-        self.scores = Scores.on(self.tasks, self.parts, start_of)
+        self.scores = RunScores.on(self.tasks, self.parts, start_of)
         self.known: dict[tuple[str, int], Result] = {}
 
     def chosen(self, seed: int) -> tuple[Contender, Contender]:
@@ -336,7 +331,7 @@ class _Search:
             return {"contender": contender.describe(), **run_record(task, mean, way, rule.model(), self.judged_on)}
 
 
-def _batches(contenders: Sequence[Contender], size: int = 8) -> Iterator[Sequence[Contender]]:
-    """So many at a time: processes share them."""
-    for i in range(0, len(contenders), size):
-        yield contenders[i : i + size]
+def _batches(contenders: Sequence[Contender]) -> Iterator[Sequence[Contender]]:
+    """Eight at a time: processes share them, and the budget is looked at in between."""
+    for i in range(0, len(contenders), 8):
+        yield contenders[i : i + 8]

@@ -14,7 +14,8 @@ from metamd.comparison import figures
 from metamd.comparison.comparison import LEAST, TO_TARGET, Comparison, Target
 from metamd.comparison.entrants import PROTOCOLS, UNTUNED
 from metamd.comparison.figures import best_schedules, loss_curves
-from metamd.comparison.statistics import PAIRS_TO_DECIDE, Array, pairs_to_find, smallest_p
+from metamd.comparison.statistics import PAIRS_TO_DECIDE, pairs_to_find, smallest_p
+from metamd.potentials.forms import Array
 
 
 @dataclass(frozen=True)

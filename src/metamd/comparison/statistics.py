@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metamd.files.store import as_json
-
-Array = NDArray[np.float64]
+from metamd.potentials.forms import Array
 
 RESAMPLES = 2000  # of a bootstrap: 50 of them lie beyond each end of a 95 % interval
 EXACT_UP_TO = 14
@@ -20,6 +19,9 @@ EXACT_UP_TO = 14
 
 FLIPS = 20_000
 """Beyond, so many are drawn."""
+
+LEVEL, POWER = 0.05, 0.8
+"""A difference counts as decided below this p. The number of tasks is chosen to find it with this probability."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def resample(groups: Sequence[int], seed: int, resamples: int = RESAMPLES) -> ND
     return found.reshape(resamples, -1)
 
 
-def signed_rank_tests(pairs: Sequence[tuple[Array, Array]], *, seed: int = 0) -> list[float]:
+def signed_rank_tests(pairs: Sequence[tuple[Array, Array]]) -> list[float]:
     """Two-sided p-values that paired measurements differ, of several tests on the same tasks, corrected for all of them.
 
     The statistic is the sum of the ranked differences with their signs. The null hypothesis is that the differences of a
@@ -91,7 +93,7 @@ def signed_rank_tests(pairs: Sequence[tuple[Array, Array]], *, seed: int = 0) ->
     if n <= EXACT_UP_TO:
         signs = np.array(list(product((1.0, -1.0), repeat=n))).reshape(-1, n)
     else:
-        drawn = np.random.default_rng(seed).choice((1.0, -1.0), size=(FLIPS, n))
+        drawn = np.random.default_rng(0).choice((1.0, -1.0), size=(FLIPS, n))
         signs = np.vstack([np.ones(n), drawn])
     sums = np.abs(signs @ ranks.T)  # the first row has the signs that were observed
     each = np.stack([(len(x) - np.searchsorted(np.sort(x), x - 1e-9)) / len(x) for x in sums.T])
@@ -107,12 +109,12 @@ def smallest_p(pairs: int) -> float:
 
 
 PAIRS_TO_DECIDE = 6
-"""The fewest pairs with which p can come out below 0.05."""
+"""The fewest pairs with which p can come out below `LEVEL`."""
 
 
 @cache
-def pairs_to_find(effect: float, others: int, level: float = 0.05, power: float = 0.8) -> int:
-    """Pairs with which an effect is found with this probability, in units of its standard deviation from pair to pair.
+def pairs_to_find(effect: float, others: int) -> int:
+    """Pairs with which an effect is found with probability `POWER`; its unit is the standard deviation from pair to pair.
 
     For normal differences, by simulated signed ranks against the exact distribution of their sum. The correction is that for
     the first of the others where they have nothing in common: fewer pairs may do.
@@ -123,12 +125,12 @@ def pairs_to_find(effect: float, others: int, level: float = 0.05, power: float 
     """
     rng, normal = np.random.default_rng(0), NormalDist()
     # the t-test needs about so many, and this one more
-    about = ((normal.inv_cdf(1 - level / (2 * max(others, 1))) + normal.inv_cdf(power)) / effect) ** 2
+    about = ((normal.inv_cdf(1 - LEVEL / (2 * max(others, 1))) + normal.inv_cdf(POWER)) / effect) ** 2
     pairs = max(PAIRS_TO_DECIDE, int(0.9 * about))
     while True:
         draws = rng.normal(effect, 1.0, (SIMULATED, pairs))
         ranks = np.abs(draws).argsort(1).argsort(1) + 1
-        if (np.where(draws < 0, ranks, 0).sum(1) <= _critical(pairs, level / max(others, 1))).mean() >= power:
+        if (np.where(draws < 0, ranks, 0).sum(1) <= _critical(pairs, LEVEL / max(others, 1))).mean() >= POWER:
             return pairs
         pairs += 1
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from metamd.comparison.training import Measuring, Outcome, one_thread, train_contender
 from metamd.files.progress import Progress
-from metamd.files.store import Records, Result, shortened
+from metamd.files.store import SETTING_DIGITS, Records, Result, shortened
 from metamd.files.text import install
 from metamd.files.usage import Schedule
-from metamd.rivals.base import SETTING_DIGITS, Contender, Rival, Setting, searched
+from metamd.rivals.base import Contender, Rival, Setting, searched
 from metamd.tasks.base import Task, TaskFamily, config_hash, derive_seed, seeded
 
 if TYPE_CHECKING:

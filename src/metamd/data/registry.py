@@ -65,7 +65,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitRecord:
     """One split: how many examples its official files hold, which files, and the arrays seen of it."""
 
     count: int
@@ -84,7 +84,7 @@ class Dataset:
     classes: tuple[str, ...]
     licence: str
     homepage: str
-    splits: Mapping[str, Split]
+    splits: Mapping[str, SplitRecord]
     recipe: str
     note: str = ""
 
@@ -152,7 +152,7 @@ def dataset(name: str) -> Dataset:
     return datasets()[name]
 
 
-def split_of(name: str, split: str) -> Split:
+def split_of(name: str, split: str) -> SplitRecord:
     """The record of one split, by name."""
     splits = dataset(name).splits
     if split not in splits:
@@ -181,7 +181,7 @@ def _dataset(name: str, entry: Mapping[str, Any]) -> Dataset:
             RemoteFile(**{**file, "urls": (*(host + file["name"] for host in hosts), *file.get("urls", ()))})
             for file in split.get("files", ())
         ]
-        splits[key] = Split(split["count"], tuple(files), tuple(Form(**form) for form in split.get("forms", ())))
+        splits[key] = SplitRecord(split["count"], tuple(files), tuple(Form(**form) for form in split.get("forms", ())))
     plain = {"stored": entry["shape"]} | {key: value for key, value in entry.items() if key not in ("hosts", "splits")}
     plain |= {key: tuple(plain[key]) for key in ("shape", "stored", "classes")}
     return Dataset(name=name, splits=MappingProxyType(splits), **plain)

@@ -108,7 +108,7 @@ MOMENTA = {
     for said, momentum in {"plain": 0.0, "momentum 0.9": 0.9}.items()
     for schedule in Protocol.schedules
 }
-POLAR: dict[str, Any] = {"metrics": ("online",), "rules": tuple(Online("polar", beta=beta) for beta in (0.7, 0.9))}
+BY_POLAR: dict[str, Any] = {"metrics": ("online",), "rules": tuple(Online("polar", beta=beta) for beta in (0.7, 0.9))}
 BY_SIGNAL: dict[str, Any] = {"metrics": ("online",), "rules": tuple(rule for rule in RULES if rule.signal)}
 
 ABLATION = Experiment(
@@ -126,8 +126,8 @@ ABLATION = Experiment(
         "used-whole": _used("Kronecker of all directions, rule polar, signal", Kronecker(rank=None), **BY_SIGNAL),
         "used-few": _used("Kronecker of 8 directions, rule polar, signal", Kronecker(rank=8), **BY_SIGNAL),
         "used-plain-signal": _used("one number per tensor, rule polar, signal", Diagonal(tying="tensor"), **BY_SIGNAL),
-        "used-polar": _used("Kronecker, rule polar", **POLAR),
-        "used-plain-polar": _used("one number per tensor, rule polar", Diagonal(tying="tensor"), **POLAR),
+        "used-polar": _used("Kronecker, rule polar", **BY_POLAR),
+        "used-plain-polar": _used("one number per tensor, rule polar", Diagonal(tying="tensor"), **BY_POLAR),
         "used-diagonal": _used("diagonal, best usage of the learned metric", Diagonal(), metrics=("learned",)),
         "kronecker": Geometry(COORDINATES, MOMENTA, options={"objective": REGRET}, same_tasks=True),
         "diagonal": _closed("diagonal, regret to a reference", Diagonal()),
@@ -152,7 +152,7 @@ ABLATION = Experiment(
     sections=standings,
 )
 
-MODELS: dict[str, Callable[[Scale, str], Family]] = {"linear": linear, "mlp": rotated, "lenet": digits}
+FAMILIES_BY_MODEL: dict[str, Callable[[Scale, str], Family]] = {"linear": linear, "mlp": rotated, "lenet": digits}
 HELD_OUT_OF_EACH = ("linear 0", "mlp 45", "lenet kmnist")
 PRESET_RIVALS = ("sgd", "sgdm", "adam")
 
@@ -162,7 +162,7 @@ def _of_each_model(scale: Scale, held_out: str) -> Family:
     model, domain = held_out.split()
     if model == "linear":
         scale = replace(scale, steps=2 * scale.steps, images=1000 if scale.images is None else scale.images // 10)
-    return MODELS[model](scale, domain)
+    return FAMILIES_BY_MODEL[model](scale, domain)
 
 
 PAPER_PRESET = Experiment(

@@ -18,7 +18,7 @@ from metamd.tasks.vision import ADAPTED
 from metamd.tasks.wrapped import SharedStart
 
 ADAPTATION_ANGLES = tuple(str(a) for a in ADAPTED)
-LONGER = Reference(lr=2e-3, factor=2)
+LONGER_REFERENCE = Reference(lr=2e-3, factor=2)
 
 
 def _adaptation_family(scale: Scale, hold_out: str) -> SharedStart:
@@ -26,7 +26,7 @@ def _adaptation_family(scale: Scale, hold_out: str) -> SharedStart:
 
 
 def _learned_start(scale: Scale, family: Family) -> LearnedStart:
-    return learn_start(family, reference=LONGER, tasks=2 * scale.tasks_per_step)
+    return learn_start(family, reference=LONGER_REFERENCE, tasks=2 * scale.tasks_per_step)
 
 
 GIVEN = Experiment(
@@ -34,7 +34,7 @@ GIVEN = Experiment(
     _adaptation_family,
     {
         "kronecker": replace(coordinates(BOTH), longer=2),
-        "diagonal": replace(DIAGONAL, options={"objective": Regret(comparator=LONGER)}),
+        "diagonal": replace(DIAGONAL, options={"objective": Regret(comparator=LONGER_REFERENCE)}),
     },
     {
         "smoke": replace(SMOKE, domains=("0",), images=60, seeds=2, rivals=("sgdm", "adam"), batch_size=20),

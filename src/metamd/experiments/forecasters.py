@@ -7,7 +7,7 @@ smoothings with a weekly season, by the days before those that it forecasts [Hyn
 installed (the extra `series`), its row is left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -30,18 +30,17 @@ from metamd.experiments.experiment import Experiment
 from metamd.experiments.per_instance import CPU, GEOMETRY, PAPER, SMOKE, per_side, summarised
 from metamd.files.store import Records, Result, as_json
 from metamd.inner.run import OptimiserSteps, train
+from metamd.potentials.base import Params
 from metamd.tasks.base import Split, seeded
 from metamd.tasks.series import HORIZON, CashMachines, Forecaster, SeriesTask, filled, smape
 from metamd.tasks.supervised import SupervisedTask
 
 RATES, FURTHER = (1e-3, 3e-3, 1e-2), (1e-4, 3e-4, 1e-3)
-LONGER = 10
+GLOBAL_FACTOR = 10
 """How many times as many steps as a forecaster of one series the global network takes."""
 
 AUTO_ETS = "auto-ets"
 """The name of its cell, apart from the others that need no package."""
-
-Params = Mapping[str, Tensor]
 
 
 def _family(scale: Scale, hold_out: str) -> Family:
@@ -68,7 +67,7 @@ def others(family: CashMachines) -> Result:
     mine = [task_of(held, name) for name in held.domains]
     with one_thread():
         pooled = [torch.cat(parts) for parts in zip(*(t.splits["train"] for t in (*known, *mine)), strict=True)]
-        networks = {rate: trained(family, pooled, rate) for rate in RATES}
+        networks = {rate: global_network(family, pooled, rate) for rate in RATES}
         rate = min(RATES, key=lambda x: errors(known, networks[x], "validation"))
         common = networks[rate]
         some = known[:: max(1, len(known) // 8)]
@@ -115,12 +114,12 @@ def errors(some: Sequence[SeriesTask], params: Params, split: Split) -> float:
     return fmean(task.evaluate(params, split).loss for task in some)
 
 
-def trained(family: CashMachines, pooled: Sequence[Tensor], rate: float) -> Params:
+def global_network(family: CashMachines, pooled: Sequence[Tensor], rate: float) -> Params:
     """One network on the windows of all series, by Adam with linear decay."""
     config = {"family": "pooled", "dataset": "all", "init_seed": 0, "batch_seed": 0}
     recipe = replace(family.recipe, make_model=partial(Forecaster, family.lags, family.width))
     task = SupervisedTask(config, recipe, {"train": (pooled[0], pooled[1])})
-    return by_adam(task, task.init(), rate, LONGER * family.steps)
+    return by_adam(task, task.init(), rate, GLOBAL_FACTOR * family.steps)
 
 
 def further(task: SeriesTask, start: Params, rate: float) -> Params:
@@ -145,7 +144,7 @@ def sections(rows: Sequence[Result]) -> list[Section]:
 
 # few windows of one series are soon learned by heart: a second file is judged on what it forecasts
 ON_VALIDATION = coordinates({"MetaMD, judged on validation data": Entrant()}, judged_on="validation")
-RIVALS = ("adam", "muon", "soap")
+SERIES_RIVALS = ("adam", "muon", "soap")
 EXPERIMENTS = (
     Experiment(
         "cash-machines",
@@ -157,8 +156,8 @@ EXPERIMENTS = (
                 sizes={"lags": 14, "width": 3, "batch_size": 4},
                 measuring=Measuring(every=4, examples=20, looks=(4, 8)),
             ),
-            "cpu": replace(CPU, steps=200, rivals=RIVALS, usage_tasks=6, measuring=Measuring(looks=(20, 100, 200))),
-            "paper": replace(PAPER, steps=200, rivals=RIVALS, measuring=Measuring(looks=(20, 100, 200))),
+            "cpu": replace(CPU, steps=200, rivals=SERIES_RIVALS, usage_tasks=6, measuring=Measuring(looks=(20, 100, 200))),
+            "paper": replace(PAPER, steps=200, rivals=SERIES_RIVALS, measuring=Measuring(looks=(20, 100, 200))),
         },
         target="Adam",
         summarise=_summarised,

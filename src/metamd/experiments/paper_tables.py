@@ -270,17 +270,18 @@ REFRESH = replace(
 
 # Everybody learns from the same angles. The learned rivals then have the best of several factors on their steps for the very
 # runs that are shown. Adam and SGD-M are there for orientation.
-LEARNED = ("meta-sgd", "aruba", "aruba-plus", "learned-schedule", "lstm", "hypergradient")
-LEARNED_SMOKE = replace(ONE_ANGLE, images=100, steps=6, budget=1, rivals=(*LEARNED, "adam"), usage_tasks=1, batch_size=20)
-ORIENTED = (*LEARNED, "sgdm", "adam")
+LEARNED_FIRST = ("meta-sgd", "aruba", "aruba-plus", "learned-schedule", "lstm", "hypergradient")
+AND_TUNED = (*LEARNED_FIRST, "sgdm", "adam")
 LEARNED_RIVALS = Experiment(
     "learned-rivals",
     rotated,
     {"kronecker": coordinates(BOTH)},
     {
-        "smoke": LEARNED_SMOKE,
-        "cpu": Scale(("0", "45"), 1000, steps=100, tasks_per_step=4, budget=9, rivals=ORIENTED, screen=3),
-        "paper": Scale(PAPER_ANGLES, 10_000, seeds=10, rivals=ORIENTED),
+        "smoke": replace(
+            ONE_ANGLE, images=100, steps=6, budget=1, rivals=(*LEARNED_FIRST, "adam"), usage_tasks=1, batch_size=20
+        ),
+        "cpu": Scale(("0", "45"), 1000, steps=100, tasks_per_step=4, budget=9, rivals=AND_TUNED, screen=3),
+        "paper": Scale(PAPER_ANGLES, 10_000, seeds=10, rivals=AND_TUNED),
     },
     sections=standings,
 )

@@ -22,7 +22,7 @@ from metamd.comparison.comparison import Comparison
 from metamd.comparison.entrants import UNTUNED
 from metamd.comparison.once import FOR_THE_END
 from metamd.comparison.sections import Section, formatted, interval, two_clocks
-from metamd.comparison.statistics import Array, bootstrap
+from metamd.comparison.statistics import bootstrap
 from metamd.comparison.training import Measuring, begun, one_thread
 from metamd.experiments.declare import Entrant, Family, Scale, coordinates, learned_file
 from metamd.experiments.experiment import Experiment
@@ -31,6 +31,7 @@ from metamd.files.store import Result, as_json
 from metamd.inner.objectives import Reference
 from metamd.inner.run import train
 from metamd.learning.reference import draw_tasks, learn_start, tuned_reference
+from metamd.potentials.forms import Array
 from metamd.rivals import RIVALS, Contender, learned_rival
 from metamd.rivals.table import averaged
 from metamd.tasks.base import Config, TaskFamily
@@ -405,7 +406,7 @@ BURGERS = Experiment(
 KNOWN = 8
 """Equations that are solved before, for runs that begin at the solution with the nearest viscosity."""
 
-LONGER = Reference(torch.optim.Adam, 4e-3, 2.0)
+SOLVER = Reference(torch.optim.Adam, 4e-3, 2.0)
 """By what they are solved: Adam, over twice the steps of a run."""
 
 
@@ -416,7 +417,7 @@ def _from_the_nearest(scale: Scale, hold_out: str) -> NearestStart:
 
 def _solutions(family: TaskFamily) -> Solved:
     tasks = draw_tasks(family, 0, "solved before", KNOWN)
-    return [(task.config, LONGER.run(task, task.init(), task.steps)[0]) for task in tasks]
+    return [(task.config, SOLVER.run(task, task.init(), task.steps)[0]) for task in tasks]
 
 
 def _between_viscosities(one: Config, other: Config) -> float:

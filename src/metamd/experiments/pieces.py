@@ -32,7 +32,8 @@ from metamd.potentials import Diagonal, MaxDiagonal
 from metamd.potentials.base import Centre
 from metamd.tasks.base import TaskFamily
 
-MOST = 5
+PIECES = (2, 3, 4, 5)
+"""How many pieces a mixture has."""
 WINDOWS = 10
 """Of a run, over which the activity of a piece is averaged."""
 
@@ -65,14 +66,14 @@ MORE_OF_THREE = {
 }
 GEOMETRIES = {
     "1-piece": Geometry(Diagonal(), {"1 piece": PLAIN}, same_tasks=True),
-    **{f"{n}-pieces": _mixture(n, {f"{n} pieces": PLAIN} | (MORE_OF_THREE if n == 3 else {})) for n in range(2, MOST + 1)},
+    **{f"{n}-pieces": _mixture(n, {f"{n} pieces": PLAIN} | (MORE_OF_THREE if n == 3 else {})) for n in PIECES},
     "3-pieces-origin": _mixture(
         3, {"3 pieces about the origin": PLAIN, "3 pieces about the origin, the paper's step": PAPERS_STEP}, centre="origin"
     ),
 }
 
-FOLLOWED = {
-    **{f"{n} pieces": (f"{n}-pieces", True) for n in range(2, MOST + 1)},
+WATCHED = {
+    **{f"{n} pieces": (f"{n}-pieces", True) for n in PIECES},
     "3 pieces, the paper's step": ("3-pieces", False),
     "3 pieces about the origin": ("3-pieces-origin", True),
     "3 pieces about the origin, the paper's step": ("3-pieces-origin", False),
@@ -87,11 +88,11 @@ def _activity(size: Scale, folder: Path, seed: int, workers: int) -> list[Result
     side = rotated(size, HELD_OUT).held_out()
     cells = [
         Cell(f"{name}-{i}", partial(piece_weights, side, config, learned_file(folder, HELD_OUT, geometry), exact=exact))
-        for name, (geometry, exact) in FOLLOWED.items()
+        for name, (geometry, exact) in WATCHED.items()
         for i, config in enumerate(draw_configs(side, size.seeds, seed)[HELD_OUT])
     ]
     found = fill(Records(folder / "activity", about), cells, title="pieces: activity", workers=workers)
-    activity = {name: [found[f"{name}-{i}"] for i in range(size.seeds)] for name in FOLLOWED}
+    activity = {name: [found[f"{name}-{i}"] for i in range(size.seeds)] for name in WATCHED}
     draw_weights(activity, folder / "activity.png")
     return [
         {

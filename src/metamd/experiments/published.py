@@ -41,7 +41,7 @@ from metamd.files.learned import load
 from metamd.files.store import Records, Result, read_cells
 from metamd.learning.meta import paper
 from metamd.learning.outer import Unpublished
-from metamd.learning.paper import spread
+from metamd.learning.paper import metric_spread
 from metamd.tasks.base import TaskFamily
 
 AS_PUBLISHED = "MetaMD as published"
@@ -83,7 +83,7 @@ def geometries(offered: Unpublished = OFFERED) -> dict[str, Geometry]:
 
 BY_GRID: dict[str, Any] = {"protocol": "paper", "search": "extended", "schedules": ("constant",), "budget": 30}
 BY_BAYES: dict[str, Any] = {"protocol": "paper", "schedules": ("constant",)}
-LEARNED: dict[str, Any] = {"outer_steps": 150, "tasks_per_step": 2}
+LEARNING: dict[str, Any] = {"outer_steps": 150, "tasks_per_step": 2}
 SHORTER: dict[str, Any] = {"steps": 100, "outer_steps": 45, "tasks_per_step": 2}
 """What a core can learn for six angles; runs of the comparison are longer."""
 
@@ -91,7 +91,7 @@ SHORTER: dict[str, Any] = {"steps": 100, "outer_steps": 45, "tasks_per_step": 2}
 def about_file(path: Path) -> Result:
     """The spread of log M in a learned file, whether it counts as SGD, and what was tried on training tasks."""
     learned = load(path)
-    by = spread(learned.potential)
+    by = metric_spread(learned.potential)
     kind = "SGD" if max(by["coordinates"], by["tensors"]) < COUNTS_AS_SGD else "its own"
     sgd, *tried = (learned.header.choice or {"tried": [{}]})["tried"]
     finished = [row for row in tried if row["loss"] is not None]
@@ -231,20 +231,30 @@ def _published(of: Experiment, offered: Unpublished = OFFERED, **scales: Scale) 
     )
 
 
-SMOKE = replace(ONE_ANGLE, rivals=("sgd", "adam"), protocol="paper", search="grid", budget=2, schedules=("constant",))
-SMOKE = replace(SMOKE, images=100, steps=6, outer_steps=1, usage_tasks=1)
+SMOKE = replace(
+    ONE_ANGLE,
+    images=100,
+    steps=6,
+    outer_steps=1,
+    rivals=("sgd", "adam"),
+    protocol="paper",
+    search="grid",
+    budget=2,
+    schedules=("constant",),
+    usage_tasks=1,
+)
 LINEAR = _published(
     ROTATED_LINEAR,
     TWO_K,
     smoke=replace(SMOKE, search="extended", budget=16),
     cpu=Scale(PAPER_ANGLES, 1000, test_steps=1000, geometries=tuple(NUMBERS), **SHORTER, **BY_GRID),
-    paper=Scale(PAPER_ANGLES, 1000, steps=1000, **LEARNED, **BY_GRID),
+    paper=Scale(PAPER_ANGLES, 1000, steps=1000, **LEARNING, **BY_GRID),
 )
 MLP = _published(
     ROTATED_MLP,
     smoke=SMOKE,
     cpu=Scale(PAPER_ANGLES, 10_000, test_steps=500, geometries=("published-3",), **SHORTER, **BY_GRID),
-    paper=Scale(PAPER_ANGLES, 10_000, steps=500, test_steps=5000, **LEARNED, **BY_GRID),
+    paper=Scale(PAPER_ANGLES, 10_000, steps=500, test_steps=5000, **LEARNING, **BY_GRID),
 )
 # Compared over as many steps as were learned on: at the scale `cpu` the others are compared over five times as many.
 MLP_SHORT = replace(
@@ -261,7 +271,7 @@ LENET = _published(
     DIVERSE_DIGITS,
     smoke=replace(SMOKE, domains=("usps",), steps=4),
     cpu=Scale(AT_HAND, 10_000, steps=250, outer_steps=24, tasks_per_step=2, geometries=("published-3",), **BY_BAYES),
-    paper=replace(DIVERSE_DIGITS.scales["paper"], **LEARNED, **BY_BAYES),
+    paper=replace(DIVERSE_DIGITS.scales["paper"], **LEARNING, **BY_BAYES),
 )
 RESNET = _published(
     RESNET18,
@@ -281,7 +291,7 @@ RESNET = _published(
         measuring=Measuring(every=10, examples=500),
         **BY_BAYES,
     ),
-    paper=replace(RESNET18.scales["paper"], **LEARNED, **BY_BAYES),
+    paper=replace(RESNET18.scales["paper"], **LEARNING, **BY_BAYES),
 )
 
 EXPERIMENTS = (LINEAR, MLP, MLP_SHORT, LENET, RESNET)

@@ -33,7 +33,7 @@ from metamd.tasks.base import Task, TaskFamily, derive_seed
 ROWS = {"published": (0.3, 14.0), "ill": (0.01, 14.0)}
 """The means of Q's diagonal. Those of the paper's second row are not published; (0.01, 14) is ours."""
 
-PAPER = {"paper-published": "MetaMD, paper", "paper-adam": "MetaMD, paper (Adam on log D)"}
+PAPER_LABELS = {"paper-published": "MetaMD, paper", "paper-adam": "MetaMD, paper (Adam on log D)"}
 """Algorithm 1 as published, trained from near the origin; and its objective with another outer rule."""
 
 STARTS = {"far": 3.0, "near": 0.1}
@@ -214,7 +214,7 @@ def _labelled_counts(
         if trainings:
             each = [{"metrics": r["metrics"], "mean": spread(r["iterations"][name])["mean"], **r["cost"]} for r in trainings]
             yield label, [c for r in trainings for c in r["iterations"][name]], {"trainings": each}
-    for key, label in PAPER.items():
+    for key, label in PAPER_LABELS.items():
         preset = results.get(f"{row}-{start}-{key}", {"failed": ""})
         if "failed" not in preset:
             yield label, preset["iterations"][name], {"metrics": preset["metrics"], "setting": preset["setting"]}
@@ -309,7 +309,7 @@ def draw(results: Mapping[str, Result], folder: Path) -> None:
 
 
 def _panels(results: Mapping[str, Result], row: str, task: Task) -> Iterator[figures.Panel]:
-    shown = {label: f"{key}-0" for key, label in OURS.items()} | {label: key for key, label in PAPER.items()}
+    shown = {label: f"{key}-0" for key, label in OURS.items()} | {label: key for key, label in PAPER_LABELS.items()}
     shown |= {rival.name: f"tight-{key}-rate" for key, rival in synthetic.BATCHED_RIVALS.items()}
     for label, key in shown.items():
         found = results.get(f"{row}-far-{key}", {"failed": ""})

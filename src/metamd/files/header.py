@@ -355,7 +355,7 @@ _tried = {
 }
 _tried |= {"rate": weight, "loss": optional(finite)}
 _choice["tried"] = lambda name, value: [record(_tried)(f"each of {name}", row) for row in _filled(name, value)]
-texts = _list("texts", lambda value: isinstance(value, str))
+text_list = _list("texts", lambda value: isinstance(value, str))
 
 _learned_from = {"prior": _not_negative, "runs": _runs, "trials": _trials, "reach": _reach}
 

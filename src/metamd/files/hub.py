@@ -15,7 +15,7 @@ FILE, CARD = "metamd.safetensors", "README.md"
 """What a folder holds: the file that `save` writes, and a card for readers, which is not read."""
 
 
-def find(folder_or_name: str | os.PathLike[str], **options: Any) -> str | Path:
+def file_of(folder_or_name: str | os.PathLike[str], **options: Any) -> str | Path:
     """What `load` takes: the file in a folder, a path, a shipped name, or the file of a repository that was downloaded."""
     place = Path(folder_or_name)
     if place.is_dir():
@@ -42,7 +42,7 @@ def write(learned: "LearnedOptimiser", folder: str | os.PathLike[str]) -> Path:
     place.mkdir(parents=True, exist_ok=True)
     learned.save(place / FILE)
     if not (place / CARD).exists():
-        write_atomically(place / CARD, card(learned, "FOLDER").encode())
+        write_atomically(place / CARD, model_card(learned, "FOLDER").encode())
     return place / FILE
 
 
@@ -55,12 +55,12 @@ def push(learned: "LearnedOptimiser", name: str, *, message: str, private: bool 
 
     with TemporaryDirectory() as folder:
         write(learned, folder)
-        write_atomically(Path(folder) / CARD, card(learned, name).encode())
+        write_atomically(Path(folder) / CARD, model_card(learned, name).encode())
         operations = [hub.CommitOperationAdd(each, Path(folder) / each) for each in (FILE, CARD)]
         return str(api.create_commit(name, operations, commit_message=message).commit_url)
 
 
-def card(learned: "LearnedOptimiser", name: str) -> str:
+def model_card(learned: "LearnedOptimiser", name: str) -> str:
     """The card of a repository, in Markdown."""
     header = learned.header
     family = (header.family or {}).get("name")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metamd.files import hub
 from metamd.files.container import AGAIN, DTYPES, Kind, Tensors, checksum, shapes, strict_json
-from metamd.files.header import CHECKS, Header, record, texts
+from metamd.files.header import CHECKS, Header, record, text_list
 from metamd.files.shipped import locate
 from metamd.files.text import shown
 from metamd.files.usage import Usage
@@ -96,7 +96,7 @@ class LearnedStart(Tensors):
         """
 
         def assemble(text: str, tensors: Tensors) -> LearnedStart:
-            fields = {"names": texts, "tasks": texts, "cost": CHECKS["cost"]}
+            fields = {"names": text_list, "tasks": text_list, "cost": CHECKS["cost"]}
             said = record(fields)("its record", strict_json(text, "its record"))
             if sorted(said["names"]) != sorted(tensors):
                 raise ValueError(f"its record must name every tensor once, got {shown(said['names'])}. {AGAIN}")
@@ -235,7 +235,7 @@ class LearnedOptimiser:
             local_files_only: download nothing.
         """
         options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        return load(hub.find(folder_or_name, **options))
+        return load(hub.file_of(folder_or_name, **options))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the file as metamd.safetensors into a folder, with a card for readers; `from_pretrained` reads it.
@@ -327,7 +327,7 @@ def _assemble(text: str, tensors: Tensors) -> LearnedOptimiser:
     potential = blank.with_metrics(log_d, tensors["offsets"])
     moments = None
     if any(name.startswith(MOMENTS) for name in tensors):
-        keys = moment_shapes(header)
+        keys = run_moment_shapes(header)
         moments = Moments(*({k: tensors[f"{prefix}{k}"] for k in keys} for prefix in MOMENTS))
     return LearnedOptimiser(header, potential, moments, start or None)
 
@@ -339,7 +339,7 @@ def _check(header: Header, tensors: Tensors) -> None:
     if header.learned_from and any(name.startswith(MOMENTS) for name in tensors):
         if header.pieces != 1:
             raise ValueError(f"moments must be of one piece, got {header.pieces}. {AGAIN}")
-        wanted |= {f"{prefix}{k}": s for prefix in MOMENTS for k, s in moment_shapes(header).items()}
+        wanted |= {f"{prefix}{k}": s for prefix in MOMENTS for k, s in run_moment_shapes(header).items()}
     check_shapes(wanted, tensors)
     for name, value in tensors.items():
         part = name.partition("/")[0]
@@ -370,7 +370,7 @@ def _check(header: Header, tensors: Tensors) -> None:
                 )
 
 
-def moment_shapes(header: Header) -> dict[str, Shape]:
+def run_moment_shapes(header: Header) -> dict[str, Shape]:
     """The shapes of the moments of recorded runs by key: matrices by "right/key", for weights in learned coordinates."""
     whole = {factor: (n, n) for factor, (n, _) in header.factors.items()}
     return {**whole, **{k: s[1:] for k, s in header.tensors.items() if f"right/{k}" not in whole}}

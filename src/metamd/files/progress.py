@@ -36,7 +36,7 @@ def showing(shown: Shown) -> Iterator[None]:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_depth: ContextVar[int] = ContextVar("metamd.verbs", default=0)
+_nested: ContextVar[int] = ContextVar("metamd.verbs", default=0)
 
 
 def ends_with(sentence: Callable[[Any], str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -48,12 +48,12 @@ def ends_with(sentence: Callable[[Any], str]) -> Callable[[Callable[P, R]], Call
     def decorate(verb: Callable[P, R]) -> Callable[P, R]:
         @wraps(verb)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            token = _depth.set(_depth.get() + 1)
+            token = _nested.set(_nested.get() + 1)
             try:
                 found = verb(*args, **kwargs)
             finally:
-                _depth.reset(token)
-            if not _depth.get() and _shown.get() == "terminal" and sys.stderr.isatty():
+                _nested.reset(token)
+            if not _nested.get() and _shown.get() == "terminal" and sys.stderr.isatty():
                 print(sentence(found), file=sys.stderr, flush=True)
             return found
 

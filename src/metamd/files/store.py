@@ -325,6 +325,10 @@ def as_json(value: Any) -> Any:
     return _mapped(value, lambda x: x if math.isfinite(x) else None)
 
 
+SETTING_DIGITS = 6
+"""Digits of hyperparameters that are searched, so that records are readable and exact."""
+
+
 def shortened(value: Any, digits: int) -> Any:
     """Plain values with so many digits of every float."""
     return _mapped(value, lambda x: float(f"{x:.{digits}g}"))

@@ -21,7 +21,7 @@ TensorSums = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Update:
+class OuterUpdate:
     """What an outer step led to."""
 
     iterate: Iterate  # the new metrics
@@ -36,7 +36,7 @@ class Outer(ABC):
     """Whether metrics under which some task diverges are taken back half way; if all diverge, they always are."""
 
     @abstractmethod
-    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> OuterUpdate:
         """The metrics of the next outer step, after those of this one.
 
         Sums are over the tasks that did not diverge, their number under "tasks". `carried` comes from the update before.
@@ -63,7 +63,7 @@ class TrustRegion(Outer):
         if not 0 <= self.memory < 1:
             raise ValueError(f"memory must lie in [0, 1), got {self.memory}. 0 learns from the last runs alone.")
 
-    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> OuterUpdate:
         """To the closed form's minimiser, or as far as the region reaches."""
         kept = {n: v + carried[n] if n in carried else v for n, v in sums.items() if n != "tasks"}
         moments, half = (Moments(*({n[2:]: v for n, v in kept.items() if n[0] == s} for s in pair)) for pair in ("xy", "uv"))
@@ -77,7 +77,7 @@ class TrustRegion(Outer):
         fresh = {k: 1 - (now.log_d[k] - v).abs()[0].double() / math.log(2.0) for k, v in log_d.items()}
         fresh |= {k: torch.tensor(1 - v / math.log(2.0), dtype=torch.float64) for k, v in turned.changes.items()}
         carried = {n: v * self.memory * fresh[n[2:]].clamp_min(0) for n, v in kept.items()} if self.memory else {}
-        return Update(now.moved(log_d | turned.log_d, basis=turned.basis), carried, change)
+        return OuterUpdate(now.moved(log_d | turned.log_d, basis=turned.basis), carried, change)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Adam(Outer):
         if not self.lr > 0:
             raise ValueError(f"lr of the outer optimiser must be positive, got {self.lr}. 0.1 changes D by a tenth.")
 
-    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> OuterUpdate:
         """One step of Adam along the mean gradient of the tasks."""
         count = carried.get("count", torch.zeros((), dtype=torch.float64)) + 1
         kept, moved = {"count": count}, {}
@@ -107,7 +107,7 @@ class Adam(Outer):
             kept |= {f"m/{name}": m, f"v/{name}": v}
             scale = (v / (1 - self.betas[1] ** count)).sqrt() + 1e-12
             moved[name] = x - (factor * self.lr * m / (1 - self.betas[0] ** count) / scale).to(x.dtype)
-        return Update(now.moved({k: moved[f"log_d/{k}"] for k in now.log_d}, moved["offsets"]), kept)
+        return OuterUpdate(now.moved({k: moved[f"log_d/{k}"] for k in now.log_d}, moved["offsets"]), kept)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class GradientDescent(Outer):
         if not self.pace > 0:
             raise ValueError(f"pace must be positive, got {self.pace}. 0.05 changes M by a few per cent in an outer step.")
 
-    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> OuterUpdate:
         """One plain gradient step on M."""
         rho, kept, log_d = self.rho, dict[str, Tensor](), dict[str, Tensor]()
         if rho is None:
@@ -148,7 +148,7 @@ class GradientDescent(Outer):
             # dE/dM = dE/dlog D dlog D/dM = 2/M dE/dlog D
             m = m - factor * rho * 2 / m * sums[f"gradient/log_d/{k}"] / sums["tasks"]
             log_d[k] = (2 * m.abs().clamp_min(1e-18).log()).to(v.dtype)
-        return Update(now.moved(log_d), kept)
+        return OuterUpdate(now.moved(log_d), kept)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Normalised(Outer):
         if not self.clip >= 1:
             raise ValueError(f"clip must be at least 1, got {self.clip}. It is a multiple of the mean change.")
 
-    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> Update:
+    def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> OuterUpdate:
         """One step of a known length."""
         grads = {k: sums[f"gradient/log_d/{k}"] / sums["tasks"] for k in now.log_d}
         if not self.common:
@@ -190,13 +190,13 @@ class Normalised(Outer):
         sizes = torch.cat([g.abs().reshape(-1) for g in grads.values()])
         felt = sizes[sizes > 0]
         if not len(felt):
-            return Update(now)
+            return OuterUpdate(now)
         # log D = 2 log M; the direction is the same by log D as by log M
         moves = {k: -2 * factor * self.pace * (g / felt.mean()).clamp(-self.clip, self.clip) for k, g in grads.items()}
         if not self.common:  # clipping has moved the mean again
             mean = _means(moves)
             moves = {k: x - _rows(mean, x) for k, x in moves.items()}
-        return Update(now.moved({k: v + moves[k].to(v) for k, v in now.log_d.items()}))
+        return OuterUpdate(now.moved({k: v + moves[k].to(v) for k, v in now.log_d.items()}))
 
 
 def _means(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from metamd.files.learned import LearnedOptimiser, total_cost
-from metamd.files.store import Journal, Log, Result, shortened
+from metamd.files.store import SETTING_DIGITS, Journal, Log, Result, shortened
 from metamd.files.usage import Usage
 from metamd.inner.closed_form import Iterate
 from metamd.inner.executor import Executor
@@ -41,8 +41,6 @@ from metamd.tasks.wrapped import Counted
 
 FIRST_RATE, RATIOS, FURTHEST = 0.1, (4.0, 2.0**0.5), 20
 """A climb to the best rate begins here, by these ratios in turn, and ends after so many steps of each."""
-
-SETTING_DIGITS = 6
 
 SCORE = "mean training loss at the best rate"
 
@@ -140,16 +138,16 @@ def _finished(
 def centred(learned: LearnedOptimiser) -> LearnedOptimiser:
     """The same metrics times a number, so that their geometric mean over all pieces and coordinates is 1."""
     now = Iterate.of(learned.potential)
-    return replace(learned, potential=now.shifted(-geometric_mean(now.log_d)).apply(learned.potential).requires_grad_(True))
+    return replace(learned, potential=now.shifted(-mean_log(now.log_d)).apply(learned.potential).requires_grad_(True))
 
 
-def geometric_mean(log_d: Params) -> float:
+def mean_log(log_d: Params) -> float:
     """The mean of log D over all that is stored."""
     total = sum(float(v.double().sum()) for v in log_d.values())
     return total / max(sum(v.numel() for v in log_d.values()), 1)
 
 
-def spread(potential: MaxDiagonal) -> dict[str, float]:
+def metric_spread(potential: MaxDiagonal) -> dict[str, float]:
     """Standard deviations of log M: between coordinates, between the means of tensors, and between pieces.
 
     The first two are of the piece where they are largest. The last is the root mean square over coordinates of how pieces

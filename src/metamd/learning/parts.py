@@ -20,7 +20,7 @@ from metamd.tasks.base import TaskFamily
 from metamd.tasks.wrapped import Counted, uncounted
 
 T = TypeVar("T")
-Saved = TypeVar("Saved", LearnedOptimiser, LearnedStart)
+Kept = TypeVar("Kept", LearnedOptimiser, LearnedStart)
 
 
 class Forecast:
@@ -124,7 +124,7 @@ class Parts:
         """Whether a part is kept."""
         return self.records is not None and self.records.has(name)
 
-    def file(self, name: str, compute: Callable[[], Saved], read: Callable[[Path], Saved]) -> Saved:
+    def file(self, name: str, compute: Callable[[], Kept], read: Callable[[Path], Kept]) -> Kept:
         """The part of that name, as a file of its own."""
         if self.records is None:
             return compute()

@@ -41,7 +41,7 @@ from metamd.tasks.wrapped import Counted, SharedStart, uncounted
 REFERENCE_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Adam's rates that a reference run may have."""
 
-OFFERED = 4
+DRAWN_PER_TASK = 4
 """Tasks that are drawn for each that is kept, so that no domain is left out by chance."""
 
 CHECKED = 3
@@ -57,7 +57,7 @@ def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[
     """Tasks that depend on the family and these words alone, spread evenly over the domains that their configs name."""
     if count < 1:
         raise ValueError(f"tasks must be at least 1, got {count}.")
-    offered = [draw_config(family, seed, "usage", purpose, i) for i in range(OFFERED * count)]
+    offered = [draw_config(family, seed, "usage", purpose, i) for i in range(DRAWN_PER_TASK * count)]
     domains = [domain_of(config) for config in offered]
     turns = [domains[:i].count(domain) for i, domain in enumerate(domains)]
     chosen = sorted(range(len(offered)), key=turns.__getitem__)[:count]

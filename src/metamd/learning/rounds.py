@@ -443,7 +443,7 @@ class NotConvergedWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class State:
+class OuterState:
     """Where a meta-training is. Everything random in the next outer step follows from the seed and from `step`."""
 
     now: Iterate  # the metrics that the next outer step tries
@@ -477,7 +477,7 @@ class State:
         return {**plain, "candidates": len(self.candidates), "cost": astuple(self.cost), "tasks": self.tasks}
 
     @classmethod
-    def restore(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], basis: Basis = Basis()) -> "State":  # noqa: B008
+    def restore(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], basis: Basis = Basis()) -> "OuterState":  # noqa: B008
         """The state that was taken apart; the basis is that of the run, whose learned factors are among the tensors."""
 
         def under(prefix: str) -> dict[str, Tensor]:
@@ -517,7 +517,7 @@ class Plan:
         state = self._begin()
         identity = {} if journal is None else self._identity(state)
         kept = None if journal is None else journal.resume(identity)
-        state = state if kept is None else State.restore(*kept, state.now.basis)
+        state = state if kept is None else OuterState.restore(*kept, state.now.basis)
         saved = state.step
         try:
             with Progress("outer steps", state.step + self._left(state), done=state.step) as progress:
@@ -539,7 +539,7 @@ class Plan:
             raise
         return self._result(state)
 
-    def _begin(self) -> State:
+    def _begin(self) -> OuterState:
         """The first state: one piece for the closed form, pieces that differ a little for gradients."""
         now = Iterate.of(self.found.bound)
         if self.found.curvature and not any(bool(v.any()) for v in now.log_d.values()):
@@ -550,10 +550,10 @@ class Plan:
             now = now.moved(log_d, torch.zeros(1, dtype=torch.float64))
         elif self.pieces > 1 and all(bool((v == v[:1]).all()) for v in now.log_d.values()):
             now = self._spread_out(now)
-        state = State(now, cost=self.found.cost)
+        state = OuterState(now, cost=self.found.cost)
         return replace(state, now=self._runner(state).inside(now))
 
-    def _identity(self, state: State) -> dict[str, Any]:
+    def _identity(self, state: OuterState) -> dict[str, Any]:
         """What two runs must have in common for one to continue the other."""
         method, potential = self.method, self.found.bound
         return {
@@ -571,7 +571,7 @@ class Plan:
             **({} if method.max_norm is None else {"max_norm": method.max_norm}),
         }
 
-    def _result(self, state: State) -> LearnedOptimiser:
+    def _result(self, state: OuterState) -> LearnedOptimiser:
         potential, refine = state.now.apply(self.found.bound), self.method.refine
         kept = "" if potential.pieces == self.pieces else f"; kept one piece, of {self.pieces} that were tried"
         cost = {"gradient_evaluations": state.cost.gradients, "hessian_vector_products": state.cost.hvps}
@@ -589,11 +589,11 @@ class Plan:
             target_loss=state.target,
         )
 
-    def _left(self, state: State) -> int:
+    def _left(self, state: OuterState) -> int:
         """Outer steps to come, at most."""
         return sum(steps for _, steps in self.method.stages[state.stage :]) - len(state.changes)
 
-    def _advance(self, state: State) -> tuple[State, OuterStep]:
+    def _advance(self, state: OuterState) -> tuple[OuterState, OuterStep]:
         """One outer step."""
         began, step = time.perf_counter(), state.step + 1
         # tasks for one purpose are never those of another
@@ -613,7 +613,7 @@ class Plan:
         log_d = {k: v + 2 * self.method.spread * noise[k].to(v) for k, v in one.log_d.items()}
         return one.moved(log_d, one.offsets.expand(self.pieces).clone())
 
-    def _runner(self, state: State) -> TaskRunner:
+    def _runner(self, state: OuterState) -> TaskRunner:
         """What runs the tasks of the next outer step, with the method of the refinement from there on."""
         method, refine = self.method, self.method.refine
         if refine is not None and "refine" in [name for name, _ in method.stages[: state.stage + 1]]:
@@ -624,7 +624,7 @@ class Plan:
 
     # learning
 
-    def _learn(self, state: State, tasks: list[Task]) -> tuple[State, OuterStep]:
+    def _learn(self, state: OuterState, tasks: list[Task]) -> tuple[OuterState, OuterStep]:
         stage, limit = self.method.stages[state.stage]
         runner = self._runner(state)
         if stage == "refine" and len(state.now.offsets) < self.pieces:  # the closed form has learned one
@@ -671,7 +671,7 @@ class Plan:
         )
         return (self._next(new) if note else new), record
 
-    def _move(self, state: State, held: Round, runner: TaskRunner) -> tuple[State, float]:
+    def _move(self, state: OuterState, held: Round, runner: TaskRunner) -> tuple[OuterState, float]:
         values, w = (*state.values, held.mean("objective")), self.method.stopping.window
         update = runner.method.rule.update(held.now, held.sums, state.carried, state.factor)
         change = update.change
@@ -703,13 +703,13 @@ class Plan:
             return f"stopped at the limit of {limit} outer step{'s' * (limit > 1)}{last}"
         return ""
 
-    def _next(self, state: State) -> State:
+    def _next(self, state: OuterState) -> OuterState:
         """The next stage, with the metrics at hand."""
         return replace(state, stage=state.stage + 1, values=(), changes=(), carried={}, factor=1.0)
 
     # judging
 
-    def _judge(self, state: State, tasks: list[Task]) -> tuple[State, OuterStep]:
+    def _judge(self, state: OuterState, tasks: list[Task]) -> tuple[OuterState, OuterStep]:
         """The last metrics and the best of those before, on fresh tasks and against common comparators.
 
         What diverges least often wins, and of these what has the smallest mean objective. The last metrics give way only to

@@ -70,9 +70,9 @@ def judged_run(
     return (math.inf, ()) if train(task, rule, steps, watch=look).diverged else mean_and_parts(np.array(seen))
 
 
-def looked_at(step: int, steps: int, looks: int = LOOKS) -> bool:
+def looked_at(step: int, steps: int) -> bool:
     """Whether the loss of this step of a run counts."""
-    apart = max(1, steps // looks)
+    apart = max(1, steps // LOOKS)
     return step % apart == apart // 2
 
 
@@ -100,7 +100,7 @@ def _end(task: Task, params: Params, judged_on: JudgedOn) -> float:
     return fmean(following_losses(task, params))
 
 
-class Scores:
+class RunScores:
     """The scores of settings on some tasks, from the records of their runs; `starts` says what each task begins with.
 
     Losses are counted from the smallest possible one where the task knows it, else from the lowest seen if that is below
@@ -111,7 +111,7 @@ class Scores:
         self._starts, self._lowest = starts, [0.0] * len(starts)
 
     @classmethod
-    def on(cls, tasks: Sequence[Task], parts: Parts, start: Callable[[Task], Result]) -> "Scores":
+    def on(cls, tasks: Sequence[Task], parts: Parts, start: Callable[[Task], Result]) -> "RunScores":
         """Those on some tasks; what their starts are like is kept as parts."""
         return cls(list(parts.all({f"start-{i}": partial(start, task) for i, task in enumerate(tasks)}).values()))
 

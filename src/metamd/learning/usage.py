@@ -30,7 +30,7 @@ from metamd.learning.score import (
     PHASES,
     SCORE,
     JudgedOn,
-    Scores,
+    RunScores,
     can_be_judged,
     judged_run,
     looked_at,
@@ -52,7 +52,7 @@ Prefer = Literal["steps", "seconds"]
 Used = tuple[Usage, Online | None]
 """A usage, and its online metric with its scales if it has one."""
 
-Watch = Callable[[Usage, Online | None, float], None]
+UsageWatch = Callable[[Usage, Online | None, float], None]
 """Called with every usage tried, its online metric if it has one, and its score."""
 
 RULES = (
@@ -109,7 +109,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class UsageRun:
     """A training run."""
 
     loss: float  # the mean over the steps that are looked at, of a tail average where it has one; infinite if it diverged
@@ -128,15 +128,15 @@ def run_usage(
     comparator: Params | None = None,
     measure: bool = False,
     steps: int | None = None,
-) -> Outcome:
+) -> UsageRun:
     """Train a task with a geometry, bound to its tensors, as `MetaMD` does; `comparator` is u, to tally against."""
     steps = task.steps if steps is None else steps
     rule = steps_of(task, potential, usage, online, measure or comparator is not None, steps)
     loss, way = judged_run(task, rule, steps, (lambda: rule.x) if rule.tail else None)
     if not math.isfinite(loss) or not all_finite(rule.x):
-        return Outcome(math.inf, rule.x)
+        return UsageRun(math.inf, rule.x)
     tally = None if comparator is None else rule.tally(task.init(), comparator)
-    return Outcome(loss, rule.x, way, tally, tuple(rule.energies))
+    return UsageRun(loss, rule.x, way, tally, tuple(rule.energies))
 
 
 def steps_of(
@@ -220,7 +220,7 @@ class UsageSteps:
         return Tally(x, self.y)
 
 
-def run_together(tasks: Sequence[Task], potential: MaxDiagonal, usages: Sequence[Usage]) -> list[Outcome]:
+def run_together(tasks: Sequence[Task], potential: MaxDiagonal, usages: Sequence[Usage]) -> list[UsageRun]:
     """What `run_usage` gives for each task with its usage, of tasks whose loss is the same function, side by side.
 
     The metric is a diagonal of one piece.
@@ -233,7 +233,7 @@ def run_together(tasks: Sequence[Task], potential: MaxDiagonal, usages: Sequence
         end = rule.end(i)
         finished = rule.watched.taken[i] == steps and all_finite(end)
         mean, way = mean_and_parts(np.array([values[i] for values in rule.seen])) if finished else (math.inf, ())
-        outcomes.append(Outcome(mean, end, way))
+        outcomes.append(UsageRun(mean, end, way))
     return outcomes
 
 
@@ -286,7 +286,7 @@ def _unit_step(potential: MaxDiagonal, name: str, x: Tensor, online: Online, ste
 # schedules
 
 
-def learn_knots(runs: Sequence[Sequence[float]], *, phases: int = PHASES, spread: float = SPREAD) -> tuple[float, ...]:
+def learn_knots(runs: Sequence[Sequence[float]], *, spread: float = SPREAD) -> tuple[float, ...]:
     """The learned schedule as a few numbers, at equal distances over the run, between which it is linear.
 
     It minimises a bound on the last iterate by the energies |g_t|^2 of runs [Defazio2023]. For convex l, any w_0 .. w_T > 0
@@ -299,7 +299,7 @@ def learn_knots(runs: Sequence[Sequence[float]], *, phases: int = PHASES, spread
     of times *because* it gets on, and the warm-up that follows would stop it from getting on. So the weights are taken by
     tenth of the run, smoothed by medians, and raised to the power at which the largest is `spread` times the smallest.
     """
-    count = min(phases, *(len(run) for run in runs))
+    count = min(PHASES, *(len(run) for run in runs))
     means = np.mean([[part.mean() for part in np.array_split(np.asarray(run, dtype=np.float64), count)] for run in runs], 0)
     if not 0 < means.min() <= means.max() < math.inf:
         means = np.ones(count)
@@ -422,7 +422,7 @@ def learn_usage(
     *,
     reference: Reference | None = None,
     seed: int = 0,
-    watch: Watch | None = None,
+    watch: UsageWatch | None = None,
     journal: Journal | None = None,
     workers: int | Executor = 1,
     **changes: Any,
@@ -596,7 +596,7 @@ class Trials:
         potential: MaxDiagonal,
         parts: Parts,
         choices: Choices = Choices(),  # noqa: B008
-        watch: Watch | None = None,
+        watch: UsageWatch | None = None,
         forecast: Forecast | None = None,
         seconds: Mapping[str, float] | None = None,
     ) -> None:
@@ -606,7 +606,7 @@ class Trials:
         diagonal = potential is not None and potential.pieces == 1 and potential.basis.kind == "identity"
         self.together = diagonal and choices.metrics == ("learned",) and parts.family.shared_loss and small(tasks)
         self._known: dict[str, Result] = {}
-        self._scores: Scores | None = None
+        self._scores: RunScores | None = None
 
     def best(self, metrics: Iterable[Online | None]) -> Used:
         """The best pair of metric and momentum with its own factor, and the schedule or average that is best for it."""
@@ -649,7 +649,7 @@ class Trials:
 
     def run(self, pairs: Sequence[Used], tasks: int | None = None) -> None:
         """Run the first tasks with these usages, as far as it was not done."""
-        self._scores = self._scores or Scores.on(self.tasks, self.parts, self._start)
+        self._scores = self._scores or RunScores.on(self.tasks, self.parts, start_of)
         wanted = {name: (i, used) for used in pairs for i, name in enumerate(self._names(used, tasks))}
         new = {name: run for name, run in wanted.items() if name not in self._known}
         self._known |= self._computed(new)
@@ -680,9 +680,6 @@ class Trials:
         assert self._scores is not None
         return self._scores.score([self._known[name] for name in self._names(used, tasks)])
 
-    def _start(self, task: Task) -> Result:
-        return start_of(task)
-
     def _computed(self, runs: Mapping[str, tuple[int, Used]]) -> dict[str, Result]:
         """The records of these runs, by name: side by side where that is quicker, else by the executor."""
         if not self.together:
@@ -690,7 +687,7 @@ class Trials:
         here = Parts(self.parts.family, self.parts.records)
 
         @cache
-        def outcomes() -> dict[str, Outcome]:
+        def outcomes() -> dict[str, UsageRun]:
             missing = {name: run for name, run in runs.items() if not here.has(name)}
             tasks, usages = [self.tasks[i] for i, _ in missing.values()], [used[0] for _, used in missing.values()]
             return dict(zip(missing, run_together(tasks, self.potential, usages), strict=True))
@@ -705,7 +702,7 @@ class Trials:
         run = run_usage(self.tasks[number], self.potential, used[0], online=used[1], steps=steps)
         return self._record(number, used, run)
 
-    def _record(self, number: int, used: Used, run: Outcome) -> Result:
+    def _record(self, number: int, used: Used, run: UsageRun) -> Result:
         """What is kept of a run."""
         found = run_record(self.tasks[number], run.loss, run.way, run.end, self.choices.judged_on)
         return {**self._about(number, used), **found}

@@ -13,7 +13,7 @@ from metamd.potentials.base import descend
 from metamd.potentials.forms import widen
 from metamd.potentials.tying import Shape, Slot, TyingName, roles, stored_shape, tied_shape
 
-Kind = Literal["identity", "right", "both"]
+BasisKind = Literal["identity", "right", "both"]
 Rank = int | Literal["auto"] | None
 Shrinkage = tuple[float, float] | Literal["auto"]
 
@@ -114,7 +114,7 @@ class Basis:
 
     def __init__(
         self,
-        kind: Kind = "identity",
+        kind: BasisKind = "identity",
         *,
         rank: Rank = None,
         shrinkage: Shrinkage = (0.1, 0.001),
@@ -122,7 +122,7 @@ class Basis:
         factors: Mapping[str, Tensor] | None = None,
         whole: Iterable[str] = (),
     ) -> None:
-        if kind not in get_args(Kind):
+        if kind not in get_args(BasisKind):
             raise ValueError(f'kind must be "identity", "right" or "both", got {kind!r}.')
         if rank is not None and rank != "auto" and (type(rank) is not int or rank < 1):
             raise ValueError(f'rank must be an integer of at least 1, "auto", or None for all directions; got {rank!r}.')

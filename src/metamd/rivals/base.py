@@ -10,15 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from metamd.files.store import shortened
+from metamd.files.store import SETTING_DIGITS, shortened
 from metamd.files.usage import SCHEDULES, Schedule, interpolate
 from metamd.inner.run import Stepper as Stepper
 
 Setting = Mapping[str, float]
 """Hyperparameters by name."""
-
-SETTING_DIGITS = 6
-"""Of hyperparameters that are searched, so that records are readable and exact."""
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 

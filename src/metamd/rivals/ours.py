@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 from metamd.files.learned import LearnedOptimiser
-from metamd.files.store import shortened
+from metamd.files.store import SETTING_DIGITS, shortened
 from metamd.files.usage import SCHEDULES, Average, Usage
 from metamd.optimiser.optimiser import MetaMD, refreshed
-from metamd.rivals.base import SETTING_DIGITS, NamedParameters, Range, Rival, Setting
+from metamd.rivals.base import NamedParameters, Range, Rival, Setting
 from metamd.rivals.table import DECAY
 
 LR_FACTORS = (1.0, 0.1, 0.3, 3.0, 10.0)

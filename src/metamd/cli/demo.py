@@ -30,6 +30,7 @@ from metamd.files.progress import Progress
 from metamd.files.recorded_run import Run
 from metamd.files.store import Result, write_json
 from metamd.files.text import install
+from metamd.inner.run import OptimiserSteps, train
 from metamd.learning.recorded import Recorder, learn
 from metamd.rivals import learned_rival, rival
 from metamd.tasks.base import TaskFamily
@@ -121,10 +122,7 @@ def learn_from_two(known: TaskFamily, seed: int, display: Progress | None = None
         params = {name: nn.Parameter(x) for name, x in task.init().items()}
         optimiser = torch.optim.AdamW(list(params.items()))
         recorder = Recorder(optimiser, name=str(config["domain"]), batch_size=len(task.batch(0)["inputs"]))
-        for step in range(task.steps):
-            optimiser.zero_grad()
-            torch.autograd.backward(task.loss(params, task.batch(step)))
-            optimiser.step()
+        train(task, OptimiserSteps(params, optimiser), task.steps)
         runs.append(recorder.finish())
         if display is not None:
             seconds = time.perf_counter() - began

@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
 
 from metamd.files.progress import Progress
 from metamd.files.store import as_json, shortened
@@ -219,10 +218,9 @@ def _certificate(run: CertifiedRun, model: Params, lowest: float) -> dict[str, f
 
 def begun(task: Task, contender: Contender, steps: int) -> OptimiserSteps:
     """A contender before its first step on a task, with its schedule over so many."""
-    params = {n: nn.Parameter(x) for n, x in task.init().items()}
     constant = contender.schedule == "constant" and not contender.warm_up
     schedule = None if constant else lambda t: contender.factor(t, steps)
-    return OptimiserSteps(params, contender.start(list(params.items())), schedule)
+    return OptimiserSteps.beginning(task.init(), contender.start, schedule)
 
 
 def step_seconds(

@@ -124,13 +124,14 @@ def global_network(family: CashMachines, pooled: Sequence[Tensor], rate: float) 
 
 def further(task: SeriesTask, start: Params, rate: float) -> Params:
     """The network for all, tuned on one series for as many steps as a forecaster of its own takes."""
-    return by_adam(task, {n: x.clone() for n, x in start.items()}, rate, task.steps)
+    return by_adam(task, start, rate, task.steps)
 
 
 def by_adam(task: SupervisedTask, start: Params, rate: float, steps: int) -> Params:
     """A run of Adam with linear decay."""
-    params = {n: torch.nn.Parameter(x.clone()) for n, x in start.items()}
-    rule = OptimiserSteps(params, torch.optim.Adam(params.values(), lr=rate, fused=True), lambda t: 1 - t / steps)
+    rule = OptimiserSteps.beginning(
+        start, lambda named: torch.optim.Adam(named, lr=rate, fused=True), lambda t: 1 - t / steps
+    )
     with seeded(0):
         train(task, rule, steps)
     return rule.model()

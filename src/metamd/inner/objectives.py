@@ -83,9 +83,10 @@ class Reference:
 
     def run(self, task: Task, start: Params, steps: int, *, watch: Watch | None = None) -> tuple[dict[str, Tensor], Cost]:
         """Train the task from its start for `factor` times T steps; the batches beyond T are those that follow."""
-        params = {n: x.detach().clone().requires_grad_() for n, x in start.items()}
         total = max(1, round(self.factor * steps))
-        rule = OptimiserSteps(params, self.optimiser(list(params.values()), lr=self.lr), lambda t: 1 - t / total)
+        rule = OptimiserSteps.beginning(
+            start, lambda named: self.optimiser([p for _, p in named], lr=self.lr), lambda t: 1 - t / total
+        )
         done = train(task, rule, total, watch=watch, until=None)
         return rule.model(), done.cost
 

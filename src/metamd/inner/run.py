@@ -169,6 +169,17 @@ class OptimiserSteps:
         self.taken, self._rates = 0, [group["lr"] for group in optimiser.param_groups]
         self._switch("train")
 
+    @classmethod
+    def beginning(
+        cls,
+        start: Params,
+        make: Callable[[list[tuple[str, torch.nn.Parameter]]], Stepper],
+        schedule: Callable[[int], float] | None = None,
+    ) -> "OptimiserSteps":
+        """The steps of the optimiser that `make` makes for parameters which begin at `start`."""
+        params = {n: torch.nn.Parameter(x.detach().clone()) for n, x in start.items()}
+        return cls(params, make(list(params.items())), schedule)
+
     def step(self, loss: Tensor, grads: Params) -> str:
         """One step along these gradients."""
         for n, g in grads.items():

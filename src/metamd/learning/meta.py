@@ -233,8 +233,7 @@ def seconds_beside_adam(task: Task, others: Mapping[str, Callable[[], StepRule]]
     """The seconds of a training step by Adam, and by these, for what is going to be done."""
 
     def by_adam() -> OptimiserSteps:
-        params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
-        return OptimiserSteps(params, torch.optim.Adam(params.values(), lr=1e-9))
+        return OptimiserSteps.beginning(task.init(), lambda named: torch.optim.Adam(named, lr=1e-9))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffFamilyWarning)  # nothing is trained

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,12 +39,12 @@ class Forecast:
     def of(self, family: Counted) -> Iterator["Forecast"]:
         """Shown while this family is learned from."""
         with self._progress:
-            family.watch = self._count
+            family.watcher = self
             try:
                 yield self
                 self._progress.update(self._progress.done, self._stage, self._progress.done)  # no more than this
             finally:
-                family.watch = None
+                family.watcher = None
 
     @contextmanager
     def stage(self, name: str, gradients: float) -> Iterator["Forecast"]:
@@ -71,9 +71,10 @@ class Forecast:
             seen = OuterStep(self._told, self._stage, objective, diverged=tuple(diverged), note=note)
             self.log(as_json(asdict(seen)), self._told)
 
-    def _count(self, gradients: int, seconds: float) -> None:
+    def count(self, gradients: int, seconds: float) -> None:
+        """Count gradients, and those of a kept part with the seconds that it took."""
         done = self._progress.done
-        if seconds:  # a part that was kept
+        if seconds:
             self._progress.skip(gradients)
         total = sum(taken for name, taken in self.expected.items() if name != self._stage)
         total += max(self.expected.get(self._stage, 0.0), done + gradients - self._before)
@@ -85,8 +86,8 @@ def stage(family: Counted, name: str, gradients: float) -> Iterator[Forecast]:
     """A stage of what is learned from this family: in its forecast, or alone."""
     inner: TaskFamily = family
     while isinstance(inner, Counted):
-        if inner.watch is not None:
-            with cast(Forecast, inner.watch.__self__).stage(name, gradients) as forecast:  # type: ignore[attr-defined]
+        if isinstance(inner.watcher, Forecast):
+            with inner.watcher.stage(name, gradients) as forecast:
                 yield forecast
             return
         inner = inner.family

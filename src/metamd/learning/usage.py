@@ -566,8 +566,8 @@ def _step_seconds(learned: LearnedOptimiser, task: Task, metrics: Sequence[Onlin
         # without what a run is watched by: a task with other gradients takes as long
         unwatched: dict[str, Any] = {"gradient_scale": {}, "horizon": None}
         header = replace(learned.header, usage=usage.to_dict(), online=_said(online), **unwatched)
-        params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
-        return OptimiserSteps(params, MetaMD(params.items(), replace(learned, header=header), steps=task.steps))
+        given = replace(learned, header=header)
+        return OptimiserSteps.beginning(task.init(), lambda named: MetaMD(named, given, steps=task.steps))
 
     def measured() -> Result:
         begin: dict[str, Callable[[], StepRule]] = {_kind(online): partial(begun, online) for online in metrics}

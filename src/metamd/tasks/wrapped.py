@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -176,13 +176,20 @@ class Variant(Wrapped):
         return {**self.family.describe(), "variant": self.name, "gain": self.gain}
 
 
+class Watcher(Protocol):
+    """What is told of the batches that a `Counted` family counts."""
+
+    def count(self, batches: int, seconds: float) -> None:
+        """Batches, and seconds spent before."""
+
+
 class Counted(Wrapped):
     """A family that counts the batches asked of its tasks, one for each gradient evaluation, and remembers the tasks."""
 
     def __init__(self, family: TaskFamily) -> None:
         super().__init__(family)
         self.batches, self.seconds, self.tasks = 0, 0.0, dict[str, None]()
-        self.watch: Callable[[int, float], object] | None = None  # is told of batches, and of seconds spent before
+        self.watcher: Watcher | None = None
 
     def changed(self, task: Task) -> dict[str, Callable[..., Any]]:
         """The task's batches are counted."""
@@ -204,8 +211,8 @@ class Counted(Wrapped):
     def _count(self, batches: int, seconds: float) -> None:
         self.batches += batches
         self.seconds += seconds
-        if self.watch is not None:
-            self.watch(batches, seconds)
+        if self.watcher is not None:
+            self.watcher.count(batches, seconds)
 
     def cost(self, began: float) -> dict[str, float]:
         """The work since `time.perf_counter()` was `began`, as headers state it."""

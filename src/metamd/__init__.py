@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from metamd.inner import objectives as objectives
     from metamd.inner.fleet import fleet
     from metamd.learning.meta import meta_train, paper
-    from metamd.learning.recorded import Recorder, learn, update
+    from metamd.learning.recorded import learn, update
+    from metamd.learning.recorder import Recorder
     from metamd.learning.reference import learn_start
     from metamd.learning.usage import learn_usage
     from metamd.optimiser.certificate import Certificate, certify_run
@@ -62,7 +63,8 @@ _PUBLIC = {
     "metamd.optimiser.optimiser": ("MetaMD", "prepare"),
     "metamd.inner.fleet": ("fleet",),
     "metamd.learning.meta": ("meta_train", "paper"),
-    "metamd.learning.recorded": ("Recorder", "learn", "update"),
+    "metamd.learning.recorded": ("learn", "update"),
+    "metamd.learning.recorder": ("Recorder",),
     "metamd.learning.reference": ("learn_start",),
     "metamd.learning.usage": ("learn_usage",),
     "metamd.certification.certification": ("certify",),

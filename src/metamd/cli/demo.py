@@ -31,7 +31,8 @@ from metamd.files.recorded_run import Run
 from metamd.files.store import Result, write_json
 from metamd.files.text import install
 from metamd.inner.run import OptimiserSteps, train
-from metamd.learning.recorded import Recorder, learn
+from metamd.learning.recorded import learn
+from metamd.learning.recorder import Recorder
 from metamd.rivals import learned_rival, rival
 from metamd.tasks.base import TaskFamily
 from metamd.tasks.pictures import PictureFamily, Pixels, Suite

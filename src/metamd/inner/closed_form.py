@@ -187,6 +187,13 @@ def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments = 
     return Turned(log_d, basis.with_factors(factors), changes, before, after)
 
 
+def best_iterate(now: Iterate, moments: Moments) -> Iterate:
+    """The metrics with the lowest bound, however far from those at hand; weights are in new bases."""
+    turned = learn_factors(now, moments, math.inf)
+    log_d = minimiser(moments, {k: v for k, v in now.log_d.items() if k not in turned.log_d}) | turned.log_d
+    return now.moved(log_d, basis=turned.basis)
+
+
 def best_shares(x: Tensor, y: Tensor, x_half: Tensor, y_half: Tensor) -> tuple[float, float]:
     """The shares of their mean diagonals that X and Y are to be given: those of the lowest bound on tasks not learned from.
 

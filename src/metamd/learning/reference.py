@@ -18,7 +18,7 @@ from torch import Tensor
 from metamd.files.learned import LearnedOptimiser, LearnedStart, Moments, fingerprint, load
 from metamd.files.progress import ends_with
 from metamd.files.store import Journal, Result
-from metamd.inner.closed_form import Iterate, learn_factors, minimiser, moments_of
+from metamd.inner.closed_form import Iterate, best_iterate, moments_of
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import PRIOR, Reference, Regret
 from metamd.inner.run import GradientSums, Trajectory, all_finite, run_inner
@@ -263,9 +263,7 @@ def learn_from_reference(
                     f"all {tasks} reference runs diverged. Give a reference with a lower lr than {reference.lr}."
                 )
             moments = Moments.total([said for _, _, said in used], [1.0] * len(used))
-            turned = learn_factors(now, moments, math.inf)
-            log_d = minimiser(moments, {k: v for k, v in now.log_d.items() if k not in turned.log_d}) | turned.log_d
-            found = now.moved(log_d, basis=turned.basis).apply(phi)
+            found = best_iterate(now, moments).apply(phi)
             finite = [first for first, _ in runs if all(math.isfinite(s) for s, _ in first.values())]
             return LearnedOptimiser.from_potential(
                 _steady(found, [task for task, _, _ in used[:CHECKED]], parts).requires_grad_(True),

@@ -37,7 +37,7 @@ ON_TEST_DATA = {"test_loss": "test loss", "test_error": "test error"}
 TO_TARGET = ("steps_to_target", "seconds_to_target")
 
 LEAST = 1e-9
-"""Smaller values count as this one in ratios: of zero there is none."""
+"""Smaller values count as this one in ratios: zero has no logarithm."""
 
 HVP = 2.5
 """Gradient evaluations that a Hessian-vector product costs, measured on LeNet and the MLP."""
@@ -79,14 +79,14 @@ class Fold:
 
     @property
     def steps(self) -> int:
-        """Of every run."""
+        """The number of steps of every run."""
         return next(iter(self.entrants.values()))[0].outcomes[0].places[-1]
 
     def best(self, label: str, metric: str, target: float | None = None) -> Candidate:
         """The candidate with the smallest mean of a metric, a run that failed or never arrived counted as very large.
 
         For steps and seconds to a target it is the smallest median, as that is what tables show, and the mean decides among
-        equals. Those that were screened out are not asked.
+        equals. Candidates that were screened out do not take part.
         """
         if len(self.entrants[label]) == 1:
             return self.entrants[label][0]
@@ -186,7 +186,7 @@ class Comparison:
 
     @property
     def labels(self) -> list[str]:
-        """Of the optimisers; the first is compared with the others."""
+        """The labels of the optimisers; the first is compared with the others."""
         return list(self.folds[0].entrants)
 
     @property

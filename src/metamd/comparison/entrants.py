@@ -182,7 +182,7 @@ def unscheduled(label: str) -> str:
 def labels(
     ours: Iterable[str], rivals: Sequence[Rival | Learner], schedules: Sequence[Schedule], protocol: str = "handicap"
 ) -> list[str]:
-    """Of everybody who enters a comparison, in the order of its tables: ours, the tuned rivals, the untuned ones.
+    """The labels of everybody who enters a comparison, in the order of its tables: ours, tuned rivals, untuned ones.
 
     Under "once" there may be second rows.
     """

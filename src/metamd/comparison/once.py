@@ -38,13 +38,14 @@ FORGOTTEN = Range(0.01, 0.5)
 """Where 1 - m is looked for, m the momentum or Adam's beta1."""
 
 EXPLORED = 0.6
-"""Of the budget, for settings that are spread over the space; the rest is for the neighbours of the best, on all tasks."""
+"""The share of the budget for settings that are spread over the space; the rest is for neighbours of the best, on all
+tasks."""
 
 STRIDES = (2.0, 2**0.5)
 """Factors to the neighbours of a rate; those of usages are as near."""
 
 EDGE = 0.1
-"""Of a range, at each end: a choice there has its range extended."""
+"""The share of a range at each of its ends: if the best value lies there, the search goes on beyond."""
 
 AGAIN = 4
 """MetaMD's second row takes another quarter of the budget: what its learning has tried is not kept in the file."""
@@ -98,7 +99,7 @@ class Space:
     """The settings of a rival that the search may choose."""
 
     rivals: tuple[Rival, ...]  # without an average, and with one
-    ranges: Mapping[str, Range]  # of its hyperparameters; of a momentum m it is that of 1 - m
+    ranges: Mapping[str, Range]  # of its hyperparameters; that of a momentum m is for 1 - m
     momentum: str  # which of them that is; empty if it has none
     schedules: tuple[Schedule, ...]
 

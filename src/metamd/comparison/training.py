@@ -24,7 +24,7 @@ LARGEST_LOSS = 1e300
 """What a loss may be in a record: the sum of some is a number still."""
 
 LOSS_DIGITS = 5
-"""Of the losses in a record: no table shows more, and an archive of five is a fifth smaller than one of seven."""
+"""Digits of the losses in a record. No table shows more; with seven of them an archive is a quarter larger."""
 
 
 @dataclass(frozen=True)

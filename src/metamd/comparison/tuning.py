@@ -36,7 +36,7 @@ METRICS: dict[str, Measure] = {
     "validation_error": lambda o: 1 - o.accuracy("validation"),
     "test_error": lambda o: 1 - o.accuracy("test"),
 }
-"""What a training can be judged by; of all of them less is better."""
+"""What a training can be judged by; less is better for all of them."""
 
 History = Sequence[tuple[Setting, float]]
 """What was tried, and its score: lower is better, infinite for a trial that failed."""

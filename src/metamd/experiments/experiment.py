@@ -229,7 +229,7 @@ class Experiment:
         return rows
 
     def _paces(self, joined: Comparison, opponents: Mapping[str, list[str]]) -> dict[str, list[Result]]:
-        """Of the first of ours, then of those that find directions less often, which seconds are for."""
+        """The pace of our first entry, then of those that find directions less often, to save seconds."""
         entries = [pair for g in self.geometries.values() for pair in g.entries.items()]
         seldom = {f", by {label}": label for label, entry in entries if entry.refresh is not None}
         return {

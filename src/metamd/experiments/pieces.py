@@ -35,7 +35,7 @@ from metamd.tasks.base import TaskFamily
 PIECES = (2, 3, 4, 5)
 """How many pieces a mixture has."""
 WINDOWS = 10
-"""Of a run, over which the activity of a piece is averaged."""
+"""Windows of a run over which the activity of a piece is averaged."""
 
 SCALES = {
     "smoke": replace(ONE_ANGLE, images=100, steps=6, budget=1, usage_tasks=6, batch_size=50),

@@ -52,7 +52,8 @@ OFFERED = Unpublished(paces=(0.05,))
 """Longer outer steps than by default, of which a few then go as far."""
 
 TWO_K = replace(OFFERED, shares=(0.5, 2.0))
-"""Of the linear model, where the smaller was the better one for every angle. The others have a third, smaller one."""
+"""The shares of k for the linear model, where the smaller was better for every angle. The others have a third, smaller
+one."""
 
 
 def as_published(pieces: int, entries: Mapping[str, Entrant], offered: Unpublished) -> Geometry:

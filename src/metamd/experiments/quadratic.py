@@ -97,7 +97,7 @@ SMOKE_SCALE = Scale(
     everything=False,
 )
 SCALES = {"smoke": SMOKE_SCALE, "cpu": Scale(), "paper": Scale()}
-"""Of the paper's protocol no more is published than `cpu` has."""
+"""The paper publishes no more of its protocol than `cpu` has."""
 
 
 def family(row: str, start: str, steps: int = 200) -> TaskFamily:
@@ -283,7 +283,7 @@ def _formatted_count(value: float | None, digits: int = 0) -> str:
 
 
 def _speedup(found: Result, members: Mapping[str, Result]) -> str:
-    """Of the medians."""
+    """By how many times the median of ours is smaller."""
     ours = members.get("MetaMD", {}).get("median")
     return "" if not ours or found["optimiser"] == "MetaMD" or found["median"] is None else f"{found['median'] / ours:.1f} x"
 

@@ -51,7 +51,7 @@ class Scale:
 
 
 SCALES = {"smoke": Scale(("customary",), 1, 1, 4, False), "cpu": Scale(), "paper": Scale()}
-"""Of the paper's protocol no more is published than `cpu` has."""
+"""The paper publishes no more of its protocol than `cpu` has."""
 
 
 def cells(scale: Scale, seed: int) -> Iterator[Cell]:

@@ -101,7 +101,7 @@ LABELS = {"best-diagonal": "best diagonal"} | {
 """What is tuned on the test problems, by the end of its cell's name."""
 
 PATH_DIGITS = 7
-"""Of the points and losses of a path, which figures show."""
+"""Digits of the points and losses of a path, which only figures show."""
 
 NEVER = -1
 """The count of a run that did not arrive."""

@@ -33,9 +33,9 @@ ORTHONORMAL = 1e-3
 class Moments:
     """What one run says about every metric: E = sum_i (D_i x_i + y_i / D_i) / 2.
 
-    In a learned basis, weight matrices have matrices: E = (tr D X + tr D^-1 Y) / 2 under "right/key" with X = delta' delta /
-    eta and Y = eta sum_t G_t'G_t; with factors on both sides L or L^-1 stands between, and "left/key" has those of L. Of a
-    side without a factor they are the diagonals.
+    In a learned basis, a weight has two matrices under "right/key": E = (tr D X + tr D^-1 Y) / 2 with X = delta' delta / eta
+    and Y = eta sum_t G_t'G_t. In files with factors on both sides, L or L^-1 stands between, and "left/key" has the matrices
+    of L. A side without a factor has their diagonals alone.
 
     Args:
         x: the squared displacements delta_i^2 / eta, by key, summed over tied coordinates.
@@ -63,7 +63,7 @@ def total_cost(*costs: Mapping[str, float]) -> dict[str, float]:
 
 
 class LearnedStart(Tensors):
-    """Parameters by name, as `metamd.learn_start` finds them; `LearnedOptimiser.with_start` takes the rest from it too.
+    """Parameters by name, as `metamd.learn_start` finds them, with the tasks and the cost that they were learned from.
 
     Args:
         params: by name.
@@ -160,8 +160,8 @@ class LearnedOptimiser:
         Args:
             named: the model's named parameters, in the order of its layers.
             rename: maps names of the model to names of the metrics.
-            missing: "euclidean" gives tensors without a metric plain gradient steps. The metrics are then no longer those
-                that the moments are of, which are left out.
+            missing: "euclidean" gives tensors without a metric plain gradient steps. The moments, which belong to all
+                metrics of the file, are then left out.
         """
         bound = self.potential.bind(named, rename=rename, missing=missing)
         header = replace(self.header, **_tables(bound))
@@ -195,7 +195,7 @@ class LearnedOptimiser:
 
     @property
     def usage(self) -> Usage:
-        """How it is best used on its family; plainly, unless `learn_usage` has found out more."""
+        """How it is best used on its family, as `learn_usage` found; plainly if that was not asked."""
         return Usage(**self.header.usage or {})
 
     @property

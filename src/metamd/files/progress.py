@@ -40,9 +40,9 @@ _nested: ContextVar[int] = ContextVar("metamd.verbs", default=0)
 
 
 def ends_with(sentence: Callable[[Any], str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A long verb says on a terminal what it has done and what to do next; one that another verb calls does not.
+    """Print a sentence on a terminal after a long verb, but none after the verbs that it calls.
 
-    The command line says so itself.
+    The sentence says what was done and what to do next. The command line has sentences of its own.
     """
 
     def decorate(verb: Callable[P, R]) -> Callable[P, R]:

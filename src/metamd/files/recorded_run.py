@@ -25,7 +25,7 @@ RMS, LENGTHS = "gradient_rms", "lengths"
 PARTS = ("start/", "end/", "squares/")
 PRODUCTS = "products/"
 COLUMNS = 1024
-"""Columns of a weight above which its products are not recorded, but the squares of every column."""
+"""Weights with more columns record the squares of every column instead of products."""
 
 _FIELDS = {
     "name": CHECKS["objective"],
@@ -66,8 +66,8 @@ class Run:
         name: what sentences call it.
         optimiser: the class that trained, for the reader.
         versions: library to version.
-        products: sum_t G_t'G_t of every weight by tensor name, (n, n) for n columns, estimated from some of the steps; of
-            weights with more than 1,024 columns the diagonal, (n,). Empty where a tying was recorded instead.
+        products: sum_t G_t'G_t of every weight by tensor name, (n, n) for n columns, estimated from some of the steps; for
+            weights with more than 1,024 columns the diagonal alone, (n,). Empty where a tying was recorded instead.
         lengths: how long the steps of the optimiser itself were: the root mean square of the change of every tensor,
             (k, tensors), at k equal distances over the run.
         factor: on the learned steps, where a file was used as it recommends.
@@ -127,7 +127,7 @@ class Run:
         return checksum(json.dumps([self.steps, self.tying]), self._tensors())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file whole or not at all. A run that diverged is written too, and refused by whoever learns.
+        """Write the file whole or not at all. A run that diverged is written too; `metamd.learn` refuses it.
 
         Args:
             path: where; conventionally `*.run.safetensors`.

@@ -24,7 +24,7 @@ products are slower."""
 
 NO_MOMENTS = Moments({}, {})
 
-DEFAULT = (0.1, 0.001)  # shares of X and of Y where no second half of tasks chooses them
+DEFAULT = (0.1, 0.001)  # shares of X and of Y without a second half of tasks to choose them
 CANDIDATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 1e-1)
 """Shares of X and of Y that `shrinkage="auto"` tries; those of X first, with the default of Y."""
 
@@ -156,16 +156,16 @@ def moment_shapes(iterate: Iterate) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def compared(iterate: Iterate) -> list[str]:
-    """The keys of the matrices of which half of the tasks are held against the others: all, for `shrinkage="auto"`."""
+def halved_keys(iterate: Iterate) -> list[str]:
+    """The keys of matrices for which half of the tasks are also summed apart: all under `shrinkage="auto"`, else none."""
     auto = iterate.basis.shrinkage == "auto"
     return [k for k in moment_shapes(iterate) if k not in iterate.log_d] if auto else []
 
 
 def learn_factors(now: Iterate, moments: Moments, reach: float, half: Moments = NO_MOMENTS) -> Turned:
-    """To the minimisers X^-1 # Y of all matrices, in the bases they are diagonal in.
+    """Move all weights to the minimisers X^-1 # Y of the bound, in the bases where these are diagonal.
 
-    No direction's log D changes by more than `reach`. For `shrinkage="auto"`, `half` is what every other run says.
+    No direction's log D changes by more than `reach`. For `shrinkage="auto"`, `half` has the moments of every other run.
     """
     basis = now.basis
     log_d: dict[str, Tensor] = {}
@@ -220,7 +220,7 @@ def _raised(m: Tensor, share: float) -> Tensor:
 
 
 def _truncated(metric: FullMetric, x: Tensor, y: Tensor, rank: Rank) -> tuple[Tensor, Tensor]:
-    """The leading columns, and their d with the one number for all the rest behind them; all columns if rank is None.
+    """The leading columns, and their d followed by one number for all the rest; all columns if rank is None.
 
     A direction leads if the bound grows much when it shares its number with the rest: by c x + y/c - 2 sqrt(x y), x and y
     the moments along it. Which directions share, and their c, are found in turn.

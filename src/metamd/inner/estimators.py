@@ -346,7 +346,7 @@ def _gradient(descent: MirrorDescent, params: Params, t: int) -> tuple[Tensor, d
     task = descent.task
     if not t:
         return *gradient(task, params, task.batch(t)), []
-    # Leaves would stay in memory for as long as their graph. Of a sum it keeps only what the gradient needs.
+    # A graph keeps its leaves in memory; of a sum it keeps only what the gradient needs.
     zero = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         here = {n: x.detach() + zero.to(x) for n, x in params.items()}

@@ -18,7 +18,7 @@ from metamd.inner.together import Stacked, StackedOptimiser, StackedSteps
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Split, derive_seed
 from metamd.tasks.sources import Source, Splits, kind_of, read_all
-from metamd.tasks.supervised import LossFn, Recipe, SupervisedTask, inspect
+from metamd.tasks.supervised import LossFn, Recipe, SupervisedTask, inspect_model
 
 SIDE_BY_SIDE = 256
 """Models that are trained together: more of them gain nothing, and their results come later."""
@@ -97,7 +97,7 @@ def fleet(
     dropout = False
     if data:
         name, splits = next(iter(data.items()))
-        dropout, alike, _ = inspect(recipe, {name: splits})
+        dropout, alike, _ = inspect_model(recipe, {name: splits})
         if not alike:
             raise ValueError(
                 "models of a fleet may differ in the parameters that are trained alone, but make_model draws frozen "

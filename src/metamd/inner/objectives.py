@@ -46,7 +46,7 @@ class End:
 
 @dataclass(frozen=True)
 class Reference:
-    """The end of a longer run of another optimiser, from the same start: what D was used cannot move it.
+    """The end of a longer run of another optimiser, from the same start: it does not depend on D.
 
     The rate falls linearly to zero, so that the end is not noise.
 
@@ -221,7 +221,7 @@ class FromLipschitz:
     """k = eta^2 T L^2 / 2, which the regret of mirror descent has in front of 1/lambda; L is the largest gradient seen."""
 
     def of(self, run: Trajectory) -> float:
-        """K of one run."""
+        """k of one run."""
         return run.lr**2 * run.steps * run.largest_gradient**2 / 2
 
 
@@ -234,8 +234,8 @@ class PaperBound(Objective):
 
     Args:
         k: a number, or `FromLipschitz()`.
-        strong_convexity: lambda is min |M| ("paper") or min M^2 = min D ("exact", in the Euclidean norm). Of several
-            smallest entries each gets an equal part of the gradient, as torch.amin has it.
+        strong_convexity: lambda is min |M| ("paper") or min M^2 = min D ("exact", in the Euclidean norm). If several entries
+            are smallest, each gets an equal part of the gradient, as with torch.amin.
         smooth: s > 0 takes (mean_i |M_i|^(-1/s))^(-s) for min |M|: equal to it where all entries are, above it by a factor
             of at most n^s for n entries, and with a gradient for every entry. See `Normalised` for what that does.
     """

@@ -41,7 +41,8 @@ VECTORS = Choices(
 """What a usage of vectors is chosen from. Their runs go side by side, so that many momenta cost little time."""
 
 SMOOTH = 0.1
-"""Of the smooth minimum of the paper's lambda: of a million entries it is at most four times the smallest one."""
+"""s of the smooth minimum that stands for the paper's lambda. Over a million entries it is at most four times the
+smallest."""
 
 FEW = 16
 """Metrics up to which forward mode is taken, which has a tangent for each."""
@@ -68,17 +69,17 @@ def meta_train(
 
     Args:
         family: the tasks; every outer step samples new ones, initialisations included.
-        potential: `Diagonal()`, `MaxDiagonal(pieces)` or `Kronecker()`; learned metrics that it has are where the search
-            starts. If not given: what docs/results speaks for, `Diagonal()` for tasks of vectors alone, refined by
-            `LogGap` where digits count as for quadratics, and for networks `learn_network`: `Kronecker()` from runs of a
-            tuned Adam, twice as many as `tasks_per_step`, with `learn_usage` after it. That way has no method.
+        potential: `Diagonal()`, `MaxDiagonal(pieces)` or `Kronecker()`; the search starts at the metrics that it has. If not
+            given, networks are learned by `learn_network` from runs of a tuned Adam, twice as many as `tasks_per_step`,
+            which takes no `method`. Tasks of vectors alone get a `Diagonal()`, refined by `LogGap` where digits count, as
+            for quadratics. For both, `learn_usage` follows.
         method: objective, estimator and rule of the outer steps, how many, and what is kept.
         tasks_per_step: n.
         seed: of everything random.
         journal: where to keep checkpoints and a log, or the finished parts where the potential is not given and networks
             are learned, so that the same call continues a run that was stopped.
-        log: called with the record of every outer step and its number; of networks without a potential, with what came out
-            of every rate of Adam and of every usage tried.
+        log: called with the record of every outer step and its number; for networks without a potential, with the result of
+            every rate of Adam and of every usage tried.
         workers: processes that share the runs, or an `Executor`; the result does not depend on them. Small tasks that share
             one loss run side by side in this process.
         prefer: "steps" or "seconds", for which a usage is chosen where the potential is not given, see `Choices`.

@@ -304,7 +304,7 @@ class Method:
             lambda_max, with which no first step is too long in any direction.
         spread: of the logarithms of M_j at the start, so that several pieces are not all the same.
         objective: what is minimised.
-        estimator: how its gradient is had; `ClosedForm` goes to the minimum itself.
+        estimator: how its gradient is found; `ClosedForm` goes to the minimum itself.
         outer_steps: how many at most.
         refine: outer steps along the hypergradient, afterwards. Several pieces need it, or an estimator of gradients.
         lr: eta, the rate of the inner runs. Only the metrics over it count, except for `PaperBound`, whose k is for M.
@@ -359,7 +359,7 @@ class Method:
 
     @property
     def rule(self) -> Outer:
-        """Of the outer steps of the first stage."""
+        """The rule of the outer steps of the first stage."""
         return self.outer or (TrustRegion() if self.closed else Adam())
 
     @property

@@ -73,7 +73,7 @@ def learn_published(
     settings = {"potential": repr(potential), "method": repr(method), "tasks": tasks, "seed": seed}
     with parts_of(journal, "trials", counted, settings, workers) as parts:
         judge = Judge(built, parts, exact=method.exact)
-        trail = _Trail(family, tasks, seed, journal, parts.executor, log)
+        stages = _Stages(family, tasks, seed, journal, parts.executor, log)
         sgd = judge.rate("sgd", Diagonal(centre=potential.centre), FIRST_RATE, RATIOS)
         if not math.isfinite(sgd["loss"]):
             raise ValueError(f"SGD diverged on {family.name!r} at every rate that was tried. Check the data and the tasks.")
@@ -88,7 +88,7 @@ def learn_published(
             how = replace(ready, objective=replace(ready.objective, k=k), outer=replace(ready.outer, pace=pace))
             name = f"k-{k:.6g}-pace-{pace:.6g}-from-{done}"
             start = potential if last is None else last.potential
-            found = trail.follow(name, start, replace(how, outer_steps=steps), done)
+            found = stages.follow(name, start, replace(how, outer_steps=steps), done)
             row: Result = {"k": k, "pace": pace, "outer_steps": done + steps, "rate": eta, "loss": math.inf}
             if found is not None:
                 found = centred(found)
@@ -103,18 +103,18 @@ def learn_published(
         if not math.isfinite(row["loss"]):
             raise ValueError(
                 f"the paper's method diverged on {family.name!r} with every k and pace that was tried, so that nothing was "
-                f"learned. {trail.reason}"
+                f"learned. {stages.reason}"
             )
         while (left := method.outer_steps - row["outer_steps"]) > 0:
             further, after = follow(best, row, min(first, left))
             if not after["loss"] < row["loss"]:
                 break
             best, row = further, after
-        return _finished(best, row, tried, trail, counted, began)
+        return _finished(best, row, tried, stages, counted, began)
 
 
 def _finished(
-    best: LearnedOptimiser, row: Result, tried: Sequence[Result], trail: "_Trail", counted: Counted, began: float
+    best: LearnedOptimiser, row: Result, tried: Sequence[Result], stages: "_Stages", counted: Counted, began: float
 ) -> LearnedOptimiser:
     """The file: at geometric mean 1, with the rate that goes with it and the table of what was tried."""
     rows = [{n: None if x == math.inf else x for n, x in one.items()} for one in tried]
@@ -128,9 +128,9 @@ def _finished(
             "tried": rows,
             "rule": f"lowest loss; {sgd}. M was brought to geometric mean 1 and the rate to it.",
         },
-        cost=total_cost(*trail.costs, {**counted.cost(began), "seconds": 0.0})
+        cost=total_cost(*stages.costs, {**counted.cost(began), "seconds": 0.0})
         | {"outer_steps": row["outer_steps"], "seconds": time.perf_counter() - began + counted.seconds},
-        task_hashes=tuple(dict.fromkeys([*trail.hashes, *counted.tasks])),
+        task_hashes=tuple(dict.fromkeys([*stages.hashes, *counted.tasks])),
     )
     return replace(best, header=header)
 
@@ -224,7 +224,7 @@ def climb(loss: Callable[[float], float], first: float, ratio: float) -> float:
     return rate(place)
 
 
-class _Trail:
+class _Stages:
     """The stages of outer steps, one after another: what they cost, which tasks they saw, and their records in one count."""
 
     def __init__(

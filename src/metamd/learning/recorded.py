@@ -53,9 +53,9 @@ def learn(
 ) -> LearnedOptimiser:
     """Learn a geometry from recorded runs; nothing is trained.
 
-    Of weights the closed form X^-1 # Y gives the coordinates and their metric, X = E delta' delta and Y = E sum_t G_t' G_t.
-    The file recommends polar steps in these coordinates, with quadratic decay and a tail average. How long they are follows
-    from the way that the recorded runs travelled. The factor on them is safe at first, and `update` moves it.
+    For weights, the closed form X^-1 # Y gives the coordinates and their metric, X = E delta' delta and Y = E sum_t G_t'
+    G_t. The file recommends polar steps in these coordinates, with quadratic decay and a tail average. How long they are
+    follows from the way that the recorded runs travelled. The factor on them is safe at first, and `update` moves it.
 
     With a `tying`, or from runs that were recorded with one, D_i = sqrt(E sum_t g_ti^2 / E delta_i^2) [Khodak2019] is the
     metric of the parameters themselves, and nothing more is recommended.
@@ -265,7 +265,7 @@ def _as_trajectory(run: Run, tying: TyingName | None) -> Trajectory:
 
 
 def _reach(runs: Sequence[Run], shares: Sequence[float], earlier: Mapping[str, Any] | None, decay: float) -> dict[str, Any]:
-    """How far runs went, by tensor: the squared largest singular value of the displacement; of vectors its mean square.
+    """How far runs went: the squared largest singular value of a weight's displacement; for a vector the mean square.
 
     Runs with a file of polar steps went as far as the file said, so that they count only where there are no others.
     """
@@ -298,7 +298,7 @@ def _scales(potential: MaxDiagonal, reach: Mapping[str, Any], steps: int) -> dic
     return {k: s if math.isfinite(s) else most for k, s in found.items()}
 
 
-# the door
+# checks of what users pass
 
 
 def _listed(runs: Any) -> list[Run]:

@@ -31,8 +31,8 @@ class Recorder:
     """Watches an optimiser through its public hooks and records one training run.
 
     It keeps theta_1 and, of the gradients that the optimiser saw (clipped, unscaled, averaged over processes), what the
-    closed form needs: of weights sum_t G_t'G_t, from some of the steps, and of vectors sum_t g_t^2. Steps that a GradScaler
-    skips or that raise are not counted. Training is not changed.
+    closed form needs: for weights sum_t G_t'G_t, from some of the steps, and for vectors sum_t g_t^2. Steps that a
+    GradScaler skips or that raise are not counted. Training is not changed.
 
     Args:
         optimiser: any torch optimiser whose parameters have names.
@@ -120,7 +120,7 @@ class Recorder:
         for n, shape in products_shapes(shapes(self._start)).items() if self.coordinates else ():
             found, total = self._products.get(n, torch.zeros(shape)), float(self._sums.get(n, none[n]))
             trace = float(found.diagonal().sum() if found.ndim > 1 else found.sum())
-            # of all steps, by their squares, which are known of every one
+            # scaled to all steps by the squares, which every step adds
             products[n] = (found * (total / trace if trace > 0 else 0.0)).cpu()
         count = len(self._start)
         return Run(

@@ -64,7 +64,7 @@ def draw_tasks(family: TaskFamily, seed: int, purpose: str, count: int) -> list[
     return [family.build(offered[i]) for i in chosen]
 
 
-def said_reference(reference: Reference | None) -> list[object]:
+def reference_identity(reference: Reference | None) -> list[object]:
     """What tells a reference run from others, in JSON's types."""
     return [] if reference is None else [repr(reference), reference.lr, reference.factor]
 
@@ -180,7 +180,7 @@ def learn_start(
     inside = None if journal is None else Journal(Path(journal.folder) / "start")
     finder = reference or tuned_reference(counted, seed=seed, journal=inside, workers=workers)
     built = draw_tasks(counted, seed, "start", tasks)
-    settings = {"reference": said_reference(finder), "tasks": tasks, "seed": seed}
+    settings = {"reference": reference_identity(finder), "tasks": tasks, "seed": seed}
     with (
         stage(counted, "solutions", tasks * finder.factor * family.steps),
         parts_of(journal, "start", counted, settings, workers) as parts,
@@ -244,7 +244,7 @@ def learn_from_reference(
     phi = potential.bind(built[0].init()).requires_grad_(False)
     settings = {
         "potential": [repr(potential), repr(phi.basis), fingerprint(phi)],
-        "reference": said_reference(reference),
+        "reference": reference_identity(reference),
         **{"tasks": tasks, "prior": prior, "seed": seed},
     }
     with (

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from metamd.files.learned import LearnedOptimiser, fingerprint
 from metamd.files.progress import Progress
 from metamd.files.store import Journal, Log, as_json
-from metamd.inner.closed_form import LARGEST_RANK, Iterate, compared, moment_shapes, moments_of
+from metamd.inner.closed_form import LARGEST_RANK, Iterate, halved_keys, moment_shapes, moments_of
 from metamd.inner.derivatives import hessian_products
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import PaperBound, Regret
@@ -56,7 +56,7 @@ def draw_task(family: TaskFamily, *purpose: int | str) -> Task:
     return family.build(draw_config(family, *purpose))
 
 
-# the look at the tasks before any long work: what would fail later is a sentence now
+# a look at the tasks before any long work: what would fail later is refused now
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def look(task: Task, bound: MaxDiagonal, shapes: dict[str, tuple[int, ...]]) -> 
 
 
 def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
-    """The same potential; under `rank="auto"` its basis, changed in place, keeps all directions that can be afforded.
+    """The same potential; under `rank="auto"` its basis is changed in place, to keep all directions where that costs little.
 
     The cheapest sides come first, until a quarter of the operations of a gradient is spent.
     """
@@ -177,7 +177,7 @@ def affording(potential: MaxDiagonal, task: Task) -> MaxDiagonal:
         return potential
     left, extra, kept = AFFORDED * gradient_operations(task), Counter[str](), []
     for place in map(basis.places.__getitem__, basis.learnable()):
-        # with `LARGEST` directions two thin products, with all of them one product
+        # two thin products with `LARGEST_RANK` directions, one product with all of them
         numbers, n = math.prod(place.shape), place.sizes["right"]
         left -= 4 * numbers * min(LARGEST_RANK, n)
         extra[f"right/{place.key}"] += 2 * numbers * n - 4 * numbers * min(LARGEST_RANK, n)
@@ -235,8 +235,8 @@ class TaskRunner:
 
     def total(self, results: Sequence[TaskResult], iterate: Iterate) -> dict[str, Tensor]:
         """The sums over the tasks that finished, in float64, with their number under "tasks"."""
-        # zeros of the closed form's moments: it may be that no task that finished has a certain tensor, or is of one half
-        shapes, halved = moment_shapes(iterate) if self.method.closed else {}, compared(iterate)
+        # zeros first: perhaps no task that finished has a certain tensor, or is in the half that is summed apart
+        shapes, halved = moment_shapes(iterate) if self.method.closed else {}, halved_keys(iterate)
         named = {f"{s}/{k}": shape for k, shape in shapes.items() for s in ("xyuv" if k in halved else "xy")}
         sums = {n: torch.zeros(shape, dtype=torch.float64) for n, shape in named.items()}
         for n, v in (pair for result in results for pair in result.sums.items()):
@@ -258,7 +258,7 @@ class TaskRunner:
                 moments = moments_of(run, fit, self.method.objective)
                 sums = {f"x/{k}": v for k, v in moments.x.items()} | {f"y/{k}": v for k, v in moments.y.items()}
                 if i % 2:  # half of the tasks, against which the others can be held
-                    sums |= {f"{h}/{k}": sums[f"{s}/{k}"] for k in compared(iterate) for s, h in ("xu", "yv")}
+                    sums |= {f"{h}/{k}": sums[f"{s}/{k}"] for k in halved_keys(iterate) for s, h in ("xu", "yv")}
                 found[i] = replace(found[i], sums=sums | {"tasks": torch.ones(())})
         return found
 
@@ -712,8 +712,8 @@ class Plan:
     def _judge(self, state: OuterState, tasks: list[Task]) -> tuple[OuterState, OuterStep]:
         """The last metrics and the best of those before, on fresh tasks and against common comparators.
 
-        What diverges least often wins, and of these what has the smallest mean objective. The last metrics give way only to
-        others whose mean is lower by two standard errors of the differences by task.
+        The metrics that diverge least often win, and among these the ones with the smallest mean objective. The last metrics
+        give way only to others whose mean is lower by two standard errors of the differences by task.
         """
         entrants, step = [*state.candidates, state.now], state.step + 1
         rows, cost = contest(self._runner(state), tasks, entrants)

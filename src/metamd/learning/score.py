@@ -1,7 +1,7 @@
-"""By what runs are judged where settings are chosen: one score for usages, and for rivals under the protocol `once`.
+"""The score by which settings are chosen: usages of a file, and settings of rivals under the protocol `once`.
 
-What counts is the logarithm of the loss, in equal shares over the run as a whole, as the area under it, and at the end: see
-`learn_usage`.
+It is the mean of three logarithms: of the mean loss over the run, of the losses on the way, and of the loss at the end.
+`learn_usage` has the formula.
 """
 
 import math
@@ -29,12 +29,12 @@ SCORE = "area under the logarithm of the loss"
 """What a usage is chosen by, as headers say it."""
 
 UNKNOWN = 1e-2
-"""Of the first loss, where losses fall below zero and the smallest possible one is not known, but only the lowest seen: what
-is nearer to that is as good as that."""
+"""Where losses fall below zero and the smallest possible one is not known, a loss counts as equal to the lowest seen if it
+is nearer to that than this share of the first loss."""
 
 LOOKS = 20
-"""How often the loss of a run is looked at, about: twice in every part, whoever runs. A look at an average counts as a
-gradient; with a hundred of them short runs cost twice as many."""
+"""About how often the loss of a run is looked at: twice in each of the `PHASES`, for every optimiser. A look at an average
+costs a gradient; a hundred of them would double the cost of short runs."""
 
 PHASES = 10
 """Equal parts of a run: their mean losses make a score, and a learned schedule has a number at each of their ends."""

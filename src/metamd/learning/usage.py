@@ -24,7 +24,7 @@ from metamd.inner.objectives import Reference
 from metamd.inner.run import OptimiserSteps, StepRule, all_finite, seconds_per_step, train
 from metamd.inner.together import Stacked, StackedSteps, small
 from metamd.learning.parts import Forecast, Parts, parts_of, stage
-from metamd.learning.reference import draw_tasks, said_reference, solved, tuned_reference
+from metamd.learning.reference import draw_tasks, reference_identity, solved, tuned_reference
 from metamd.learning.score import (
     LOOKS,
     PHASES,
@@ -83,15 +83,16 @@ FARTHEST = 40
 """Half powers of 2 that a factor may be away from 1; a climb that comes here follows rounding."""
 
 FIRST = 2
-"""Tasks on which factors are found and changes compared. Metrics and momenta, which differ by more, have one: with two, and
-with six for the better of two metrics, the usages of small networks were as good on other tasks."""
+"""Tasks on which factors are found and changes compared. Metrics and momenta differ by more and are compared on one: with
+two, and with six for the better of two metrics, the usages of small networks were as good on other tasks."""
 
 FINALISTS = 2
-"""Of metrics and momenta, and again of schedules, averages and whitening: which of two near ones is better turns with their
-factors. (On MLPs by role, LeNets, pictures and tables, a third was never chosen.)"""
+"""How many pairs of metric and momentum get factors of their own, and later how many schedules, averages and whitenings:
+which of two near ones is better changes with their factors. (On MLPs by role, LeNets, pictures and tables, a third was never
+chosen.)"""
 
 CLIMBED = 3
-"""Factors that are tried until neither neighbour is better, about: for the time that is left."""
+"""About how many factors are tried until neither neighbour is better, to tell the time that is left."""
 
 SPREAD = 2.25
 """How many times the smallest weight of a schedule the largest may be; 1 gives the linear decay."""
@@ -199,7 +200,7 @@ class UsageSteps:
         return ""
 
     def _add(self, online: Online, share: float, name: str, energy: Tensor, metric: Tensor) -> None:
-        """What a step of a tensor is told to, r_t being the share."""
+        """Note what a step of a tensor met, r_t being the share."""
         key = self.phi.slots[name].key
         self.y[key] = self.y.get(key, 0.0) + share**2 * float(energy)
         self.energies[-1] += online.step_size(key) * float(energy)
@@ -209,7 +210,7 @@ class UsageSteps:
             self.metrics[name].add_(metric)
 
     def tally(self, start: Params, comparator: Params) -> Tally | None:
-        """Of the steps taken with an online metric."""
+        """What the steps with an online metric say about its scales."""
         if self.online is None:
             return None
         x: dict[str, float] = {}
@@ -474,7 +475,12 @@ def learn_usage(
     to_scale = draw_tasks(family, seed, "scale", min(SCALED, choices.tasks)) if finder is not None else []
     built = draw_tasks(family, seed, "usage", choices.tasks)
     choices = replace(choices, judged_on=can_be_judged(choices.judged_on, built[0]))
-    settings = {"learned": learned.fingerprint(), "reference": said_reference(finder), "tasks": choices.tasks, "seed": seed}
+    settings = {
+        "learned": learned.fingerprint(),
+        "reference": reference_identity(finder),
+        "tasks": choices.tasks,
+        "seed": seed,
+    }
     about: Result = {"score": SCORE, "judged_on": choices.judged_on, "prefer": choices.prefer}
     settings |= {**about, "looks": LOOKS}
     with parts_of(journal, "usage", family, settings, workers) as parts:

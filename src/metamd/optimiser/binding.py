@@ -90,7 +90,8 @@ class Options:
 
 
 SHORT = 0.05
-"""Of the recommended factor: a smaller one is the learning rate of another optimiser, which would stop training."""
+"""An lr below this share of the recommended one is taken for the learning rate of another optimiser: it would stop
+training."""
 
 
 def choose(learned: LearnedOptimiser | None, steps: int | None, params: Iterable[Any], given: Mapping[str, Any]) -> Options:

@@ -214,7 +214,7 @@ def digests(named: Params) -> dict[str, int]:
 
 
 def differs(was: int, now: int) -> bool:
-    """Whether a parameter has been changed. Of one that has another type by now nobody knows."""
+    """Whether a parameter has been changed. Where its type has, that cannot be told, and counts as no."""
     return was == EDITED or (was >> 56 == now >> 56 and was != now)
 
 

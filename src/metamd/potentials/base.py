@@ -46,7 +46,7 @@ Moves = Mapping[str, Move]
 
 
 def descend(x: Tensor, direction: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
-    """X - lr direction, written to `out` if there is one; `torch.sub` has no tensor for its alpha."""
+    """x - lr direction, written to `out` if there is one; the alpha of `torch.add` cannot be a tensor."""
     if isinstance(lr, Tensor):
         return torch.sub(x, lr * direction, out=out)
     return torch.add(x, direction, alpha=-lr, out=out)
@@ -106,15 +106,15 @@ class Potential(nn.Module, ABC):
         """phi(theta), a scalar."""
 
     def mirror(self, params: Params) -> dict[str, Tensor]:
-        """Y = grad phi(theta)."""
+        """y = grad phi(theta)."""
         return torch.func.grad(lambda p: self.value(p))(dict(params))
 
     def inverse(self, dual: Params, start: Params | None = None) -> dict[str, Tensor]:
-        """Theta = grad phi*(y), the minimiser of phi(theta) - <y, theta>.
+        """theta = grad phi*(y), the minimiser of phi(theta) - <y, theta>.
 
         Args:
             dual: y.
-            start: where an iterative solve begins; its tensors that y does not name are held where they are.
+            start: where an iterative solve begins; tensors that y does not name keep the values that they have here.
         """
         return minimise(self.value, dual, start if start is not None else dual)
 

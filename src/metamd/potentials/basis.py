@@ -22,11 +22,10 @@ LIMIT = 2048
 
 
 class Orthogonal:
-    """An orthogonal matrix Q of which r columns U are given; the others complete them, whichever way.
+    """An orthogonal matrix Q with r given columns U; any other columns complete them.
 
-    With all columns given, Q = U. With fewer, Q = I - Y T Y' is a product of r Householder reflections, so that applying it
-    takes O(r) operations per number, and no others than r columns are stored. (Its first columns are those of U up to
-    sign.)
+    If all columns are given, Q = U. Otherwise Q = I - Y T Y' is a product of r Householder reflections: applying it takes
+    O(r) operations per number, and r columns are stored. (Its first columns are those of U up to sign.)
     """
 
     def __init__(self, columns: Tensor) -> None:
@@ -36,14 +35,14 @@ class Orthogonal:
         self._found: tuple[Tensor, Tensor, Tensor] | None = None
 
     def into(self, x: Tensor, *, back: bool = False) -> Tensor:
-        """Rows x Q: their coordinates; or, back from coordinates, x Q'."""
+        """The coordinates x Q of rows x; on the way back, the rows x Q' of coordinates x."""
         if self.full:
             return x @ (self.columns.mT if back else self.columns)
         y, ty, ty_back = self.compact()
         return x - (x @ y) @ (ty_back if back else ty)
 
     def divide(self, x: Tensor, d: Tensor) -> Tensor:
-        """Rows x Q diag(d)^-1 Q', where d is one number for all columns that are not given."""
+        """x Q diag(d)^-1 Q' for rows x; d has one number for all columns that are not given."""
         if self.full:
             return (x @ self.columns / d) @ self.columns.mT
         # I = U U' + (I - U U'), of which the second part has the same d everywhere
@@ -107,9 +106,9 @@ class Basis:
     """An orthogonal change of coordinates V per tensor, under which D acts as a diagonal.
 
     Without one, the parameters themselves are the coordinates, as in the paper. A learned basis has a V for every weight
-    matrix, on the right, the input side; in files of earlier versions on the left as well.
-    `factors` maps "right/key" or "left/key" to orthonormal columns (n, r); a side without one has the identity. `rank`,
-    `shrinkage` and `limit` are those of `Kronecker`: they say how factors are learned. Those in `whole` ignore the rank.
+    matrix, on the right, the input side; in files of earlier versions on the left as well. `factors` maps "right/key" or
+    "left/key" to orthonormal columns (n, r); a side without one has the identity. `rank`, `shrinkage` and `limit` are those
+    of `Kronecker`: they say how factors are learned. Factors in `whole` keep all directions, whatever the rank.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class Basis:
         return new
 
     def with_factors(self, factors: Mapping[str, Tensor], whole: Iterable[str] | None = None) -> "Basis":
-        """Other factors for the same tensors, of which the `whole` ones keep all directions when they are learned."""
+        """The same basis with other factors; those in `whole` keep all directions when they are learned."""
         how: dict[str, Any] = {"rank": self.rank, "shrinkage": self.shrinkage, "limit": self.limit}
         new = Basis(self.kind, **how, factors=factors, whole=self.whole if whole is None else whole)
         new.places = dict(self.places)
@@ -195,7 +194,7 @@ class Basis:
         return None if factor in self.whole else self.rank
 
     def prepared(self, metrics: Mapping[str, Tensor]) -> "Basis":
-        """The same basis for a run with these metrics; their inverses V diag(d_j)^-1 V' are kept once they were needed."""
+        """The same basis for a run with these metrics; it keeps the inverses V diag(d_j)^-1 V' that steps have needed."""
         new = self.with_factors(self.factors)
         new._metrics = dict(metrics)
         return new
@@ -247,9 +246,10 @@ class Basis:
         return descend(x, moved, lr, out).to(x.dtype)
 
     def divided(self, name: str, x: Tensor, d: Tensor) -> tuple[Tensor, float | Tensor]:
-        """c x V diag(d)^-1 V' as a matrix and c^-1/2, for a number c; d is the metric of the first piece, of the columns.
+        """c x V diag(d)^-1 V' as a matrix, and c^-1/2; d is the metric of the first piece, a number per column.
 
-        Where not all directions are given, c is the metric of the others: x itself has their part.
+        c is 1 if the basis has all directions. Otherwise it is the metric of the directions that are left, on which c D^-1
+        is the identity.
         """
         place = self.places.get(name)
         m = x.reshape(x.shape[0], -1) if place is None else place.matrix(x)
@@ -265,7 +265,8 @@ class Basis:
         return torch.addmm(m, m @ inverse.columns, thin), root
 
     def prepare(self, name: str, like: Tensor) -> None:
-        """Find what steps of a tensor take of its factors: for `torch.compile` there would be too much to trace."""
+        """Compute beforehand what the steps of a tensor need of its factors: `torch.compile` would have too much to
+        trace."""
         right = self._at("right", name, like) if name in self.places else None
         if right is not None and not right.full:
             right.compact()
@@ -274,7 +275,7 @@ class Basis:
 
     @staticmethod
     def _subtract(place: Place, x: Tensor, m: Tensor, inverse: Inverse, lr: float, out: Tensor | None) -> Tensor:
-        """x - lr D^-1 m without anything of its size in between, where memory allows it."""
+        """x - lr D^-1 m, without a temporary of that size where the memory layout allows it."""
         base, whole = place.matrix(x), place.matrix(out) if out is not None and out.is_contiguous() else None
         if inverse.columns is not None and inverse.rest is not None:
             thin = m @ inverse.columns
@@ -291,7 +292,7 @@ class Basis:
 
     def _inverse(self, name: str, m: Tensor, d: Tensor) -> Inverse | None:
         """V diag(d)^-1 V' on the right of a matrix, if d is one of the metrics that stay for the whole run."""
-        if self.kind == "both" or m.ndim > 2 or d.dtype != m.dtype:  # of a model that was turned into another type since
+        if self.kind == "both" or m.ndim > 2 or d.dtype != m.dtype:  # the model was converted to another type since
             return None
         for piece, known in enumerate(self._metrics.get(name, ())):
             if known.data_ptr() == d.data_ptr():

@@ -71,7 +71,7 @@ class NegativeEntropy(Potential):
         self.domain = domain
 
     def value(self, params: Params) -> Tensor:
-        """Sum theta log theta, less sum theta on the orthant."""
+        """sum theta log theta, less sum theta on the orthant."""
         drop = 0.0 if self.domain == "simplex" else 1.0
         return _total((torch.special.xlogy(x, x) - drop * x).sum() for x in params.values())
 
@@ -144,12 +144,12 @@ class PNorm(Potential):
         return {n: _norm_gradient(y, self.p / (self.p - 1)) for n, y in dual.items()}
 
     def strong_convexity(self) -> StrongConvexity:
-        """P - 1 in the p-norm of each tensor."""
+        """p - 1 in the p-norm of each tensor."""
         return StrongConvexity(self.p - 1, f"l{self.p:g} of each tensor")
 
 
 def _norm_gradient(x: Tensor, p: float) -> Tensor:
-    """Grad of 1/2 |x|_p^2, scaled first so that powers neither overflow nor vanish; 0 at 0."""
+    """The gradient of 1/2 |x|_p^2, 0 at 0; x is scaled first, so that powers neither overflow nor vanish."""
     scale = x.abs().amax().clamp(min=torch.finfo(x.dtype).tiny)
     unit = x / scale
     norm = torch.linalg.vector_norm(unit, p).clamp(min=torch.finfo(x.dtype).tiny)

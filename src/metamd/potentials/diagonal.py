@@ -191,12 +191,12 @@ class MaxDiagonal(Potential):
         return self.forms(params).max()
 
     def mirror(self, params: Params, active: Active | None = None) -> dict[str, Tensor]:
-        """Y = D(w)(theta - c), w the weights of the active pieces: the given ones, or the piece with the largest form."""
+        """y = D(w)(theta - c), w the weights of the active pieces: the given ones, or the piece with the largest form."""
         weights = (active or self.activate(params)).weights
         return {n: self._rotated(n, combine(self.metric(n), weights), self._shifted(n, x)) for n, x in params.items()}
 
     def inverse(self, dual: Params, start: Params | None = None) -> dict[str, Tensor]:
-        """Theta = c + D(w)^-1 y with the weights that minimise 1/2 y'D(w)^-1 y - <w, b>."""
+        """theta = c + D(w)^-1 y with the weights that minimise 1/2 y'D(w)^-1 y - <w, b>."""
         first = np.eye(self.pieces)[0]
         trial = {n: self._from_centre(n, self._rotated(n, 1 / combine(self.metric(n), first), y)) for n, y in dual.items()}
         held = {n: x for n, x in (start or {}).items() if n not in dual}
@@ -224,7 +224,7 @@ class MaxDiagonal(Potential):
             return [slot.spread(self.table[escape(slot.key)]) for slot in self.slots.values()]
         return list(self.table.values())
 
-    # the norm N = max_j |.|_{D_j} that the forms without offsets are half the squares of, and its dual
+    # the norm N = max_j |.|_{D_j}, and its dual: forms without offsets are half the squares of |.|_{D_j}
 
     @torch.no_grad()
     def half_squares(self, delta: Params) -> Array:
@@ -317,7 +317,7 @@ class MaxDiagonal(Potential):
     # one tensor
 
     def _shifted(self, name: str, x: Tensor) -> Tensor:
-        """Theta - c."""
+        """theta - c."""
         return x - self.start[name] if name in self.start else x
 
     def _from_centre(self, name: str, x: Tensor) -> Tensor:
@@ -364,8 +364,8 @@ def Kronecker(  # noqa: N802
 
     Args:
         pieces: N; they share the basis.
-        rank: keep so many leading directions, and one number for all others; "auto" finds out how many are worth
-            it and what a gradient pays for, None keeps all.
+        rank: how many leading directions have a number of their own; all others share one. "auto" weighs what directions
+            gain against what they cost in a step, None keeps all.
         tying: "tensor", or "role" to share basis and metric between tensors of one role and input size, so that they fit
             models of another width.
         centre: as for `MaxDiagonal`.

@@ -7,9 +7,9 @@ columns near their eigenvectors, the squares of the turned coordinates
 
 are those of Adam's rule there, and a step goes along U ((U' A V) / sqrt(S_t / (1 - b^t))) V', A an average of gradients.
 
-Where U turns to W, every new coordinate is a sum of old ones with the weights W'U. Of coordinates that are uncorrelated the
-squares of such a sum are the sums of squares with the squared weights: S -> (W'U)^2 S. So bases may turn in every step
-without S being of another basis. (SOAP turns them every ten steps, and keeps S as it is.)
+When U becomes W, every new coordinate is a sum of old ones with the weights W'U. If the old ones are uncorrelated, the mean
+square of the sum is the sum of their mean squares with squared weights: S -> (W'U)^2 S. So S is always in the present bases,
+which may change in every step. (SOAP changes them every ten steps, and keeps S as it is.)
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ SIDES = (("rows", -2), ("columns", -1))
 """The sides of a matrix, and their dimensions."""
 
 FOUND = tuple(f"{side} {what}" for side, _ in SIDES for what in ("products", "basis"))
-"""What is kept of a weight besides its squares."""
+"""What the state of a weight has beside its squares."""
 
 
 def turned_step(state: dict[str, Any], c: Tensor, ahead: Tensor, *, epsilon: float, turn: bool) -> tuple[Tensor, Tensor]:
@@ -39,9 +39,9 @@ def turned_step(state: dict[str, Any], c: Tensor, ahead: Tensor, *, epsilon: flo
     Args:
         state: what a weight carries from step to step, empty at first; there may be dimensions of several runs in front.
         c: the coordinates of its gradient, a matrix.
-        ahead: those of the average of gradients that the step goes along.
+        ahead: the coordinates of the averaged gradient that the step follows.
         epsilon: added to the root.
-        turn: whether the bases are to follow the products in this step.
+        turn: whether this step updates the bases.
     """
     if "squares" not in state:
         state["squares"], state["counted"] = torch.zeros_like(c), 0

@@ -82,8 +82,8 @@ def find_weights(
     """The weights of the exact step from the trial point that the present weights w lead to.
 
     The trial x~ = D(w)^-1 y stands for the dual point: with any other weights v the point is x(v) = D(w)/D(v) x~, so that
-    nothing is needed but the metrics and the grouped squares of the trial point. `offsets` has b, with the forms of
-    whatever is held still.
+    nothing is needed but the metrics and the grouped squares of the trial point. `offsets` is b plus the forms of the
+    tensors that do not move.
     """
     pieces = len(weights)
     rows = {n: d.to(squares[n].dtype).reshape(pieces, -1) for n, d in metrics.items()}
@@ -141,7 +141,8 @@ def solve_weights(evaluate: Evaluate, weights: Array, offsets: Array, *, toleran
 
 
 def _slope(forms: Array, direction: Array) -> float:
-    """-<grad h, direction>. The direction sums to zero, and to rounding only: a common part of the forms must not show."""
+    """-<grad h, direction>. The direction sums to zero only up to rounding, so a common part of the forms is taken away
+    first."""
     return float((forms - forms.max()) @ direction)
 
 

@@ -50,8 +50,8 @@ so many steps into the run; for the rule "eigen" the average, and the products a
 them in float32."""
 
 KEPT = ("squares", "average", "length", "direction", *FOUND)
-"""The tensors among them. Of sharded parameters `MetaMD` keeps all but the length as shards that are spread alike; under the
-rule "eigen" there are none."""
+"""The tensors among them. For a sharded parameter `MetaMD` keeps all but the length as shards too. The rule "eigen" takes no
+sharded parameters."""
 
 Watch = Callable[[str, Tensor, Tensor], None]
 """Called with the name of a tensor, the energy c' a_t^-1 c and the metric a_t of its step."""
@@ -208,8 +208,8 @@ class Online:
     ) -> None:
         """Take one step of all these tensors in place; `watch` is told what the step met, before a tensor moves.
 
-        Of the potential the basis and the keys are used, and, for the rule "polar", the metric of its first piece. `lengths`
-        are those of the gradients, where they are known already.
+        It uses the basis and the keys of the potential, and for the rule "polar" the metric of its first piece. `lengths`
+        are the lengths of the gradients, if they are known.
         """
         if self.rule == "polar":
             for device in {p.x.device: None for p in points}:

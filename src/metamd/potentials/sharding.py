@@ -11,7 +11,7 @@ from torch import Tensor
 from metamd.potentials.forms import Total, local_total
 
 WHOLE = (Tensor, torch.nn.Parameter)
-"""What is certainly no DTensor: the answer is needed dozens of times in every step."""
+"""Types that are certainly no DTensor. The question is asked dozens of times in every step."""
 
 
 def is_sharded(x: Tensor) -> bool:
@@ -53,16 +53,17 @@ def local_metric(d: Tensor, like: Tensor) -> Tensor:
 
 
 def local_part(x: Tensor, like: Tensor) -> Tensor:
-    """The part of a tensor, whole or sharded as a parameter is, that this process has of the parameter, on its device."""
+    """The part of a tensor that belongs to this process's part of a parameter, on its device; the tensor may be sharded
+    alike."""
     if is_sharded(x) or not is_sharded(like):
         return local(x).to(local(like).device)
     return local_metric(x[None], like)[0]
 
 
 def spread_like(part: Tensor, param: Tensor) -> Tensor:
-    """This process's part of a tensor, or of its matrix, as a shard of one that is spread as a sharded parameter is.
+    """This process's part of a tensor, or of its matrix, as a DTensor that is sharded like a parameter.
 
-    Checkpoints then know of the rest.
+    Checkpoints then save the whole tensor.
     """
     from torch.distributed.tensor import DTensor
 
@@ -73,7 +74,7 @@ def spread_like(part: Tensor, param: Tensor) -> Tensor:
 
 
 def gathered(part: Tensor, param: Tensor) -> Tensor:
-    """The whole of a tensor that is spread as a parameter is, of which this process has a part; on every process."""
+    """The whole of a tensor that is sharded like a parameter, on every process, from the part that each of them has."""
     return spread_like(part, param).full_tensor() if is_sharded(param) else part  # type: ignore[attr-defined]
 
 
@@ -85,7 +86,7 @@ def total_for(params: Mapping[str, Tensor]) -> Total:
 
 
 def sum_shards(parts: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What each tensor contributes, by name and all of one shape, added over the processes that hold its shards."""
+    """Contributions by tensor, all of one shape, each added over the processes that hold shards of its tensor."""
     groups = {n: _shard_groups(params[n]) for n in parts}
     whole = dict(parts)
     for key in sorted(set(groups.values()) - {()}, key=str):

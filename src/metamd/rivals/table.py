@@ -17,10 +17,10 @@ from metamd.rivals.base import NamedParameters, Range, Rival, Setting
 from metamd.rivals.optimisers import AdamThenLBFGS, Averaged, HypergradientSGD, LoraPlus, MuonAndAdamW, OneGradientLBFGS
 
 DECAY = Range(1e-6, 1e-2)
-"""Of the weight decay, where it is a part of the gradient."""
+"""The range of the weight decay where it is a part of the gradient."""
 
 DECOUPLED = Range(1e-5, 1.0)
-"""Of the weight decay, where it is multiplied with the learning rate."""
+"""The range of the weight decay where it is multiplied with the learning rate."""
 
 _DECAYS = (0.001, 0.0001, 0.0005)
 PAPER_GRID = {"lr": (0.1, 0.05, 0.01, 0.005, 0.001), "weight_decay": _DECAYS}

@@ -68,14 +68,15 @@ class Task(ABC):
     def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
         """Loss and accuracy on a whole split.
 
-        Meta-training asks for none; the usage of networks is judged on validation too (`judged_on`), and never on test.
+        Meta-training evaluates no split. A usage of networks is judged on validation data too (`judged_on`), never on test
+        data.
         """
 
     def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
         """A function of the parameters: the loss on a fixed part of the training split, cheap enough to watch a run by.
 
-        The loss of a batch is no such measure: the first of many noisy losses below a target comes too early. A task
-        without examples to choose from takes the whole training split.
+        The loss of a batch would not do: the first of many noisy losses below a target comes too early. A task without
+        examples to choose from takes the whole training split.
 
         Args:
             examples: how many, at most; the same ones for all tasks on the same data.

@@ -34,7 +34,7 @@ GRID = (128, 51)
 """Places and times at which a solution is compared with the exact one, evenly spaced and with both ends."""
 
 NODES = np.linspace(-14, 14, 561)
-"""Of the trapezoidal rule for integrals of exp(-s^2) f(s), f analytic: with twice as many the solutions stay."""
+"""Nodes of the trapezoidal rule for integrals of exp(-s^2) f(s), f analytic. Twice as many give the same solutions."""
 
 
 class SolutionNetwork(nn.Module):

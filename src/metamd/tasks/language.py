@@ -45,7 +45,7 @@ LONGEST = 40_000
 """Characters of a president that are used, from the first on: a little more than the longest speaker has."""
 
 SHARES = (0.7, 0.1, 0.2)
-"""Of a text: training, validation and test, in this order and in one block each."""
+"""Shares of a text for training, validation and test: one block each, in this order."""
 
 Voices = Literal["speakers", "presidents"]
 TextKind = Literal["plays", "inaugural", "union", "python"]
@@ -64,7 +64,7 @@ class LanguageTask(SupervisedTask):
     """One training of a language model."""
 
     characters: Mapping[Split, float]
-    """How many characters of a split a token has in the mean."""
+    """The mean number of characters of a token, by split."""
 
     def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
         """Nats per token, the share of tokens that were the likeliest, and bits per character of the text."""
@@ -73,7 +73,7 @@ class LanguageTask(SupervisedTask):
         return Evaluation(found.loss, found.accuracy, {"bits per character": bits})
 
     def monitor(self, examples: int = 2000) -> Callable[[Mapping[str, Tensor]], float]:
-        """The loss on so many tokens of the training text, since a row of it has many examples."""
+        """The loss on so many tokens of the training text: a row has many of them."""
         return super().monitor(max(1, examples // self.splits["train"][1].shape[1]))  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
 """A small Llama, its published file format, its tokenizer, and low-rank adapters.
 
 The format is the legacy one of llama2.c: seven int32, then float32 tensors. The tokenizer is byte-pair encoding as
-sentencepiece does it: of all neighbours that are a token together, those with the best score are merged first.
+sentencepiece does it: among neighbours that are a token together, those with the best score are merged first.
 """
 
 import copy

@@ -55,7 +55,7 @@ class SeriesTask(SupervisedTask):
             raise ValueError(f"This task has the splits {', '.join(self.splits)}, got {split!r}.")
         days, wanted = (part[torch.arange(1)] for part in self.splits[split])
         with torch.no_grad():
-            found = smape(self._called(params, days)[0], wanted[0])
+            found = smape(self._functional(params, days)[0], wanted[0])
         return Evaluation(found, None, {"sMAPE, %": found})
 
 

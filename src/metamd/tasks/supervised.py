@@ -42,10 +42,10 @@ _CALIBRATED_AT_ONCE = 1000
 """Examples whose statistics a batch norm takes together."""
 
 _EVALUATED_AT_ONCE = 250
-"""Examples of which a network's maps stay near the processor: LeNet takes two thirds of the time of 1,000 at once."""
+"""Examples whose maps stay in the processor's cache: LeNet takes two thirds of the time that it takes with 1,000 at once."""
 
 
-# what is random or remembers something inside a model
+# randomness and state inside a model
 
 
 class HashedDropout(TorchFunctionMode):
@@ -134,7 +134,7 @@ class Recipe:
         with seeded(seed):
             return self.make_model()
 
-    def loss(self, model: "Called", params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, model: "FunctionalModel", params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of a model as a function of its parameters."""
         with HashedDropout(batch["seed"]) if "seed" in batch else nullcontext():
             outputs = model(params, batch["inputs"])
@@ -144,7 +144,7 @@ class Recipe:
         return self.loss_fn(outputs, batch["targets"])
 
 
-class Called:
+class FunctionalModel:
     """A model as a function of its trained parameters and its inputs: `functional_call` with the places looked up once."""
 
     # A parameter with several names is given by the first, and found under all.
@@ -180,7 +180,7 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def inspect(recipe: Recipe, data: Mapping[str, Splits]) -> tuple[bool, bool, torch.dtype]:
+def inspect_model(recipe: Recipe, data: Mapping[str, Splits]) -> tuple[bool, bool, torch.dtype]:
     """Make models and run one on a few examples, so that whatever does not fit is said before any training.
 
     Returns whether the model has dropout, whether models differ in the trained parameters alone, and their dtype.
@@ -234,7 +234,7 @@ def _has_dropout(recipe: Recipe, model: nn.Module, batch: Mapping[str, Tensor], 
     with _explained(batch, name):
         loss = recipe.loss_fn(outputs, batch["targets"])
         with seeded(2):
-            again = recipe.loss(Called(model), trained(model), {**batch, "seed": torch.tensor(0)})
+            again = recipe.loss(FunctionalModel(model), trained(model), {**batch, "seed": torch.tensor(0)})
     if not isinstance(loss, Tensor) or loss.dim():
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn must return a tensor without dimensions, got {got}. Average over the batch.")
@@ -299,7 +299,7 @@ class SupervisedTask(Task):
         self.recipe, self.dropout = recipe, dropout
         self.splits: Mapping[Split, tuple[Rows, Rows]] = splits
         self.model = use_batch_statistics(recipe.make(config["init_seed"]))
-        self._called = Called(self.model)
+        self._functional = FunctionalModel(self.model)
         self.device = next(self.model.parameters()).device
         self.shuffle = Shuffle(len(splits["train"][0]), recipe.batch_size, derive_seed(config["batch_seed"], "order"))
 
@@ -318,7 +318,7 @@ class SupervisedTask(Task):
 
     def loss(self, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of the model with these parameters."""
-        return self.recipe.loss(self._called, params, batch)
+        return self.recipe.loss(self._functional, params, batch)
 
     @torch.no_grad()
     def evaluate(self, params: Mapping[str, Tensor], split: Split = "test") -> Evaluation:
@@ -353,7 +353,7 @@ class SupervisedTask(Task):
         chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(derive_seed("monitor", rows)))[:examples]
         model = self.recipe.make(self.config["init_seed"])
         at_once = _CALIBRATED_AT_ONCE if any(tracking_norms(model)) else _EVALUATED_AT_ONCE
-        called = Called(use_batch_statistics(model).eval())
+        called = FunctionalModel(use_batch_statistics(model).eval())
         parts = [[self._rows(part, chosen[i]) for part in self.splits["train"]] for i in chunks(len(chosen), at_once)]
 
         @torch.no_grad()
@@ -490,7 +490,7 @@ class Supervised(DatasetFamily):
     """See `supervised`."""
 
     def __init__(self, name: str, recipe: Recipe, data: Mapping[str, Splits], hold_out: Sequence[str] = ()) -> None:
-        self.dropout, shared_loss, dtype = inspect(recipe, data)
+        self.dropout, shared_loss, dtype = inspect_model(recipe, data)
         self.data: dict[str, Splits] = {
             key: {split: (in_dtype(x, dtype), in_dtype(y, dtype)) for split, (x, y) in splits.items()}
             for key, splits in data.items()

@@ -79,7 +79,8 @@ class Wrapped(TaskFamily):
 
 
 class SharedStart(Wrapped):
-    """See `starting_at`; a function finds the start when it is first asked for. Another start of the family is dropped."""
+    """See `starting_at`. A start may be a function, called when it is first needed; one that the family has already is
+    dropped."""
 
     def __init__(self, family: TaskFamily, start: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]) -> None:
         super().__init__(family.family if isinstance(family, SharedStart) else family)

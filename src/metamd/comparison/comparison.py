@@ -26,13 +26,13 @@ SHOWN = (
     "test_loss",
     "test_error",
 )
-"""What a table has, as far as it was measured."""
+"""The columns of a table, as far as they were measured."""
 
 ON_THE_WAY = ("tenth_loss", "half_loss")
 """What the protocol `once` shows beside the loss at the end."""
 
 ON_TEST_DATA = {"test_loss": "test loss", "test_error": "test error"}
-"""What a verdict on training losses is held against, as far as it was measured."""
+"""Measures on test data that a verdict on training losses is checked against, as far as they were measured."""
 
 TO_TARGET = ("steps_to_target", "seconds_to_target")
 
@@ -364,7 +364,7 @@ class Comparison:
         return replace(first, folds=folds)
 
     def index(self) -> Result:
-        """What is needed beside the records of the runs to have the comparison again, in JSON's types."""
+        """All that `read` needs beside the records of the runs, in JSON's types."""
 
         def runs(c: Candidate) -> Result:
             return {"contender": c.contender, "runs": [cell_name(c.contender, o.config) for o in c.outcomes]}

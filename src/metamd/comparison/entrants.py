@@ -46,7 +46,7 @@ PROTOCOLS: dict[str, str] = {
         "search, budget, split and seeds, on tasks with other seeds than those that are shown."
     ),
 }
-"""By which rule settings are chosen, in a sentence for reports: every table names one of these."""
+"""The rules by which settings are chosen, in sentences for reports. Every table names one of these."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,13 @@ def draw_configs(family: TaskFamily, seeds: int, seed: int) -> dict[str, list[Co
 
 
 ENDINGS: dict[Schedule, str] = {"constant": "", "linear": ", linear decay", "quadratic": ", quadratic decay"}
-"""What the label of a tuned rival says of its schedule."""
+"""The end of the label of a tuned rival, by its schedule."""
 
 UNTUNED = ", untuned"
-"""What the label of a rival says that has its package's setting."""
+"""The end of the label of a rival with the setting of its package."""
 
 PRINTED = ", grid as printed"
-"""What the label of an optimiser says whose setting is that of the published grid, where the search went beyond it."""
+"""The end of the label of an optimiser with the best setting of the published grid, where the search went beyond it."""
 
 R = TypeVar("R", bound=Rival | Learner)
 
@@ -192,7 +192,7 @@ def labels(
 
 
 def _scheduled(rivals: Sequence[R], schedules: Sequence[Schedule]) -> dict[str, tuple[R, Schedule]]:
-    """By label, the rivals under each of these schedules that they may have; Schedule-Free is left with its own."""
+    """The rivals by label, under each of these schedules that they may have; Schedule-Free keeps its own."""
     allowed = [(r, [s for s in schedules if s in r.schedules] or r.schedules) for r in rivals]
     return {r.title + ENDINGS[s]: (r, s) for r, each in allowed for s in each}
 

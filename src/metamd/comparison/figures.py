@@ -293,7 +293,7 @@ def loss_curves(
     """The curves of each panel by its title, as `curves` draws them.
 
     The first panel is of all domains, if there are several that were watched at the same steps; its bands are 95 % bootstrap
-    intervals. So are those of each domain with `intervals`; else they reach from the smallest loss to the largest.
+    intervals. With `intervals` the bands of each domain are too; otherwise they reach from the smallest loss to the largest.
     """
     each = {label: comparison.curve(label) for label in labels}
     panels = {f.group: ([f.group], [0] * f.tasks(labels[0]) if intervals else None) for f in comparison.folds}

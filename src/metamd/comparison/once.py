@@ -52,7 +52,7 @@ AGAIN = 4
 
 
 FOR_THE_END = ", chosen for the end"
-"""What the label of a second row says, which has the setting with the lowest loss at the end of the run."""
+"""The end of the label of a second row, which has the setting with the lowest loss at the end of the run."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Space:
         return Contender(rival, setting, chosen, warm_up=WARM_UPS[int(warm_up * len(WARM_UPS))])
 
     def kept(self, name: str, value: float) -> float:
-        """A value of a range as the setting has it; that of a momentum from 1 - m and back."""
+        """A value of a range as the setting has it, and back: a momentum m has the range of 1 - m."""
         return float(shortened(1 - value, SETTING_DIGITS)) if name == self.momentum else value
 
     def at_edge(self, contender: Contender) -> list[str]:
@@ -152,7 +152,7 @@ def space_of(contender: Contender, schedules: Sequence[Schedule]) -> Space:
     # a momentum that is 0 by default is no part of what the rival is
     named = [n for n in ("momentum", "beta1") if contender.setting.get(n, 0.0) > 0]
     ranges |= dict.fromkeys(named[:1], FORGOTTEN)
-    # what was learned fits its own tensors alone, and has its own average
+    # a learned rival fits its own tensors alone, and has its own average
     own_average = bool(rival.identity) or hasattr(contender.start([("x", nn.Parameter(torch.zeros(2, 2)))]), "eval")
     allowed = tuple(s for s in schedules if s in rival.schedules) or rival.schedules
     both = (rival,) if own_average else (rival, averaged(rival))

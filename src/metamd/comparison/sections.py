@@ -429,7 +429,7 @@ def run_certificates(c: Comparison, folder: Path) -> list[Section]:
 def certificate_sections(found: Any, folder: Path) -> list[Section]:
     """What the learned file says of held-out tasks, the `held_out` of its header: a sentence, a figure, every statement.
 
-    What is no certificate is shown as it is. None says that nothing lies beside the records.
+    Whatever is no certificate is shown as it is. None says that nothing lies beside the records.
     """
     if found is None:
         return [Section("Certificate", [UNCERTIFIED], folded=True)]

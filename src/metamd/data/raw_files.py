@@ -1,6 +1,6 @@
 """Files that are kept as they were published: where they are, and how missing ones are fetched.
 
-A file is refused unless its checksums are the recorded ones, so whoever decodes it knows every byte beforehand.
+A file is refused unless its checksums are the recorded ones, so its decoder knows every byte beforehand.
 """
 
 from __future__ import annotations

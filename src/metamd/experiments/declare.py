@@ -64,7 +64,7 @@ class Geometry:
     entries: Mapping[str, Entrant]  # how it enters, by label
     # learn from runs of a reference optimiser, and choose a usage among these `Choices` at a scale that does so
     choices: Mapping[str, Any] | None = None
-    # the reference's runs are so many times longer than those of the comparison, at a rate as many times lower
+    # how many times longer the reference's runs are than those of the comparison, at a rate that is lower by this factor
     longer: float = 1
     reference: Reference | None = None  # if its rate is not to be chosen on training tasks
     # of `meta_train` in rounds, beside the closed form's: an objective, an estimator, a method
@@ -147,8 +147,8 @@ def learning_settings(size: Scale) -> dict[str, Any]:
 def learn_geometry(size: Scale, family: Family, geometry: Geometry, path: Path, seed: int, name: str) -> Result:
     """Learn one geometry from tasks drawn under a name, and save it; one that cannot be learned is a result too.
 
-    Finished parts are kept beside the file, so that learning which was stopped continues. What a learned start of the family
-    has cost is a part of the cost.
+    Finished parts are kept beside the file, so that learning which was stopped continues. The cost includes that of a
+    learned start of the family.
     """
     began, counted, drawn = time.perf_counter(), Counted(family), derive_seed(seed, "learning", name)
     costs, warned = list[Mapping[str, float]](), list[str]()

@@ -159,8 +159,8 @@ class Experiment:
     ) -> tuple[list[Comparison], dict[str, str]]:
         """Learn and compare: a comparison for every side, and what could not be learned on some domain, and why.
 
-        A domain whose comparison is there in full is read: what was learned for it need not be. What could not be learned
-        has runs that count as failed.
+        A domain whose comparison is complete is read; its learned files need not be there. Where a geometry could not be
+        learned, its runs count as failed.
         """
         self, size, executor = self.at(scale), self.scales[scale], Executor.of(workers)
         settings = self._named(scale, seed) | learning_settings(size)
@@ -203,7 +203,7 @@ class Experiment:
         return found, failures(self.geometries, known, size.domains)
 
     def held_out_sides(self, size: Scale, domain: str, family: Family) -> Sides:
-        """What is compared on after learning with a domain held out, by name."""
+        """The families to compare on after learning with a domain held out, by name."""
         if self.sides is not None:
             return self.sides(size, domain, family)
         if size.test_steps is not None and isinstance(family, ImageFamily):

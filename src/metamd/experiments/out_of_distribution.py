@@ -65,7 +65,7 @@ def _summarise(found: list[Comparison], folder: Path) -> list[Result]:
 
 
 def _shown_candidates(comparison: Comparison, usual: Comparison) -> dict[str, Candidate]:
-    """By label what is shown: ours, rivals tuned here, rivals tuned where ours was learned, and untuned ones."""
+    """What is shown, by label: ours, rivals tuned here, rivals tuned where ours was learned, and untuned ones."""
     fold = comparison.folds[0]
     names = {label: label.split(",")[0] for label in fold.entrants}
     best = {label: fold.best(label, "mean_loss", None) for label in names}

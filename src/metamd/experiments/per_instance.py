@@ -47,7 +47,7 @@ CPU = Scale((HELD_OUT,), None, tasks_per_step=2, seeds=1, protocol="once", usage
 PAPER = Scale((HELD_OUT,), None, tasks_per_step=8, seeds=3, protocol="once", usage_tasks=6)
 
 JUDGED_BY = ("mean_loss", "final_loss", "test_loss")
-"""What a table has MetaMD's ratios to the others in."""
+"""The measures for which a table has MetaMD's ratios to the others."""
 
 # the rows, from the comparisons
 
@@ -81,7 +81,7 @@ def _rows(c: Comparison, levels: Mapping[str, float]) -> list[Result]:
 
 
 def side_of(c: Comparison) -> str:
-    """What tasks a comparison is on, in a word: the family, or who of it is held out."""
+    """The tasks of a comparison in a word: the family, or its held-out part."""
     family = c.settings["family"]
     return str(family.get("hold_out") or family["family"])
 
@@ -113,7 +113,7 @@ def _each(c: Comparison, label: str, value: Any) -> Array:
 
 
 def to_the_end_of(c: Comparison, label: str) -> dict[str, Any]:
-    """The part of another's steps and seconds that ours takes to the loss which that one has at the end of the same task.
+    """Steps and seconds of ours to the final loss of another optimiser on the same task, divided by what that one took.
 
     Medians over tasks with their intervals; infinite where ours does not arrive, and 0 where the other's run failed.
     """
@@ -404,10 +404,10 @@ BURGERS = Experiment(
 )
 
 KNOWN = 8
-"""Equations that are solved before, for runs that begin at the solution with the nearest viscosity."""
+"""The number of equations that are solved first, for runs that begin at the solution with the nearest viscosity."""
 
 SOLVER = Reference(torch.optim.Adam, 4e-3, 2.0)
-"""By what they are solved: Adam, over twice the steps of a run."""
+"""The solver of these equations: Adam, over twice the steps of a run."""
 
 
 def _from_the_nearest(scale: Scale, hold_out: str) -> NearestStart:

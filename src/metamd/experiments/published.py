@@ -49,7 +49,7 @@ COUNTS_AS_SGD = 0.1
 """The spread of log M below which, between coordinates and between tensors, a file is SGD and not the paper's method."""
 
 OFFERED = Unpublished(paces=(0.05,))
-"""Longer outer steps than by default, of which a few then go as far."""
+"""Outer steps are longer than by default, so that few of them go as far."""
 
 TWO_K = replace(OFFERED, shares=(0.5, 2.0))
 """The shares of k for the linear model, where the smaller was better for every angle. The others have a third, smaller
@@ -171,7 +171,7 @@ def against_sgd(places: Sequence[Path]) -> list[Result]:
 
 
 def _of(fold: Fold, label: str) -> tuple[str, str]:
-    """Whose runs these are, as trials have it."""
+    """The rival and the identity of a contender, by which trials are found."""
     contender = fold.entrants[label][0].contender
     return str(contender["rival"]), str(contender.get("identity", ""))
 

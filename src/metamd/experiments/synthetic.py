@@ -98,7 +98,7 @@ ONE_DIAGONAL = BatchedRival("one diagonal", _diagonal, {})
 LABELS = {"best-diagonal": "best diagonal"} | {
     f"{key}-{tuned}": f"{rival.name} ({tuned})" for key, rival in BATCHED_RIVALS.items() for tuned in ("rate", "all")
 }
-"""What is tuned on the test problems, by the end of its cell's name."""
+"""The labels of what is tuned on the test problems, by the end of the cell's name."""
 
 PATH_DIGITS = 7
 """Digits of the points and losses of a path, which only figures show."""
@@ -224,7 +224,7 @@ def thinned(total: int) -> list[int]:
 
 
 SettingScore = Callable[[BatchedRival, Sequence[Setting]], Tensor]
-"""What is to be small, for each setting."""
+"""A score for each setting; smaller is better."""
 
 
 def best_diagonal(

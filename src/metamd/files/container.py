@@ -52,7 +52,7 @@ class Kind:
     def read(self, path: Path, assemble: Callable[[str, Tensors], T], digest: Callable[[T, str], str] | None = None) -> T:
         """What `assemble` makes of the text and the tensors; whatever is wrong is a sentence that begins with the path.
 
-        `digest` gives the checksum that the file should have, if it is another than that of the text and the tensors.
+        `digest` gives the checksum that the file should have, if it is not of the text and the tensors alone.
         """
         try:
             metadata, tensors = read(path, self._check_metadata)

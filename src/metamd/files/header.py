@@ -205,7 +205,7 @@ class Header:
         return (f"{opening} {'; '.join(found)}.",)
 
     def _certificate(self) -> tuple[str, Mapping[str, Any]]:
-        """What the last certificate is about, and what it says."""
+        """The last certificate: what it is about, and its content."""
         made = self.held_out.get("certificates")
         place, last = list(made.items())[-1] if isinstance(made, Mapping) and made else ("", {})
         return str(place), last if isinstance(last, Mapping) else {}

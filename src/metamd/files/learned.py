@@ -26,7 +26,7 @@ from metamd.potentials.tying import Rename, Shape
 LEARNED, START = Kind("learned optimiser", "metamd"), Kind("learned start", "metamd.start", described=False)
 MOMENTS = ("moments/x/", "moments/y/")
 ORTHONORMAL = 1e-3
-"""How far the products of a basis's columns may be from those of orthonormal ones; float32 leaves about 1e-6."""
+"""How far U'U of a basis may be from the identity; float32 leaves about 1e-6."""
 
 
 @dataclass(frozen=True)

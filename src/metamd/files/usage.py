@@ -15,7 +15,7 @@ SCHEDULES: dict[Schedule, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "quadratic": lambda done: (1.0 - done) ** 2,
 }
-"""The factor on the learning rate by the share of the steps that is done; that of a learned schedule is in its knots."""
+"""The factor on the learning rate by the share of the steps that is done; a learned schedule has it in its knots."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ NO_MOMENTS = Moments({}, {})
 
 DEFAULT = (0.1, 0.001)  # shares of X and of Y without a second half of tasks to choose them
 CANDIDATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 1e-1)
-"""Shares of X and of Y that `shrinkage="auto"` tries; those of X first, with the default of Y."""
+"""Shares of X and of Y that `shrinkage="auto"` tries: first the shares of X, with the default of Y."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Iterate:
         return self.moved({k: v + by for k, v in self.log_d.items()}, self.offsets * math.exp(by))
 
     def halfway(self, other: "Iterate") -> "Iterate":
-        """The geometric mean of two metrics; that of two matrices is diagonal in a basis of its own."""
+        """The geometric mean of two metrics; for weights it is diagonal in a basis of its own."""
         offsets = torch.lerp(self.offsets, other.offsets, 0.5)
         log_d = {k: torch.lerp(v, other.log_d[k], 0.5) for k, v in self.log_d.items() if v.shape == other.log_d[k].shape}
         factors = dict(self.basis.factors)
@@ -195,7 +195,7 @@ def best_iterate(now: Iterate, moments: Moments) -> Iterate:
 
 
 def best_shares(x: Tensor, y: Tensor, x_half: Tensor, y_half: Tensor) -> tuple[float, float]:
-    """The shares of their mean diagonals that X and Y are to be given: those of the lowest bound on tasks not learned from.
+    """The shares of their mean diagonals to add to X and Y: those with the lowest bound on tasks that were not learned from.
 
     D is computed from half of the tasks and its bound tr(D X) + tr(D^-1 Y) from the other half, both ways.
     """

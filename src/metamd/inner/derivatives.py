@@ -121,7 +121,7 @@ class Recursion:
         return float(by_loss), float(by_energy) / self.lr
 
     def pull(self, passage: Passage, j: int, after: Params, logs: Params) -> tuple[float, dict[str, Tensor]]:
-        """The cotangents of the loss and of g_t from those of theta_{t+1}; those of log D are added to `logs`."""
+        """The cotangents of the loss and of g_t from those of theta_{t+1}; the cotangents of log D are added to `logs`."""
         (by_loss, s), found = self.slopes(passage.loss), {}
         for n, grad in passage.grads.items():
             g, p, r, into = self.basis.into(n, grad), self.basis.into(n, after[n]), self._rates[n][j], logs[n][j]

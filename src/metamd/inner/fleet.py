@@ -60,8 +60,8 @@ def fleet(
     """Train a model on each of many datasets, side by side, each as it would train alone.
 
     All models have one shape. A step of 256 of them is a step of one stacked model: every tensor has one more dimension, and
-    the products of all models are one call. What is not a number, has another shape or too few examples, or diverges, is set
-    aside and named, and the others go on.
+    the products of all models are one call. Data that are not finite, have another shape or too few examples are set aside
+    and named, and so are models that diverge. The others go on.
 
     Args:
         make_model: makes a new model at every call, as for `metamd.tasks.supervised`.

@@ -232,7 +232,7 @@ def scalar_loss(task: Problem, leaves: Params, batch: Any) -> Tensor:
 def laid_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient with the strides of its parameter, which `backward` sees to and `torch.autograd.grad` does not."""
     # The gradients of kernels are in channels-last memory where the images are. Torch's fused optimisers go through the
-    # memory of both as it comes, and would take each number for that of another entry.
+    # memory of both in order, and would pair numbers of different entries.
     return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 
@@ -260,7 +260,7 @@ def trouble(step: int, first: float, loss: float, norm: float) -> str:
 class GradientSums:
     """Sums of squared gradients in the shape of a bound potential's metrics, and by piece.
 
-    With `products`, of one piece, G'G of the weight matrices is added up, which a learned basis is computed from.
+    With `products`, for one piece, it adds up G'G of the weights, from which a learned basis is computed.
     """
 
     def __init__(self, potential: MaxDiagonal, *, products: bool = False) -> None:
@@ -522,7 +522,7 @@ def local_norm(shares: Params, potential: MaxDiagonal) -> Tensor:
 def bound(potential: Potential, start: Params, lr: float, steps: int) -> MaxDiagonal:
     """The potential for one run: bound to its tensors, centred at its start, the metrics evaluated once.
 
-    What no run can be made with is refused.
+    Arguments with which no run can be made are refused.
     """
     if not isinstance(potential, MaxDiagonal):
         raise ValueError(

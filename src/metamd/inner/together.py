@@ -122,7 +122,7 @@ def _stacked_data(tasks: Sequence[Task]) -> dict[str, Tensor] | None:
 
 
 class Watched:
-    """What is seen of stacked runs: their losses, how many steps each took, and why one was given up."""
+    """The records of stacked runs: their losses, how many steps each took, and why one was given up."""
 
     def __init__(self, task: Stacked, steps: int) -> None:
         count = len(task.tasks)
@@ -207,8 +207,8 @@ def spread_over(going: Tensor, x: Tensor) -> Tensor:
 class StackedSteps:
     """Steps of stacked tasks as usages say, one for each; a run that diverges stays where it is.
 
-    The geometry has one piece. With an online metric all usages have it. The losses of steps that are `looked_at` are kept,
-    those of tail averages where there are some. A `start` is that of all runs, in place of their own.
+    The geometry has one piece. An online metric, if given, is that of all usages. The losses of steps that are `looked_at`
+    are kept, for tail averages the losses there. A `start` replaces the starts of all runs.
     """
 
     def __init__(

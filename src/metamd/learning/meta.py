@@ -1,4 +1,4 @@
-"""meta_train: learn the geometry of a family of tasks; with the recipes for networks and vectors, and that of the paper."""
+"""`meta_train`: learn the geometry of a family of tasks, by the recipe for networks, for vectors, or of the paper."""
 
 import time
 import warnings
@@ -38,7 +38,7 @@ VECTORS = Choices(
     schedules=("constant", "linear", "quadratic"),
     averages=("constant", "tail"),
 )
-"""What a usage of vectors is chosen from. Their runs go side by side, so that many momenta cost little time."""
+"""The choices for a usage of vectors. Their runs go side by side, so that many momenta cost little time."""
 
 SMOOTH = 0.1
 """s of the smooth minimum that stands for the paper's lambda. Over a million entries it is at most four times the

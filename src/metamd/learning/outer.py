@@ -37,7 +37,7 @@ class Outer(ABC):
 
     @abstractmethod
     def update(self, now: Iterate, sums: TensorSums, carried: TensorSums, factor: float) -> OuterUpdate:
-        """The metrics of the next outer step, after those of this one.
+        """The metrics of the next outer step.
 
         Sums are over the tasks that did not diverge, their number under "tasks". `carried` comes from the update before.
         The factor says how much smaller the step shall be: 1 unless tasks have diverged.
@@ -245,7 +245,7 @@ class Refine:
         steps: how many at most.
         estimator: of the hypergradient.
         outer: the rule of the outer step.
-        objective: what is refined, and judged by afterwards, if it is not that of the training.
+        objective: what is minimised and judged by, if not the objective of the training.
     """
 
     steps: int = 10
@@ -364,14 +364,14 @@ class Method:
 
     @property
     def stages(self) -> tuple[tuple[str, int], ...]:
-        """What is done, with the largest number of outer steps of each."""
+        """The stages, each with the largest number of its outer steps."""
         judge = [("judge", 1)] if self.keep == "best" else []
         return (("learn", self.outer_steps), *judge, *([("refine", self.refine.steps), *judge] if self.refine else []))
 
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What happened in one outer step, as `meta_train(log=)` is told."""
+    """The record of one outer step, as `meta_train(log=)` gets it."""
 
     step: int  # its number, from 1
     stage: str  # what it was for

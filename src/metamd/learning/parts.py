@@ -98,8 +98,8 @@ def stage(family: Counted, name: str, gradients: float) -> Iterator[Forecast]:
 class Parts:
     """Finished parts by name, each with its cost: read if it is kept, else computed and kept.
 
-    The family counts the gradients of all parts: those computed in another process, and those of a kept part when it is
-    read. So a learning that was stopped, or that had several workers, states the cost of one that was not or had none.
+    The family counts the gradients of all parts, also of those that another process computes or that are read. So a learning
+    that was stopped, or that had several workers, states the cost of one that was not or had none.
     """
 
     def __init__(self, family: Counted, records: Records | None = None, workers: int | Executor = 1) -> None:

@@ -177,9 +177,9 @@ def _solve(
     decay: float = 1.0,
     failed: Sequence[Mapping[str, Any]] = (),
 ) -> LearnedOptimiser:
-    """The closed form for these runs, and for those of an earlier file; the header says where it comes from.
+    """The closed form for these runs together with the runs of an earlier file; the header names all of them.
 
-    Without a tying it is that of weights as matrices.
+    Without a tying, weights are taken as matrices.
     """
     shape = Kronecker(rank="auto", shrinkage=SHRINKAGE, limit=COLUMNS) if tying is None else Diagonal(tying=tying)
     bound = [shape.bind(run.start) for run in runs]
@@ -285,8 +285,10 @@ def _reach(runs: Sequence[Run], shares: Sequence[float], earlier: Mapping[str, A
 
 
 def _scales(potential: MaxDiagonal, reach: Mapping[str, Any], steps: int) -> dict[str, float]:
-    """s by tensor: in T steps whose rate falls quadratically, each of spectral norm 1/s E[1/d]^1/2, as the metric has it in
-    the mean, a weight gets TRAVEL/3 times as far as the recorded runs did. The numbers of a vector move by 1/s.
+    """s by tensor, so that T polar steps take a weight TRAVEL/3 times as far as the recorded runs went.
+
+    Their rate falls quadratically, and each has the spectral norm 1/s E[1/d]^1/2 in the mean of the metric. The numbers of a
+    vector move by 1/s.
     """
     found = {}
     for key, square in reach["squares"].items():

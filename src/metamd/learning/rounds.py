@@ -71,7 +71,7 @@ class Findings:
 
 
 def first_look(family: TaskFamily, potential: MaxDiagonal, seed: int, count: int, *, curvature: bool = False) -> Findings:
-    """Look at the start of the tasks of the first outer step, of which there are `count`."""
+    """Look at the start of the `count` tasks of the first outer step."""
     require_family(family)
     if isinstance(family, Sized) and not len(family):
         raise ValueError(f"the family {family.name!r} is empty. Give it at least one task to sample.")
@@ -201,7 +201,7 @@ def gradient_operations(task: Task) -> int:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What one task says about the metrics it was trained with."""
+    """The result of one task with the metrics it was trained with."""
 
     cost: Cost  # of all this
     diverged: str  # why the run was given up; empty if it was not
@@ -392,7 +392,7 @@ def _find_scale(
         total = sum((run.cost for run in runs.values()), total)
         powers |= {i: power for i, run in runs.items() if not run.diverged}
     largest = max(powers.values(), default=0)
-    # A run that was made at this very scale is not made again, nor that of a task which nothing helps; it is paid for.
+    # Runs at this very scale are not made again, nor runs of a task that diverges at every scale; their cost is counted.
     same = {i: replace(result, cost=Cost()) for i, result in kept.items() if powers.get(i, largest) == largest}
     return runner.inside(start.shifted(largest * math.log(4.0))), same, total
 
@@ -432,7 +432,7 @@ ALWAYS = -sys.float_info.max
 """The loss of metrics that are judged in any case."""
 
 PLAIN = ("stage", "step", "factor", "target")
-"""What of a state is a number or nothing."""
+"""The fields of a state that are a number or nothing."""
 
 CONVERGED_SHARE = 1e-2
 """A run has converged, for `PaperBound`, when its gradient has fallen to this share of the first."""

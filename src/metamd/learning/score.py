@@ -26,7 +26,7 @@ from metamd.tasks.base import SolvedTask, Task
 JudgedOn = Literal["auto", "train", "validation"]
 
 SCORE = "area under the logarithm of the loss"
-"""What a usage is chosen by, as headers say it."""
+"""The name of the score in headers."""
 
 UNKNOWN = 1e-2
 """Where losses fall below zero and the smallest possible one is not known, a loss counts as equal to the lowest seen if it
@@ -41,7 +41,7 @@ PHASES = 10
 
 
 def can_be_judged(judged_on: JudgedOn, task: Task) -> JudgedOn:
-    """On which data the end of a run is judged, where that was left open."""
+    """The data that the end of a run is judged on; "auto" depends on the task."""
     # where the smallest training loss is known, it is what is sought
     lacking = "validation" not in task.splits or isinstance(task, SolvedTask)
     return "train" if judged_on == "auto" and lacking else judged_on
@@ -104,7 +104,7 @@ class RunScores:
     """The scores of settings on some tasks, from the records of their runs; `starts` says what each task begins with.
 
     Losses are counted from the smallest possible one where the task knows it, else from the lowest seen if that is below
-    zero: whoever has seen runs says so by `see`.
+    zero: `see` notes the losses of a run.
     """
 
     def __init__(self, starts: Sequence[Result]) -> None:

@@ -222,7 +222,7 @@ class UsageSteps:
 
 
 def run_together(tasks: Sequence[Task], potential: MaxDiagonal, usages: Sequence[Usage]) -> list[UsageRun]:
-    """What `run_usage` gives for each task with its usage, of tasks whose loss is the same function, side by side.
+    """The same as `run_usage` for each task with its usage, side by side; the tasks share one loss function.
 
     The metric is a diagonal of one piece.
     """
@@ -253,7 +253,7 @@ def learn_scale(
     """The scale of every key that minimises the bound (s x + y/s) / 2 over training tasks: s = sqrt(y/x).
 
     It holds the mean metric of the run fixed, as the closed form holds the gradients. Each task comes with the end of a
-    reference run. The first scale is such that steps are as long as those of that run, whose rate is `lr`.
+    reference run. With the first scale, steps are as long as in that run, whose rate is `lr`.
     """
     task = solved[0][0]
     phi, params = learned.potential.bind(task.init()), task.init()
@@ -402,7 +402,7 @@ class Choices:
         return RULES if self.prefer == "steps" else (*RULES, *cheaper)
 
     def nearest(self, factor: float) -> float:
-        """The factor to begin with: this one, or the one of those offered whose ratio to it is nearest to one."""
+        """The factor to begin with: this one, or the offered one whose ratio to it is nearest to one."""
         return min(self.factors or (factor,), key=lambda f: abs(math.log(f / factor)))
 
     def neighbour(self, factor: float, way: int) -> float | None:
@@ -430,21 +430,21 @@ def learn_usage(
 ) -> LearnedOptimiser:
     """Choose metric, momentum, schedule, average and factor on training tasks; the choice is stored in the file.
 
-    What counts is the logarithm of the loss, in equal shares over the run as a whole, as the area under it, and at the end:
-    ratios matter, wherever in the run they are. With L_k the mean losses of ten equal parts of the run, L the loss at its
-    end, and e the standard error of the losses of ten batches at the start of the task, and the rounding of the first loss,
+    Each usage has a score, and the lowest wins. It is the mean of three logarithms: of the mean loss over the run, of the
+    losses on the way, and of the loss at the end. So ratios count, wherever in the run they are:
 
         score = exp E (log(mean_k L_k + e) + mean_k log(L_k + e) + log(L + e)) / 3,
 
-    so that differences which batches cannot tell from chance decide nothing, and without noise every digit counts. Losses
-    are counted from the smallest possible one where the task knows it, else from the lowest seen if that is below zero. The
-    L_k are those of about twenty steps, the same for all runs of a task. The end is judged as `Choices.judged_on` says. What
-    diverges on any task is out.
+    L_k the mean losses of ten equal parts of the run, each of about two steps that are the same for all runs of a task, and
+    L the loss at its end, judged as `Choices.judged_on` says. e is the standard error of the losses of ten batches at the
+    start of the task plus the rounding of the first loss, so that chance between batches decides nothing, and without noise
+    every digit counts. Losses are counted from the smallest possible one where the task knows it, else from the lowest seen
+    if that is below zero. A usage that diverges on any task is out.
 
-    First come pairs of metric and momentum, on one task. The best two find their factors on two. The better one gets other
-    schedules, averages and whitening there, of which the best two find factors too. The best of those takes its place if it
-    is better on all tasks. A factor is left for its neighbour as long as that is better, on two tasks and, in the end,
-    on all.
+    The search has three parts. Pairs of metric and momentum are compared on one task, and the best two find their factors on
+    two. The better one is tried there with other schedules, averages and whitening, and the best two changes find factors
+    too. On all tasks, the best change replaces it if it is better. A factor moves to its neighbour as long as that is
+    better, on two tasks and in the end on all.
 
     Args:
         learned: the geometry.
@@ -633,7 +633,7 @@ class Trials:
         return sorted(pairs, key=lambda used: self._score(used, tasks))
 
     def _first(self, online: Online | None) -> list[Used]:
-        """What a metric is tried with first: the bound makes steps along averaged gradients too long, several times."""
+        """The first usages of a metric: the bound makes steps along averaged gradients several times too long."""
         momenta, factor = list(self.choices.momenta), 1.0
         if online is not None and online.rule in OWN_AVERAGE:
             momenta = [0.0]

@@ -83,7 +83,7 @@ class Options:
         return 1.0 - momentum if self.usage is None else Usage(momentum=momentum, factor=factor).lr
 
     def share(self, step: int) -> float:
-        """The factor of the schedule at step t, counted from 0; after the end that of the last step."""
+        """The factor of the schedule at step t, counted from 0; after the end it stays that of the last step."""
         if self.usage is None or self.steps is None:
             return 1.0
         return self.usage.share(min(step, self.steps - 1), self.steps)

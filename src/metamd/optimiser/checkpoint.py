@@ -22,12 +22,12 @@ SHARED = ("step", "weights", "safeguard", "pieces", "geometry")
 """Whole-model state. It lies in every param group, where state_dict, distributed checkpoints and low precision keep it."""
 
 FORMER = ("products", "turn")
-"""What earlier versions kept where the output side of a weight was followed."""
+"""The keys that earlier versions kept for the output side of a weight."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a run is one of, in a few letters each, as its state_dict says it; one of another kind means something else."""
+    """What must agree for a state_dict to be continued, in a few letters each, as the state_dict has it."""
 
     pieces: int  # N of the geometry, 0 for one without pieces
     geometry: str  # its fingerprint

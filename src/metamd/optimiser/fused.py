@@ -1,8 +1,8 @@
 """The steps of N diagonal metrics in single passes over memory, with a largest form that is found lazily but exactly.
 
-A step with piece j reads theta, g and D_j. To see whether j has the largest form afterwards one would have to read the
-centre and all other metrics, which is most of the memory there is. Instead, the norms |x|_k of x = theta - c are bounded:
-a move d shortens |x|_j by |d|_j at most and lengthens |x|_k by |d|_k at most, and over a chunk of coordinates
+A step with piece j reads theta, g and D_j. Whether j still has the largest form depends on the centre and on all other
+metrics, most of the memory there is. Instead, the norms |x|_k of x = theta - c are bounded: a move d shortens |x|_j by |d|_j
+at most and lengthens |x|_k by |d|_k at most, and over a chunk of coordinates
 
     |d|_k^2 = sum D_k d^2 <= min(max(D_k/D_j) sum e, |D_k/D_j|_2 |e|_2),    e = D_j d^2,
 

@@ -29,7 +29,7 @@ class StrongConvexity:
 
 @dataclass(frozen=True)
 class Move:
-    """What one tensor is asked to do in a step: y <- (1 - decay) y - lr grad."""
+    """The move of one tensor in a step: y <- (1 - decay) y - lr grad."""
 
     grad: Tensor
     lr: float | Tensor = 1.0  # negative to maximise; a 0-dim tensor keeps `torch.compile` from compiling again

@@ -45,7 +45,7 @@ class Orthogonal:
         """x Q diag(d)^-1 Q' for rows x; d has one number for all columns that are not given."""
         if self.full:
             return (x @ self.columns / d) @ self.columns.mT
-        # I = U U' + (I - U U'), of which the second part has the same d everywhere
+        # I = U U' + (I - U U'), and d is the same everywhere on the second part
         given, rest = d[..., : self.rank], d[..., self.rank :][..., :1]
         return x / rest + ((x @ self.columns) * (1 / given - 1 / rest)) @ self.columns.mT
 
@@ -163,7 +163,7 @@ class Basis:
         return Slot(key, (left + right,), (rows if two else 1, columns), (left, right))
 
     def _numbers(self, factor: str, size: int) -> int:
-        """How many numbers a side stores: those of the columns given, and one for the rest."""
+        """How many numbers a side stores: one for each given column, and one for the rest."""
         return min(self.factors[factor].shape[1] + 1, size) if factor in self.factors else size
 
     def placed(self, slots: Mapping[str, Slot], shapes: Mapping[str, Shape]) -> "Basis":
@@ -265,8 +265,7 @@ class Basis:
         return torch.addmm(m, m @ inverse.columns, thin), root
 
     def prepare(self, name: str, like: Tensor) -> None:
-        """Compute beforehand what the steps of a tensor need of its factors: `torch.compile` would have too much to
-        trace."""
+        """Compute what steps need of a tensor's factors beforehand: `torch.compile` would have too much to trace."""
         right = self._at("right", name, like) if name in self.places else None
         if right is not None and not right.full:
             right.compact()

@@ -122,9 +122,9 @@ def gap_of(weights: Array, forms: Array) -> float:
 def solve_weights(evaluate: Evaluate, weights: Array, offsets: Array, *, tolerance: float) -> Solution:
     """Minimise h over the simplex by Newton's method, never increasing h.
 
-    Each step minimises the quadratic model of h over the whole simplex and then halves its way back until h has fallen.
-    A segment between two points of the simplex stays inside it, so no projection is needed. It starts at `weights`, those
-    of the previous step, say, and ends at a gap of `tolerance` relative to the size of the forms.
+    Each step minimises the quadratic model of h over the whole simplex and then halves its way back until h has fallen. A
+    segment between two points of the simplex stays inside it, so no projection is needed. It starts at `weights`, for
+    example those of the previous step, and ends at a gap of `tolerance` relative to the forms.
     """
     w, iterations = weights, 0
     q, hessian = evaluate(w)
@@ -141,8 +141,7 @@ def solve_weights(evaluate: Evaluate, weights: Array, offsets: Array, *, toleran
 
 
 def _slope(forms: Array, direction: Array) -> float:
-    """-<grad h, direction>. The direction sums to zero only up to rounding, so a common part of the forms is taken away
-    first."""
+    """-<grad h, direction>. The direction sums to zero only up to rounding, so a common part of the forms goes first."""
     return float((forms - forms.max()) @ direction)
 
 

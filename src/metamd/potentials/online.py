@@ -361,7 +361,7 @@ def _whiten(
 ) -> None:
     """Move weights by their shares of (C C')^-1/2 C D^-1/2, C = A D^-1/2; A is overwritten."""
     sizes = torch.stack([a.amax() for a in torch._foreach_abs(ahead)])
-    # the products of small gradients would be lost, those of large ones overflow; nothing is rounded by a power of two
+    # products of small gradients would be lost, and those of large ones overflow; a power of two rounds nothing
     powers = sizes.clamp_min(max(torch.finfo(a.dtype).tiny for a in ahead)).log2_().floor_().exp2_()
     torch._foreach_mul_(ahead, list(powers.reciprocal().unbind()))
     sides = [_sides(online, potential, p.name, a) for p, a in zip(points, ahead, strict=True)]

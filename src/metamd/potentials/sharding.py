@@ -53,8 +53,7 @@ def local_metric(d: Tensor, like: Tensor) -> Tensor:
 
 
 def local_part(x: Tensor, like: Tensor) -> Tensor:
-    """The part of a tensor that belongs to this process's part of a parameter, on its device; the tensor may be sharded
-    alike."""
+    """The part of a tensor, whole or sharded, that belongs to this process's part of a parameter, on its device."""
     if is_sharded(x) or not is_sharded(like):
         return local(x).to(local(like).device)
     return local_metric(x[None], like)[0]

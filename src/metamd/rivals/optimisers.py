@@ -78,7 +78,7 @@ class AdamThenLBFGS:
 
 
 UPPER = re.compile(r"(^|\.)(b|lora_B\..*)$")
-"""Names of the matrices B of adapters: those of `metamd.tasks.speakers`, and those of peft."""
+"""Names of the matrices B of adapters, in `metamd.tasks.speakers` and in peft."""
 
 
 class LoraPlus(AdamW):

@@ -29,7 +29,7 @@ LARGEST = 2**30
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the tensors of a model are shaped by."""
+    """The sizes that decide the shapes of a model's tensors."""
 
     width: int
     hidden: int

@@ -433,9 +433,9 @@ class DatasetFamily(TaskFamily):
     """Tasks that each train a model on one of several named datasets."""
 
     kind = "dataset"
-    """What a dataset is called, in configs too."""
+    """The word for a dataset, also in configs."""
     task: type[SupervisedTask] = SupervisedTask
-    """What a task is."""
+    """The class of the tasks."""
     dropout = False
 
     def __init__(self, name: str, recipe: Recipe, names: Sequence[str], *, shared_loss: bool = True) -> None:

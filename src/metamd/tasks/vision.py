@@ -231,8 +231,9 @@ def rotated_mnist(
 ) -> "ImageFamily":
     """MNIST turned by a few angles, each of which is a domain.
 
-    All angles turn the same chosen images, as is usual for this benchmark. The held-out angle is new to whoever learns from
-    the others, but its digits are not. Test images are MNIST's own test images, which no training split ever has.
+    All angles turn the same chosen images, as is usual for this benchmark. The held-out angle is new to a file that was
+    learned from the others, but its digits are not. Test images are MNIST's own test images, which no training split ever
+    has.
 
     Args:
         angles: in degrees, counter-clockwise; every one is a domain.

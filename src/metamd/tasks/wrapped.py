@@ -67,7 +67,7 @@ class Wrapped(TaskFamily):
 
     @abstractmethod
     def changed(self, task: Task) -> dict[str, Callable[..., Any]]:
-        """The methods that this task alone has instead of those of its class."""
+        """The methods of this task that replace those of its class."""
 
     def drawn(self) -> Drawn:
         """What the family draws."""
@@ -79,8 +79,7 @@ class Wrapped(TaskFamily):
 
 
 class SharedStart(Wrapped):
-    """See `starting_at`. A start may be a function, called when it is first needed; one that the family has already is
-    dropped."""
+    """See `starting_at`. A start may be a function, called when first needed; a start that the family had is dropped."""
 
     def __init__(self, family: TaskFamily, start: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]) -> None:
         super().__init__(family.family if isinstance(family, SharedStart) else family)

@@ -1,10 +1,10 @@
 """A learned schedule: one rate for each tenth of the run, by forward-mode differentiation [Micaelli2021].
 
-SGD with momentum 0.9. A tangent for each rate is pushed through the whole run, so that memory does not grow with the
-number of steps, and the loss at the end is differentiated exactly. The paper's method learns on the very task and repeats
-it for each; here the schedule is learned on the family, as everybody else, and used on new tasks. Outer steps are signs,
-whose size is halved when the sign turns, as there. The loss at the end is that of batches that follow the run: no validation
-data. The rates with the smallest loss are kept, and a run that ends higher than the best so far by half goes back to them.
+SGD with momentum 0.9. A tangent for each rate is pushed through the whole run, so that memory does not grow with the number
+of steps, and the loss at the end is differentiated exactly. The paper's method learns on the very task and repeats it for
+each; here the schedule is learned on the family, as everybody else, and used on new tasks. Outer steps are signs, whose size
+is halved when the sign turns, as there. The loss at the end is of batches that follow the run, and not of validation data.
+The rates with the smallest loss are kept, and a run that ends higher than the best so far by half goes back to them.
 """
 
 import math

@@ -20,6 +20,7 @@ from metamd.tasks import (
     Config,
     Evaluation,
     SolvedTask,
+    Task,
     TaskFamily,
     logistic,
     quadratic,
@@ -216,6 +217,22 @@ def train(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int, seed: 
         loss.backward()
         optimiser.step()
         losses.append(float(loss.detach()))
+    return losses
+
+
+def judged_run(task: Task, params: dict[str, Tensor], optimiser: Any, steps: int, schedule: Any = None) -> list[float]:
+    """Train a task in an ordinary loop; the losses of the batches before each step, in eval mode, where it is left."""
+    losses = []
+    for t in range(steps):
+        optimiser.eval()
+        losses.append(float(task.loss(params, task.batch(t)).detach()))
+        optimiser.train()
+        optimiser.zero_grad()
+        task.loss(params, task.batch(t)).backward()
+        optimiser.step()
+        if schedule is not None:
+            schedule.step()
+    optimiser.eval()
     return losses
 
 

@@ -7,7 +7,6 @@ import platform
 import re
 import shutil
 from dataclasses import asdict, replace
-from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from statistics import median
@@ -15,7 +14,7 @@ from statistics import median
 import pytest
 import torch
 
-from metamd import Comparison, Measuring, Protocol, Stated, certify, compare, load, rivals, tasks
+from metamd import Comparison, Stated, certify, compare, load, rivals, tasks
 from metamd.cli import main as cli
 from metamd.cli.compare import _our_contender
 from metamd.cli.options import Compare
@@ -29,11 +28,9 @@ from metamd.files.versions import environment
 from metamd.rivals import rival
 from tests import processes
 from tests.helpers import NASTY
+from tests.small_comparisons import bare
 
 pytest.importorskip("matplotlib")
-
-
-bare = partial(Protocol, measuring=Measuring(splits=()))
 
 
 pytest.importorskip("jinja2")

@@ -18,7 +18,7 @@ from metamd.cli.options import Data, DataFetch, DataList, DataPath, DataVerify
 from metamd.data import registry
 from metamd.data.registry import DataError
 from metamd.files.progress import showing
-from tests.data_builders import place, put, server, tiny
+from tests.tiny_datasets import place, put, server, tiny
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -23,11 +22,9 @@ from metamd.files.store import Records
 from metamd.inner.executor import Executor
 from metamd.rivals import rival
 from tests import processes
+from tests.small_comparisons import bare
 
 """Comparisons: A/A finds no winner, a planted one is found; statistics against scipy; cells that survive what kills them."""
-
-
-bare = partial(Protocol, measuring=Measuring(splits=()))
 
 
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=40)

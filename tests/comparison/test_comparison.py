@@ -3,13 +3,12 @@
 import json
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from metamd import Comparison, Measuring, Protocol, compare, tasks
+from metamd import Comparison, Protocol, compare, tasks
 from metamd.comparison import figures
 from metamd.comparison.comparison import Candidate, Fold, Target
 from metamd.comparison.pace import geometric_mean, pace, pace_section
@@ -20,9 +19,7 @@ from metamd.comparison.training import Outcome
 from metamd.rivals import rival
 from metamd.rivals.base import Tuning
 from tests.helpers import draws
-
-bare = partial(Protocol, measuring=Measuring(splits=()))
-
+from tests.small_comparisons import bare
 
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=40)
 

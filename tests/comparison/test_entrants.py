@@ -2,12 +2,11 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
-from metamd import Comparison, Measuring, Protocol, compare, tasks
+from metamd import Comparison, Protocol, compare, tasks
 from metamd.cli.report import write_report
 from metamd.comparison.entrants import PROTOCOLS, entrants, labels, unscheduled
 from metamd.comparison.sections import sections
@@ -18,7 +17,6 @@ from metamd.rivals import Range, rival
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-bare = partial(Protocol, measuring=Measuring(splits=()))
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=30)
 
 

@@ -3,12 +3,11 @@
 import json
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
-from metamd import Measuring, Protocol, compare, tasks
+from metamd import compare, tasks
 from metamd.comparison.entrants import entrants, labels, unscheduled
 from metamd.comparison.once import EDGE, FOR_THE_END, WARM_UPS, Chosen, Once, choose_once, price, space_of
 from metamd.comparison.tuning import QuasiRandom, tune
@@ -17,10 +16,10 @@ from metamd.learning.score import RunScores, start_of
 from metamd.rivals import Contender, Range, Rival, rival
 from metamd.tasks.base import config_hash
 from metamd.tasks.wrapped import Counted
+from tests.small_comparisons import bare
 
 STEPS = 30
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=STEPS)
-bare = partial(Protocol, measuring=Measuring(splits=()))
 
 
 def named(like, name, **changes):

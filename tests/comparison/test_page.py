@@ -3,12 +3,11 @@
 import json
 import random
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
-from metamd import Comparison, Measuring, Protocol, compare, tasks
+from metamd import Comparison, compare, tasks
 from metamd.cli.report import read_comparison, summary, write_report
 from metamd.comparison import figures
 from metamd.comparison.comparison import Candidate, Fold, cell_name
@@ -19,11 +18,11 @@ from metamd.comparison.statistics import bootstrap
 from metamd.comparison.training import Outcome
 from metamd.rivals import rival
 from tests.helpers import NASTY
+from tests.small_comparisons import bare
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-bare = partial(Protocol, measuring=Measuring(splits=()))
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=30)
 
 

@@ -11,9 +11,8 @@ from metamd import Diagonal, Measuring, MetaMD, meta_train, tasks
 from metamd.comparison.training import LOSS_DIGITS, Outcome, step_seconds, train_contender
 from metamd.files.progress import Progress
 from metamd.rivals import Range, Rival, learned_rival, rival
+from tests.small_comparisons import BARE
 from tests.small_images import FAMILY, task_of
-
-BARE = Measuring(splits=())
 
 
 def test_the_loss_is_measured_on_fixed_examples_at_fixed_places():

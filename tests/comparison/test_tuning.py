@@ -18,9 +18,8 @@ from metamd.comparison.training import train_contender
 from metamd.comparison.tuning import sobol
 from metamd.files.store import Records
 from metamd.rivals import RIVALS, Range, Rival, rival
+from tests.small_comparisons import BARE
 from tests.small_images import task_of
-
-BARE = Measuring(splits=())
 
 
 def test_the_first_points_of_bayesian_search_are_five_of_sobols():

@@ -17,7 +17,7 @@ from scipy.io import savemat
 
 from metamd.data import decoders
 from metamd.data.registry import DataError
-from tests.data_fixtures import cifar_bytes, idx_bytes, libsvm_bytes, pictures, stl_bytes, tar_gz
+from tests.loopback import cifar_bytes, idx_bytes, libsvm_bytes, pictures, stl_bytes, tar_gz
 
 # --- compressed files and tars ---
 

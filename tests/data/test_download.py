@@ -18,7 +18,7 @@ from metamd.data.registry import DataError, RemoteFile
 from metamd.files.progress import showing
 from metamd.files.store import locked
 from tests import processes
-from tests.data_fixtures import (
+from tests.loopback import (
     dripping,
     endless,
     in_turn,

@@ -20,8 +20,8 @@ from metamd.data.registry import DataError, Form, SplitRecord
 from metamd.files import container
 from metamd.files.store import locked
 from tests import processes
-from tests.data_builders import COUNT, GREY, KINDS, form_of, idx_files, place, publish, put, server, tiny
-from tests.data_fixtures import dataset, remote, slow, whole
+from tests.loopback import dataset, remote, slow, whole
+from tests.tiny_datasets import COUNT, GREY, KINDS, form_of, idx_files, place, publish, put, server, tiny
 
 # --- download, decode, cache, load ---
 

@@ -15,8 +15,8 @@ from metamd.cli import data as commands
 from metamd.cli.options import Data, DataFetch, DataList
 from metamd.data import decoders, registry
 from metamd.data.registry import DataError, Form, SplitRecord
-from tests.data_builders import GREY, idx_files, place, put, server, tiny
-from tests.data_fixtures import dataset, pictures
+from tests.loopback import dataset, pictures
+from tests.tiny_datasets import GREY, idx_files, place, put, server, tiny
 
 # --- METAMD_DATA, the cache, and their order ---
 

@@ -17,8 +17,8 @@ from metamd.cli.options import Data, DataFetch, DataList, DataPath, DataVerify
 from metamd.data import registry
 from metamd.data.raw_files import fetch_files, find_file
 from metamd.data.registry import DataError
-from tests.data_builders import place, publish_files, server
-from tests.data_fixtures import needs_files, remote, whole
+from tests.loopback import needs_files, remote, whole
+from tests.tiny_datasets import place, publish_files, server
 
 CONTENT = {"one.txt": b"first", "two.txt": b"second"}
 

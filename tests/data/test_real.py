@@ -17,10 +17,9 @@ import torch
 
 import metamd.data as data
 from metamd.data import decoders, loading, registry
-from tests.data_fixtures import cifar_bytes, idx_bytes, loopback, tar_gz, whole
+from tests.loopback import cifar_bytes, idx_bytes, loopback, needs_data, tar_gz, whole
 
 pytestmark = pytest.mark.real_data
-needs_data = pytest.mark.skipif(not os.environ.get("METAMD_DATA"), reason="METAMD_DATA is not set")
 needs_official = pytest.mark.skipif(not os.environ.get("METAMD_OFFICIAL"), reason="METAMD_OFFICIAL is not set")
 
 SIX = [6000] * 10

@@ -31,7 +31,7 @@ from metamd.inner.objectives import PaperBound, Reference
 from metamd.rivals import learned_rival, rival
 from metamd.tasks.base import derive_seed
 from metamd.tasks.wrapped import SharedStart, Variant, starting_at
-from tests.tasks.test_families import place, tiny_data
+from tests.tiny_datasets import place, tiny_data
 
 __all__ = ["place", "tiny_data"]
 

@@ -33,11 +33,8 @@ from metamd.files.store import Records, as_json, read_cells, read_json, records_
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.tasks import quadratic as quadratics
 from metamd.tasks import rosenbrock as valleys
-from tests.data_builders import publish_files
-from tests.tasks.test_families import place, tiny_data
 from tests.tasks.test_language import sources
-from tests.tasks.test_pictures import photograph
-from tests.tasks.test_series import series
+from tests.tiny_datasets import photograph, place, publish_files, series, tiny_data
 
 __all__ = ["place", "tiny_data"]
 

@@ -17,8 +17,7 @@ from metamd.files.store import unarchive
 from metamd.files.usage import Usage
 from metamd.potentials import Diagonal
 from metamd.tasks.wrapped import Variant
-from tests.data_builders import place
-from tests.tasks.test_families import tiny_data
+from tests.tiny_datasets import place, tiny_data
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")

@@ -9,7 +9,7 @@ import pytest
 
 from metamd import Diagonal, Journal, load, meta_train
 from metamd.files.container import read
-from metamd.learning.rounds import State
+from metamd.learning.rounds import OuterState
 from tests import processes
 from tests.meta_families import small
 from tests.meta_worker import STEPS, train, work
@@ -42,7 +42,7 @@ def test_a_killed_run_continues_to_the_very_same_result(point, tmp_path, whole):
     killed = processes.run(work, tmp_path, point)
     assert killed.code == -signal.SIGKILL, killed.err
     assert not (tmp_path / "learned.safetensors").exists()
-    before = State.restore(*_parts(tmp_path)).step if (tmp_path / "checkpoint.safetensors").exists() else 0
+    before = OuterState.restore(*_parts(tmp_path)).step if (tmp_path / "checkpoint.safetensors").exists() else 0
     noted = len(log_without_time(tmp_path))
     assert noted - before in (0, 1), "more than the outer step under way was lost"
     ended = processes.run(work, tmp_path)
@@ -77,7 +77,7 @@ def stop(record, step):
 def test_every_k_steps_loses_at_most_k(tmp_path, whole):
     with pytest.raises(Stop):
         train(tmp_path, stop, every=3)
-    assert State.restore(*_parts(tmp_path)).step == 5, "an exception, unlike a kill, leaves time for a checkpoint"
+    assert OuterState.restore(*_parts(tmp_path)).step == 5, "an exception, unlike a kill, leaves time for a checkpoint"
     assert train(tmp_path, every=3).fingerprint() == whole[1].fingerprint()
     assert [line["step"] for line in log_without_time(tmp_path)] == list(range(1, STEPS + 1))
 
@@ -93,13 +93,13 @@ def test_resumption_that_forgets_something_would_be_seen(tmp_path, whole):
     """The comparison can fail: without Adam's averages the continued run ends elsewhere."""
     with pytest.raises(Stop):
         train(tmp_path, stop)
-    restore = State.restore
+    restore = OuterState.restore
 
     def forgetful(*parts):
         return replace(restore(*parts), carried={})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(State, "restore", forgetful)
+        patch.setattr(OuterState, "restore", forgetful)
         train(tmp_path)
     assert log_without_time(tmp_path) != log_without_time(whole[0])
 
@@ -116,7 +116,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, whole):
     ended = processes.run(train_until_the_disk_is_full, tmp_path)
     assert ended.code == 1
     assert "OSError" in ended.err
-    assert State.restore(*_parts(tmp_path)).step == 2
+    assert OuterState.restore(*_parts(tmp_path)).step == 2
     assert train(tmp_path).fingerprint() == whole[1].fingerprint()
 
 

@@ -34,7 +34,7 @@ from metamd.learning.usage import Tally, learn_scale, learn_usage, run_usage, tr
 from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.tasks import quadratic, tabular
 from metamd.tasks.wrapped import Counted
-from tests.helpers import losses_of
+from tests.helpers import judged_run, losses_of
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +82,7 @@ def test_what_is_chosen_with_a_tail_average_is_what_the_optimiser_does(learned):
     assert found.usage == usage
     params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
     optimiser, schedule = prepare(params.items(), found, steps=30)
-    losses = []
-    for t in range(30):
-        optimiser.eval()
-        losses.append(float(task.loss(params, task.batch(t)).detach()))
-        optimiser.train()
-        optimiser.zero_grad()
-        task.loss(params, task.batch(t)).backward()
-        optimiser.step()
-        schedule.step()
-    optimiser.eval()
+    losses = judged_run(task, params, optimiser, 30, schedule)
     assert sum(losses) / 30 == pytest.approx(outcome.loss, rel=1e-5)
     for n, p in params.items():
         # whitening in float32 magnifies rounding, which differs between processors

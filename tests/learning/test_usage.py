@@ -16,9 +16,11 @@ from metamd.learning import reference as by_reference
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference
 from metamd.learning.rounds import draw_config
+from metamd.learning.score import RunScores, start_of
 from metamd.learning.usage import Choices, Trials, learn_usage, run_together, run_usage
 from metamd.tasks import quadratic, tabular
 from metamd.tasks.wrapped import Counted
+from tests.helpers import judged_run
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +43,9 @@ def test_the_score_is_the_area_under_the_logarithm_of_the_loss(learned, averagin
     task = family.build(family.sample(torch.Generator().manual_seed(3)))
     potential = learned.potential.bind(task.init())
     params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
-    optimiser, losses = metamd.MetaMD(params.items(), potential, averaging=averaging), []
+    optimiser = metamd.MetaMD(params.items(), potential, averaging=averaging)
     first = torch.tensor([float(task.loss(params, task.batch(30 + i)).detach()) for i in range(10)], dtype=torch.float64)
-    for t in range(30):
-        optimiser.eval()
-        losses.append(float(task.loss(params, task.batch(t)).detach()))
-        optimiser.train()
-        optimiser.zero_grad()
-        task.loss(params, task.batch(t)).backward()
-        optimiser.step()
-    optimiser.eval()
+    losses = judged_run(task, params, optimiser, 30)
     end = sum(float(task.loss(params, task.batch(30 + i)).detach()) for i in range(10)) / 10
     noise = float(first.std() / 10**0.5 + first.mean() * 2**-23)
     way = [sum(losses[i : i + 3]) / 3 + noise for i in range(0, 30, 3)]
@@ -62,14 +57,12 @@ def scored(runs, start, factors=(1.0, 0.5)):
     """The scores of planted runs, (way, end) each, on a task that starts like this."""
 
     class Planted(Trials):
-        def _start(self, task):
-            return {"minimum": None, "noise": 0.0, "precision": 2**-52, **start}
-
         def _run(self, number, used):
             way, end = runs[factors.index(used[0].factor)]
             return {"way": way, "end": end}
 
     trials = Planted([None], None, Parts(Counted(tabular())), TRAIN)
+    trials._scores = RunScores([{"minimum": None, "noise": 0.0, "precision": 2**-52, **start}])
     return [trials.score((Usage(factor=f), None)) for f in factors]
 
 
@@ -112,7 +105,7 @@ def test_losses_are_counted_from_the_smallest_one_where_it_is_known():
     assert found == pytest.approx(area([2.0, 1e-3], 1e-9), rel=1e-4)
     family = quadratic(steps=20)
     task = family.build(family.sample(torch.Generator().manual_seed(0)))
-    start = Trials([task], None, Parts(Counted(family)), TRAIN)._start(task)
+    start = start_of(task)
     assert (start["noise"], start["minimum"]) == (0.0, task.minimum())
 
 
@@ -287,14 +280,7 @@ def test_whatever_a_run_is_judged_by_is_seen_on_the_same_twenty_batches(learned,
     task = family.build(family.sample(torch.Generator().manual_seed(3)))
     potential = learned.potential.bind(task.init())
     params = {n: torch.nn.Parameter(x) for n, x in task.init().items()}
-    optimiser, judged = metamd.MetaMD(params.items(), potential, lr=0.5, averaging=averaging), []
-    for t in range(250):
-        optimiser.eval()
-        judged.append(float(task.loss(params, task.batch(t)).detach()))
-        optimiser.train()
-        optimiser.zero_grad()
-        task.loss(params, task.batch(t)).backward()
-        optimiser.step()
+    judged = judged_run(task, params, metamd.MetaMD(params.items(), potential, lr=0.5, averaging=averaging), 250)
     before, looked = family.batches, judged[6::12]
     outcome = run_usage(task, potential, Usage(factor=0.5, averaging=averaging))
     assert outcome.loss == pytest.approx(sum(looked) / len(looked), rel=1e-5)

@@ -7,17 +7,17 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from metamd import Measuring, Protocol, compare, tasks
+from metamd import Protocol, compare, tasks
 from metamd.cli import main as cli
 from metamd.comparison.training import train_contender
 from metamd.inner import run
 from metamd.rivals import LEARNERS, RIVALS
 from metamd.rivals.learned import PerCoordinate, aruba, lstm, meta_sgd, schedule, source
 from metamd.rivals.optimisers import HypergradientSGD
+from tests.small_comparisons import BARE
 from tests.small_tasks import Quadratic, Separable
 
 F64 = torch.float64
-BARE = Measuring(splits=())
 QUADRATIC = tasks.quadratic((0.5, 4.0), steps=40)
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from metamd import (
     Diagonal,
     Grid,
-    Measuring,
     QuasiRandom,
     Usage,
     learned_rival,
@@ -26,9 +25,8 @@ from metamd.inner.objectives import Reference
 from metamd.rivals import RIVALS, Contender, Range, rival
 from metamd.rivals.optimisers import MuonAndAdamW
 from metamd.tasks.models import LeNet
+from tests.small_comparisons import BARE
 from tests.small_images import small_network, task_of
-
-BARE = Measuring(splits=())
 
 
 @pytest.mark.parametrize("name", RIVALS)

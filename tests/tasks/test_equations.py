@@ -10,8 +10,8 @@ from torch import nn
 from metamd.data.raw_files import files
 from metamd.tasks import advection, burgers
 from metamd.tasks.equations import SolutionNetwork, cole_hopf, derivatives, solution, travelling
-from tests.data_fixtures import needs_files
-from tests.tasks.test_tasks import LAWS, draw
+from tests.loopback import needs_files
+from tests.task_laws import LAWS, draw
 
 SMALL = {"width": 4, "depth": 2, "places": 9, "edges": 5, "steps": 5}
 MAKERS = {"burgers": burgers, "advection": advection}

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,20 +19,11 @@ from metamd.tasks import (
     rotated_mnist_continuous,
 )
 from metamd.tasks.vision import NormalisedImages, enlarge, moments, rotate
-from tests.data_builders import place, put
+from tests.loopback import needs_data
+from tests.tiny_datasets import MANY, SHAPES, made, place, put, tiny_data
 
-__all__ = ["place"]
+__all__ = ["place", "tiny_data"]
 
-SHAPES = {
-    "mnist": (28, 28),
-    "kmnist": (28, 28),
-    "fashionmnist": (28, 28),
-    "usps": (16, 16),
-    "svhn": (28, 28),
-    "cifar10": (32, 32, 3),
-    "stl10": (32, 32, 3),
-}
-COUNT = {"train": 200, "test": 60}
 SPLITS = ("train", "validation", "test")
 
 # Small versions of every image family.
@@ -43,29 +33,6 @@ MAKERS = {
     "diverse-digits": lambda **kw: diverse_digits(**{"images": 50, "batch_size": 10, **kw}),
     "images": lambda **kw: images(**{"model": "linear", "images": 50, "batch_size": 10, **kw}),
 }
-
-
-def made(count, shape, seed):
-    """Blurred class-dependent patterns: something that can be learned."""
-    rng = np.random.default_rng(seed)
-    labels = (rng.permutation(count) % 10).astype(np.uint8)
-    patterns = np.random.default_rng(5).integers(0, 150, (10, *shape))
-    return (patterns[labels] + rng.integers(0, 100, (count, *shape))).astype(np.uint8), labels
-
-
-def fill(folder, names=tuple(SHAPES)):
-    for i, name in enumerate(names):
-        for j, (split, count) in enumerate(COUNT.items()):
-            put(folder, name, split, *made(count, SHAPES[name], 10 * i + j), vouch=True)
-
-
-@pytest.fixture
-def tiny_data(place, monkeypatch):
-    """Every dataset but QMNIST, 200 + 60 made images each."""
-    fill(place / "npz")
-    monkeypatch.setenv("METAMD_DATA", str(place / "npz"))
-    monkeypatch.setenv("METAMD_OFFLINE", "1")
-    return place / "npz"
 
 
 def configs(family, count, seed=0):
@@ -130,10 +97,10 @@ class TestEveryFamily:
         config = configs(MAKERS[name](), 1)[0]
         before = MAKERS[name]().build(config).batch(0)["inputs"]
         for dataset, shape in SHAPES.items():
-            put(tiny_data, dataset, "test", *made(COUNT["test"], shape, 999), vouch=True)
+            put(tiny_data, dataset, "test", *made(MANY["test"], shape, 999), vouch=True)
         assert torch.equal(MAKERS[name]().build(config).batch(0)["inputs"], before)
         for dataset, shape in SHAPES.items():  # and the law can fail: other training pixels do change it
-            put(tiny_data, dataset, "train", *made(COUNT["train"], shape, 999), vouch=True)
+            put(tiny_data, dataset, "train", *made(MANY["train"], shape, 999), vouch=True)
         assert not torch.equal(MAKERS[name]().build(config).batch(0)["inputs"], before)
 
     def test_a_side_refuses_the_other_sides_configs(self, name):
@@ -292,7 +259,7 @@ def test_qmnist_is_absent_and_said_to_be_until_its_images_are_there(tiny_data):
         assert "not at hand" in family.describe()["absent"]["qmnist"]
         with pytest.raises(ValueError, match="qmnist is left out: its images are not at hand"):
             make(hold_out="qmnist")
-    for split, count in COUNT.items():
+    for split, count in MANY.items():
         put(tiny_data, "qmnist", split, *made(count, (28, 28), 77 + count), vouch=True)
     for make in (diverse_digits, images):
         family = make(hold_out="qmnist")
@@ -351,8 +318,6 @@ def test_every_family_of_the_command_line_can_be_made():
 
 # --- the real data ---
 
-real_data = pytest.mark.real_data
-needs_data = pytest.mark.skipif(not os.environ.get("METAMD_DATA"), reason="METAMD_DATA is not set")
 TRAINING = {
     "mnist": 54000,
     "kmnist": 54000,
@@ -372,7 +337,7 @@ def mirror():
         pytest.skip(f"{', '.join(missing)} is not in METAMD_DATA")
 
 
-@real_data
+@pytest.mark.real_data
 @needs_data
 @pytest.mark.usefixtures("mirror")
 class TestRealData:

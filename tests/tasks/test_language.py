@@ -16,9 +16,9 @@ from metamd.data.registry import DataError
 from metamd.tasks import speakers, texts
 from metamd.tasks.language import HELD_OUT_SPEAKERS, LEARNED_SPEAKERS, PRESIDENTS, plays, presidents, source_code
 from metamd.tasks.llama import Llama, Sizes, Tokenizer, adapted, load_llama
-from tests.data_builders import publish_files
-from tests.data_fixtures import needs_files
-from tests.tasks.test_tasks import LAWS, draw
+from tests.loopback import needs_files
+from tests.task_laws import LAWS, draw
+from tests.tiny_datasets import publish_files
 
 BOS = 1
 """The token that begins a text."""

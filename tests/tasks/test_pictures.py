@@ -1,27 +1,15 @@
 """A network per picture: the laws of families, the models, and PSNR."""
 
-import io
 import math
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from metamd.tasks import pictures
 from metamd.tasks.pictures import FourierFeatures, Siren, places, psnr
-from tests.data_builders import publish_files
-from tests.data_fixtures import needs_files
-from tests.tasks.test_tasks import LAWS, draw
-
-
-def photograph(number, shape=(10, 14)):
-    """A gradient with a tone of its own: something smooth to fit."""
-    rows, columns = np.mgrid[: shape[0], : shape[1]]
-    pixels = np.stack([10 * rows, 255 - 9 * columns, np.full(shape, 8 * number)], 2).astype(np.uint8)
-    content = io.BytesIO()
-    Image.fromarray(pixels).save(content, "PNG")
-    return content.getvalue()
+from tests.loopback import needs_files
+from tests.task_laws import LAWS, draw
+from tests.tiny_datasets import photograph, publish_files
 
 
 @pytest.fixture

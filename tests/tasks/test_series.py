@@ -1,7 +1,5 @@
 """A forecaster per cash machine: missing days, splits, the sMAPE, and the laws of families."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -10,25 +8,9 @@ from metamd.comparison.entrants import draw_configs
 from metamd.experiments import forecasters
 from metamd.tasks import cash_machines
 from metamd.tasks.series import Forecaster, smape, windows
-from tests.data_builders import publish_files
-from tests.data_fixtures import needs_files
-from tests.tasks.test_tasks import LAWS, draw
-
-
-def days_of(machine, count=230):
-    """Weeks that repeat with some noise, and a few days missing."""
-    generator = np.random.default_rng(machine)
-    days = 20 + 3 * (np.arange(count) % 7) + generator.normal(size=count)
-    days[generator.choice(count, 5, replace=False)] = np.nan
-    return days
-
-
-def series():
-    """The file of all of them."""
-    content = io.BytesIO()
-    days = np.stack([days_of(machine) for machine in range(111)])
-    np.savez(content, series=days, names=np.array([f"NN5-{i:03d}" for i in range(1, 112)]))
-    return content.getvalue()
+from tests.loopback import needs_files
+from tests.task_laws import LAWS, draw
+from tests.tiny_datasets import publish_files, series
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from metamd.tasks import config_hash, starting_at, supervised
 from metamd.tasks.base import Shuffle
 from metamd.tasks.models import LeNet, ResNet18
 from metamd.tasks.sources import divide
-from metamd.tasks.supervised import Called, hashed_uniform, trained
+from metamd.tasks.supervised import FunctionalModel, hashed_uniform, trained
 from tests.helpers import dropout_model, images, labelled, norm_model, plain_model
 
 
@@ -521,7 +521,7 @@ def agrees(call: Callable[..., Tensor], model: nn.Module) -> bool:
     return torch.allclose(found, expected) and same and left
 
 
-class OneNameOnly(Called):
+class OneNameOnly(FunctionalModel):
     """Forgets that a weight can be in two places."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -532,7 +532,7 @@ class OneNameOnly(Called):
 def test_a_model_is_called_as_torch_calls_it() -> None:
     torch.manual_seed(0)
     model = Shared()
-    assert agrees(Called(model), model)
+    assert agrees(FunctionalModel(model), model)
     assert not agrees(OneNameOnly(model), model)
 
 
@@ -540,9 +540,9 @@ def test_a_call_that_fails_leaves_the_model_as_it_was() -> None:
     model = nn.Linear(4, 2)
     own = dict(model.named_parameters())
     with pytest.raises(RuntimeError):
-        Called(model)({n: p.detach() for n, p in own.items()}, torch.randn(5, 3))
+        FunctionalModel(model)({n: p.detach() for n, p in own.items()}, torch.randn(5, 3))
     with pytest.raises(KeyError):
-        Called(model)({"weight": own["weight"].detach()}, torch.randn(5, 4))
+        FunctionalModel(model)({"weight": own["weight"].detach()}, torch.randn(5, 4))
     assert all(p is own[n] for n, p in model.named_parameters())
 
 

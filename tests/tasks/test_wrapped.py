@@ -1,6 +1,5 @@
 """Tasks that begin at one given model."""
 
-import os
 import pickle
 
 import pytest
@@ -17,9 +16,7 @@ from metamd.tasks import vision
 from metamd.tasks.base import config_hash
 from metamd.tasks.vision import leave_one_out
 from metamd.tasks.wrapped import Counted, NearestStart, read_parameters, starting_at
-
-real_data = pytest.mark.real_data
-needs_data = pytest.mark.skipif(not os.environ.get("METAMD_DATA"), reason="METAMD_DATA is not set")
+from tests.loopback import needs_data
 
 
 def point(value=1.0):
@@ -169,7 +166,7 @@ def test_the_command_line_takes_a_start(tmp_path, capsys):
     assert '"start": "shared"' in capsys.readouterr().out
 
 
-@real_data
+@pytest.mark.real_data
 @needs_data
 def test_adapting_rotated_mnist_begins_at_a_model_that_knows_another_angle():
     family = tasks.adapt_rotated_mnist(
@@ -187,7 +184,7 @@ def test_adapting_rotated_mnist_begins_at_a_model_that_knows_another_angle():
     assert all(s.start["first.weight"] is family.start["first.weight"] for s in sides)
 
 
-@real_data
+@pytest.mark.real_data
 @needs_data
 def test_no_task_has_an_image_that_the_model_was_pretrained_on(monkeypatch):
     seen = {}

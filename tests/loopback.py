@@ -1,4 +1,4 @@
-"""Tiny official-looking files, written by the tests themselves, and a loopback server that can misbehave."""
+"""A loopback server that can misbehave, the bytes of official-looking files, and what tests of real data need."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from metamd.data.registry import Dataset, RemoteFile, SplitRecord, file_set
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 DIGITS = tuple("0123456789")
+
+
+needs_data = pytest.mark.skipif(not os.environ.get("METAMD_DATA"), reason="METAMD_DATA is not set")
 
 
 def needs_files(*names: str) -> None:

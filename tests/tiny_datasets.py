@@ -9,12 +9,13 @@ import io
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy.io import savemat
 
 import metamd.data as data
 from metamd.data import decoders, registry
 from metamd.data.registry import Dataset, FileSet, Form, SplitRecord
-from tests.data_fixtures import (
+from tests.loopback import (
     cifar_bytes,
     dataset,
     idx_bytes,
@@ -158,3 +159,70 @@ def publish_files(folder, monkeypatch, **sets):
     monkeypatch.setattr(registry, "file_sets", lambda: records)
     monkeypatch.setenv("METAMD_DATA", str(folder))
     return records
+
+
+# --- every dataset in METAMD_DATA ---
+
+
+SHAPES = {
+    "mnist": (28, 28),
+    "kmnist": (28, 28),
+    "fashionmnist": (28, 28),
+    "usps": (16, 16),
+    "svhn": (28, 28),
+    "cifar10": (32, 32, 3),
+    "stl10": (32, 32, 3),
+}
+MANY = {"train": 200, "test": 60}
+"""Images of each split."""
+
+
+def made(count, shape, seed):
+    """Blurred class-dependent patterns: something that can be learned."""
+    rng = np.random.default_rng(seed)
+    labels = (rng.permutation(count) % 10).astype(np.uint8)
+    patterns = np.random.default_rng(5).integers(0, 150, (10, *shape))
+    return (patterns[labels] + rng.integers(0, 100, (count, *shape))).astype(np.uint8), labels
+
+
+def fill(folder, names=tuple(SHAPES)):
+    for i, name in enumerate(names):
+        for j, (split, count) in enumerate(MANY.items()):
+            put(folder, name, split, *made(count, SHAPES[name], 10 * i + j), vouch=True)
+
+
+@pytest.fixture
+def tiny_data(place, monkeypatch):
+    """Every dataset but QMNIST, 200 + 60 made images each."""
+    fill(place / "npz")
+    monkeypatch.setenv("METAMD_DATA", str(place / "npz"))
+    monkeypatch.setenv("METAMD_OFFLINE", "1")
+    return place / "npz"
+
+
+# --- files as they are published ---
+
+
+def photograph(number, shape=(10, 14)):
+    """A gradient with a tone of its own: something smooth to fit."""
+    rows, columns = np.mgrid[: shape[0], : shape[1]]
+    pixels = np.stack([10 * rows, 255 - 9 * columns, np.full(shape, 8 * number)], 2).astype(np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "PNG")
+    return content.getvalue()
+
+
+def days_of(machine, count=230):
+    """Weeks that repeat with some noise, and a few days missing."""
+    generator = np.random.default_rng(machine)
+    days = 20 + 3 * (np.arange(count) % 7) + generator.normal(size=count)
+    days[generator.choice(count, 5, replace=False)] = np.nan
+    return days
+
+
+def series():
+    """The file of all of them."""
+    content = io.BytesIO()
+    days = np.stack([days_of(machine) for machine in range(111)])
+    np.savez(content, series=days, names=np.array([f"NN5-{i:03d}" for i in range(1, 112)]))
+    return content.getvalue()

@@ -219,6 +219,10 @@ class Comparison:
             "final loss or an error were run on the others."
         )
 
+    def is_learned(self, label: str) -> bool:
+        """Whether an optimiser is a learned file, and no rival."""
+        return str(self.folds[0].entrants[label][0].contender["rival"]).startswith("metamd")
+
     def trained_on(self, label: str) -> list[str]:
         """The domains that an optimiser was learned on: for it they are not held out."""
         return [f.group for f in self.folds if label in f.trained]

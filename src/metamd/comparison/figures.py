@@ -324,7 +324,6 @@ def best_schedules(comparison: Comparison) -> list[str]:
     """The label of every tuned rival, under the schedule with which its mean loss is smaller."""
     means: dict[str, dict[str, float]] = {}
     for label in comparison.labels:
-        learned = str(comparison.folds[0].entrants[label][0].contender["rival"]).startswith("metamd")
-        if not learned and not label.endswith(UNTUNED):
+        if not comparison.is_learned(label) and not label.endswith(UNTUNED):
             means.setdefault(unscheduled(label), {})[label] = float(comparison.values(label, "mean_loss").mean())
     return [min(each, key=each.__getitem__) for each in means.values()]

@@ -104,7 +104,7 @@ def opening(c: Comparison, folder: Path) -> Section:
     ours, shown = c.labels[0], _tuned(c)
     spared = {"tenth_loss", "half_loss", "validation_loss", *(() if c.protocol == "once" else ("final_loss",))}
     kept = [metric for metric in c.metrics if metric not in spared]
-    listed = [label for label in c.labels if label == ours or label in shown or _is_learned(c, label)]
+    listed = [label for label in c.labels if label == ours or label in shown or c.is_learned(label)]
     values = {label: {metric: c.estimate(label, metric).value for metric in kept} for label in listed}
     # a column in which nobody arrives is a sentence
     reached = any(math.isfinite(values[label][metric]) for label in listed for metric in TO_TARGET if metric in kept)
@@ -129,10 +129,6 @@ def opening(c: Comparison, folder: Path) -> Section:
 def _tuned(c: Comparison) -> list[str]:
     """The tuned rivals, each under its better schedule."""
     return [label for label in best_schedules(c) if label != c.labels[0]]
-
-
-def _is_learned(c: Comparison, label: str) -> bool:
-    return str(c.folds[0].entrants[label][0].contender["rival"]).startswith("metamd")
 
 
 def headline(c: Comparison) -> str:

@@ -312,12 +312,9 @@ def _plain(name: str, value: Any) -> dict[str, Any]:
         raise ValueError(f"{name} must hold only texts, finite numbers, lists and dictionaries ({error}).") from None
 
 
-def _runs(name: str, value: Any) -> list[Any]:
-    return [_run(f"each of {name}", item) for item in _filled(name, value)]
-
-
-def _trials(name: str, value: Any) -> list[Any]:
-    return [_trial(f"each of {name}", item) for item in _filled(name, value)]
+def _each(check: Check) -> Check:
+    """The check of a list that is not empty, item by item."""
+    return lambda name, value: [check(f"each of {name}", item) for item in _filled(name, value)]
 
 
 def _mapping(what: str, holds: Callable[[Any], bool]) -> Check:
@@ -338,26 +335,22 @@ _shapes = must(
     lambda value: isinstance(value, Mapping) and all(isinstance(k, str) and _is_shape(s) for k, s in value.items()),
     copy=lambda value: {k: tuple(s) for k, s in value.items()},
 )
-_run = record({"name": _text, "fingerprint": _text, "steps": _positive, "batch_size": _count, "weight": weight})
-_reach = record({"weight": weight, "squares": _sizes})
-_trial = record({"factor": weight, "score": optional(finite)})
 _filled = must("be a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 _knots = _list("finite numbers", _number)
-_usage = {"metric": _text, "momentum": finite, "schedule": _text, "factor": finite, "averaging": _text, "knots": _knots}
 _integer = must("be an integer", lambda value: type(value) is int)
-_online = {"rule": _text, "beta": finite, "epsilon": finite, "refresh": _integer, "scale": _numbers}
-_online |= {"signal": finite, "whiten": _integer, "block": _integer}
-_choice = {"score": _text, "judged_on": _text, "prefer": _text, "seconds_per_step": weight, "rule": _text}
-_tried = {
-    "k": _not_negative,
-    "pace": _not_negative,
-    "outer_steps": must("be an integer >= 0", lambda value: type(value) is int and value >= 0),
-}
-_tried |= {"rate": weight, "loss": optional(finite)}
-_choice["tried"] = lambda name, value: [record(_tried)(f"each of {name}", row) for row in _filled(name, value)]
+_steps = must("be an integer >= 0", lambda value: type(value) is int and value >= 0)
 text_list = _list("texts", lambda value: isinstance(value, str))
 
-_learned_from = {"prior": _not_negative, "runs": _runs, "trials": _trials, "reach": _reach}
+_run = record({"name": _text, "fingerprint": _text, "steps": _positive, "batch_size": _count, "weight": weight})
+_trial = record({"factor": weight, "score": optional(finite)})
+_reach = record({"weight": weight, "squares": _sizes})
+_learned_from = {"prior": _not_negative, "runs": _each(_run), "trials": _each(_trial), "reach": _reach}
+_usage = {"metric": _text, "momentum": finite, "schedule": _text, "factor": finite, "averaging": _text, "knots": _knots}
+_online = {"rule": _text, "beta": finite, "epsilon": finite, "refresh": _integer, "scale": _numbers}
+_online |= {"signal": finite, "whiten": _integer, "block": _integer}
+_tried = record({"k": _not_negative, "pace": _not_negative, "outer_steps": _steps, "rate": weight, "loss": optional(finite)})
+_choice = {"score": _text, "judged_on": _text, "prefer": _text, "seconds_per_step": weight, "rule": _text}
+_choice |= {"tried": _each(_tried)}
 
 CHECKS: dict[str, Check] = {
     "schema_version": must(

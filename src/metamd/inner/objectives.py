@@ -264,10 +264,8 @@ class PaperBound(Objective):
         logs = torch.cat([v.double().reshape(-1) for v in potential.logarithms()])
         if self.smooth:  # log D = 2 log M
             smallest = -2 * self.smooth * (torch.logsumexp(-logs / (2 * self.smooth), 0) - math.log(len(logs)))
-        else:
-            smallest = (
-                logs.amin()
-            )  # one amin over everything: smallest entries that tie share the gradient across tensors too
+        else:  # one amin over everything: equal smallest entries share the gradient, also those of different tensors
+            smallest = logs.amin()
         strength = (0.5 * smallest).exp() if self.strong_convexity == "paper" else smallest.exp()
         return potential.divergence(end, run.start) + self._k(run) / strength
 

@@ -126,7 +126,7 @@ class RunScores:
 
     def end(self, runs: Sequence[Result]) -> float:
         """The same of the losses at the end alone."""
-        return self._mean(runs, lambda number, run: self._logarithms(number, run)[-1])
+        return self._mean(runs, lambda number, run: math.log(self._above_zero(number, run)[-1]))
 
     def _mean(self, runs: Sequence[Result], logarithm: Callable[[int, Result], float]) -> float:
         logs = [math.inf if run["end"] is None else logarithm(i, run) for i, run in enumerate(runs)]
@@ -136,9 +136,6 @@ class RunScores:
         """That of the mean loss over a run, the mean over the run of the logarithms, and that at the end."""
         *way, end = self._above_zero(number, run)
         return fmean([math.log(fmean(way)), fmean(map(math.log, way)), math.log(end)]) if way else math.log(end)
-
-    def _logarithms(self, number: int, run: Result) -> list[float]:
-        return [math.log(x) for x in self._above_zero(number, run)]
 
     def _above_zero(self, number: int, run: Result) -> list[float]:
         start, lowest = self._starts[number], self._lowest[number]

@@ -97,7 +97,7 @@ def test_weights_held_fixed_on_kinks_are_rejected(monkeypatch):
     task, settings = PROBLEMS["quadratic, kinks"]
     phi = potential_for(task, **settings)
     expected = differences(task, phi, TrainingLoss(), lr=0.8)
-    monkeypatch.setattr(Recursion, "newton", lambda self, passage: None)
+    monkeypatch.setattr(Recursion, "newton", lambda self, taken: None)
     for estimator in (Forward(), Reverse()):
         assert relative(flat(estimator(task, phi, TrainingLoss(), lr=0.8)), expected) > 1e-3
 

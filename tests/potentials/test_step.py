@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from metamd import Diagonal, Euclidean, MaxDiagonal, MetaMD, NegativeEntropy, PNorm, Potential, Regret, Usage, mirror_step
-from metamd.inner.derivatives import Passage, Recursion
+from metamd.inner.derivatives import Recursion, TakenStep
 from metamd.inner.run import MirrorDescent, gradient, run_inner
 from metamd.inner.together import run_many
 from metamd.learning.usage import run_usage as trial
@@ -112,8 +112,8 @@ def differentiable(task, phi):
         loss, grads = gradient(task, x, task.batch(t))
         before = walk.active.weights
         walk.step(loss, grads)
-        passage = Passage(x, grads, loss, before, walk.active.weights)
-        _, outputs = recursion.graph(passage)
+        taken = TakenStep(x, grads, loss, before, walk.active.weights)
+        _, outputs = recursion.graph(taken)
         x = {n: outputs[f"params/{n}"].detach() for n in x}
     return x
 

@@ -393,8 +393,8 @@ def certified_runs(c: Comparison) -> list[tuple[float, float, float]]:
     return [(loss, found["bound"], found["lowest"]) for loss, found in kept]
 
 
-def silent(runs: Sequence[tuple[float, float, float]]) -> int:
-    """For how many runs the certificate says nothing: losses that are never negative obey its bound by themselves."""
+def uninformative(runs: Sequence[tuple[float, float, float]]) -> int:
+    """How many certificates say nothing about their run: losses that are never negative obey the bound by themselves."""
     return sum(bound >= loss and lowest >= 0 for loss, bound, lowest in runs)
 
 
@@ -405,7 +405,7 @@ def run_certificates(c: Comparison, folder: Path) -> list[Section]:
         return []
     loss, bound = (float(np.median([run[i] for run in runs])) for i in (0, 1))
     below = f"more than {formatted(bound)} below" if bound >= 0 else f"less than {formatted(-bound)} above"
-    nothing = silent(runs)
+    nothing = uninformative(runs)
     count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
     text = (
         "If losses were convex, no model as near to the start as the end of a run would have had a mean loss, on the run's "

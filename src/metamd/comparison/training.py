@@ -245,7 +245,7 @@ def step_seconds(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch computes on one thread: the same sums everywhere, and no quarrel between processes."""
+    """Inside, torch computes on one thread: the same sums everywhere, and processes do not compete for cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -13,7 +13,7 @@ from metamd.comparison.comparison import Comparison, Target
 from metamd.comparison.entrants import entrants, labels, unscheduled
 from metamd.comparison.figures import learning_curves
 from metamd.comparison.pace import geometric_mean, last_tenths, pace, pace_section, unlearned_section
-from metamd.comparison.sections import Section, certified_runs, formatted, silent
+from metamd.comparison.sections import Section, certified_runs, formatted, uninformative
 from metamd.comparison.training import one_thread
 from metamd.experiments.declare import (
     Family,
@@ -140,7 +140,7 @@ class Experiment:
         rows[0] |= {"pace": self._paces(joined, _opponents(joined, size)), "share": self.share}
         rows[0] |= {"failed": failed} if failed else {}
         if runs := certified_runs(joined):
-            rows[0] |= {"certificates": {"runs": len(runs), "says_nothing": silent(runs)}}
+            rows[0] |= {"certificates": {"runs": len(runs), "says_nothing": uninformative(runs)}}
         about |= {"screening": joined.screening} if joined.screening else {}
         rows += [] if self.more is None else self.more(size, folder, seed, Executor.of(workers).workers)
         return about | {"last_tenth": last_tenths(joined), "rows": rows}

@@ -28,7 +28,7 @@ from metamd.tasks.base import Task
 
 
 @dataclass(frozen=True)
-class Passage:
+class TakenStep:
     """One step that the run took, as constants: theta_t, g_t, the loss at theta_t, w_t and w_{t+1}."""
 
     params: Params
@@ -53,19 +53,19 @@ class Recursion:
     # steps onto, along or off a kink
 
     @torch.enable_grad()
-    def graph(self, passage: Passage) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def graph(self, taken: TakenStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """A step as a graph: all that it depends on as leaves, and all that depends on it.
 
         The latter are theta_{t+1} under "params/", what the step adds to E as "objective", and w_{t+1} as "weights". The
         weights are left out where they are constant. Leaves have the same kind of names.
         """
-        tensors = {"metrics": self.metrics, "params": passage.params, "grads": passage.grads}
-        numbers = {"offsets": self.offsets, "weights": self._weights(passage.before), "loss": passage.loss.double()}
+        tensors = {"metrics": self.metrics, "params": taken.params, "grads": taken.grads}
+        numbers = {"offsets": self.offsets, "weights": self._weights(taken.before), "loss": taken.loss.double()}
         here = {**numbers, **{name: x for group, by in tensors.items() for name, x in named(group, by).items()}}
         leaves = {name: x.detach().requires_grad_() for name, x in here.items()}
         metrics, params, grads = (part(leaves, group) for group in tensors)
         d, g = {n: mix(metric, leaves["weights"]) for n, metric in metrics.items()}, self._into(grads)
-        y, after, newton, outputs = self._dual(d, params, g), self._weights(passage.after), self.newton(passage), {}
+        y, after, newton, outputs = self._dual(d, params, g), self._weights(taken.after), self.newton(taken), {}
         if newton is not None:
             x = {n: v / mix(metrics[n], after) for n, v in y.items()}
             forms = [0.5 * (metrics[n] * v * v).reshape(self.pieces, -1).sum(1).to(after.dtype) for n, v in x.items()]
@@ -80,15 +80,15 @@ class Recursion:
         return leaves, outputs
 
     @torch.no_grad()
-    def newton(self, passage: Passage) -> Tensor | None:
+    def newton(self, taken: TakenStep) -> Tensor | None:
         """P of the face that w_{t+1} lies on; None on a vertex, where the weights are constant."""
-        support = np.flatnonzero(passage.after)
+        support = np.flatnonzero(taken.after)
         if len(support) == 1:
             return None
-        d = {n: mix(metric, self._weights(passage.before)) for n, metric in self.metrics.items()}
+        d = {n: mix(metric, self._weights(taken.before)) for n, metric in self.metrics.items()}
         hessian = np.zeros((self.pieces, self.pieces))
-        for n, v in self._dual(d, passage.params, self._into(passage.grads)).items():
-            mixed = combine(self.metrics[n], passage.after)
+        for n, v in self._dual(d, taken.params, self._into(taken.grads)).items():
+            mixed = combine(self.metrics[n], taken.after)
             rows = self.metrics[n].reshape(self.pieces, -1).double()
             curvature = (v.double().square().sum_to_size(mixed.shape) / mixed.double() ** 3).reshape(-1)
             hessian += ((rows * curvature) @ rows.T).cpu().numpy()
@@ -120,10 +120,10 @@ class Recursion:
             by_loss, by_energy = torch.autograd.grad(added, point, allow_unused=True, materialize_grads=True)
         return float(by_loss), float(by_energy) / self.lr
 
-    def pull(self, passage: Passage, j: int, after: Params, logs: Params) -> tuple[float, dict[str, Tensor]]:
+    def pull(self, taken: TakenStep, j: int, after: Params, logs: Params) -> tuple[float, dict[str, Tensor]]:
         """The cotangents of the loss and of g_t from those of theta_{t+1}; the cotangents of log D are added to `logs`."""
-        (by_loss, s), found = self.slopes(passage.loss), {}
-        for n, grad in passage.grads.items():
+        (by_loss, s), found = self.slopes(taken.loss), {}
+        for n, grad in taken.grads.items():
             g, p, r, into = self.basis.into(n, grad), self.basis.into(n, after[n]), self._rates[n][j], logs[n][j]
             c = (torch.sub(p, g, alpha=s) if s else p) * r
             into -= (c * g).sum_to_size(into.shape)
@@ -131,14 +131,14 @@ class Recursion:
             found[n] = self.basis.out_of(n, c).to(grad.dtype)
         return by_loss, found
 
-    def push(self, passage: Passage, j: int, logs: Params, z: Params, zg: Params) -> Tensor:
+    def push(self, taken: TakenStep, j: int, logs: Params, z: Params, zg: Params) -> Tensor:
         """The tangents of theta_{t+1}, written over those of theta_t, and the derivatives of what the step adds to E.
 
         The directions in log D are (k, N, ...) by tensor; `zg` are the tangents of the gradient, H z.
         """
-        by_loss, s = self.slopes(passage.loss)
-        found = by_loss * dot(z, passage.grads)
-        for n, grad in passage.grads.items():
+        by_loss, s = self.slopes(taken.loss)
+        found = by_loss * dot(z, taken.grads)
+        for n, grad in taken.grads.items():
             g, r, by = self.basis.into(n, grad), self._rates[n][j], logs[n][:, j]
             moves = r * g
             if s:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from metamd.inner.derivatives import Passage, Recursion, dot, hessian_products, named, part, pushed, stays
+from metamd.inner.derivatives import Recursion, TakenStep, dot, hessian_products, named, part, pushed, stays
 from metamd.inner.objectives import Objective, Regret
 from metamd.inner.run import Cost, MirrorDescent, Trajectory, gradient, train
 from metamd.potentials.base import Active, Params, mirror_step
@@ -249,14 +249,14 @@ def _carry(
         loss, grads, zg = hessian_products(task, before, task.batch(descent.taken), z)
         if descent.step(loss, grads):
             break
-        passage = Passage(before, grads, loss, weights, descent.active.weights)
-        piece = stays(weights, passage.after, exact=descent.exact)
+        taken = TakenStep(before, grads, loss, weights, descent.active.weights)
+        piece = stays(weights, taken.after, exact=descent.exact)
         if piece is not None:
-            along += recursion.push(passage, piece, logs, z, zg)
+            along += recursion.push(taken, piece, logs, z, zg)
             zw = torch.zeros_like(zw)  # a vertex of the simplex is constant
             continue
         tangents = {"loss": dot(z, grads), "weights": zw, **named("params", z), **named("grads", zg), **fixed}
-        after = pushed(*recursion.graph(passage), tangents)
+        after = pushed(*recursion.graph(taken), tangents)
         along += after["objective"]
         z, zw = part(after, "params"), after.get("weights", torch.zeros_like(zw))
     run = descent.finish(objective.reference)
@@ -313,13 +313,13 @@ class Reverse(Estimator):
         return Hypergradient(adjoint.log_d(), adjoint.offsets, float(objective.value(run, leaf).detach()), run, cost)
 
 
-Taken = tuple[Passage, dict[str, Tensor], list[GradientEdge]]
+TapeEntry = tuple[TakenStep, dict[str, Tensor], list[GradientEdge]]
 """A step that was taken: its constants, g_t with its graph, and where that begins."""
 
 
-def _segment(descent: MirrorDescent, steps: range, head: tuple[Params, Active] | None = None) -> list[Taken]:
+def _segment(descent: MirrorDescent, steps: range, head: tuple[Params, Active] | None = None) -> list[TapeEntry]:
     """Steps with the graphs of their gradients: those that the run takes next, or again from the head of a segment."""
-    tape: list[Taken] = []
+    tape: list[TapeEntry] = []
     params, active = head or (descent.params, descent.active)
     # Not `inner.run.train`: gradients keep their graphs here.
     for t in steps:
@@ -335,8 +335,8 @@ def _segment(descent: MirrorDescent, steps: range, head: tuple[Params, Active] |
         # without theta_t where a step stays on one piece, because nothing needs it then
         alone = stays(active.weights, after[1].weights, exact=descent.exact) is not None
         constants = {n: g.detach() for n, g in grads.items()}
-        passage = Passage({} if alone else params, constants, loss.detach(), active.weights, after[1].weights)
-        tape.append((passage, grads, edges))
+        taken = TakenStep({} if alone else params, constants, loss.detach(), active.weights, after[1].weights)
+        tape.append((taken, grads, edges))
         params, active = after
     return tape
 
@@ -370,16 +370,17 @@ class _Adjoint:
             found[slot.key] = found[slot.key] + slot.gather(self._logs[n])
         return found
 
-    def back_over(self, tape: list[Taken]) -> None:
+    def back_over(self, tape: list[TapeEntry]) -> None:
         """Pull the cotangents back over the steps of a segment, which is consumed."""
         while tape:
-            passage, grads, edges = tape.pop()
-            params, piece = part(self._after, "params"), stays(passage.before, passage.after, exact=self.recursion.exact)
+            taken, grads, edges = tape.pop()
+            params = part(self._after, "params")
+            piece = stays(taken.before, taken.after, exact=self.recursion.exact)
             if piece is not None:
-                by_loss, by_grads = self.recursion.pull(passage, piece, params, self._logs)
+                by_loss, by_grads = self.recursion.pull(taken, piece, params, self._logs)
                 by_weights = torch.zeros_like(self.offsets)  # a vertex of the simplex is constant
             else:
-                leaves, outputs = self.recursion.graph(passage)
+                leaves, outputs = self.recursion.graph(taken)
                 given = [self._after[n] for n in outputs]
                 found = torch.autograd.grad(
                     list(outputs.values()), list(leaves.values()), given, allow_unused=True, materialize_grads=True
@@ -391,7 +392,7 @@ class _Adjoint:
                 for n, gathered in self._logs.items():
                     gathered.addcmul_(self.recursion.metrics[n], by[f"metrics/{n}"])
             if by_loss:
-                params = {n: x.add(passage.grads[n], alpha=by_loss) for n, x in params.items()}
+                params = {n: x.add(taken.grads[n], alpha=by_loss) for n, x in params.items()}
             live = [n for n, g in grads.items() if g.requires_grad]
             if live:  # else all gradients are constant
                 given = [by_grads[n] for n in live]

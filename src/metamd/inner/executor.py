@@ -205,7 +205,7 @@ def _alone(compute: Callable[[], Any]) -> Answer:
     return _answer(compute)
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Refuse an address at which nobody answers: Ray itself would ask for many minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "/" in address:  # "auto", or with a scheme: left to Ray
@@ -223,7 +223,7 @@ def _cluster(ray: Any, address: str, workers: int) -> Iterator[None]:
         where: dict[str, Any] = {"include_dashboard": False, "num_cpus": workers, "_node_ip_address": "127.0.0.1"}
         if address != "local":
             where = {"address": address}
-            _knock(address)
+            _check_reachable(address)
         try:
             begun = ray.init(**where, log_to_driver=False, logging_level="ERROR")
         except ConnectionError as error:

@@ -397,7 +397,9 @@ def _find_scale(
     return runner.inside(start.shifted(largest * math.log(4.0))), same, total
 
 
-def contest(runner: TaskRunner, tasks: Sequence[Task], iterates: list[Iterate]) -> tuple[list[list[float | None]], Cost]:
+def value_metrics(
+    runner: TaskRunner, tasks: Sequence[Task], iterates: list[Iterate]
+) -> tuple[list[list[float | None]], Cost]:
     """Run tasks with several metrics and value all of them against one comparator per task.
 
     The bound against the end of one's own run is smallest for metrics that hardly move. So all are compared with one point:
@@ -716,7 +718,7 @@ class Plan:
         give way only to others whose mean is lower by two standard errors of the differences by task.
         """
         entrants, step = [*state.candidates, state.now], state.step + 1
-        rows, cost = contest(self._runner(state), tasks, entrants)
+        rows, cost = value_metrics(self._runner(state), tasks, entrants)
         finishable = [row for row in rows if any(v is not None for v in row)]
         if not finishable:
             raise ValueError(f"all {len(tasks)} tasks of outer step {step} diverged, so that nothing can be judged.")

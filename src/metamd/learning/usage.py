@@ -506,7 +506,7 @@ def learn_usage(
         learned.header,
         usage=usage.to_dict(),
         choice=about,
-        online=_said(online),
+        online=_online_dict(online),
         task_hashes=tuple(dict.fromkeys(seen)),
         cost=total_cost(learned.header.cost, family.cost(began)),
     )
@@ -571,7 +571,7 @@ def _step_seconds(learned: LearnedOptimiser, task: Task, metrics: Sequence[Onlin
         usage = Usage("learned" if online is None else "online")
         # without what a run is watched by: a task with other gradients takes as long
         unwatched: dict[str, Any] = {"gradient_scale": {}, "horizon": None}
-        header = replace(learned.header, usage=usage.to_dict(), online=_said(online), **unwatched)
+        header = replace(learned.header, usage=usage.to_dict(), online=_online_dict(online), **unwatched)
         given = replace(learned, header=header)
         return OptimiserSteps.beginning(task.init(), lambda named: MetaMD(named, given, steps=task.steps))
 
@@ -589,7 +589,7 @@ def tried_line(usage: Usage, online: Online | None, score: float) -> str:
     return f"{usage}{'' if online is None else f' ({online})'}: score {score:.4g}"
 
 
-def _said(online: Online | None) -> Result | None:
+def _online_dict(online: Online | None) -> Result | None:
     return None if online is None else online.to_dict()
 
 
@@ -671,7 +671,7 @@ class Trials:
                 self.forecast.tell(self._score(used, tasks), note=line)
 
     def _about(self, number: int, used: Used) -> Result:
-        about = {"task": number, "usage": used[0].to_dict(), "online": _said(used[1])}
+        about = {"task": number, "usage": used[0].to_dict(), "online": _online_dict(used[1])}
         return about | ({"steps": self._steps(number, used)} if self.seconds else {})
 
     def _steps(self, number: int, used: Used) -> int:
@@ -747,7 +747,7 @@ class Trials:
             found = replace(linear, schedule="learned", knots=learn_knots(finished)) if finished else linear
             return {"usage": found.to_dict()}
 
-        name = f"schedule-{config_hash({'usage': linear.to_dict(), 'online': _said(online)})}"
+        name = f"schedule-{config_hash({'usage': linear.to_dict(), 'online': _online_dict(online)})}"
         return Usage(**self.parts.all({name: measured})[name]["usage"]), online
 
 

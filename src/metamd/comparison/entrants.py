@@ -61,8 +61,8 @@ class Protocol:
         seed: of the tasks that are drawn, and of the search.
         measuring: how the runs are watched.
         aim: the target of steps-to-target; that of the last optimiser if not given.
-        screen: run all contenders of a label on the first task of a domain, and on the others only those that are among so
-            many best there in mean loss, final loss or an error; all if not given.
+        screen: how many contenders of a label go on from the first task of a domain to the others: the best there in mean
+            loss, in final loss and in each error. All of them if not given.
         budget: settings of each rival under each schedule.
         schedules: of the rivals' learning rates, those that a rival may have.
         search: by which settings are found under "paper".

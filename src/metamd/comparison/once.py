@@ -176,8 +176,8 @@ def choose_once(
     """Choose the setting of a rival on training tasks.
 
     The setting that is given comes first; Sobol points of the space follow, all on two tasks. The best two of them, by the
-    score and by the loss at the end, are left for neighbours with another rate as long as these are better, also beyond the
-    range, and so is another hyperparameter that lies at an end of its range. All tasks decide. The search takes no more
+    score and by the loss at the end, move to neighbours with another rate as long as these are better, also beyond the
+    range. Another hyperparameter moves too if it lies at an end of its range. All tasks decide. The search takes no more
     gradient evaluations than there are; those of the looks at averages count too.
 
     Args:

@@ -14,14 +14,16 @@ def pace(comparison: Comparison, rivals: Sequence[str], share: float = 1.0, ours
 
     Each quantity has its own best rival, at its own best setting on that domain:
 
-    - `mean_loss`: ours, divided by the lowest of a rival. - `steps`: the steps of ours to the lowest loss that a rival has
-    after `share` of the run, divided by the steps of that rival. A run of that rival that does not stay there counts as a
-    whole run. A run of ours that does not makes the ratio None; `arrived` counts the runs that do. - `seconds`: the seconds
-    of ours to the same loss, divided by those of the quickest rival, at a setting with which all its runs arrive. -
-    `accuracy`: ours and the highest of a rival, on test data. - `paid_after`: tasks after which learning is paid for in
-    gradient evaluations, if the rival of the steps is tuned with all its settings on each, and ours with its own where the
-    protocol tunes it. - `paid_by_the_clock`: the same in seconds. A gradient evaluation of learning counts as a step of
-    ours.
+    - `mean_loss`: ours, divided by the lowest of a rival.
+    - `steps`: the steps of ours to the lowest loss that a rival has after `share` of the run, divided by the steps of that
+      rival. A run of that rival that does not stay there counts as a whole run. A run of ours that does not makes the ratio
+      None; `arrived` counts the runs that do.
+    - `seconds`: the seconds of ours to the same loss, divided by those of the quickest rival, at a setting with which all
+      its runs arrive.
+    - `accuracy`: ours and the highest of a rival, on test data.
+    - `paid_after`: tasks after which learning is paid for in gradient evaluations. The rival of the steps is tuned with all
+      its settings on each, and ours where the protocol tunes it.
+    - `paid_by_the_clock`: the same in seconds. A gradient evaluation of learning counts as a step of ours.
     """
     ours = ours or comparison.labels[0]
 

@@ -204,8 +204,8 @@ class Regret(Objective):
     def pseudo(self, run: Trajectory, u: Params) -> Pseudo:
         """What the prior adds to every metric's squared displacement and squared gradients, by tensor.
 
-        A coordinate with squared gradients y_i is given s y_i more of them, with the displacement s y_i / D^2 that they
-        would have led to with D, 1/D^2 = (q_n + q) / 2, where q = sum delta^2 / sum g^2 over the tensor, and over the model.
+        A coordinate with squared gradients y_i gets s y_i more. It also gets the displacement s y_i / D^2 that these would
+        lead to. 1/D^2 = (q_n + q) / 2, q_n = sum delta^2 / sum g^2 over the tensor, and q the same over the model.
         """
         if isinstance(self.comparator, Fixed) and self.comparator.pseudo is not None:
             return self.comparator.pseudo

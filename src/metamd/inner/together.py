@@ -45,8 +45,8 @@ def run_many(
     """The records of runs of tasks whose loss is the same function (`family.shared_loss`), under vmap where that is faster.
 
     It is faster for models of up to `SMALL` parameters. Runs with several pieces are made one after another, because every
-    task has active pieces of its own, and so are runs with products, because their sums would be as many as the tasks.
-    The executor computes runs that are not made under vmap. The other arguments are those of `run_inner`.
+    task has active pieces of its own. So are runs with products, because their sums would be as many as the tasks. The
+    executor computes runs that are not made under vmap. The other arguments are those of `run_inner`.
     """
     if not tasks:
         raise ValueError("there must be at least one task to run, got none.")

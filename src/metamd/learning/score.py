@@ -29,8 +29,8 @@ SCORE = "area under the logarithm of the loss"
 """The name of the score in headers."""
 
 UNKNOWN = 1e-2
-"""Where losses fall below zero and the smallest possible one is not known, a loss counts as equal to the lowest seen if it
-is nearer to that than this share of the first loss."""
+"""A share of the first loss. Where losses fall below zero and their minimum is not known, a loss that is nearer to the
+lowest seen than that counts as equal to it."""
 
 LOOKS = 20
 """About how often the loss of a run is looked at: twice in each of the `PHASES`, for every optimiser. A look at an average

@@ -435,11 +435,11 @@ def learn_usage(
 
         score = exp E (log(mean_k L_k + e) + mean_k log(L_k + e) + log(L + e)) / 3,
 
-    L_k the mean losses of ten equal parts of the run, each of about two steps that are the same for all runs of a task, and
-    L the loss at its end, judged as `Choices.judged_on` says. e is the standard error of the losses of ten batches at the
-    start of the task plus the rounding of the first loss, so that chance between batches decides nothing, and without noise
-    every digit counts. Losses are counted from the smallest possible one where the task knows it, else from the lowest seen
-    if that is below zero. A usage that diverges on any task is out.
+    L_k are the mean losses of ten equal parts of the run, each of about two steps, the same ones for all runs of a task. L
+    is the loss at the end, judged as `Choices.judged_on` says. e is the standard error of the losses of ten batches at the
+    start of the task plus the rounding of the first loss. So chance between batches decides nothing, and without noise every
+    digit counts. Losses are counted from the smallest possible one where the task knows it, else from the lowest seen if
+    that is below zero. A usage that diverges on any task is out.
 
     The search has three parts. Pairs of metric and momentum are compared on one task, and the best two find their factors on
     two. The better one is tried there with other schedules, averages and whitening, and the best two changes find factors

@@ -13,6 +13,8 @@ import os
 import shutil
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,32 +94,41 @@ def fetch(name: str, splits: list[str], *, force: bool = False) -> list[Path]:
     Splits that come from one archive are made together. What is in the cache is fetched again if `force` says so.
     """
     from metamd.data.download import download  # imports torch, which listing what is at hand does without
-    from metamd.files.store import locked
 
-    record, cache = registry.dataset(name), cache_folder()
+    record = registry.dataset(name)
     asked = {file.name for split in splits for file in registry.split_of(name, split).files}
     together = [key for key, split in record.splits.items() if asked & {file.name for file in split.files}]
+    with locked_cache(name) as cache:
+        wanted = [split for split in together if force or not _is_whole(split_file(cache, name, split))]
+        folder = cache / "files" / name
+        for file in {file.name: file for split in wanted for file in record.splits[split].files}.values():
+            download(file, folder)
+        for split in wanted:
+            images, labels = decode(record, split, folder)
+            form = recognise(record, split, canonical(name, images), labels)
+            if form is None and any(known.status == "official" for known in record.splits[split].forms):
+                raise DataError(
+                    f"The official files of {record.title} {split} decoded to other arrays than the recorded ones, "
+                    "so they were not kept. Please report this with the versions of metamd and numpy."
+                )
+            write_npz(split_file(cache, name, split), images, labels)
+        shutil.rmtree(folder, ignore_errors=True)
+    return [split_file(cache, name, split) for split in splits]
+
+
+@contextmanager
+def locked_cache(name: str) -> Iterator[Path]:
+    """The cache folder, in which nobody else writes this dataset or set of files meanwhile."""
+    from metamd.files.store import locked
+
+    cache = cache_folder()
     try:
         with locked(cache / "locks" / f"{name}.lock"):
-            wanted = [split for split in together if force or not _is_whole(split_file(cache, name, split))]
-            folder = cache / "files" / name
-            for file in {file.name: file for split in wanted for file in record.splits[split].files}.values():
-                download(file, folder)
-            for split in wanted:
-                images, labels = decode(record, split, folder)
-                form = recognise(record, split, canonical(name, images), labels)
-                if form is None and any(known.status == "official" for known in record.splits[split].forms):
-                    raise DataError(
-                        f"The official files of {record.title} {split} decoded to other arrays than the recorded ones, "
-                        "so they were not kept. Please report this with the versions of metamd and numpy."
-                    )
-                write_npz(split_file(cache, name, split), images, labels)
-            shutil.rmtree(folder, ignore_errors=True)
+            yield cache
     except OSError as error:
         raise DataError(
             f"The cache folder {cache} must be writable and have room, got: {error}. Set METAMD_CACHE to another folder."
         ) from error
-    return [split_file(cache, name, split) for split in splits]
 
 
 def _is_whole(path: Path) -> bool:

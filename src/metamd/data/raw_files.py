@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from metamd.data import registry
-from metamd.data.loading import cache_folder, offline_folder
+from metamd.data.loading import cache_folder, locked_cache, offline_folder
 from metamd.data.registry import DataError, RemoteFile
 
 
@@ -53,16 +53,9 @@ def fetch_files(name: str, *, force: bool = False) -> list[Path]:
 def fetch_file(name: str, file: RemoteFile) -> Path:
     """Download one file of a set into the cache, where it stays as it is."""
     from metamd.data.download import download
-    from metamd.files.store import locked
 
-    cache = cache_folder()
-    try:
-        with locked(cache / "locks" / f"{name}.lock"):
-            return download(file, cache / name)
-    except OSError as error:
-        raise DataError(
-            f"The cache folder {cache} must be writable and have room, got: {error}. Set METAMD_CACHE to another folder."
-        ) from error
+    with locked_cache(name) as cache:
+        return download(file, cache / name)
 
 
 def find_file(name: str, file: str) -> Path | None:

@@ -6,7 +6,7 @@ Hosts move: each file lists several addresses, and the checksum, not the host, d
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -164,24 +164,22 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(resources.files("metamd.data").joinpath("registry.toml").read_text(encoding="utf-8"))
 
 
+def _remote_files(files: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> tuple[RemoteFile, ...]:
+    """The records of files, each of which may be on all hosts and at addresses of its own."""
+    places = [(*(host + file["name"] for host in hosts), *file.get("urls", ())) for file in files]
+    return tuple(RemoteFile(**{**file, "urls": urls}) for file, urls in zip(files, places, strict=True))
+
+
 def _file_set(name: str, entry: Mapping[str, Any]) -> FileSet:
-    hosts = entry.get("hosts", ())
-    files = [
-        RemoteFile(**{**file, "urls": (*(host + file["name"] for host in hosts), *file.get("urls", ()))})
-        for file in entry["files"]
-    ]
     plain = {key: value for key, value in entry.items() if key not in ("hosts", "files")}
-    return FileSet(name=name, files=tuple(files), **plain)
+    return FileSet(name=name, files=_remote_files(entry["files"], entry.get("hosts", ())), **plain)
 
 
 def _dataset(name: str, entry: Mapping[str, Any]) -> Dataset:
     hosts, splits = entry["hosts"], {}
     for key, split in entry["splits"].items():
-        files = [
-            RemoteFile(**{**file, "urls": (*(host + file["name"] for host in hosts), *file.get("urls", ()))})
-            for file in split.get("files", ())
-        ]
-        splits[key] = SplitRecord(split["count"], tuple(files), tuple(Form(**form) for form in split.get("forms", ())))
+        files, forms = _remote_files(split.get("files", ()), hosts), split.get("forms", ())
+        splits[key] = SplitRecord(split["count"], files, tuple(Form(**form) for form in forms))
     plain = {"stored": entry["shape"]} | {key: value for key, value in entry.items() if key not in ("hosts", "splits")}
     plain |= {key: tuple(plain[key]) for key in ("shape", "stored", "classes")}
     return Dataset(name=name, splits=MappingProxyType(splits), **plain)

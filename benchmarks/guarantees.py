@@ -16,7 +16,7 @@ import torch
 import metamd
 from metamd.certification.certification import distances
 from metamd.cli.families import held_out_side
-from metamd.learning.rounds import draw_task
+from metamd.learning.first_look import draw_task
 
 FAMILIES = {
     "quadratics": lambda: ("quadratic", metamd.tasks.quadratic()),

@@ -25,7 +25,7 @@ from metamd.files.usage import Usage
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
 from metamd.inner.run import train as inner_train
-from metamd.learning.rounds import draw_config, draw_task
+from metamd.learning.first_look import draw_config, draw_task
 from metamd.rivals import learned_rival
 from metamd.tasks import FAMILIES, Drawn, config_hash
 from tests.helpers import draws

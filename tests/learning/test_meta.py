@@ -28,8 +28,8 @@ from metamd import (
 from metamd.inner.closed_form import Iterate
 from metamd.inner.objectives import PRIOR
 from metamd.inner.run import run_inner
+from metamd.learning.first_look import draw_task, largest_curvature
 from metamd.learning.outer import Adam, GradientDescent, OuterUpdate
-from metamd.learning.rounds import draw_task, largest_curvature
 from tests.helpers import closed_form
 from tests.meta_families import Mixed, Noisy, jealous, poisoned, small
 

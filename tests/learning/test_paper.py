@@ -11,9 +11,9 @@ from metamd.files.header import Header
 from metamd.inner.closed_form import Iterate
 from metamd.inner.run import run_inner
 from metamd.learning import Normalised, Stopping, Unpublished
+from metamd.learning.first_look import draw_config
 from metamd.learning.paper import climb
 from metamd.learning.reference import draw_tasks
-from metamd.learning.rounds import draw_config
 from metamd.tasks import config_hash
 from metamd.tasks.base import derive_seed
 from tests.meta_families import Wrapped, jealous, small

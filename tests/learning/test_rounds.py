@@ -11,8 +11,9 @@ from torch import nn
 from metamd import Diagonal, Journal, Kronecker, MaxDiagonal, Refine, Regret, learn_from_reference, load, meta_train, tasks
 from metamd.inner.closed_form import LARGEST_RANK, Iterate
 from metamd.inner.objectives import Reference
+from metamd.learning.first_look import AFFORDED, affording, gradient_operations
 from metamd.learning.outer import metric_norms, project
-from metamd.learning.rounds import AFFORDED, TaskRunner, affording, gradient_operations
+from metamd.learning.rounds import TaskRunner
 from metamd.potentials.basis import Basis
 from metamd.tasks.models import LeNet
 

@@ -13,9 +13,9 @@ from metamd import Diagonal, Kronecker, LearnedOptimiser, Online, Usage, meta_tr
 from metamd.files.store import Journal
 from metamd.inner.objectives import Reference
 from metamd.learning import reference as by_reference
+from metamd.learning.first_look import draw_config
 from metamd.learning.parts import Parts
 from metamd.learning.reference import draw_tasks, learn_from_reference, tuned_reference
-from metamd.learning.rounds import draw_config
 from metamd.learning.score import RunScores, start_of
 from metamd.learning.usage import Choices, Trials, learn_usage, run_together, run_usage
 from metamd.tasks import quadratic, tabular

@@ -20,7 +20,7 @@ from metamd.files.progress import ends_with
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
 from metamd.inner.run import OptimiserSteps, all_finite, has_exploded, not_finite, train
-from metamd.learning.rounds import draw_config
+from metamd.learning.first_look import draw_config
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.optimiser.optimiser import MetaMD
 from metamd.tasks.base import Config, SolvedTask, Split, Task, TaskFamily, config_hash, derive_seed, require_family, seeded

@@ -63,8 +63,8 @@ from metamd.files.learned import LearnedOptimiser
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import Reference
 from metamd.inner.run import MirrorDescent, all_finite
+from metamd.learning.first_look import draw_config
 from metamd.learning.outer import metric_norms
-from metamd.learning.rounds import draw_config
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.potentials.forms import Array, grouped_squares

@@ -19,11 +19,12 @@ from metamd.inner.estimators import Estimator, Forward, Reverse
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import FromLipschitz, LogGap, PaperBound, Reference
 from metamd.inner.run import OptimiserSteps, StepRule, seconds_per_step
+from metamd.learning.first_look import first_look
 from metamd.learning.outer import Adam, GradientDescent, Method, Normalised, Refine, Unpublished
 from metamd.learning.paper import learn_published
 from metamd.learning.parts import Forecast
 from metamd.learning.reference import CHECKED, REFERENCE_RATES, learn_from_reference, tuned_reference
-from metamd.learning.rounds import Plan, first_look
+from metamd.learning.rounds import Plan
 from metamd.learning.usage import Choices, Prefer, learn_usage, runs_to_choose, runs_to_scale, steps_of
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.potentials.base import Potential

@@ -30,10 +30,11 @@ from metamd.inner.closed_form import Iterate
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import PaperBound
 from metamd.inner.run import run_inner
+from metamd.learning.first_look import first_look
 from metamd.learning.outer import Method, Normalised, Stopping, Unpublished
 from metamd.learning.parts import Parts, parts_of
 from metamd.learning.reference import draw_tasks
-from metamd.learning.rounds import Plan, first_look
+from metamd.learning.rounds import Plan
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import Diagonal, MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily, derive_seed

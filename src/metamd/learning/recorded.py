@@ -16,7 +16,7 @@ from metamd.files.versions import versions as library_versions
 from metamd.inner.closed_form import Iterate, best_iterate, minimiser, moments_of
 from metamd.inner.objectives import Regret
 from metamd.inner.run import Trajectory
-from metamd.learning.rounds import gradient_scale, total_squares
+from metamd.learning.first_look import gradient_scale, total_squares
 from metamd.potentials.diagonal import Diagonal, Kronecker, MaxDiagonal
 from metamd.potentials.online import Online
 from metamd.potentials.tying import Shape, TyingName

@@ -22,17 +22,9 @@ from metamd.inner.closed_form import Iterate, best_iterate, moments_of
 from metamd.inner.executor import Executor
 from metamd.inner.objectives import PRIOR, Reference, Regret
 from metamd.inner.run import GradientSums, Trajectory, all_finite, run_inner
+from metamd.learning.first_look import Squares, affording, draw_config, gradient_scale, look, squares_by_key
 from metamd.learning.parts import Parts, described, parts_of, stage
-from metamd.learning.rounds import (
-    Squares,
-    affording,
-    draw_config,
-    ends_of,
-    gradient_scale,
-    look,
-    squares_by_key,
-    within_reach,
-)
+from metamd.learning.rounds import ends_of, within_reach
 from metamd.potentials.base import Params
 from metamd.potentials.diagonal import MaxDiagonal
 from metamd.tasks.base import Task, TaskFamily, config_hash, domain_of, require_family

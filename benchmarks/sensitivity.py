@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from metamd.comparison.cells import Cell, fill
 from metamd.comparison.statistics import spread
 from metamd.experiments.quadratic import family, measured_iterations
 from metamd.experiments.synthetic import Problems, try_meta_train
 from metamd.files.store import ARCHIVE, Records, Result, archive, read_cells, records_in, unarchive
 from metamd.inner.estimators import Reverse
+from metamd.inner.executor import Cell, fill
 from metamd.learning.meta import Method, paper
 from metamd.learning.outer import GradientDescent
 from metamd.potentials import Diagonal, MaxDiagonal

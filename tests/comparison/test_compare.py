@@ -12,14 +12,13 @@ import torch
 
 from metamd import Comparison, Diagonal, Measuring, Protocol, compare, handicap, learned_rival, load, meta_train, tasks
 from metamd.cli import main as cli
-from metamd.comparison.cells import Cell, fill
 from metamd.comparison.entrants import draw_configs
 from metamd.comparison.entrants import entrants as entered
 from metamd.comparison.tuning import QuasiRandom
 from metamd.experiments.declare import Entrant, Geometry, Scale
 from metamd.experiments.experiment import Experiment
 from metamd.files.store import Records
-from metamd.inner.executor import Executor
+from metamd.inner.executor import Cell, Executor, fill
 from metamd.rivals import rival
 from tests import processes
 from tests.small_comparisons import bare

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from metamd import Diagonal, LearnedOptimiser, rivals
 from metamd.cli import main as cli
 from metamd.cli import report
-from metamd.comparison.cells import Cell, fill
 from metamd.comparison.page import as_markdown
 from metamd.comparison.statistics import spread
 from metamd.experiments import (
@@ -30,6 +29,7 @@ from metamd.experiments import (
 from metamd.experiments import experiment as leave_one_out
 from metamd.experiments.synthetic import BATCHED_RIVALS, NEVER, ONE_DIAGONAL, Problems, own_warnings
 from metamd.files.store import Records, as_json, read_cells, read_json, records_in, write_json
+from metamd.inner.executor import Cell, fill
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.tasks import quadratic as quadratics
 from metamd.tasks import rosenbrock as valleys

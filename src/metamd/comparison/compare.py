@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from metamd.comparison.cells import Cell, fill
 from metamd.comparison.comparison import Candidate, Comparison, Fold, cell_name
 from metamd.comparison.entrants import Entrants, Protocol, draw_configs, enough
 from metamd.comparison.training import Measuring, Outcome, step_seconds, train_contender
@@ -16,7 +15,7 @@ from metamd.comparison.tuning import METRICS
 from metamd.files.progress import ends_with
 from metamd.files.store import Records, Result, as_json, write_json
 from metamd.files.versions import environment, versions
-from metamd.inner.executor import Executor
+from metamd.inner.executor import Cell, Executor, fill
 from metamd.rivals.base import Contender
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, require_family
 

@@ -10,7 +10,6 @@ from typing import Literal, TypeVar
 
 import torch
 
-from metamd.comparison.cells import Cell, fill
 from metamd.comparison.comparison import Target, evaluations
 from metamd.comparison.once import AGAIN, FOR_THE_END, Once, choose_once, price
 from metamd.comparison.statistics import LEVEL, PAIRS_TO_DECIDE, pairs_to_find, smallest_p
@@ -18,7 +17,7 @@ from metamd.comparison.training import Measuring
 from metamd.comparison.tuning import Bayesian, Search, tune
 from metamd.files.store import Records, Result, as_json, read_cells
 from metamd.files.usage import Schedule
-from metamd.inner.executor import Executor
+from metamd.inner.executor import Cell, Executor, fill
 from metamd.rivals.base import Contender, Rival, Tuning
 from metamd.rivals.learned import Learner
 from metamd.tasks.base import Config, Task, TaskFamily, config_hash, derive_seed, domain_of

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from metamd.comparison.cells import Cell, fill
 from metamd.comparison.compare import compare
 from metamd.comparison.comparison import Comparison, Target
 from metamd.comparison.entrants import entrants, labels, unscheduled
@@ -29,7 +28,7 @@ from metamd.experiments.declare import (
 )
 from metamd.files.learned import LearnedStart, load
 from metamd.files.store import Records, Result, as_json, read_json
-from metamd.inner.executor import Executor
+from metamd.inner.executor import Cell, Executor, fill
 from metamd.optimiser.guard import OffFamilyWarning
 from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from metamd.comparison import figures
-from metamd.comparison.cells import Cell, fill
 from metamd.comparison.entrants import draw_configs
 from metamd.comparison.pace import standings
 from metamd.comparison.sections import Section
@@ -26,6 +25,7 @@ from metamd.files.learned import LearnedOptimiser, load
 from metamd.files.store import Records, Result, shortened
 from metamd.files.usage import Usage
 from metamd.inner.estimators import Direct
+from metamd.inner.executor import Cell, fill
 from metamd.inner.run import run_inner
 from metamd.learning.outer import Adam, Method
 from metamd.potentials import Diagonal, MaxDiagonal

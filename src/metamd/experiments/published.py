@@ -19,7 +19,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from metamd.comparison.cells import Cell, fill
 from metamd.comparison.comparison import Comparison, Fold
 from metamd.comparison.entrants import PRINTED, UNTUNED, draw_configs
 from metamd.comparison.pace import geometric_mean, pace
@@ -39,6 +38,7 @@ from metamd.experiments.paper_tables import (
 from metamd.experiments.pieces import draw_weights, piece_weights
 from metamd.files.learned import load
 from metamd.files.store import Records, Result, read_cells
+from metamd.inner.executor import Cell, fill
 from metamd.learning.meta import paper
 from metamd.learning.outer import Unpublished
 from metamd.learning.paper import metric_spread

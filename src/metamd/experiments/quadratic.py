@@ -16,7 +16,6 @@ import torch
 
 from metamd import tasks
 from metamd.comparison import figures
-from metamd.comparison.cells import Cell
 from metamd.comparison.sections import Section
 from metamd.comparison.statistics import spread
 from metamd.experiments import synthetic
@@ -24,6 +23,7 @@ from metamd.experiments.synthetic import Attempt, BatchedRival, Problems, Synthe
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Records, Result, shortened
 from metamd.inner.estimators import Reverse
+from metamd.inner.executor import Cell
 from metamd.learning.meta import paper
 from metamd.learning.outer import Adam, Method
 from metamd.potentials import Diagonal

@@ -16,13 +16,13 @@ import torch
 
 from metamd import tasks
 from metamd.comparison import figures
-from metamd.comparison.cells import Cell
 from metamd.comparison.sections import Section
 from metamd.experiments import synthetic
 from metamd.experiments.synthetic import BatchedRival, Problems, Synthetic
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Result, shortened
 from metamd.inner.estimators import Reverse
+from metamd.inner.executor import Cell
 from metamd.learning.meta import paper
 from metamd.potentials import Diagonal
 from metamd.rivals.base import Setting

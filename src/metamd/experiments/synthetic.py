@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metamd.comparison.cells import Cell, fill
 from metamd.comparison.figures import Panel
 from metamd.comparison.sections import Section
 from metamd.files.learned import LearnedOptimiser
 from metamd.files.store import Records, Result
 from metamd.inner import run as engine
-from metamd.inner.executor import Executor
+from metamd.inner.executor import Cell, Executor, fill
 from metamd.inner.run import OptimiserSteps
 from metamd.learning.meta import meta_train
 from metamd.optimiser.optimiser import MetaMD

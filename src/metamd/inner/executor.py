@@ -1,7 +1,7 @@
 """Independent pieces of work, computed in this process, in several processes, or on a Ray cluster.
 
-The results do not depend on where they were computed. The caller keeps each result as it arrives, so that a run which is
-stopped, by Ctrl-C for example, continues with the pieces that are missing.
+The results do not depend on where they were computed. Each is kept as it arrives, by the caller or by `fill`, so that a run
+which is stopped, by Ctrl-C for example, continues with the pieces that are missing.
 """
 
 import ipaddress
@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from metamd.files.progress import Progress, showing
+from metamd.files.store import Records, Result
 from metamd.files.text import install
 
 ATTEMPTS = 3
@@ -98,6 +99,35 @@ class Executor:
             for name, result in found:
                 yield name, result
                 progress.advance(name)
+
+
+# results that are kept
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One result of an experiment."""
+
+    name: str  # of its record
+    compute: Callable[[], Any]  # makes it, on another machine perhaps
+    # puts files that came with it into their places, where the records are, and returns what the record is to hold
+    keep: Callable[[Any], Result] = lambda made: made
+
+
+def fill(records: Records | None, cells: Iterable[Cell], *, title: str, workers: int | Executor = 1) -> dict[str, Result]:
+    """All results by name, in the order of the cells; each is written as soon as it is there, unless records is None."""
+    todo = {cell.name: cell for cell in cells}
+    found = {} if records is None else {name: records.read(name) for name in todo if records.has(name)}
+    missing = {name: cell.compute for name, cell in todo.items() if name not in found}
+    for name, made in Executor.of(workers).results(missing, title, done=len(found)):
+        found[name] = todo[name].keep(made)
+        if records is not None:
+            records.write(name, found[name])
+            found[name] = records.read(name)
+    return {name: found[name] for name in todo}
+
+
+# how pieces are computed
 
 
 def _answer(compute: Callable[[], Any]) -> Answer:

@@ -180,8 +180,6 @@ def write_files():
         certified = Path(folder) / "certified.safetensors"
         assert command(*words, "--out", certified) == 0
         shutil.copy(certified, path_of("quadratic-certified"))
-    for old in ("version-1", "version-2", "version-3", "version-3-usage"):
-        shutil.copy(HERE.parent / "files" / f"{old}.safetensors", path_of(old))
 
 
 def write_expected():

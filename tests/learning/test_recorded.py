@@ -21,7 +21,7 @@ from tests import processes
 from tests.helpers import closed_form, small_model, train
 from tests.learned_files import Parts, learned, same
 
-VERSION_1 = Path(__file__).parents[1] / "files" / "version-1.safetensors"
+VERSION_1 = Path(__file__).parents[1] / "frozen" / "version-1.safetensors"
 TYINGS = ("parameter", "channel", "column", "tensor", "role")
 
 

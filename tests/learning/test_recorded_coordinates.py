@@ -14,7 +14,8 @@ from metamd import MetaMD, Recorder, Run, learn, update
 from metamd.cli import main as cli
 from metamd.files import recorded_run
 from metamd.inner.closed_form import TOLERATED, best_metric
-from metamd.learning import recorded as module
+from metamd.learning import recorded as learning
+from metamd.learning import recorder as recording
 from metamd.learning.recorded import SHRINKAGE, TRAVEL, next_factor
 from tests.helpers import equal_parameters, small_model, train
 from tests.learned_files import Parts
@@ -88,14 +89,14 @@ def test_of_wide_weights_few_steps_are_taken_and_count_for_all():
 
 
 def test_lengths_are_thinned_in_long_runs(monkeypatch):
-    monkeypatch.setattr(module, "LENGTHS_EVERY", 1)
-    monkeypatch.setattr(module, "LENGTHS_KEPT", 8)
+    monkeypatch.setattr(recording, "LENGTHS_EVERY", 1)
+    monkeypatch.setattr(recording, "LENGTHS_KEPT", 8)
     every, run = [], recorded(steps=40)
     model = small_model(0)
     optimiser = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     recorder = Recorder(optimiser)
     recorder._every = 1
-    monkeypatch.setattr(module, "LENGTHS_KEPT", 100)
+    monkeypatch.setattr(recording, "LENGTHS_KEPT", 100)
     train(model, optimiser, 40, 0)
     every = recorder.finish().lengths
     assert torch.equal(run.lengths, every[:: 40 // len(run.lengths)][: len(run.lengths)])
@@ -201,7 +202,7 @@ def test_a_tying_gives_the_plain_metric_and_old_records_nothing_else():
 
 
 def test_weights_with_too_many_columns_have_one_number_for_each(monkeypatch, tmp_path):
-    for place in (module, recorded_run):
+    for place in (learning, recording, recorded_run):
         monkeypatch.setattr(place, "COLUMNS", 6)  # the second weight has 8
     runs = [recorded(seed) for seed in range(3)]
     assert runs[0].products["2.weight"].shape == (8,)

@@ -32,7 +32,7 @@ from tests.helpers import random_basis
 from tests.learned_files import SHAPES, learned, same, turned
 from tests.small_tasks import F64, Regression, Small
 
-FILES = Path(__file__).parents[1] / "files"
+FILES = Path(__file__).parents[1] / "frozen"
 
 
 class Regressions(TaskFamily):

@@ -307,7 +307,7 @@ OWN: dict[str, Callable[[Result], str]] = {
     "rotated-mnist-mlp-all-rivals": partial(_losses, names=FIVE_MORE, more=()),
     "rotated-mnist-mlp-averages": partial(_losses, names=AVERAGED, more=("interval", "final")),
     "rotated-mnist-linear-published": partial(_against_sgd, pieces=True),
-    "rotated-mnist-mlp-refresh": _ways,
+    "rotated-mnist-mlp-seconds": _ways,
 }
 """Tables of experiments that are not about the pace of one file; which lines, and what the page calls them."""
 

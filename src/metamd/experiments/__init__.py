@@ -38,7 +38,7 @@ MOVED = {
     "averages": "rotated-mnist-mlp --variant averages",
     "bayesian": "rotated-mnist-mlp --variant bayesian",
     "bayesian-lenet": "diverse-digits-lenet --variant bayesian",
-    "by-the-clock": "rotated-mnist-mlp --variant refresh",
+    "by-the-clock": "rotated-mnist-mlp --variant seconds",
     "every-rival": "rotated-mnist-mlp --variant all-rivals",
     "paper-preset": "ablation --variant paper-preset",
 }

@@ -44,8 +44,7 @@ class Entrant:
     usage: Usage | None = None
     exact: bool = True  # False takes the paper's step
     averaging: Average | None = None  # the kind of average, as for `MetaMD`; that of the usage if not given
-    # how often polar steps find their directions, if not as the file says; nothing where it recommends others
-    refresh: int | None = None
+    paced: bool = False  # whether its pace is shown beside that of our first entry
     piece: int | None = None  # counted from 0, to use one piece of a mixture alone
     # the rival whose grid and ranges it is tuned in, if not a decade on either side of the factor of its file
     searched_as: str | None = None

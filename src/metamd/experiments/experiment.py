@@ -30,7 +30,6 @@ from metamd.files.learned import LearnedStart, load
 from metamd.files.store import Records, Result, as_json, read_json
 from metamd.inner.executor import Cell, Executor, fill
 from metamd.optimiser.guard import OffFamilyWarning
-from metamd.optimiser.optimiser import takes_polar_steps
 from metamd.rivals import Contender, Learner, Rival, known_rival, learned_rival
 from metamd.rivals.base import NamedParameters, Setting
 from metamd.tasks.base import TaskFamily, derive_seed
@@ -228,12 +227,12 @@ class Experiment:
         return rows
 
     def _paces(self, joined: Comparison, opponents: Mapping[str, list[str]]) -> dict[str, list[Result]]:
-        """The pace of our first entry, then of those that find directions less often, to save seconds."""
+        """The pace of our first entry, then of the others that are paced."""
         entries = [pair for g in self.geometries.values() for pair in g.entries.items()]
-        seldom = {f", by {label}": label for label, entry in entries if entry.refresh is not None}
+        others = {f", by {label}": label for label, entry in entries if entry.paced}
         return {
             title + ending: pace(joined, who, self.share, label)
-            for ending, label in ({"": None} | seldom).items()
+            for ending, label in ({"": None} | others).items()
             for title, who in opponents.items()
         }
 
@@ -319,7 +318,6 @@ class Experiment:
                     usage=entry.usage,
                     exact=entry.exact,
                     averaging=entry.averaging,
-                    refresh=entry.refresh if takes_polar_steps(learned) else None,
                 )
                 if entry.searched_as is not None:
                     like = known_rival(entry.searched_as)

@@ -20,7 +20,6 @@ from metamd.experiments.declare import PLAIN, Entrant, Geometry, Scale, coordina
 from metamd.experiments.experiment import Experiment, accuracy_and_losses, by_the_clock
 from metamd.files.usage import Usage
 from metamd.inner.objectives import Reference
-from metamd.learning.usage import rules_for_refresh
 from metamd.potentials import Diagonal
 from metamd.potentials.online import Online
 from metamd.tasks.vision import ANGLES, DIGIT_DATASETS, ImageFamily
@@ -250,21 +249,18 @@ AVERAGES = replace(
     sections=accuracy_and_losses,
 )
 
-# A gradient of the MLP takes a millisecond, and finding the directions of a polar step several: found in every step, every
-# second, fourth and eighth; another file has its usage chosen for every fourth. Rivals are those whose steps are cheap.
-OFTEN = {"MetaMD": Entrant(), **{f"MetaMD, refresh {k}": Entrant(refresh=k) for k in (2, 4, 8)}}
-FOURTH = {"MetaMD, learned for refresh 4": Entrant(refresh=4)}
-EVERY_FOURTH = tuple(rule for rule in rules_for_refresh(4) if rule.rule == "polar")
-REFRESH = replace(
+# A gradient of the MLP takes a millisecond, and a polar step several: another file is learned for few seconds. Rivals are
+# those whose steps are cheap.
+FOR_SECONDS = {"MetaMD, for few seconds": Entrant(paced=True)}
+SECONDS = replace(
     UNPUBLISHED_MLP,
-    variant="refresh",
-    geometries={"kronecker": coordinates(OFTEN), "fourth": coordinates(FOURTH, metrics=("online",), rules=EVERY_FOURTH)},
+    variant="seconds",
+    geometries={"kronecker": coordinates({"MetaMD": Entrant()}), "seconds": coordinates(FOR_SECONDS, prefer="seconds")},
     scales={
         "smoke": ONE_ANGLE,
         "cpu": replace(TWO_ANGLES, domains=PAPER_ANGLES, rivals=("sgdm", "adam", "adamw"), schedules=("linear",)),
         "paper": replace(LONG, rivals=("sgdm", "adam", "adamw"), schedules=("linear",)),
     },
-    draw=lambda comparison, labels, folder: learning_curves(comparison, [*OFTEN, *FOURTH], folder),
     sections=by_the_clock,
 )
 
@@ -292,7 +288,7 @@ EXPERIMENTS = (
     ALL_RIVALS,
     BAYESIAN_MLP,
     AVERAGES,
-    REFRESH,
+    SECONDS,
     DIVERSE_DIGITS,
     BAYESIAN_LENET,
     RESNET18,

@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -61,6 +62,26 @@ def test_bands_of_learning_curves_are_bootstrap_intervals(tmp_path, monkeypatch)
         assert (curve.y[2], curve.low[2], curve.high[2]) == (estimate.value, estimate.low, estimate.high)
     ranges = loss_curves(found, ["b"])["d1"][0]
     assert (ranges.low[2], ranges.high[2]) == (each[1].min(), each[1].max())
+
+
+def test_short_logarithmic_axes_have_plain_numbers_and_long_ones_powers_of_ten(tmp_path, monkeypatch):
+    drawn, drawing = [], figures.drawing
+
+    @contextmanager
+    def watched(*args, **options):
+        with drawing(*args, **options) as (figure, grid):
+            yield figure, grid
+            figure.draw_without_rendering()
+            texts = [axes.get_ymajorticklabels() + axes.get_yminorticklabels() for axes in grid.flatten()]
+            drawn.extend({text.get_text() for text in each} for each in texts)
+
+    monkeypatch.setattr(figures, "drawing", watched)
+    panels = {title: [figures.Curve("MetaMD", [0, 1], [low, 5.0])] for title, low in {"short": 1.9, "long": 1e-3}.items()}
+    figures.curves(panels, tmp_path / "x.png", xlabel="", ylabel="loss", share_y=False)
+    short, long = drawn
+    assert {"2", "3", "4", "5"} <= short
+    assert not any("10" in text for text in short)
+    assert {r"$\mathdefault{10^{-2}}$", r"$\mathdefault{10^{0}}$"} <= long
 
 
 def test_settings_at_an_end_of_the_range_are_named_for_each_quantity(tmp_path, undrawn):

@@ -1,6 +1,7 @@
 """Figures from records: nothing is computed here. matplotlib is imported when a figure is drawn."""
 
 import io
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -276,12 +277,23 @@ def _curves(
             axes.tick_params(which="both", labelsize=7)  # a short axis has minor labels alone
             _frame(axes, literal(title), xlabel)
             axes.grid(color="0.92")
+        for axes in grid.flatten()[: len(panels)]:  # when all panels have shared their limits
+            _plain_numbers(axes)
         for axes in grid.flatten()[len(panels) :]:
             axes.set_axis_off()
         grid[0, 0].set_ylabel(ylabel, fontsize=8)
         legends = [axes.get_legend_handles_labels() for axes in grid.flatten()]
         lines = {label: line for found in legends for line, label in zip(*found, strict=True)}
         figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=across, fontsize=8, frameon=False)
+
+
+def _plain_numbers(axes: Any) -> None:
+    """Numbers such as 0.3 in place of powers of ten, on a logarithmic axis that has one of these at most."""
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "log" and math.floor(math.log10(high)) <= math.ceil(math.log10(low)):
+        digits = "1235" if high / low > 4 else "123456789"  # on a longer axis only some have room
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if f"{y:e}"[0] in digits else "")
 
 
 ALL = "all domains"

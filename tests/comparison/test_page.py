@@ -80,7 +80,7 @@ def test_short_logarithmic_axes_have_plain_numbers_and_long_ones_powers_of_ten(t
     figures.curves(panels, tmp_path / "x.png", xlabel="", ylabel="loss", share_y=False)
     short, long = drawn
     assert {"2", "3", "4", "5"} <= short
-    assert not any("10" in text for text in short)
+    assert not any("^" in text for text in short)
     assert {r"$\mathdefault{10^{-2}}$", r"$\mathdefault{10^{0}}$"} <= long
 
 
